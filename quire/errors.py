@@ -1,0 +1,61 @@
+"""Every error that Quire raises on purpose.
+
+    QuireError
+    ├── ConfigError          an argument, flag or combination of them (also a ValueError)
+    ├── ModelError           a model that cannot be loaded: says which file, what was expected, what to do
+    │   ├── UnsupportedModelError    an architecture or feature that Quire does not have
+    │   ├── WeightsError             a missing, truncated, foreign or misshapen weight file or tensor
+    │   └── TokenizerError           a tokenizer or chat template that is missing, broken or does not fit
+    ├── DownloadError        a model that could not be fetched or failed its checksum
+    ├── MemoryBudgetError    weights or KV cache do not fit; says which value would (also a MemoryError)
+    ├── BadRequestError      a request's field; `.param` names it (also a ValueError)
+    └── EngineDeadError      the engine stopped after an internal failure; `__cause__` has it
+
+Our own bugs are `assert` or built-in exceptions, never one of these.
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Base of everything that Quire raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """An argument is unknown, out of range, or contradicts another one."""
+
+
+class ModelError(QuireError):
+    """A model cannot be loaded."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model needs an architecture or feature that Quire does not have."""
+
+
+class WeightsError(ModelError):
+    """A weight file or tensor is missing, truncated, foreign or misshapen."""
+
+
+class TokenizerError(ModelError):
+    """A tokenizer or chat template is missing, broken or does not fit the model."""
+
+
+class DownloadError(QuireError):
+    """A model could not be fetched, or what came fails its checksum."""
+
+
+class MemoryBudgetError(QuireError, MemoryError):
+    """Weights or KV cache do not fit; the message names the flag and the value that would."""
+
+
+class BadRequestError(QuireError, ValueError):
+    """A request is malformed or can never be served; `param` names the field at fault."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineDeadError(QuireError):
+    """The engine stopped after an internal failure and takes no more requests."""

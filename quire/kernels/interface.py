@@ -1,0 +1,119 @@
+"""What a kernel backend offers to the decoder. One object, chosen once, passed down; nothing is looked up globally.
+
+Every backend computes the same functions as `kernels/reference`, which is plain torch: oracle and fallback.
+Activations are [tokens, features]. The KV cache of one layer is one tensor
+
+    kv: [num_blocks, 2, num_kv_heads, block_size, head_dim]        (index 0 of dim 1 is K, 1 is V)
+
+so that one KV head's part of a block is one contiguous tile, and one block of one layer is one contiguous run of
+bytes: what swap and copy-on-write move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Where one step's tokens stand. Sequence i's new tokens are rows query_starts[i] .. query_starts[i+1]-1.
+
+    All sequences' K and V of a layer are written before any of them is read, so that a sequence may read blocks that
+    another one writes in the same step.
+    """
+
+    positions: Tensor  # [tokens] int64: each token's position in its sequence
+    slots: Tensor  # [tokens] int64: block_id * block_size + offset, where the token's K and V go
+    query_starts: Tensor  # [seqs + 1] int32
+    kv_lens: Tensor  # [seqs] int32: tokens with KV after this step, this step's included
+    block_tables: Tensor  # [seqs, max_blocks] int32; entries past a sequence's length are arbitrary
+    max_query_len: int
+    max_kv_len: int
+    num_decodes: int  # leading sequences with exactly one new token
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionSpec:
+    """One layer's attention, apart from the data."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # a token sees itself and the window - 1 before it
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+
+
+class LinearWeight(Protocol):
+    """A matrix [out_features, in_features] in whatever layout and precision its backend multiplies fastest.
+
+    Rows arrive piecewise (`load_rows`), so fused matrices are filled from a checkpoint's separate tensors without a
+    second copy of the model.
+    """
+
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+    def load_rows(self, first_row: int, rows: Tensor) -> None:
+        """Fill the rows from first_row on with `rows`: [n, in_features], any float dtype, on the CPU or its own device."""
+
+    def load_bias(self, first_row: int, bias: Tensor) -> None:
+        """Likewise for the bias; only where new_linear was asked for one."""
+
+    def randomize(self, std: float, seed: int) -> None:
+        """Fill with normal noise (dummy weights), where the weight lives."""
+
+
+class Ops(Protocol):
+    """The operations of one backend on one device."""
+
+    name: str
+
+    def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]: ...
+
+    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> LinearWeight: ...
+
+    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """x: [tokens, in] -> [tokens, out], in the activations' dtype; bias added where there is one."""
+
+    def embed(self, token_ids: Tensor, weight: LinearWeight, scale: float | None = None) -> Tensor:
+        """token_ids: [tokens] int64 -> [tokens, in_features]: rows of the matrix (tied or not), times scale."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight, computed in float32. (Gemma's 1 + weight is folded in at load.)"""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x, in place; returns rms_norm(residual)."""
+
+    def rope_and_write(
+        self,
+        qkv: Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim], as the fused projection gives it
+        cos_sin: Tensor,  # [max_positions, head_dim]: cos in the first half, sin in the second, float32
+        kv: Tensor,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        q_norm: Tensor | None = None,  # [head_dim]: per-head RMS norm before rotation (Qwen3, Gemma 3)
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """Normalise and rotate q and k (half-split rotary), write k and v to their slots; returns q.
+
+        q: [tokens, heads * head_dim], contiguous.
+        """
+
+    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
+        """Causal attention of each new token over its sequence's blocks -> [tokens, heads * head_dim]."""
+
+    def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """gate_up: [tokens, 2 * n] -> activation(first half) * second half; activation is 'silu' or 'gelu_tanh'."""
+
+    def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
+        """hidden: [rows, in] -> float32 [rows, out], capped where asked."""

@@ -1,0 +1,201 @@
+"""SamplingParams: what a user may ask of one request, under the names that vLLM's users write.
+
+Validation happens once, here. What the executor needs of it is lowered to `SamplingSpec`, plain data that can cross
+a process boundary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from quire.errors import BadRequestError
+
+MAX_LOGPROBS = 20
+
+# Fields of vLLM's SamplingParams that Quire refuses by name until it has them.
+_NOT_YET = {
+    "structured_outputs": None,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "flat_logprobs": False,
+    "stream_interval": None,
+    "logprob_token_ids": None,
+    "extra_args": None,
+}
+
+
+class OutputKind(StrEnum):
+    """What each streamed RequestOutput holds."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt. Every field is checked at construction; an unknown one is refused by name."""
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    # Refused by name for now; here so that the error can say so instead of "unexpected keyword".
+    structured_outputs: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    flat_logprobs: bool = False
+    stream_interval: Any = None
+    logprob_token_ids: Any = None
+    extra_args: Any = None
+
+    def __post_init__(self) -> None:
+        for name, default in _NOT_YET.items():
+            if getattr(self, name) != default:
+                raise BadRequestError(f"{name} is not supported by Quire yet: remove it", param=name)
+        self._check_numbers()
+        self._check_stops()
+        self._check_token_lists()
+        self.output_kind = OutputKind(self.output_kind)
+        if not self.detokenize and self.stop:
+            raise BadRequestError("stop strings need detokenize=True", param="stop")
+
+    def _check_numbers(self) -> None:
+        _integer(self.n, "n", at_least=1)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(getattr(self, name), name, -2.0, 2.0)
+        _number(self.repetition_penalty, "repetition_penalty", 0.0, math.inf, open_low=True)
+        _number(self.temperature, "temperature", 0.0, math.inf)
+        _number(self.top_p, "top_p", 0.0, 1.0, open_low=True)
+        _number(self.min_p, "min_p", 0.0, 1.0)
+        _integer(self.top_k, "top_k", at_least=-1)
+        if self.top_k == -1:  # vLLM's older spelling of "off"
+            self.top_k = 0
+        if self.seed is not None:
+            _integer(self.seed, "seed")
+            if self.seed == -1:  # vLLM's older spelling of "no seed"
+                self.seed = None
+            elif not -(2**63) <= self.seed < 2**64:
+                raise BadRequestError(f"seed must fit in 64 bits, got {self.seed}", param="seed")
+        if self.max_tokens is not None:
+            _integer(self.max_tokens, "max_tokens", at_least=1)
+        _integer(self.min_tokens, "min_tokens", at_least=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadRequestError(
+                f"min_tokens ({self.min_tokens}) must be <= max_tokens ({self.max_tokens})", param="min_tokens"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(value, name, at_least=-1)
+        if self.temperature == 0.0 and self.n > 1:
+            raise BadRequestError(
+                f"n={self.n} with temperature=0 would give {self.n} equal texts: use n=1 or a temperature", param="n"
+            )
+
+    def _check_stops(self) -> None:
+        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        if any(not isinstance(s, str) or not s for s in stop):
+            raise BadRequestError("stop must be a non-empty string or a list of them", param="stop")
+        self.stop = stop
+        bad = list(self.bad_words or ())
+        if any(not isinstance(s, str) or not s for s in bad):
+            raise BadRequestError("bad_words must be a list of non-empty strings", param="bad_words")
+        self.bad_words = bad or None
+
+    def _check_token_lists(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, str) or any(not _is_int(t) or t < 0 for t in value):
+                raise BadRequestError(f"{name} must be a list of token ids >= 0", param=name)
+            setattr(self, name, list(value))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise BadRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+        if self.logit_bias is not None:
+            try:
+                bias = {int(k): float(v) for k, v in self.logit_bias.items()}
+            except (TypeError, ValueError, AttributeError):
+                raise BadRequestError("logit_bias must map token ids to numbers", param="logit_bias") from None
+            if any(t < 0 or not -100.0 <= v <= 100.0 for t, v in bias.items()):
+                raise BadRequestError("logit_bias needs token ids >= 0 and values in -100..100", param="logit_bias")
+            self.logit_bias = bias
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A checked copy with some fields changed."""
+        return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingSpec:
+    """What the executor needs to sample one sequence: SamplingParams with strings resolved to token ids.
+
+    `seed` and `index` key the counter-based randomness together with the position, so that the draw depends on
+    nothing else: not on the batch, not on preemption.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    index: int = 0
+    min_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()  # banned until min_tokens are out: eos and stop_token_ids
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None  # top-k asked for; -1 is the whole vocabulary
+    prompt_logprobs: int | None = None
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(value: object, name: str, at_least: int | None = None) -> None:
+    if not _is_int(value):
+        raise BadRequestError(f"{name} must be an integer, got {value!r}", param=name)
+    if at_least is not None and value < at_least:  # type: ignore[operator]
+        raise BadRequestError(f"{name} must be >= {at_least}, got {value}", param=name)
+
+
+def _number(value: object, name: str, low: float, high: float, *, open_low: bool = False) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value) or math.isinf(value):
+        raise BadRequestError(f"{name} must be a finite number, got {value!r}", param=name)
+    if value > high or value < low or (open_low and value == low):
+        bounds = f"{'>' if open_low else '>='} {low:g}" + ("" if math.isinf(high) else f" and <= {high:g}")
+        raise BadRequestError(f"{name} must be {bounds}, got {value}", param=name)

@@ -1,0 +1,132 @@
+"""The contract between scheduler and executor: plain data, no tensors.
+
+`StepPlan` says what one step does; `StepResult` says what came of it. Scheduler and executor share nothing else, so
+either can be replaced (a simulated executor, a GPU, many ranks) and a process border fits in between.
+
+A plan never holds the tokens that a running request sampled last: they stay with the executor, which owns each row's
+tokens, length and block table. So a plan can be made while the step before it still runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.params import SamplingSpec
+
+
+@dataclass(slots=True)
+class Spans:
+    """The tokens that this step computes, in columns: entry i is one running sequence. Decodes come first.
+
+    A sequence's tokens at positions starts[i] .. starts[i] + num_tokens[i] - 1 run; where samples[i] is true the
+    last of them gives logits, from which the token at position starts[i] + num_tokens[i] is sampled.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+
+    def add(self, row: int, start: int, num_tokens: int, samples: bool) -> None:
+        self.rows.append(row)
+        self.starts.append(start)
+        self.num_tokens.append(num_tokens)
+        self.samples.append(samples)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(slots=True, frozen=True)
+class Admission:
+    """A sequence new to the executor, or back after preemption. Takes a row until the row is released."""
+
+    row: int
+    generation: int  # differs each time that a row is given out, so that a late result is told apart
+    token_ids: list[int]  # every token known: the prompt, then what was generated before a preemption
+    num_prompt_tokens: int
+    block_ids: list[int]
+    sampling: SamplingSpec
+    adapter: str | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Fork:
+    """A new row that continues `source_row`: same tokens, same blocks, own randomness.
+
+    It is made after the forward pass and before sampling: both rows sample from the source's logits of this step.
+    """
+
+    source_row: int
+    row: int
+    generation: int
+    sampling: SamplingSpec
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. An executor applies the parts in the order in which they stand here, then samples.
+
+    Sampled tokens come back in `sampled_rows` order.
+    """
+
+    step: int
+    released: list[int] = field(default_factory=list)  # rows whose sequences ended or were preempted
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) device blocks: copy-on-write
+    admitted: list[Admission] = field(default_factory=list)
+    grown: list[tuple[int, list[int]]] = field(default_factory=list)  # (row, block ids to append to its table)
+    rewired: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its table, its own block now)
+    spans: Spans = field(default_factory=Spans)
+    forks: list[Fork] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.spans.num_tokens)
+
+    def sampled_rows(self) -> list[int]:
+        """Rows that sample: the spans' in their order, then the forks' in theirs."""
+        rows = [row for row, samples in zip(self.spans.rows, self.spans.samples, strict=True) if samples]
+        rows.extend(fork.row for fork in self.forks)
+        return rows
+
+    @property
+    def is_empty(self) -> bool:
+        """True when an executor would have nothing at all to do."""
+        return not (self.spans.rows or self.released or self.swap_out or self.swap_in or self.copies or self.admitted)
+
+
+@dataclass(slots=True, frozen=True)
+class TokenLogprobs:
+    """One position's logprobs: the token that stands there, its rank (1 is the likeliest), and the top ones asked."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class StepTimings:
+    """Seconds, as the executor measured them."""
+
+    prepare_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came of a plan. `tokens[i]` belongs to `plan.sampled_rows()[i]` (more than one once they are speculated)."""
+
+    step: int
+    tokens: list[list[int]] = field(default_factory=list)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index into tokens
+    # By row: the logprobs of the prompt tokens at positions starts+1 .. of this step's span, where asked for.
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)  # by index into tokens: this one sequence cannot go on
+    transfers_done: list[int] = field(default_factory=list)  # steps whose swap_out and swap_in have finished
+    timings: StepTimings = field(default_factory=StepTimings)

@@ -1,0 +1,115 @@
+"""A request and its sequences, as scheduler and engine see them.
+
+A request is what a user sent. It has one or, with n > 1, several sequences: each is one line of tokens, and the unit
+that is scheduled. The first sequence computes the prompt; the others are forked from it when the prompt is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+from quire.params import SamplingParams, SamplingSpec
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. Every sequence ends exactly once, with one of these."""
+
+    STOP = "stop"  # an end token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or max_model_len
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SequenceState(IntEnum):
+    WAITING = 0  # no row, no blocks
+    RUNNING = 1  # has a row and blocks
+    PREEMPTED = 2  # lost both; its tokens will be computed again
+    SWAPPED = 3  # lost both; its blocks are on the host
+    FINISHED = 4
+
+
+class CacheOutcome(StrEnum):
+    """Why a prompt found as many cached tokens as it did."""
+
+    HIT = "hit"  # every block that could match did
+    PARTIAL = "partial"  # the first blocks matched, a later one did not
+    COLD = "cold"  # the first block has not been seen, or not under this salt
+    EVICTED = "evicted"  # the first block that did not match had been cached once and was evicted
+    TOO_SHORT = "too_short"  # no full block before the last token
+    SKIPPED = "skipped"  # the request asked not to read the cache, or wants prompt logprobs
+    DISABLED = "disabled"  # prefix caching is off
+
+
+_next_seq_id = itertools.count(1)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """What a user asked for. Made by the engine, which has already checked it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int  # resolved: never None
+    end_token_ids: frozenset[int]  # the model's eos ids, empty with ignore_eos, plus stop_token_ids
+    eos_token_ids: frozenset[int] = frozenset()  # those of end_token_ids that have no stop_reason of their own
+    specs: list[SamplingSpec] = field(default_factory=list)  # one per sequence
+    priority: int = 0  # lower runs first
+    arrival_s: float = 0.0
+    salt: str | None = None  # enters the hash of every cached block: other salts never match
+    adapter: str | None = None
+    skip_prefix_cache_read: bool = False
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.sequences) and all(s.state is SequenceState.FINISHED for s in self.sequences)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One line of tokens of a request. The scheduler owns every field but the request's.
+
+    `num_computed_tokens` counts what has KV once all submitted steps have run; `num_pending_tokens` counts tokens that
+    submitted steps will sample and the host has not seen yet. A sequence decodes when
+    num_computed_tokens == len(token_ids) + num_pending_tokens - 1.
+    """
+
+    request: Request
+    index: int
+    token_ids: list[int]
+    seq_id: int = field(default_factory=lambda: next(_next_seq_id))
+    state: SequenceState = SequenceState.WAITING
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    row: int | None = None
+    generation: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    # For RequestOutput and the statistics.
+    num_cached_tokens: int = 0
+    cache_outcome: CacheOutcome | None = None
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.request.prompt_token_ids) :]
