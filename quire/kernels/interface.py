@@ -63,7 +63,7 @@ class LinearWeight(Protocol):
     def nbytes(self) -> int: ...
 
     def load_rows(self, first_row: int, rows: Tensor) -> None:
-        """Fill the rows from first_row on with `rows`: [n, in_features], any float dtype, on the CPU or its own device."""
+        """Fill the rows from first_row on with `rows`: [n, in_features], any float dtype, from any device."""
 
     def load_bias(self, first_row: int, bias: Tensor) -> None:
         """Likewise for the bias; only where new_linear was asked for one."""
