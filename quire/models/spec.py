@@ -11,7 +11,7 @@ class RopeSpec:
     """Rotary embedding of one kind of layer. `scaling` is the config's rope_scaling entry, already checked."""
 
     theta: float
-    scaling: dict[str, Any] | None = None  # rope_type: linear, llama3, dynamic or yarn, with its numbers
+    scaling: dict[str, Any] | None = None  # rope_type (see layers/rotary.py), with its numbers
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,0 +1,225 @@
+"""The architectures that are served, as a table of their differences, and how a config becomes a ModelSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.models.config_reader import ConfigReader
+from quire.models.rope_config import max_position_with_scaling, read_rope, read_rope_by_layer_type
+from quire.models.spec import LayerSpec, ModelSpec
+
+LayerTypes = tuple[str, ...]  # full_attention or sliding_attention, by layer
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Architecture:
+    """In what one architecture differs from Llama. None: the config's own key says."""
+
+    layer_types: Callable[[ConfigReader, int], LayerTypes]
+    qkv_bias: bool | None = None  # attention_bias
+    output_bias: bool | None = None  # attention_bias
+    has_mlp_bias: bool = False  # whether mlp_bias is one of its keys
+    qk_norm: bool = False
+    is_gemma: bool = False  # 1 + weight in norms, sandwich norms, scaled embedding, tanh GELU, two rotary bases
+    head_dim_from_hidden: bool = True  # where head_dim is missing: hidden_size / num_attention_heads
+    tied_by_default: bool = False
+
+
+def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
+    """A Hugging Face config.json's content as a ModelSpec. `source` is its file, for messages."""
+    reader = ConfigReader(config, source)
+    name = _architecture_name(reader)
+    architecture = ARCHITECTURES[name]
+    _refuse_unserved(reader, architecture)
+
+    hidden_size = reader.integer("hidden_size")
+    num_layers = reader.integer("num_hidden_layers")
+    num_heads = reader.integer("num_attention_heads")
+    num_kv_heads = reader.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.error(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+    head_dim = reader.integer("head_dim", hidden_size // num_heads if architecture.head_dim_from_hidden else None)
+    if head_dim % 2:
+        raise reader.error(f"head_dim {head_dim} is odd: rotary embedding turns pairs")
+
+    layer_types = architecture.layer_types(reader, num_layers)
+    if architecture.is_gemma:
+        ropes = read_rope_by_layer_type(reader, head_dim)
+    else:
+        rope = read_rope(reader, head_dim)
+        ropes = {"full_attention": rope, "sliding_attention": rope}
+    window = reader.integer("sliding_window") if "sliding_attention" in layer_types else None
+    windows = {"full_attention": None, "sliding_attention": window}
+
+    attention_bias = reader.flag("attention_bias", False)
+    return ModelSpec(
+        architecture=name,
+        vocab_size=reader.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=reader.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=max_position_with_scaling(reader, ropes["full_attention"]),
+        norm_eps=reader.number("rms_norm_eps"),
+        layers=tuple(LayerSpec(rope=ropes[kind], window=windows[kind]) for kind in layer_types),
+        activation=_activation(reader, architecture),
+        qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
+        output_bias=attention_bias if architecture.output_bias is None else architecture.output_bias,
+        mlp_bias=architecture.has_mlp_bias and reader.flag("mlp_bias", False),
+        qk_norm=architecture.qk_norm,
+        norm_offset=architecture.is_gemma,
+        sandwich_norms=architecture.is_gemma,
+        embedding_scale=hidden_size**0.5 if architecture.is_gemma else None,
+        attention_scale=(reader.number("query_pre_attn_scalar") if architecture.is_gemma else head_dim) ** -0.5,
+        attention_softcap=reader.optional_number("attn_logit_softcapping") if architecture.is_gemma else None,
+        logit_softcap=reader.optional_number("final_logit_softcapping") if architecture.is_gemma else None,
+        tie_embeddings=reader.flag("tie_word_embeddings", architecture.tied_by_default),
+        bos_token_id=_bos_token_id(reader),
+        eos_token_ids=_eos_token_ids(reader),
+        dtype=_dtype(reader),
+    )
+
+
+def _architecture_name(reader: ConfigReader) -> str:
+    names = reader.get("architectures")
+    served = ", ".join(ARCHITECTURES)
+    if not isinstance(names, list | tuple) or not names:
+        raise reader.error(f"architectures is missing: expected a list with one of {served}")
+    for name in names:
+        if name in ARCHITECTURES:
+            return str(name)
+    message = f"architecture {', '.join(map(str, names))} is not served (there are {served})"
+    if "Gemma3ForConditionalGeneration" in names:
+        message += (
+            ". It takes images too: use a text-only Gemma 3 (Gemma3ForCausalLM), such as google/gemma-3-1b-it, or a "
+            "text-only export of this one"
+        )
+    raise reader.error(message)
+
+
+def _refuse_unserved(reader: ConfigReader, architecture: Architecture) -> None:
+    """Anything that changes the computation in a way that the decoder does not have."""
+    quantization = reader.part("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") or "quantized"
+        raise reader.error(f"quantization_config: {method} weights are not served; use the unquantized model")
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if (reader.get(key) or 0) > 1:
+            raise reader.error(f"{key} is {reader.get(key)}: mixture of experts is not served")
+    for key in ("use_bidirectional_attention", "is_encoder_decoder"):
+        if reader.get(key):
+            raise reader.error(f"{key} is set: only causal decoders are served")
+    if not architecture.has_mlp_bias and reader.get("mlp_bias"):
+        raise reader.error("mlp_bias is set: this architecture has none")
+    if architecture.output_bias is False and reader.get("attention_bias"):
+        raise reader.error("attention_bias is set: this architecture decides itself which projections have a bias")
+    if not architecture.is_gemma:
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if reader.get(key) is not None:
+                raise reader.error(f"{key} is set: this architecture has none")
+
+
+def _activation(reader: ConfigReader, architecture: Architecture) -> str:
+    key, default = ("hidden_activation", "gelu_pytorch_tanh") if architecture.is_gemma else ("hidden_act", "silu")
+    activation = reader.text(key, default)
+    served = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+    if activation not in served:
+        raise reader.error(f"{key} {activation!r} is not served (there are {', '.join(served)})")
+    return served[activation]
+
+
+def _bos_token_id(reader: ConfigReader) -> int | None:
+    token = reader.get("bos_token_id")
+    if token is None or (isinstance(token, int) and token >= 0):
+        return token
+    raise reader.error(f"bos_token_id is {token!r}: expected a token id")
+
+
+def _eos_token_ids(reader: ConfigReader) -> tuple[int, ...]:
+    tokens = reader.get("eos_token_id")
+    if tokens is None:
+        return ()
+    listed = tuple(tokens) if isinstance(tokens, list | tuple) else (tokens,)
+    if not all(isinstance(token, int) and token >= 0 for token in listed):
+        raise reader.error(f"eos_token_id is {tokens!r}: expected a token id or a list of them")
+    return listed
+
+
+def _dtype(reader: ConfigReader) -> str:
+    """`dtype` to transformers 5, `torch_dtype` before."""
+    name = reader.text("dtype", reader.get("torch_dtype") or "float32").removeprefix("torch.")
+    served = ("float32", "bfloat16", "float16")
+    if name not in served:
+        raise reader.error(f"dtype {name!r} is not served (there are {', '.join(served)})")
+    return name
+
+
+def _all_full(reader: ConfigReader, num_layers: int) -> LayerTypes:
+    """Llama: no windows."""
+    return _agreeing(reader, ("full_attention",) * num_layers)
+
+
+def _all_alike(reader: ConfigReader, num_layers: int) -> LayerTypes:
+    """Mistral: every layer has the window, where there is one. Null is none; a missing key is ambiguous."""
+    if "sliding_window" not in reader.values:
+        raise reader.error("sliding_window is missing: expected a number of tokens, or null for none")
+    kind = "full_attention" if reader.get("sliding_window") is None else "sliding_attention"
+    return _agreeing(reader, (kind,) * num_layers)
+
+
+def _late_windows(reader: ConfigReader, num_layers: int) -> LayerTypes:
+    """Qwen: windows, if at all, from layer max_window_layers on."""
+    if not reader.flag("use_sliding_window", False) or reader.get("sliding_window") is None:
+        return _agreeing(reader, ("full_attention",) * num_layers)
+    listed = _listed_layer_types(reader, num_layers)
+    if listed is not None:
+        return listed
+    if reader.get("max_window_layers") != 0:
+        num_full = min(reader.integer("max_window_layers"), num_layers)
+    else:
+        num_full = 0
+    return ("full_attention",) * num_full + ("sliding_attention",) * (num_layers - num_full)
+
+
+def _alternating(reader: ConfigReader, num_layers: int) -> LayerTypes:
+    """Gemma: every sliding_window_pattern-th layer sees everything."""
+    listed = _listed_layer_types(reader, num_layers)
+    if listed is not None:
+        return listed
+    pattern = reader.integer("sliding_window_pattern", 6)
+    return tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers))
+
+
+def _agreeing(reader: ConfigReader, layer_types: LayerTypes) -> LayerTypes:
+    """layer_types, unless the config lists others."""
+    listed = _listed_layer_types(reader, len(layer_types))
+    if listed is not None and listed != layer_types:
+        raise reader.error("layer_types contradicts what sliding_window says for this architecture")
+    return layer_types
+
+
+def _listed_layer_types(reader: ConfigReader, num_layers: int) -> LayerTypes | None:
+    listed = reader.get("layer_types")
+    if listed is None:
+        return None
+    if not isinstance(listed, list | tuple) or len(listed) != num_layers:
+        raise reader.error(f"layer_types must list {num_layers} layers, as many as num_hidden_layers")
+    for kind in listed:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise reader.error(f"layer type {kind!r} is not served (there are full_attention, sliding_attention)")
+    return tuple(listed)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(layer_types=_all_full, has_mlp_bias=True),
+    "MistralForCausalLM": Architecture(layer_types=_all_alike, qkv_bias=False, output_bias=False),
+    "Qwen2ForCausalLM": Architecture(layer_types=_late_windows, qkv_bias=True, output_bias=False),
+    "Qwen3ForCausalLM": Architecture(layer_types=_late_windows, qk_norm=True, head_dim_from_hidden=False),
+    "Gemma3ForCausalLM": Architecture(
+        layer_types=_alternating, qk_norm=True, is_gemma=True, head_dim_from_hidden=False, tied_by_default=True
+    ),
+}

@@ -1,0 +1,73 @@
+"""Reading a Hugging Face config: every complaint names the key and the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import UnsupportedModelError
+
+
+class ConfigReader:
+    """A config.json (or a part of it) with typed access. A key that is null counts as missing."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    def error(self, message: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.source}: {message}")
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive whole number."""
+        value = self._required(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(f"{key} is {value!r}: expected a positive whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self._required(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.error(f"{key} is {value!r}: expected a positive number")
+        return float(value)
+
+    def optional_integer(self, key: str) -> int | None:
+        return None if self.get(key) is None else self.integer(key)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.number(key)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._required(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{key} is {value!r}: expected true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._required(key, default)
+        if not isinstance(value, str):
+            raise self.error(f"{key} is {value!r}: expected a string")
+        return value
+
+    def part(self, key: str) -> ConfigReader | None:
+        """The object under `key`, with its own complaints prefixed by the key."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.error(f"{key} is {value!r}: expected an object")
+        return ConfigReader(value, f"{self.source}: {key}")
+
+    def _required(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(f"{key} is missing")
+        return value

@@ -1,0 +1,118 @@
+"""The rotary part of a config, in the spelling of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.layers.rotary import ROPE_TYPES
+from quire.models.config_reader import ConfigReader
+from quire.models.spec import RopeSpec
+
+DEFAULT_THETA = 10_000.0
+
+# Keys beside a type's own numbers that change nothing here.
+_COMMON_KEYS = {"type", "rope_type", "rope_theta", "finetuned", "original_max_position_embeddings"}
+_YARN_KEYS = {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+_KEYS_BY_TYPE = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": _YARN_KEYS,
+    "factors": {"factors"},
+}
+assert _KEYS_BY_TYPE.keys() == ROPE_TYPES.keys() | {"default"}
+
+
+def read_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
+    """The rotary embedding of a model whose layers all turn alike."""
+    theta = config.number("rope_theta", DEFAULT_THETA)
+    return _read_entry(config, _rope_entry(config), theta, head_dim)
+
+
+def read_rope_by_layer_type(config: ConfigReader, head_dim: int) -> dict[str, RopeSpec]:
+    """Gemma 3's two: for layers of full attention and of sliding attention, which is never scaled in the old form."""
+    full_theta = config.number("rope_theta", 1_000_000.0)
+    sliding_theta = config.number("rope_local_base_freq", DEFAULT_THETA)
+    entry = config.part("rope_parameters")
+    if entry is not None and (entry.get("full_attention") or entry.get("sliding_attention")):
+        full, sliding = entry.part("full_attention"), entry.part("sliding_attention")
+    else:
+        full, sliding = _rope_entry(config), None
+    return {
+        "full_attention": _read_entry(config, full, full_theta, head_dim),
+        "sliding_attention": _read_entry(config, sliding, sliding_theta, head_dim),
+    }
+
+
+def max_position_with_scaling(config: ConfigReader, rope: RopeSpec) -> int:
+    """max_position_embeddings, or what yarn makes of the trained length where that is more: configs are told to add
+    yarn's entry and to leave the rest."""
+    max_position = config.integer("max_position_embeddings")
+    if rope.scaling is not None and rope.scaling["rope_type"] == "yarn":
+        scaled = int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
+        return max(max_position, scaled)
+    return max_position
+
+
+def _rope_entry(config: ConfigReader) -> ConfigReader | None:
+    return config.part("rope_scaling") or config.part("rope_parameters")
+
+
+def _read_entry(config: ConfigReader, entry: ConfigReader | None, theta: float, head_dim: int) -> RopeSpec:
+    if config.number("partial_rotary_factor", 1.0) != 1.0:
+        raise config.error("partial_rotary_factor is not 1: rotary embedding of a part of the head is not served")
+    if entry is None:
+        return RopeSpec(theta)
+    rope_type = entry.text("rope_type", entry.get("type") or "default")
+    if rope_type not in _KEYS_BY_TYPE:
+        served = ", ".join(sorted(_KEYS_BY_TYPE))
+        raise entry.error(f"rope_type {rope_type!r} is not served (there are {served})")
+    unknown = entry.values.keys() - _COMMON_KEYS - _KEYS_BY_TYPE[rope_type]
+    if entry.number("partial_rotary_factor", 1.0) == 1.0:
+        unknown -= {"partial_rotary_factor"}
+    if unknown:
+        raise entry.error(f"{', '.join(sorted(unknown))} is not served with rope_type {rope_type!r}")
+    return RopeSpec(entry.number("rope_theta", theta), _read_scaling(config, entry, rope_type, head_dim))
+
+
+def _read_scaling(config: ConfigReader, entry: ConfigReader, rope_type: str, head_dim: int) -> dict[str, Any] | None:
+    """The numbers of one type, complete: what layers/rotary.py reads."""
+    if rope_type == "default":
+        return None
+    scaling: dict[str, Any] = {"rope_type": rope_type}
+    if rope_type == "factors":
+        scaling["factors"] = _read_factors(entry, head_dim)
+        return scaling
+    scaling["factor"] = entry.number("factor")
+    trained_length = config.integer("max_position_embeddings")
+    if rope_type in ("llama3", "yarn"):
+        # Given beside the entry, or in it, or not at all; the first wins, as in transformers.
+        trained_length = config.integer(
+            "original_max_position_embeddings", entry.integer("original_max_position_embeddings", trained_length)
+        )
+    if rope_type != "linear":
+        scaling["original_max_position_embeddings"] = trained_length
+    if rope_type == "llama3":
+        scaling["low_freq_factor"] = entry.number("low_freq_factor")
+        scaling["high_freq_factor"] = entry.number("high_freq_factor")
+        if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+            raise entry.error("high_freq_factor must be greater than low_freq_factor")
+    if rope_type == "yarn":
+        scaling["beta_fast"] = entry.number("beta_fast", 32.0)
+        scaling["beta_slow"] = entry.number("beta_slow", 1.0)
+        scaling["truncate"] = entry.flag("truncate", True)
+        for key in ("attention_factor", "mscale", "mscale_all_dim"):
+            scaling[key] = entry.optional_number(key)
+    return scaling
+
+
+def _read_factors(entry: ConfigReader, head_dim: int) -> list[float]:
+    factors = entry.get("factors")
+    if isinstance(factors, Mapping | str) or not hasattr(factors, "__iter__"):
+        raise entry.error("factors is missing or not a list")
+    values = [float(factor) for factor in factors]
+    if len(values) != head_dim // 2 or min(values) <= 0:
+        raise entry.error(f"factors must be {head_dim // 2} positive numbers, one for each pair of a head's elements")
+    return values

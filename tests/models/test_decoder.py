@@ -1,0 +1,153 @@
+"""Every architecture gives transformers' logits, whatever the batching and the block size."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import models_harness as harness
+import pytest
+import torch
+
+from quire.kernels.reference import ReferenceOps
+from quire.models.decoder import Decoder
+
+LENGTHS = (37, 19, 1, 26)
+TOLERANCE = 1e-4
+
+
+@functools.cache
+def _case(name):
+    """A model's spec, weights, sequences and transformers' logits for them."""
+    model = harness.tiny_model(name)
+    sequences = harness.random_sequences(model.config.vocab_size, LENGTHS)
+    expected = [harness.oracle_logits(model, sequence) for sequence in sequences]
+    return harness.spec_of(model), model.state_dict(), sequences, expected
+
+
+def _assert_close(logits, expected):
+    for got, want in zip(logits, expected, strict=True):
+        assert got.shape == want.shape
+        assert (got - want).abs().max().item() <= TOLERANCE
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 128])
+@pytest.mark.parametrize("schedule", harness.SCHEDULES)
+@pytest.mark.parametrize("name", harness.TINY_MODELS)
+def test_logits_are_those_of_transformers(name, schedule, block_size):
+    spec, state_dict, sequences, expected = _case(name)
+    assert expected[0].std() > 0.5, "logits near zero would prove little"
+    ops = ReferenceOps("cpu", torch.float32)
+    logits = harness.run_paged(spec, state_dict, ops, sequences, harness.SCHEDULES[schedule](LENGTHS), block_size)
+    _assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window", "qwen3-window", "gemma3"])
+def test_windows_matter_in_these_tests(name):
+    """Without its windows the model gives other logits: else the tests above would not see them."""
+    spec, state_dict, sequences, expected = _case(name)
+    blind = replace(spec, layers=tuple(replace(layer, window=None) for layer in spec.layers))
+    ops = ReferenceOps("cpu", torch.float32)
+    logits = harness.run_paged(blind, state_dict, ops, sequences, harness.whole(LENGTHS), 16)
+    assert (logits[0] - expected[0]).abs().max() > 0.01
+
+
+def test_a_sequence_reads_blocks_that_another_writes_in_the_same_step():
+    spec, state_dict, sequences, _ = _case("llama")
+    twins = [sequences[0], sequences[0][:16] + sequences[1]]
+    model_logits = [harness.run_paged(spec, state_dict, _ops(), [s], harness.whole([len(s)]), 8)[0] for s in twins]
+    logits = harness.run_paged(
+        spec, state_dict, _ops(), twins, [[(1, len(twins[1]) - 16), (0, 37)]], 8, shared_prefix={1: (0, 2)}
+    )
+    _assert_close(logits, [model_logits[0], model_logits[1][16:]])
+
+
+def test_logits_of_chosen_tokens_only():
+    spec, state_dict, _, _ = _case("qwen3")
+    decoder = harness.load_decoder(spec, state_dict, _ops())
+    hidden = torch.randn(5, spec.hidden_size)
+    everything = decoder.logits(hidden, None)
+    chosen = decoder.logits(hidden, torch.tensor([4, 1]))
+    assert chosen.dtype == torch.float32
+    torch.testing.assert_close(chosen, everything[[4, 1]])
+
+
+def test_gemma_embedding_scale_is_rounded_to_the_activations_dtype():
+    spec, state_dict, _, _ = _case("gemma3")
+    spec = replace(spec, embedding_scale=3072**0.5)
+    for dtype, rounded in ((torch.bfloat16, 55.5), (torch.float32, torch.tensor(3072**0.5).item())):
+        seen = []
+
+        class Spy(ReferenceOps):
+            def embed(self, token_ids, weight, scale=None):
+                seen.append(scale)  # noqa: B023
+                return super().embed(token_ids, weight, scale)
+
+        harness.run_paged(spec, state_dict, Spy("cpu", dtype), [[1, 2]], [[(0, 2)]], 4, dtype=dtype)
+        assert seen == [rounded]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near_float32(dtype):
+    spec, state_dict, sequences, expected = _case("llama")
+    ops = ReferenceOps("cpu", dtype)
+    logits = harness.run_paged(spec, state_dict, ops, sequences, harness.mixed(LENGTHS), 16, dtype=dtype)
+    for got, want in zip(logits, expected, strict=True):
+        assert got.dtype == torch.float32
+        assert (got - want).abs().mean() < 0.05 * want.std()
+
+
+def test_float64_is_an_oracle_for_float32():
+    spec, state_dict, sequences, expected = _case("gemma3")
+    ops = ReferenceOps("cpu", torch.float64)
+    logits = harness.run_paged(spec, state_dict, ops, sequences, harness.whole(LENGTHS), 16, dtype=torch.float64)
+    assert logits[0].dtype == torch.float64
+    _assert_close([part.float() for part in logits], expected)
+
+
+def test_weight_bytes_counts_each_matrix_once():
+    for name, num_vocab_matrices in (("llama", 2), ("llama-tied", 1)):
+        spec, state_dict, _, _ = _case(name)
+        decoder = harness.load_decoder(spec, state_dict, _ops(), max_position=100)
+        unique = {tensor.data_ptr(): tensor.nbytes for tensor in state_dict.values()}
+        assert len([n for n in state_dict if n in ("lm_head.weight", "model.embed_tokens.weight")]) == 2
+        assert decoder.weight_bytes == sum(unique.values()) + 100 * spec.head_dim * 4
+        assert ("lm_head.weight" in decoder.weight_slots()) == (num_vocab_matrices == 2)
+
+
+def test_ignored_weights():
+    tied = harness.load_decoder(*_case("llama-tied")[:2], _ops())
+    untied = harness.load_decoder(*_case("llama")[:2], _ops())
+    assert tied.is_ignored_weight("lm_head.weight") and not untied.is_ignored_weight("lm_head.weight")
+    assert untied.is_ignored_weight("model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert not untied.is_ignored_weight("model.layers.0.self_attn.q_proj.weight")
+
+
+def test_layers_with_the_same_rotary_share_one_table():
+    decoder = harness.load_decoder(*_case("gemma3")[:2], _ops())
+    tables = {layer.cos_sin.data_ptr() for layer in decoder._layers}
+    assert len(decoder._layers) == 4 and len(tables) == 2
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "gemma3"])
+def test_dummy_weights_fill_everything_and_follow_the_seed(name):
+    spec = _case(name)[0]
+
+    def logits(seed):
+        decoder = Decoder(spec, _ops(), device="cpu", dtype=torch.float32, max_position=64)
+        for layer in decoder._layers:
+            for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                matrix.weight.fill_(float("nan"))
+        for index, slot in enumerate(decoder.weight_slots().values()):
+            slot.randomize(0.02, seed + index)
+        run = harness.PagedRun(decoder, [[5, 6, 7]], 4)
+        return run.step([(0, 3)])[0]
+
+    first = logits(1)
+    assert first.isfinite().all()
+    assert torch.equal(first, logits(1))
+    assert not torch.equal(first, logits(1000))
+
+
+def _ops():
+    return ReferenceOps("cpu", torch.float32)

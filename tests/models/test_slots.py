@@ -1,0 +1,47 @@
+"""Slots fill their own part of a parameter and nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.reference import ReferenceOps
+from quire.models.slots import matrix_slots, norm_slot
+
+CPU = torch.device("cpu")
+
+
+def test_parts_of_a_fused_matrix():
+    weight = ReferenceOps("cpu", torch.float32).new_linear(7, 3, bias=True)
+    slots = {slot.name: slot for slot in matrix_slots(weight, {"a": 2, "b": 4, "c": 1}, bias=True, device=CPU)}
+    assert {name: slot.shape for name, slot in slots.items()} == {
+        "a.weight": (2, 3),
+        "a.bias": (2,),
+        "b.weight": (4, 3),
+        "b.bias": (4,),
+        "c.weight": (1, 3),
+        "c.bias": (1,),
+    }
+    whole, bias = torch.randn(7, 3), torch.randn(7)
+    for name, rows in (("c", slice(6, 7)), ("a", slice(0, 2)), ("b", slice(2, 6))):
+        slots[f"{name}.weight"].load(whole[rows].double())
+        slots[f"{name}.bias"].load(bias[rows].double())
+    assert torch.equal(weight.weight, whole) and torch.equal(weight.bias, bias)
+
+
+def test_randomizing_every_slot_leaves_parts_that_differ():
+    weight = ReferenceOps("cpu", torch.float32).new_linear(8, 3)
+    for slot in matrix_slots(weight, {"a": 4, "b": 4}, bias=False, device=CPU):
+        slot.randomize(1.0, 5)
+    assert not torch.equal(weight.weight[:4], weight.weight[4:])
+
+
+def test_norms():
+    parameter = torch.full((4,), float("nan"))
+    tensor = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    norm_slot("n", parameter, offset=False).load(tensor)
+    assert parameter.tolist() == [0.5, 1.0, 2.0, 3.0]
+    slot = norm_slot("n", parameter, offset=True)
+    slot.load(tensor)
+    assert parameter.tolist() == [1.5, 2.0, 3.0, 4.0]
+    slot.randomize(0.1, 1)
+    assert parameter.tolist() == [1.0] * 4
