@@ -1,3 +1,60 @@
-"""Quire: LLM inference and serving on paged KV memory."""
+"""Quire: LLM inference and serving on paged KV memory.
+
+The public names. They are imported when first used, so that `import quire` is instant and torch is loaded only by
+what needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
+    from quire.config import EngineConfig
+    from quire.engine.llm_engine import LLMEngine
+    from quire.errors import QuireError
+    from quire.llm import LLM
+    from quire.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.params import OutputKind, SamplingParams
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "quire.llm",
+    "AsyncLLM": "quire.async_llm",
+    "LLMEngine": "quire.engine.llm_engine",
+    "EngineConfig": "quire.config",
+    "SamplingParams": "quire.params",
+    "OutputKind": "quire.params",
+    "RequestOutput": "quire.outputs",
+    "CompletionOutput": "quire.outputs",
+    "Logprob": "quire.outputs",
+    "QuireError": "quire.errors",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "LLMEngine",
+    "Logprob",
+    "OutputKind",
+    "QuireError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # vLLM's users also write these two.
+    name = {"AsyncLLMEngine": "AsyncLLM", "EngineArgs": "EngineConfig"}.get(name, name)
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

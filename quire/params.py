@@ -14,8 +14,6 @@ from typing import Any
 
 from quire.errors import BadRequestError
 
-MAX_LOGPROBS = 20
-
 # Fields of vLLM's SamplingParams that Quire refuses by name until it has them.
 _NOT_YET = {
     "structured_outputs": None,

@@ -92,6 +92,9 @@ class Sequence:
     generation: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    # The scheduler's own, resolved once so that a step reads them in one look.
+    order: tuple[float, ...] = ()  # its place: the smaller runs first
+    max_len: int = 0  # tokens, prompt included, at which it ends
     # For RequestOutput and the statistics.
     num_cached_tokens: int = 0
     cache_outcome: CacheOutcome | None = None

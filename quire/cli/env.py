@@ -1,0 +1,93 @@
+"""quire env: what is installed and what the machine offers, for bug reports."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import quire
+
+_PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "gguf",
+    "jinja2",
+    "transformers",
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("env", help="show versions, hardware and kernel backends")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    facts = collect()
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for name, value in facts.items():
+        print(f"{name:<18}{value}")
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "quire": quire.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+    }
+    for package in _PACKAGES:
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = None
+    facts["cpu"] = _cpu_name()
+    facts["cpus usable"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    from quire.executor.memory import available_host_bytes
+
+    free = available_host_bytes()
+    facts["memory free"] = None if free is None else f"{free / (1 << 30):.1f} GiB"
+    facts["native kernels"] = _native()
+    facts["gpu"] = _gpu()
+    from quire.weights import quire_home
+
+    facts["QUIRE_HOME"] = str(quire_home())
+    return facts
+
+
+def _native() -> str:
+    from quire.kernels import cpu
+
+    reason = cpu.unavailable_reason()
+    return f"not used: {reason}" if reason else cpu.describe()
+
+
+def _gpu() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return f"{torch.cuda.get_device_name()}, {free / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB free"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,146 @@
+"""quire generate: continue prompts, streaming."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from quire.cli.options import add_engine_flags, add_sampling_flags, engine_config, sampling_params
+from quire.errors import BadRequestError
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "generate",
+        help="continue prompts (arguments, or one from stdin)",
+        description="Continue prompts, all batched together. Text goes to stdout, the account to stderr.",
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="without any, stdin is one prompt")
+    parser.add_argument("--chat", action="store_true", help="treat each prompt as a user's message to a chat model")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt (implies --chat)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per prompt on stdout, no streaming")
+    parser.add_argument("--quiet", action="store_true", help="no account at the end")
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    prompts = args.prompts or [_from_stdin()]
+    config = engine_config(args)
+    from quire.cli.session import Session  # torch is loaded from here on: bad flags fail before that
+
+    session = Session(config)
+    params = sampling_params(args, session.engine.built.default_sampling, max_tokens=256)
+    inputs: list[Any] = list(prompts)
+    if args.chat or args.system is not None:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        inputs = [session.engine.render_chat([*system, {"role": "user", "content": p}]) for p in prompts]
+    printer = _JsonPrinter(prompts) if args.json else _TextPrinter(prompts, params.n)
+    try:
+        for output in session.stream(inputs, params):
+            printer.add(output)
+    finally:
+        printer.close()
+        if not args.quiet and not args.json:
+            session.print_account()
+    return 0
+
+
+def _from_stdin() -> str:
+    if sys.stdin.isatty():
+        print("quire: reading the prompt from the terminal, end with Ctrl-D", file=sys.stderr)
+    text = sys.stdin.read().rstrip("\n")
+    if not text:
+        raise BadRequestError("no prompt: give one as an argument or on stdin", param="prompt")
+    return text
+
+
+class _TextPrinter:
+    """Streams the first unfinished text; the others wait their turn, so that texts never mix."""
+
+    def __init__(self, prompts: list[str], n: int) -> None:
+        self._keys = [(p, i) for p in range(len(prompts)) for i in range(n)]
+        self._prompts = prompts
+        self._waiting: dict[tuple[int, int], list[str]] = {key: [] for key in self._keys}
+        self._done: set[tuple[int, int]] = set()
+        self._current = 0
+        self._headed = False
+
+    def add(self, output: Any) -> None:
+        prompt = int(output.request_id)
+        for completion in output.outputs:
+            key = (prompt, completion.index)
+            if completion.text:
+                self._waiting[key].append(completion.text)
+            if completion.finish_reason is not None and key not in self._done:
+                self._done.add(key)
+                if completion.error:
+                    print(f"\nquire: prompt {prompt}: {completion.error}", file=sys.stderr)
+        self._print_ready()
+
+    def _print_ready(self) -> None:
+        while self._current < len(self._keys):
+            key = self._keys[self._current]
+            self._head(key)
+            sys.stdout.write("".join(self._waiting.pop(key, [])))
+            self._waiting[key] = []
+            if key not in self._done:
+                break
+            sys.stdout.write("\n")
+            self._current += 1
+            self._headed = False
+        sys.stdout.flush()
+
+    def _head(self, key: tuple[int, int]) -> None:
+        if not self._headed and len(self._keys) > 1:
+            print(f"{'' if self._current == 0 else chr(10)}> {self._prompts[key[0]]}")
+        self._headed = True
+
+    def close(self) -> None:
+        if self._current < len(self._keys) and self._headed:
+            sys.stdout.write("\n")  # interrupted in mid-line
+        sys.stdout.flush()
+
+
+class _JsonPrinter:
+    """One object per prompt, when it is done."""
+
+    def __init__(self, prompts: list[str]) -> None:
+        self._prompts = prompts
+        self._texts: dict[tuple[int, int], list[str]] = {}
+        self._tokens: dict[tuple[int, int], list[int]] = {}
+        self._reasons: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+
+    def add(self, output: Any) -> None:
+        prompt = int(output.request_id)
+        for c in output.outputs:
+            key = (prompt, c.index)
+            self._texts.setdefault(key, []).append(c.text)
+            self._tokens.setdefault(key, []).extend(c.token_ids)
+            self._reasons[key] = (c.finish_reason, c.stop_reason, c.error)
+        if output.finished:
+            keys = sorted(key for key in self._texts if key[0] == prompt)
+            record = {
+                "prompt": self._prompts[prompt],
+                "outputs": [
+                    {
+                        "text": "".join(self._texts[key]),
+                        "token_ids": self._tokens[key],
+                        "finish_reason": self._reasons[key][0],
+                        "stop_reason": self._reasons[key][1],
+                        "error": self._reasons[key][2],
+                    }
+                    for key in keys
+                ],
+                "num_prompt_tokens": len(output.prompt_token_ids),
+                "num_cached_tokens": output.num_cached_tokens,
+                "metrics": asdict(output.metrics),
+            }
+            print(json.dumps(record, ensure_ascii=False), flush=True)
+
+    def close(self) -> None:
+        sys.stdout.flush()

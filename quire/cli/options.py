@@ -1,0 +1,85 @@
+"""Flags that several commands share: the engine's and the sampler's."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.params import SamplingParams
+
+# Flag -> (type, help). Names are EngineConfig's; values stay None unless given, so the config's defaults rule.
+_MODEL: dict[str, tuple[Any, str]] = {
+    "tokenizer": (str, "tokenizer from another model or directory"),
+    "revision": (str, "branch, tag or commit of a hub model"),
+    "load_format": (str, "auto, safetensors, gguf or dummy (random weights)"),
+    "dtype": (str, "auto, float32, bfloat16 or float16"),
+    "quantization": (str, "int8: weights in 8 bits (CPU)"),
+    "chat_template": (str, "a template or a file that holds one"),
+    "max_model_len": (str, "longest sequence; auto takes what model and cache serve"),
+    "seed": (int, "makes a run repeatable (default 0)"),
+}
+_RUNTIME: dict[str, tuple[Any, str]] = {
+    "device": (str, "auto, cpu or cuda"),
+    "num_threads": (int, "CPU threads (default: the physical cores)"),
+    "block_size": (int, "tokens per KV block: 4, 8, 16, 32, 64 or 128 (default 16)"),
+    "kv_cache_dtype": (str, "auto, float32, bfloat16 or float16"),
+    "kv_cache_memory_bytes": (int, "size of the KV cache (CPU default 1 GiB)"),
+    "gpu_memory_utilization": (float, "share of the GPU's memory to use (default 0.92)"),
+    "swap_space_gb": (float, "host memory for swapped-out blocks, GiB (default 0)"),
+    "max_num_seqs": (int, "sequences that run at once"),
+    "max_num_batched_tokens": (int, "tokens computed in one step"),
+    "long_prefill_token_threshold": (int, "most tokens of one prompt in a step"),
+    "target_step_ms": (float, "shrink prefill so that steps with decodes stay near this"),
+    "scheduling_policy": (str, "fcfs or priority"),
+    "preemption": (str, "auto, recompute or swap"),
+}
+_SAMPLING: dict[str, tuple[Any, str]] = {
+    "max_tokens": (int, "most tokens to generate"),
+    "temperature": (float, "0 is greedy"),
+    "top_p": (float, "nucleus sampling"),
+    "top_k": (int, "sample from the k likeliest"),
+    "min_p": (float, "drop tokens below this share of the likeliest"),
+    "repetition_penalty": (float, "over 1 discourages repetition"),
+    "n": (int, "continuations per prompt"),
+}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", default="smollm2", help="alias, directory, GGUF file or hub id (default smollm2)")
+    _add(group, _MODEL)
+    group = parser.add_argument_group("engine")
+    _add(group, _RUNTIME)
+    group.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false", default=None)
+    group.add_argument("--no-enable-chunked-prefill", dest="enable_chunked_prefill", action="store_false", default=None)
+    group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    _add(group, _SAMPLING)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated")
+    group.add_argument("--sampling-seed", type=int, metavar="N", help="seed of the request itself")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the model's end token")
+
+
+def _add(group: argparse._ArgumentGroup, table: dict[str, tuple[Any, str]]) -> None:
+    for name, (kind, text) in table.items():
+        group.add_argument("--" + name.replace("_", "-"), type=kind, default=None, metavar=name.upper(), help=text)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    names = [*_MODEL, *_RUNTIME, "model", "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"]
+    values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    length = values.get("max_model_len")
+    if isinstance(length, str) and length.isdigit():
+        values["max_model_len"] = int(length)
+    return EngineConfig.from_kwargs(**values)
+
+
+def sampling_params(args: argparse.Namespace, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
+    """The model's own defaults, then what the command chose, then what the user wrote."""
+    given = {name: getattr(args, name) for name in (*_SAMPLING, "stop", "ignore_eos")}
+    given["seed"] = args.sampling_seed
+    return defaults.clone(**(overrides | {k: v for k, v in given.items() if v is not None}))

@@ -1,0 +1,105 @@
+"""An engine as the terminal commands use it: streams of text, and an account at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.config import EngineConfig
+from quire.engine.inputs import Prompt
+from quire.engine.llm_engine import LLMEngine
+from quire.llm import log_start
+from quire.outputs import RequestOutput
+from quire.params import OutputKind, SamplingParams
+
+
+@dataclass(slots=True)
+class Account:
+    """What was done since the start, for the closing lines and for --json."""
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+    first_token_s: float | None = None
+    inter_token_s: float | None = None
+    peak_blocks: int = 0
+    waste_percent_at_peak: float = 0.0
+
+
+class Session:
+    """Runs prompts to their end, streaming, and keeps the account."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        started = time.perf_counter()
+        self.engine = LLMEngine.from_config(config, show_progress=True)
+        log_start(self.engine, time.perf_counter() - started)
+        self.account = Account()
+        self._next_id = 0
+
+    def stream(self, prompts: list[Prompt], params: SamplingParams) -> Iterator[RequestOutput]:
+        """All prompts at once; outputs are deltas, request_id is the prompt's index. Closing it aborts what is left."""
+        params = params.clone(output_kind=OutputKind.DELTA)
+        started = time.perf_counter()
+        first = self._next_id
+        self._next_id += len(prompts)
+        ids = [str(first + i) for i in range(len(prompts))]
+        prepared = [self.engine.prepare(i, prompt, params) for i, prompt in zip(ids, prompts, strict=True)]
+        try:
+            for request, text in prepared:
+                self.engine.add_prepared(request, text)
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    self._count(output)
+                    output.request_id = str(int(output.request_id) - first)
+                    yield output
+                self._sample_cache()
+        finally:
+            self.engine.abort_request(ids)
+            self.account.seconds += time.perf_counter() - started
+
+    def _count(self, output: RequestOutput) -> None:
+        account = self.account
+        account.output_tokens += sum(len(c.token_ids) for c in output.outputs)
+        if output.finished:
+            account.num_requests += 1
+            account.prompt_tokens += len(output.prompt_token_ids)
+            account.cached_tokens += output.num_cached_tokens
+            if output.metrics is not None:
+                account.first_token_s = output.metrics.first_token_s
+                account.inter_token_s = output.metrics.inter_token_s
+
+    def _sample_cache(self) -> None:
+        stats = self.engine.core.kv.stats
+        if stats.num_used >= self.account.peak_blocks:
+            self.account.peak_blocks = stats.num_used
+            self.account.waste_percent_at_peak = stats.waste_percent
+
+    def account_lines(self) -> list[str]:
+        account, stats, ledger = self.account, self.engine.core.kv.stats, self.engine.ledger
+        rate = account.output_tokens / account.seconds if account.seconds else 0.0
+        speed = (
+            f"{account.output_tokens} tokens out, {account.prompt_tokens} in, {account.seconds:.2f} s: {rate:.1f} tok/s"
+        )
+        if account.first_token_s is not None:
+            speed += f" (last request: first token {account.first_token_s * 1e3:.0f} ms"
+            if account.inter_token_s is not None:
+                speed += f", then {account.inter_token_s * 1e3:.1f} ms each"
+            speed += ")"
+        used = 100 * account.peak_blocks / ledger.num_blocks
+        found = 100 * account.cached_tokens / account.prompt_tokens if account.prompt_tokens else 0.0
+        return [
+            speed,
+            f"KV cache: {ledger.num_blocks} blocks of {ledger.block_size} tokens, at most {account.peak_blocks} in use "
+            f"({used:.1f} %), {account.waste_percent_at_peak:.1f} % of those slots empty; "
+            f"{stats.num_cached} blocks kept for reuse",
+            f"prefix cache: {account.cached_tokens} of {account.prompt_tokens} prompt tokens found ({found:.0f} %)",
+        ]
+
+    def print_account(self) -> None:
+        sys.stdout.flush()
+        for line in self.account_lines():
+            print(f"quire: {line}", file=sys.stderr)

@@ -1,0 +1,165 @@
+"""From what a user hands in to a checked Request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from quire.errors import BadRequestError
+from quire.params import SamplingParams, SamplingSpec
+from quire.request import Request
+from quire.text import Tokenizer
+
+# A prompt: text, token ids, or a dict with one of them (vLLM's TextPrompt and TokensPrompt).
+Prompt = str | Seq[int] | Mapping[str, Any]
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+class InputProcessor:
+    """Tokenizes, checks against the model's limits, resolves strings to token ids and seeds to numbers."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        seed: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._seeds = random.Random(seed)  # for requests that bring none: a run repeats when its requests do
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival_s: float,
+        priority: int = 0,
+    ) -> tuple[Request, str | None]:
+        """The request and, where known, its prompt's text. Raises BadRequestError."""
+        text, token_ids, salt = self.read_prompt(prompt)
+        self._check_tokens(token_ids, "prompt")
+        num_prompt = len(token_ids)
+        if num_prompt >= self.max_model_len:
+            raise BadRequestError(
+                f"the prompt has {num_prompt} tokens, and max_model_len is {self.max_model_len}, of which at least one "
+                f"is for the answer: shorten the prompt or raise max_model_len",
+                param="prompt",
+            )
+        self._check_params(params)
+        room = self.max_model_len - num_prompt
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        stop_ids = frozenset(params.stop_token_ids or ())
+        eos_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise BadRequestError(f"priority must be a whole number, got {priority!r}", param="priority")
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=max_tokens,
+            end_token_ids=eos_ids | stop_ids,
+            eos_token_ids=eos_ids - stop_ids,
+            priority=priority,
+            arrival_s=arrival_s,
+            salt=salt,
+            # Logprobs of cached prompt tokens are not kept, so the prompt has to run.
+            skip_prefix_cache_read=bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None,
+        )
+        request.specs = self._specs(params, request.end_token_ids)
+        return request, text
+
+    def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """(text, token ids, salt)."""
+        salt = None
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - _PROMPT_KEYS
+            if unknown:
+                names, known = ", ".join(sorted(map(str, unknown))), ", ".join(sorted(_PROMPT_KEYS))
+                raise BadRequestError(f"a prompt dict may hold {known}; not {names}", param="prompt")
+            salt = prompt.get("cache_salt")
+            if salt is not None and (not isinstance(salt, str) or not salt):
+                raise BadRequestError("cache_salt must be a non-empty text", param="cache_salt")
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is None and ids is None:
+                raise BadRequestError("a prompt dict needs prompt or prompt_token_ids", param="prompt")
+            if ids is not None:  # with both, the ids run and the text is what they were made from
+                return text, list(ids), salt
+            prompt = text
+        if isinstance(prompt, str):
+            return prompt, self.encode(prompt), salt
+        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
+            raise BadRequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", param="prompt")
+        return None, list(prompt), salt
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise BadRequestError(
+                "this engine was made with skip_tokenizer_init=True: give prompt_token_ids", param="prompt"
+            )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_tokens(self, token_ids: list[int], param: str) -> None:
+        if not token_ids:
+            raise BadRequestError(f"{param} has no tokens: give at least one", param=param)
+        for token in token_ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                raise BadRequestError(
+                    f"{param} holds {token!r}, and token ids are whole numbers from 0 to {self.vocab_size - 1}",
+                    param=param,
+                )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= self.vocab_size:
+                    raise BadRequestError(
+                        f"{name} holds {token}, and the vocabulary ends at {self.vocab_size - 1}", param=name
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted is not None and wanted > self.vocab_size:
+                raise BadRequestError(
+                    f"{name}={wanted} is more than the vocabulary's {self.vocab_size}: use -1 for all of it", param=name
+                )
+        if self.tokenizer is None:
+            for name in ("stop", "bad_words"):
+                if getattr(params, name):
+                    raise BadRequestError(f"{name} needs a tokenizer, and skip_tokenizer_init=True was set", param=name)
+
+    def _specs(self, params: SamplingParams, end_token_ids: frozenset[int]) -> list[SamplingSpec]:
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & (2**64 - 1)
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            assert self.tokenizer is not None
+            bad_words = tuple(ids for word in params.bad_words for ids in self.tokenizer.ids_for_phrase(word))
+        return [
+            SamplingSpec(
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                min_p=params.min_p,
+                presence_penalty=params.presence_penalty,
+                frequency_penalty=params.frequency_penalty,
+                repetition_penalty=params.repetition_penalty,
+                seed=seed,
+                index=index,
+                min_tokens=params.min_tokens,
+                end_token_ids=tuple(sorted(end_token_ids)),
+                logit_bias=params.logit_bias,
+                allowed_token_ids=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
+                bad_words=bad_words,
+                logprobs=params.logprobs,
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            )
+            for index in range(params.n)
+        ]

@@ -1,0 +1,171 @@
+"""LLMEngine: requests in, RequestOutputs out, one step at a time. Text and tokens meet here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.build import BuiltEngine, build_engine
+from quire.engine.inputs import Prompt
+from quire.engine.metrics import collect_metrics
+from quire.engine.stats import EngineStats, Metric
+from quire.errors import BadRequestError, EngineDeadError, TokenizerError
+from quire.outputs import RequestOutput
+from quire.params import OutputKind, SamplingParams
+from quire.request import Request
+from quire.text import ChatTemplate
+
+
+class LLMEngine:
+    """The engine that both fronts drive. Not thread-safe: one thread calls it."""
+
+    def __init__(self, built: BuiltEngine) -> None:
+        self.built = built
+        self.config = built.config
+        self.spec = built.spec
+        self.ledger = built.ledger
+        self.tokenizer = built.tokenizer
+        self.core = built.core
+        self.stats = EngineStats()
+        self._inputs = built.inputs
+        self._outputs = built.outputs
+        if built.config.pinned_prefixes:
+            self._warm_pinned_prefixes()
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, show_progress: bool = False) -> LLMEngine:
+        return cls(build_engine(config, show_progress=show_progress))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig | dict[str, Any]) -> LLMEngine:
+        """vLLM's spelling; takes an EngineConfig or a dict of its arguments."""
+        config = engine_args if isinstance(engine_args, EngineConfig) else EngineConfig.from_kwargs(**engine_args)
+        return cls.from_config(config)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.ledger.max_model_len
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request. Raises BadRequestError, and then nothing has changed.
+
+        `arrival_time` is on time.monotonic's clock.
+        """
+        self.add_prepared(*self.prepare(request_id, prompt, params, arrival_time=arrival_time, priority=priority))
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> tuple[Request, str | None]:
+        """Tokenize and check without touching the engine: any thread may do it, so that no step waits for it."""
+        return self._inputs.make_request(
+            request_id,
+            prompt,
+            params or self.built.default_sampling,
+            arrival_s=time.monotonic() if arrival_time is None else arrival_time,
+            priority=priority,
+        )
+
+    def add_prepared(self, request: Request, prompt: str | None) -> None:
+        if request.request_id in self._outputs:
+            raise BadRequestError(f"request id {request.request_id!r} is in use: choose another", param="request_id")
+        self.core.add(request)
+        self._outputs.add(request, prompt)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """A conversation as a prompt: the template's text, tokenized without adding what the template already wrote."""
+        if self.tokenizer is None:
+            raise BadRequestError("a chat needs a tokenizer, and skip_tokenizer_init=True was set", param="messages")
+        template = self.built.chat_template
+        if chat_template is not None:
+            template = ChatTemplate(chat_template, self.tokenizer)
+        if template is None:
+            raise TokenizerError(f"{self.config.model} brings no chat template: pass chat_template=...")
+        text = template.render(messages, **kwargs)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests wherever they are; gives their last outputs. Unknown ids are passed over."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        updates = [update for one in ids if one in self._outputs for update in self.core.abort(one)]
+        return self._deliver(updates)
+
+    def has_unfinished_requests(self) -> bool:
+        return len(self._outputs) > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._outputs)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; outputs of the requests that it moved on."""
+        updates = self.core.step()
+        result = self.core.last_result
+        if result is not None:
+            self.stats.on_step(result.timings, updates)
+        return self._deliver(updates)
+
+    def _deliver(self, updates: list[Any]) -> list[RequestOutput]:
+        outputs, stopped = self._outputs.process(updates)
+        for seq, stop in stopped:
+            self.core.finish(seq, stop)
+        for output in outputs:
+            if output.finished:
+                self.stats.on_finished(output)
+        return outputs
+
+    def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """Forget cached prefixes. False, and nothing changed, while requests hold blocks; spares pinned ones."""
+        return self.core.kv.reset_prefix_cache(force=force)
+
+    def pin_prefix(self, prefix: str | Iterable[int], *, cache_salt: str | None = None) -> int:
+        """Compute a prefix and keep its full blocks from eviction; returns the number of tokens pinned."""
+        if not self.config.enable_prefix_caching:
+            raise BadRequestError("pinning needs enable_prefix_caching=True", param="prefix")
+        if self.has_unfinished_requests():
+            raise BadRequestError("a prefix can be pinned while no request runs", param="prefix")
+        token_ids = self._inputs.encode(prefix) if isinstance(prefix, str) else list(prefix)
+        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
+        if cache_salt is not None:
+            prompt["cache_salt"] = cache_salt
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=OutputKind.FINAL_ONLY)
+        self.add_request("pinned-prefix", prompt, params)
+        while self.has_unfinished_requests():
+            self.step()
+        return self.core.kv.pin(token_ids, salt=cache_salt)
+
+    def unpin_prefix(self, prefix: str | Iterable[int], *, cache_salt: str | None = None) -> int:
+        """Let a pinned prefix be evicted again; returns the number of tokens unpinned."""
+        token_ids = self._inputs.encode(prefix) if isinstance(prefix, str) else list(prefix)
+        return self.core.kv.unpin(token_ids, salt=cache_salt)
+
+    def _warm_pinned_prefixes(self) -> None:
+        for prefix in self.config.pinned_prefixes:
+            self.pin_prefix(prefix)
+        self.stats = EngineStats()
+
+    def get_metrics(self) -> list[Metric]:
+        return collect_metrics(self)
+
+    def check_health(self) -> None:
+        if self.core.is_dead:
+            raise EngineDeadError("the engine failed in a step and stopped")
+
+    def close(self) -> None:
+        self.core.close()

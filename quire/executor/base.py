@@ -1,0 +1,24 @@
+"""What the engine asks of an executor. The simulated one in quire/sim keeps the same contract."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire.plan import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Runs plans in the order in which they are submitted."""
+
+    @property
+    def depth(self) -> int:
+        """How many plans may be submitted before the first of them is collected."""
+
+    def submit(self, plan: StepPlan) -> int:
+        """Start a step; returns a ticket. May return before the step has run."""
+
+    def collect(self, ticket: int) -> StepResult:
+        """Wait for a submitted step. Tickets are collected in submission order."""
+
+    def close(self) -> None:
+        """Give memory and threads back. Nothing may be submitted afterwards."""

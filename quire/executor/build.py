@@ -1,0 +1,127 @@
+"""From a config and an opened checkpoint to a running executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quire.config import EngineConfig
+from quire.executor.batch import PersistentBatch
+from quire.executor.device import Backend, choose_backend
+from quire.executor.kv_cache import KVCache, block_bytes
+from quire.executor.local import LocalExecutor
+from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory
+from quire.models.decoder import Decoder
+from quire.models.spec import ModelSpec
+from quire.sampling import Sampler
+from quire.weights import Checkpoint
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+@dataclass(slots=True, frozen=True)
+class BuiltExecutor:
+    """An executor and the numbers that were settled while it was built."""
+
+    executor: LocalExecutor
+    backend: Backend
+    ledger: MemoryLedger
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    swap_bytes_per_s: float | None
+
+
+def build_executor(
+    config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, progress: Progress | None = None
+) -> BuiltExecutor:
+    """Load the weights, size the cache to what is left, and put the parts together."""
+    check_max_model_len(config, spec)
+    backend = choose_backend(config, spec)
+    max_num_seqs, max_num_batched_tokens = batch_limits(config, spec, backend)
+    decoder = Decoder(
+        spec,
+        backend.ops,
+        device=backend.device,
+        dtype=backend.activation_dtype,
+        max_position=config.max_model_len or spec.max_position,
+    )
+    checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
+    ledger = _plan(config, spec, backend, decoder, max_num_seqs, max_num_batched_tokens)
+    cache = KVCache(
+        spec,
+        num_blocks=ledger.num_blocks,
+        num_host_blocks=ledger.num_host_blocks,
+        block_size=config.block_size,
+        dtype=backend.kv_dtype,
+        device=backend.device,
+    )
+    batch = PersistentBatch(
+        num_rows=max_num_seqs,
+        max_model_len=ledger.max_model_len,
+        block_size=config.block_size,
+        device=backend.device,
+    )
+    sampler = Sampler(
+        num_rows=max_num_seqs,
+        vocab_size=spec.vocab_size,
+        device=backend.device,
+        max_model_len=ledger.max_model_len,
+    )
+    executor = LocalExecutor(decoder, cache, batch, sampler, single_threaded_torch=backend.is_native_cpu)
+    return BuiltExecutor(
+        executor=executor,
+        backend=backend,
+        ledger=ledger,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        swap_bytes_per_s=cache.measure_swap_rate(),
+    )
+
+
+def batch_limits(config: EngineConfig, spec: ModelSpec, backend: Backend) -> tuple[int, int]:
+    """max_num_seqs and max_num_batched_tokens, chosen by device where the user did not.
+
+    On a CPU a step of 512 tokens already multiplies at full speed, and shorter steps keep decodes smooth.
+    """
+    on_gpu = backend.device.type == "cuda"
+    max_num_seqs = config.max_num_seqs or (1024 if on_gpu else 64)
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        tokens = max(8192 if on_gpu else 512, max_num_seqs)
+        if not config.enable_chunked_prefill:
+            tokens = max(tokens, config.max_model_len or spec.max_position)
+    return max_num_seqs, tokens
+
+
+def _plan(
+    config: EngineConfig, spec: ModelSpec, backend: Backend, decoder: Decoder, max_num_seqs: int, max_tokens: int
+) -> MemoryLedger:
+    activation_bytes = _activation_bytes(spec, backend, max_num_seqs, max_tokens)
+    if backend.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(backend.device)
+        budget = cuda_kv_budget(config, free_bytes=free, total_bytes=total, activation_bytes=activation_bytes)
+        flag = "gpu_memory_utilization"
+    else:
+        budget = cpu_kv_budget(config, activation_bytes)
+        flag = "kv_cache_memory_bytes"
+    return plan_memory(
+        config,
+        spec,
+        device=backend.device.type,
+        weight_bytes=decoder.weight_bytes,
+        activation_bytes=activation_bytes,
+        block_bytes=block_bytes(spec, config.block_size, backend.kv_dtype),
+        kv_budget_bytes=budget,
+        kv_budget_flag="kv_cache_memory_bytes" if config.kv_cache_memory_bytes is not None else flag,
+    )
+
+
+def _activation_bytes(spec: ModelSpec, backend: Backend, max_num_seqs: int, max_tokens: int) -> int:
+    """An upper bound from shapes: what one layer holds at once for every token, and float32 logits for every row."""
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    per_token = 4 * spec.hidden_size + qkv + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
+    logits = max_num_seqs * spec.vocab_size * 4 * 3  # logits, a scaled copy and scratch while sampling
+    return max_tokens * per_token * backend.activation_dtype.itemsize + logits

@@ -1,0 +1,112 @@
+"""Choosing device, precision and kernel backend: the one place that names devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.kernels import cpu as native
+from quire.kernels.interface import Ops
+from quire.kernels.reference import ReferenceOps
+from quire.models.spec import ModelSpec
+
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(slots=True, frozen=True)
+class Backend:
+    """Where and with what a model runs."""
+
+    device: torch.device
+    ops: Ops
+    activation_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    weight_dtype: str  # as shown to users: float32, bfloat16, float16, int8
+    note: str | None = None  # why a slower backend was chosen, where it was
+
+    @property
+    def is_native_cpu(self) -> bool:
+        return self.ops.name == "cpu"
+
+
+def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
+    """Raises ConfigError, naming what can be chosen instead, where device, dtypes and block size do not go together."""
+    device = _device(config.device)
+    dtype = _dtype(config, spec, device)
+    kv_dtype = _kv_dtype(config, dtype, device)
+    backend = _cuda(config, dtype, kv_dtype, device) if device.type == "cuda" else _cpu(config, dtype, kv_dtype)
+    sizes = backend.ops.supported_block_sizes(spec.head_dim)
+    if not sizes:
+        raise ConfigError(f"the {backend.ops.name} backend cannot serve a head dimension of {spec.head_dim}")
+    if config.block_size not in sizes:
+        raise ConfigError(
+            f"block_size={config.block_size} cannot be served by the {backend.ops.name} backend with a head dimension "
+            f"of {spec.head_dim}: choose one of {', '.join(map(str, sizes))}"
+        )
+    return backend
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ConfigError(f"device must be auto, cpu or cuda, got {wanted!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu or cuda, got {wanted!r}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device='cuda' was asked for, and torch sees no CUDA GPU: use device='cpu' or 'auto'")
+        return torch.device("cuda", device.index or 0)
+    return device
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    if device.type == "cpu":
+        return "float32"
+    return "float16" if spec.dtype == "float16" else "bfloat16"
+
+
+def _kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> torch.dtype:
+    if config.kv_cache_dtype == "auto":
+        return _TORCH_DTYPES[dtype]
+    if config.kv_cache_dtype == "fp8":
+        raise ConfigError("kv_cache_dtype='fp8' is not there yet: use float16 or bfloat16, which halve float32")
+    return _TORCH_DTYPES[config.kv_cache_dtype]
+
+
+def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
+    device = torch.device("cpu")
+    reason = native.unavailable_reason()
+    weight_dtype = config.quantization or dtype
+    if reason is None:
+        ops: Ops = native.CpuOps(weight_dtype=weight_dtype, num_threads=config.num_threads)
+        return Backend(device, ops, torch.float32, kv_dtype, weight_dtype)
+    if config.quantization:
+        raise ConfigError(f"quantization={config.quantization!r} needs the native CPU kernels, but {reason}")
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    ops = ReferenceOps(device, torch.float32, weight_dtype=_TORCH_DTYPES[weight_dtype])
+    note = f"plain torch kernels, about half the speed: {reason}"
+    return Backend(device, ops, torch.float32, kv_dtype, weight_dtype, note)
+
+
+def _cuda(config: EngineConfig, dtype: str, kv_dtype: torch.dtype, device: torch.device) -> Backend:
+    if config.quantization:
+        raise ConfigError(f"quantization={config.quantization!r} is for the CPU: remove it, or use device='cpu'")
+    if config.num_threads is not None:
+        raise ConfigError("num_threads is for the CPU: remove it, or use device='cpu'")
+    torch_dtype = _TORCH_DTYPES[dtype]
+    from quire.kernels import triton
+
+    reason = triton.unavailable_reason()
+    if reason is None:
+        return Backend(device, triton.TritonOps(device, torch_dtype), torch_dtype, kv_dtype, dtype)
+    ops = ReferenceOps(device, torch_dtype)
+    return Backend(device, ops, torch_dtype, kv_dtype, dtype, f"plain torch kernels: {reason}")

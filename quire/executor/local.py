@@ -1,0 +1,164 @@
+"""The executor of one device in this process: applies a plan, runs the model, samples."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.executor.batch import PersistentBatch, StepInputs
+from quire.executor.kv_cache import KVCache
+from quire.models.decoder import Decoder
+from quire.params import SamplingSpec
+from quire.plan import StepPlan, StepResult, StepTimings, TokenLogprobs
+from quire.sampling import SampledBatch, Sampler, prompt_logprobs
+
+# Rows of logits held at once for prompt logprobs: a long prompt over a large vocabulary would not fit.
+_PROMPT_LOGPROB_ROWS = 128
+
+
+@dataclass(slots=True)
+class _Submitted:
+    """A step that runs, or has run, and is not collected yet."""
+
+    plan: StepPlan
+    sampled: SampledBatch | None
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    timings: StepTimings
+
+
+class LocalExecutor:
+    """Decoder, KV bytes, persistent batch and sampler of one device, behind the executor's contract."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        batch: PersistentBatch,
+        sampler: Sampler,
+        *,
+        single_threaded_torch: bool,
+    ) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self.batch = batch
+        self.sampler = sampler
+        self._single_threaded_torch = single_threaded_torch
+        self._submitted: deque[_Submitted] = deque()
+        # By row: what a prompt's logprobs need while the prompt runs.
+        self._prompt_logprob_rows: dict[int, tuple[SamplingSpec, list[int]]] = {}
+
+    @property
+    def depth(self) -> int:
+        return 1
+
+    def submit(self, plan: StepPlan) -> int:
+        with torch.inference_mode(), self._torch_threads():
+            self._submitted.append(self._run(plan))
+        return plan.step
+
+    def collect(self, ticket: int) -> StepResult:
+        done = self._submitted.popleft()
+        assert done.plan.step == ticket, f"step {ticket} collected out of order, {done.plan.step} is next"
+        started = time.perf_counter()
+        result = StepResult(
+            step=ticket, prompt_logprobs=done.prompt_logprobs, transfers_done=[ticket], timings=done.timings
+        )
+        if done.sampled is not None:
+            result.tokens, result.logprobs, result.failed = done.sampled.to_lists()
+        waited = time.perf_counter() - started
+        done.timings.sample_s += waited
+        done.timings.total_s += waited
+        return result
+
+    def close(self) -> None:
+        self._submitted.clear()
+
+    def _run(self, plan: StepPlan) -> _Submitted:
+        timings = StepTimings()
+        started = time.perf_counter()
+        self._apply(plan)
+        sampled = None
+        prompt: dict[int, list[TokenLogprobs]] = {}
+        if plan.spans.rows:
+            inputs = self.batch.prepare(plan)
+            prepared = time.perf_counter()
+            hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.cache.layers)
+            prompt = self._prompt_logprobs(plan, hidden)
+            if inputs.sampled_rows:
+                logits = self.decoder.logits(hidden, inputs.logit_indices)
+                forwarded = time.perf_counter()
+                sampled = self._sample(plan, inputs, logits)
+            else:
+                forwarded = time.perf_counter()
+            timings.prepare_s = prepared - started
+            timings.forward_s = forwarded - prepared
+            timings.sample_s = time.perf_counter() - forwarded
+        timings.total_s = time.perf_counter() - started
+        return _Submitted(plan, sampled, prompt, timings)
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Everything of a plan that comes before the forward pass, in the contract's order."""
+        for row in plan.released:
+            self.batch.release(row)
+            self.sampler.release(row)
+            self._prompt_logprob_rows.pop(row, None)
+        self.cache.swap_out(plan.swap_out)
+        self.cache.swap_in(plan.swap_in)
+        self.cache.copy(plan.copies)
+        for new in plan.admitted:
+            self.batch.admit(new.row, new.generation, new.token_ids, new.block_ids)
+            self.sampler.admit(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
+            if new.sampling.prompt_logprobs is not None:
+                self._prompt_logprob_rows[new.row] = (new.sampling, new.token_ids[: new.num_prompt_tokens])
+        self.batch.apply_table_diffs(plan)
+
+    def _sample(self, plan: StepPlan, inputs: StepInputs, logits: Tensor) -> SampledBatch:
+        for fork in plan.forks:
+            self.batch.fork(fork.source_row, fork.row, fork.generation)
+            self.sampler.fork(fork.source_row, fork.row, fork.sampling)
+        sampled = self.sampler.sample(logits, inputs.sampled_rows, inputs.sampled_positions)
+        self.batch.store(inputs.sampled_rows, inputs.sampled_positions, sampled.token_ids)
+        return sampled
+
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """For rows that ask: the logprob of each prompt token that follows a token of this step."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        if not self._prompt_logprob_rows:
+            return found
+        first = 0
+        for row, start, count in zip(plan.spans.rows, plan.spans.starts, plan.spans.num_tokens, strict=True):
+            if row in self._prompt_logprob_rows:
+                spec, prompt = self._prompt_logprob_rows[row]
+                assert spec.prompt_logprobs is not None
+                targets = prompt[start + 1 : start + 1 + count]
+                entries: list[TokenLogprobs] = []
+                for at in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
+                    some = targets[at : at + _PROMPT_LOGPROB_ROWS]
+                    indices = torch.arange(first + at, first + at + len(some), device=hidden.device)
+                    logits = self.decoder.logits(hidden, indices)
+                    entries.extend(prompt_logprobs(logits, some, spec.prompt_logprobs))
+                if entries:
+                    found[row] = entries
+                if start + count >= len(prompt):
+                    del self._prompt_logprob_rows[row]
+            first += count
+        return found
+
+    @contextlib.contextmanager
+    def _torch_threads(self) -> Iterator[None]:
+        """Native kernels have threads of their own; torch's would spin on the same cores beside them."""
+        before = torch.get_num_threads()
+        if not self._single_threaded_torch or before == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

@@ -1,0 +1,161 @@
+"""The memory ledger: what goes where, how many blocks the rest makes, and errors that say what would fit."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config import GIB, EngineConfig
+from quire.errors import ConfigError, MemoryBudgetError
+from quire.models.spec import ModelSpec
+
+DEFAULT_CPU_KV_BYTES = GIB
+
+
+@dataclass(slots=True, frozen=True)
+class MemoryLedger:
+    """Bytes on the device (and, for swap, on the host), as planned at start."""
+
+    device: str
+    weight_bytes: int
+    activation_bytes: int  # of the largest step
+    kv_bytes: int
+    swap_bytes: int
+    block_bytes: int
+    num_blocks: int
+    num_host_blocks: int
+    block_size: int
+    max_model_len: int
+
+    def blocks_line(self) -> str:
+        """The start-up line that vLLM's users look for."""
+        if self.device == "cpu":
+            return f"# CPU blocks: {self.num_blocks}"
+        return f"# GPU blocks: {self.num_blocks}, # CPU blocks: {self.num_host_blocks}"
+
+    def lines(self) -> list[str]:
+        tokens = self.num_blocks * self.block_size
+        entries = [
+            ("weights", self.weight_bytes, ""),
+            ("activations", self.activation_bytes, "at the largest step"),
+            ("KV cache", self.kv_bytes, f"{self.num_blocks:,} blocks of {self.block_size} = {tokens:,} tokens"),
+        ]
+        if self.num_host_blocks:
+            entries.append(("swap", self.swap_bytes, f"{self.num_host_blocks:,} blocks on the host"))
+        return [f"{name:<12}{_size(size):>10}  {text}".rstrip() for name, size, text in entries]
+
+
+def plan_memory(
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    device: str,
+    weight_bytes: int,
+    activation_bytes: int,
+    block_bytes: int,
+    kv_budget_bytes: int,
+    kv_budget_flag: str,
+) -> MemoryLedger:
+    """Turn a KV budget into blocks and a length. `kv_budget_flag` is the flag to raise when it is not enough."""
+    check_max_model_len(config, spec)
+    num_blocks = kv_budget_bytes // block_bytes
+    if num_blocks < 2:
+        raise MemoryBudgetError(
+            f"the KV cache may take {_size(kv_budget_bytes)}, and one block of {config.block_size} tokens takes "
+            f"{_size(block_bytes)}: raise {kv_budget_flag}"
+        )
+    capacity = num_blocks * config.block_size
+    max_model_len = config.max_model_len or min(spec.max_position, capacity)
+    if max_model_len > capacity:
+        need = -(-max_model_len // config.block_size) * block_bytes
+        raise MemoryBudgetError(
+            f"max_model_len={max_model_len} needs a KV cache of {_size(need)} ({need} bytes), and "
+            f"{_size(kv_budget_bytes)} are there for it: lower max_model_len to {capacity}, or raise {kv_budget_flag}"
+        )
+    num_host_blocks = int(config.swap_space_gb * GIB) // block_bytes
+    if config.swap_space_gb and not num_host_blocks:
+        raise MemoryBudgetError(
+            f"swap_space_gb={config.swap_space_gb} holds no block: one takes {_size(block_bytes)}, "
+            f"so at least {block_bytes / GIB:.3f} is needed"
+        )
+    return MemoryLedger(
+        device=device,
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes,
+        kv_bytes=num_blocks * block_bytes,
+        swap_bytes=num_host_blocks * block_bytes,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+    )
+
+
+def check_max_model_len(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the {spec.max_position} positions that this model "
+            f"was made for: lower it"
+        )
+
+
+def cpu_kv_budget(config: EngineConfig, activation_bytes: int) -> int:
+    """1 GiB unless told, and never more than half of what is free: the machine has other work."""
+    free = available_host_bytes()
+    if config.kv_cache_memory_bytes is not None:
+        wanted = config.kv_cache_memory_bytes
+        room = None if free is None else free - activation_bytes
+        if room is not None and wanted > room:
+            raise MemoryBudgetError(
+                f"kv_cache_memory_bytes={wanted} is more than the {_size(max(room, 0))} of memory that are free: "
+                f"lower it to {max(room, 0)} or less"
+            )
+        return wanted
+    if free is None:
+        return DEFAULT_CPU_KV_BYTES
+    return min(DEFAULT_CPU_KV_BYTES, max(0, free - activation_bytes) // 2)
+
+
+def cuda_kv_budget(config: EngineConfig, *, free_bytes: int, total_bytes: int, activation_bytes: int) -> int:
+    """What gpu_memory_utilization leaves beside everything that is already there and the largest step."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    used = total_bytes - free_bytes
+    budget = int(total_bytes * config.gpu_memory_utilization) - used - activation_bytes
+    if budget <= 0:
+        fits = (used + activation_bytes) / total_bytes
+        raise MemoryBudgetError(
+            f"gpu_memory_utilization={config.gpu_memory_utilization} of {_size(total_bytes)} leaves nothing for the KV "
+            f"cache: {_size(used)} are taken and a step needs {_size(activation_bytes)}; raise it above {fits:.2f}"
+        )
+    return budget
+
+
+def available_host_bytes() -> int | None:
+    """Memory that can be had without swapping, within a container's limit too; None where nobody says."""
+    candidates = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                candidates.append(int(line.split()[1]) * 1024)
+    except OSError:
+        try:
+            candidates.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+        except (ValueError, OSError):
+            return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            candidates.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no cgroup v2 limit
+    return min(candidates) if candidates else None
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,212 @@
+"""LLM: offline batches, under the names that vLLM's users write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.inputs import Prompt
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.stats import Metric
+from quire.errors import BadRequestError
+from quire.log import get_logger
+from quire.outputs import RequestOutput
+from quire.params import OutputKind, SamplingParams
+from quire.text import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, its KV cache and a scheduler in this process.
+
+        llm = LLM("smollm2")
+        for output in llm.generate(["Hello,"], SamplingParams(temperature=0, max_tokens=32)):
+            print(output.outputs[0].text)
+
+    Takes every field of `quire.config.EngineConfig` by name.
+    """
+
+    def __init__(self, model: str = "smollm2", **kwargs: Any) -> None:
+        started = time.perf_counter()
+        config = EngineConfig.from_kwargs(model=model, **kwargs)
+        self.llm_engine = LLMEngine.from_config(config, show_progress=True)
+        self._next_id = 0
+        log_start(self.llm_engine, time.perf_counter() - started)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; outputs in the prompts' order. Nothing starts if any prompt is refused."""
+        _refuse("lora_request", lora_request)
+        _refuse("tokenization_kwargs", tokenization_kwargs)
+        batch = _as_batch(prompts)
+        params = _per_prompt(sampling_params, len(batch), "sampling_params", SamplingParams)
+        priorities = _per_prompt(priority, len(batch), "priority", int)
+        now = time.monotonic()
+        prepared = []
+        for i, prompt in enumerate(batch):
+            own = params[i] or self.get_default_sampling_params()
+            own = own.clone(output_kind=OutputKind.FINAL_ONLY)  # nobody sees a batch before it is done
+            try:
+                prepared.append(
+                    self.llm_engine.prepare(self._new_id(), prompt, own, arrival_time=now, priority=priorities[i] or 0)
+                )
+            except BadRequestError as error:
+                raise BadRequestError(f"prompt {i}: {error}" if len(batch) > 1 else str(error), param=error.param)  # noqa: B904
+        return self._run(prepared, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one conversation (a list of messages) or several (a list of such lists)."""
+        if chat_template_content_format not in ("auto", "string", "openai"):
+            raise BadRequestError(
+                f"chat_template_content_format must be auto, string or openai, got {chat_template_content_format!r}",
+                param="chat_template_content_format",
+            )
+        if not messages:
+            raise BadRequestError("messages is empty: give at least one message", param="messages")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = [
+            self.llm_engine.render_chat(
+                conversation,  # type: ignore[arg-type]
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def _run(self, prepared: list[Any], use_tqdm: bool) -> list[RequestOutput]:
+        engine = self.llm_engine
+        ids = [request.request_id for request, _ in prepared]
+        done: dict[str, RequestOutput] = {}
+        bar = _Bar(len(ids)) if use_tqdm else None
+        try:
+            for request, text in prepared:
+                engine.add_prepared(request, text)
+            while len(done) < len(ids):
+                for output in engine.step():
+                    if output.finished:
+                        done[output.request_id] = output
+                        if bar is not None:
+                            bar.add(output)
+        finally:
+            if bar is not None:
+                bar.close()
+            if len(done) < len(ids):  # an error or Ctrl-C: give the blocks back
+                engine.abort_request(ids)
+        return [done[i] for i in ids]
+
+    def _new_id(self) -> str:
+        self._next_id += 1
+        return str(self._next_id - 1)
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.llm_engine.tokenizer is None:
+            raise BadRequestError("this LLM was made with skip_tokenizer_init=True and has no tokenizer")
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own defaults (its generation config) over SamplingParams's."""
+        return self.llm_engine.built.default_sampling.clone()
+
+    def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        return self.llm_engine.reset_prefix_cache(force=force)
+
+    def get_metrics(self) -> list[Metric]:
+        return self.llm_engine.get_metrics()
+
+
+class _Bar:
+    """tqdm over requests, with tokens per second beside it."""
+
+    def __init__(self, total: int) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, desc="prompts", unit="req", dynamic_ncols=True)
+        self._started = time.perf_counter()
+        self._tokens_in = self._tokens_out = 0
+
+    def add(self, output: RequestOutput) -> None:
+        self._tokens_in += len(output.prompt_token_ids)
+        self._tokens_out += sum(len(c.token_ids) for c in output.outputs)
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        self._bar.set_postfix_str(
+            f"in {self._tokens_in / seconds:.1f} tok/s, out {self._tokens_out / seconds:.1f} tok/s", refresh=False
+        )
+        self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def log_start(engine: LLMEngine, seconds: float) -> None:
+    """Two lines: what runs where, and the blocks."""
+    backend, spec = engine.built.executor.backend, engine.spec
+    log = get_logger()
+    log.info(
+        "%s (%s) in %s on %s, %s kernels, KV in %s, max_model_len %d, ready in %.1f s",
+        engine.config.model,
+        spec.architecture,
+        backend.weight_dtype,
+        backend.device.type,
+        backend.ops.name,
+        str(backend.kv_dtype).removeprefix("torch."),
+        engine.max_model_len,
+        seconds,
+    )
+    log.info("%s", engine.ledger.blocks_line())
+    if backend.note:
+        log.warning("%s", backend.note)
+
+
+def _as_batch(prompts: Any) -> list[Prompt]:
+    """One prompt or many? Text, a dict, and a list of numbers are one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise BadRequestError(
+            f"prompts must be text, token ids, a dict or a list of these, got {type(prompts).__name__}", param="prompts"
+        )
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]
+    return list(prompts)
+
+
+def _per_prompt(value: Any, count: int, name: str, kind: type) -> list[Any]:
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    if not isinstance(value, Sequence) or any(not isinstance(v, kind) for v in value):
+        raise BadRequestError(f"{name} must be a {kind.__name__} or a list of them", param=name)
+    if len(value) != count:
+        raise BadRequestError(f"{name} has {len(value)} entries for {count} prompts: give one, or one each", param=name)
+    return list(value)
+
+
+def _refuse(name: str, value: object) -> None:
+    if value is not None:
+        raise BadRequestError(f"{name} is not supported by Quire yet: remove it", param=name)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import fakes
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory for load_format='dummy'."""
+    return fakes.write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's file: pulled once, then cached. A laptop without a network skips; CI must not."""
+    from quire.errors import DownloadError
+    from quire.weights import resolve_model
+
+    try:
+        return resolve_model("smollm2")
+    except DownloadError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"the default model cannot be fetched: {error}")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_log() -> Iterator[None]:
+    """Start-up lines are for users; tests that want them read the logger through caplog."""
+    import logging
+
+    logger = logging.getLogger("quire")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield
+    logger.setLevel(level)

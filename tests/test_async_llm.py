@@ -1,0 +1,137 @@
+"""AsyncLLM: streams, cancellation, and an engine that sleeps when there is nothing to do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import AsyncLLM, SamplingParams
+from quire.errors import BadRequestError, EngineDeadError
+from quire.params import OutputKind
+
+LONG = SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.0)
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(str(tiny_model), load_format="dummy", num_threads=1, kv_cache_memory_bytes=4 << 20)
+    yield engine
+    engine.shutdown()
+
+
+async def collect(engine: AsyncLLM, prompt: Any, params: SamplingParams, name: str = "") -> list[Any]:
+    return [output async for output in engine.generate(prompt, params, name)]
+
+
+def test_deltas_join_to_the_cumulative_text(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        whole = (await collect(engine, "hello", LONG))[-1].outputs[0]
+        deltas = await collect(engine, "hello", LONG.clone(output_kind=OutputKind.DELTA))
+        assert len(deltas) > 10
+        assert "".join(o.outputs[0].text for o in deltas) == whole.text
+        assert [t for o in deltas for t in o.outputs[0].token_ids] == whole.token_ids
+        final = await collect(engine, "hello", LONG.clone(output_kind=OutputKind.FINAL_ONLY))
+        assert [o.outputs[0].text for o in final] == [whole.text]
+
+    asyncio.run(run())
+
+
+def test_many_streams_at_once(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        alone = [(await collect(engine, f"prompt {i}", LONG))[-1].outputs[0].token_ids for i in range(5)]
+        together = await asyncio.gather(*(collect(engine, f"prompt {i}", LONG) for i in range(5)))
+        assert [outputs[-1].outputs[0].token_ids for outputs in together] == alone
+
+    asyncio.run(run())
+
+
+def test_cancelling_frees_the_blocks_within_a_step(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        task = asyncio.create_task(collect(engine, "hello", LONG))
+        other = asyncio.create_task(collect(engine, "other", LONG))
+        while engine.engine.core.kv.num_used_blocks == 0:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await other)[-1].finished  # the neighbour never noticed
+        assert engine.engine.get_num_unfinished_requests() == 0
+        assert engine.engine.core.kv.num_used_blocks == 0
+
+        stream = engine.generate("hello", LONG)
+        await anext(stream)
+        await stream.aclose()
+        await engine.get_metrics()  # runs on the engine's thread, after the abort
+        assert engine.engine.core.kv.num_used_blocks == 0
+
+    asyncio.run(run())
+
+
+def test_abort_by_id(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        stream = engine.generate("hello", LONG, "mine")
+        await anext(stream)
+        await engine.abort("mine")
+        outputs = [output async for output in stream]
+        assert outputs[-1].finished
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        await engine.abort("nobody")
+
+    asyncio.run(run())
+
+
+def test_bad_requests_raise_where_they_are_made(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        with pytest.raises(BadRequestError):
+            await collect(engine, [], LONG)
+        first = engine.generate("hello", LONG, "same")
+        await anext(first)
+        with pytest.raises(BadRequestError, match="in use"):
+            await collect(engine, "hello", LONG, "same")
+        assert [output async for output in first][-1].outputs[0].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_an_idle_engine_burns_nothing(engine: AsyncLLM) -> None:
+    asyncio.run(collect(engine, "hello", LONG))
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.05
+
+
+def test_death_reaches_every_reader(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        stream = engine.generate("hello", LONG)
+        await anext(stream)
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("boom")
+
+        monkeypatch.setattr(engine.engine.core.executor, "submit", broken)
+        with pytest.raises(EngineDeadError, match="boom"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineDeadError):
+            await collect(engine, "hello", LONG)
+
+    asyncio.run(run())
+
+
+def test_shutdown_ends_streams(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        stream = engine.generate("hello", LONG)
+        await anext(stream)
+        await asyncio.to_thread(engine.shutdown)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(run())
+    engine.shutdown()

@@ -1,0 +1,73 @@
+"""EngineConfig: spellings understood, everything else refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+
+
+def test_defaults_need_nothing() -> None:
+    config = EngineConfig.from_kwargs()
+    assert (config.model, config.block_size, config.enable_prefix_caching) == ("smollm2", 16, True)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ({"swap_space": 4}, {"swap_space_gb": 4}),
+        ({"kv_cache_dtype": "fp16"}, {"kv_cache_dtype": "float16"}),
+        ({"dtype": "half"}, {"dtype": "float16"}),
+        ({"dtype": "bf16"}, {"dtype": "bfloat16"}),
+        ({"max_model_len": -1}, {"max_model_len": None}),
+        ({"max_model_len": "auto"}, {"max_model_len": None}),
+        ({"tensor_parallel_size": 1, "trust_remote_code": False}, {}),
+        ({"pinned_prefixes": "You are"}, {"pinned_prefixes": ("You are",)}),
+        ({"pinned_prefixes": [[1, 2], "a"]}, {"pinned_prefixes": ((1, 2), "a")}),
+        ({"max_num_seqs": None}, {"max_num_seqs": None}),
+    ],
+)
+def test_spellings_that_vllm_users_write(written: dict[str, object], meant: dict[str, object]) -> None:
+    config = EngineConfig.from_kwargs(**written)
+    for name, value in meant.items():
+        assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ({"block_sise": 16}, ["block_sise", "Did you mean block_size"]),
+        ({"block_size": 24}, ["4, 8, 16, 32, 64, 128", "24"]),
+        ({"trust_remote_code": True}, ["trust_remote_code"]),
+        ({"tensor_parallel_size": 2}, ["tensor_parallel_size"]),
+        ({"speculative_config": {"x": 1}}, ["speculative_config"]),
+        ({"swap_space": 1, "swap_space_gb": 1}, ["swap_space", "swap_space_gb"]),
+        ({"dtype": "int3"}, ["dtype", "int3"]),
+        ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype"]),
+        ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization"]),
+        ({"max_num_seqs": 0}, ["max_num_seqs"]),
+        ({"max_model_len": 10.5}, ["max_model_len"]),
+        ({"preemption": "swap"}, ["swap_space_gb"]),
+        ({"pinned_prefixes": ["a"], "enable_prefix_caching": False}, ["enable_prefix_caching"]),
+        ({"pinned_prefixes": [""]}, ["pinned_prefixes"]),
+        ({"quantization": "awq"}, ["int8", "awq"]),
+        ({"quantization": "int8", "dtype": "float16"}, ["contradict"]),
+        ({"scheduling_policy": "lifo"}, ["fcfs, priority"]),
+        ({"seed": "x"}, ["seed"]),
+        ({"model": ""}, ["model"]),
+    ],
+)
+def test_refused_by_name(written: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.from_kwargs(**written)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_config_is_never_mutated() -> None:
+    config = EngineConfig.from_kwargs(block_size=32)
+    changed = config.replace(block_size=64)
+    assert (config.block_size, changed.block_size) == (32, 64)
+    with pytest.raises(AttributeError):
+        config.block_size = 4  # type: ignore[misc]

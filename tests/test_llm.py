@@ -1,0 +1,144 @@
+"""LLM: the offline front, as a program written for vLLM uses it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.errors import BadRequestError, ConfigError, MemoryBudgetError, TokenizerError, WeightsError
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> LLM:
+    return LLM(model=str(tiny_model), load_format="dummy", num_threads=1, kv_cache_memory_bytes=4 << 20)
+
+
+def test_the_vllm_quickstart(llm: LLM) -> None:
+    prompts = ["Hello, my name is", "The capital of France is"]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt == prompt
+        assert output.finished
+        assert len(output.outputs[0].token_ids) <= 16
+        assert output.outputs[0].finish_reason in ("length", "stop")
+
+
+def test_every_kind_of_prompt_is_one_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    ids = llm.get_tokenizer().encode("hello")
+    kinds: list[Any] = ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}]
+    texts = {llm.generate(kind, params, use_tqdm=False)[0].outputs[0].text for kind in kinds}
+    texts |= {o.outputs[0].text for o in llm.generate(kinds, params, use_tqdm=False)}
+    assert len(texts) == 1
+
+
+def test_one_params_each(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 3, 2)]
+    outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 3, 2]
+    with pytest.raises(BadRequestError, match="2 entries for 3 prompts"):
+        llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
+
+
+def test_nothing_starts_if_one_prompt_is_refused(llm: LLM) -> None:
+    with pytest.raises(BadRequestError, match="prompt 1: the prompt has 300 tokens"):
+        llm.generate([[1, 2], [1] * 300], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_an_interrupt_gives_the_blocks_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls = llm.llm_engine.step, []
+
+    def interrupted() -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.llm_engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+    assert llm.llm_engine.core.kv.num_used_blocks == 0
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_chat_renders_the_models_template(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    [output] = llm.chat(messages, params, use_tqdm=False)
+    assert output.prompt == "<|start|>system\nBe kind.<|end|>\n<|start|>user\nHi<|end|>\n<|start|>assistant\n"
+    several = llm.chat([messages, messages[1:]], params, use_tqdm=False)
+    assert several[0].outputs[0].token_ids == output.outputs[0].token_ids
+    assert len(several) == 2
+    [own] = llm.chat(messages, params, use_tqdm=False, chat_template="{{ messages[1]['content'] }}!")
+    assert own.prompt == "Hi!"
+    with pytest.raises(BadRequestError):
+        llm.chat([], params)
+
+
+def test_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(BadRequestError, match="lora_request"):
+        llm.generate("a", lora_request=object())  # type: ignore[arg-type]
+    with pytest.raises(BadRequestError, match="prompts must be"):
+        llm.generate(3)  # type: ignore[arg-type]
+
+
+def test_start_up_lines(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="quire"):
+        logging.getLogger("quire").propagate = True
+        LLM(model=str(tiny_model), load_format="dummy", num_threads=1, kv_cache_memory_bytes=1 << 20)
+    assert any(record.getMessage() == "# CPU blocks: 64" for record in caplog.records)
+
+
+def test_skip_tokenizer_init(tiny_model: Path) -> None:
+    bare = LLM(
+        str(tiny_model), load_format="dummy", skip_tokenizer_init=True, num_threads=1, kv_cache_memory_bytes=1 << 20
+    )
+    [output] = bare.generate([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 3)
+    with pytest.raises(BadRequestError, match="skip_tokenizer_init"):
+        bare.generate("text", use_tqdm=False)
+    with pytest.raises(BadRequestError, match="stop"):
+        bare.generate([1], SamplingParams(stop="x"), use_tqdm=False)
+
+
+def test_start_errors_say_what_to_change(tiny_model: Path, tmp_path: Path) -> None:
+    def start(**kwargs: Any) -> None:
+        LLM(**{"model": str(tiny_model), "load_format": "dummy", "num_threads": 1} | kwargs)
+
+    with pytest.raises(ConfigError, match="256 positions"):
+        start(max_model_len=257)
+    # One block of 16 tokens is 16 KiB here.
+    with pytest.raises(MemoryBudgetError, match="lower max_model_len to 64"):
+        start(max_model_len=128, kv_cache_memory_bytes=4 * 16 * 1024)
+    start(max_model_len=64, kv_cache_memory_bytes=4 * 16 * 1024)  # exactly enough is enough
+    with pytest.raises(MemoryBudgetError, match="raise kv_cache_memory_bytes"):
+        start(kv_cache_memory_bytes=1024)
+    with pytest.raises(MemoryBudgetError, match="more than the"):
+        start(kv_cache_memory_bytes=1 << 50)
+    with pytest.raises(ConfigError, match="cuda"):
+        start(device="tpu")
+    with pytest.raises(ConfigError, match="fp8"):
+        start(kv_cache_dtype="fp8", device="cpu")
+    with pytest.raises(WeightsError, match="nowhere"):
+        start(model=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="chat_template"):
+        start(chat_template="no/such/file", kv_cache_memory_bytes=1 << 20)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text((tiny_model / "config.json").read_text())
+    with pytest.raises(TokenizerError):
+        start(model=str(tmp_path / "bare"))
+
+
+def test_a_full_cache_serves_one_longest_request(tiny_model: Path) -> None:
+    llm = LLM(
+        str(tiny_model), load_format="dummy", num_threads=1, kv_cache_memory_bytes=4 * 16 * 1024, max_model_len=64
+    )
+    [output] = llm.generate([[1] * 33], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 64 - 33
+    assert output.outputs[0].finish_reason == "length"

@@ -1,0 +1,91 @@
+"""SamplingParams: checked once, at construction, with the field's name in every refusal."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.errors import BadRequestError
+from quire.params import OutputKind, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", True),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", -0.1),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0.0),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("logprobs", -2),
+        ("prompt_logprobs", 1.0),
+        ("seed", 2**64),
+        ("seed", "x"),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("bad_words", [""]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "ab"),
+        ("allowed_token_ids", []),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", {-1: 1}),
+        ("structured_outputs", {"json": "{}"}),
+        ("thinking_token_budget", 3),
+        ("repetition_detection", True),
+        ("flat_logprobs", True),
+        ("stream_interval", 2),
+        ("logprob_token_ids", [1]),
+    ],
+)
+def test_refused_with_its_name(field: str, value: object) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        SamplingParams(**{field: value})
+    assert refused.value.param == field
+    assert field in str(refused.value)
+
+
+def test_unknown_field() -> None:
+    with pytest.raises(TypeError, match="best_off"):
+        SamplingParams(best_off=2)  # type: ignore[call-arg]
+
+
+def test_other_spellings_of_off() -> None:
+    params = SamplingParams(top_k=-1, seed=-1)
+    assert (params.top_k, params.seed) == (0, None)
+
+
+def test_normalised() -> None:
+    params = SamplingParams(stop="END", stop_token_ids=(1, 2), logit_bias={"5": 1}, output_kind="delta")  # type: ignore[arg-type,dict-item]
+    assert params.stop == ["END"]
+    assert params.stop_token_ids == [1, 2]
+    assert params.logit_bias == {5: 1.0}
+    assert params.output_kind is OutputKind.DELTA
+
+
+def test_equal_texts_are_refused() -> None:
+    with pytest.raises(BadRequestError, match="equal texts"):
+        SamplingParams(n=2, temperature=0.0)
+
+
+def test_stop_needs_text() -> None:
+    with pytest.raises(BadRequestError, match="detokenize"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_clone_is_checked_again() -> None:
+    params = SamplingParams(max_tokens=4)
+    assert params.clone(max_tokens=8).max_tokens == 8
+    assert params.max_tokens == 4
+    with pytest.raises(BadRequestError):
+        params.clone(top_p=2)
