@@ -1,0 +1,38 @@
+"""The hash chain that names the content of a full block.
+
+A block's hash covers its tokens and its parent's hash, hence every token before it; the first block's parent covers
+whatever else changes the KV: the salt and the adapter. Two blocks with the same hash hold the same KV, so the hash
+must be cryptographic: a collision would serve one user's KV to another. BLAKE2b with 16 bytes costs 0.8 µs for a block
+of 16 tokens; sha256 costs 0.9.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+
+BlockHash = bytes
+HASH_BYTES = 16
+
+
+@lru_cache(maxsize=1024)
+def root_hash(salt: str | None = None, adapter: str | None = None) -> BlockHash:
+    """The parent of a first block. Lengths are part of it, so ("ab", "c") and ("a", "bc") differ."""
+    digest = blake2b(digest_size=HASH_BYTES)
+    for part in (salt, adapter):
+        # surrogatepass: a salt comes from a user's JSON, which may hold a lone surrogate.
+        data = None if part is None else part.encode("utf-8", "surrogatepass")
+        digest.update(b"-" if data is None else b"+%d:%b" % (len(data), data))
+    return digest.digest()
+
+
+def block_hasher(block_size: int) -> Callable[[BlockHash, Sequence[int]], BlockHash]:
+    """A function of a parent's hash and a block's `block_size` tokens."""
+    pack = struct.Struct(f"<{block_size}i").pack
+
+    def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+        return blake2b(parent + pack(*token_ids), digest_size=HASH_BYTES).digest()
+
+    return hash_block

@@ -1,0 +1,412 @@
+"""The KV manager: who holds which blocks. The scheduler's one door to KV memory.
+
+It deals in numbers only; the executor owns the bytes and must apply what it is told in step order. The life of a
+sequence, in calls:
+
+    match -> admit -> (grow, commit) ... -> free
+                  \\-> fork: another sequence with the same blocks
+                   \\-> swap_out -> swap_in -> (grow, commit) ... -> free
+                                \\-> drop_swapped
+
+Every call that takes blocks is all or nothing: None means that there was no room and that nothing has changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from quire.errors import ConfigError
+from quire.kv.blocks import BLOCK_SIZES
+from quire.kv.check import check_manager
+from quire.kv.hashing import BlockHash, root_hash
+from quire.kv.pool import BlockPool
+from quire.kv.prefix_cache import PrefixCache, PrefixMatch
+from quire.kv.snapshot import KVSnapshot, take_snapshot
+from quire.kv.stats import Counters, KVStats, RateMeter, read_stats
+from quire.kv.swap import HostPool, SwappedSequence, Transfers
+from quire.kv.table import NEVER, UNCHANGED, Allocation, BlockTable
+from quire.request import CacheOutcome
+
+
+class KVManager:
+    """Block tables over one pool of `num_blocks` device blocks, and a host pool to swap to.
+
+    `watermark` is the share of blocks that an admission or a swap-in must leave free for the growth of what runs
+    already; it is waived when nothing is in use, so that a sequence that needs every block can have them.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        enable_prefix_caching: bool = True,
+        watermark: float = 0.01,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {block_size}")
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}")
+        if num_host_blocks < 0:
+            raise ConfigError(f"num_host_blocks must be 0 or more, not {num_host_blocks}")
+        if not 0 <= watermark < 1:
+            raise ConfigError(f"watermark is a share of all blocks: it must be >= 0 and < 1, not {watermark}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_watermark_blocks = int(watermark * num_blocks)
+        self.enable_prefix_caching = enable_prefix_caching
+        self.cache = PrefixCache(block_size, max_evicted=min(65_536, max(1_024, num_blocks)))
+        self.pool = BlockPool(num_blocks, self.cache)
+        self.host = HostPool(num_host_blocks)
+        self.tables: dict[int, BlockTable] = {}
+        self.swapped: dict[int, SwappedSequence] = {}
+        self.transfers: dict[int, Transfers] = {}  # under way, by step
+        self.counters = Counters()
+        self.clock = clock
+        self.rates = RateMeter(clock(), num_totals=2)
+
+    # -- how much there is
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out: free, or cached and not pinned."""
+        return self.pool.queue.num_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.pool.num_used_blocks
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return self.cache.num_pinned_blocks
+
+    @property
+    def num_host_free_blocks(self) -> int:
+        return self.host.num_free_blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether the pool could hold them with nothing else in it. Pins are not considered: they can be lifted."""
+        return self.num_blocks_for(num_tokens) <= self.num_blocks
+
+    def block_ids(self, seq_id: int) -> list[int]:
+        return list(self.tables[seq_id].block_ids)
+
+    # -- start
+
+    def match(
+        self,
+        token_ids: Sequence[int],
+        *,
+        salt: str | None = None,
+        adapter: str | None = None,
+        previous: PrefixMatch | None = None,
+    ) -> PrefixMatch:
+        """The longest cached prefix. Changes and counts nothing.
+
+        `previous`: an older match of the same tokens, salt and adapter, whose hashes need not be computed again (for
+        a sequence that waits and is matched at each step).
+        """
+        if not self.enable_prefix_caching:
+            return PrefixMatch([], 0, CacheOutcome.DISABLED)
+        # At most n-1 tokens match: the last must run to give logits.
+        num_matchable = (len(token_ids) - 1) // self.block_size
+        if num_matchable <= 0:
+            return PrefixMatch([], 0, CacheOutcome.TOO_SHORT)
+        hashes = list(previous.hashes) if previous is not None else []
+        blocks = self.cache.longest_prefix(hashes, root_hash(salt, adapter), token_ids, num_matchable)
+        if len(blocks) == num_matchable:
+            outcome = CacheOutcome.HIT
+        elif self.cache.was_lost(hashes[len(blocks)]):
+            outcome = CacheOutcome.EVICTED
+        else:
+            outcome = CacheOutcome.PARTIAL if blocks else CacheOutcome.COLD
+        return PrefixMatch([block.block_id for block in blocks], len(blocks) * self.block_size, outcome, hashes)
+
+    def admit(
+        self,
+        seq_id: int,
+        token_ids: Sequence[int],
+        match: PrefixMatch | None,
+        *,
+        salt: str | None = None,
+        adapter: str | None = None,
+        lookahead: int = 0,
+        recompute: bool = False,
+    ) -> list[int] | None:
+        """Blocks for all of `token_ids` and for `lookahead` tokens more. Returns the new table.
+
+        Layout: | matched: in use by others, or cached | new: for the other tokens | new: lookahead |
+
+        `match` is what `match()` found for the same tokens, or None to read no cache. `recompute` says that the
+        sequence was preempted, so that its lookup is counted apart.
+        """
+        assert seq_id not in self.tables and seq_id not in self.swapped, f"sequence {seq_id} is here already"
+        assert token_ids, f"sequence {seq_id} has no tokens"
+        if match is None:
+            skipped = CacheOutcome.SKIPPED if self.enable_prefix_caching else CacheOutcome.DISABLED
+            match = PrefixMatch([], 0, skipped)
+        num_matched = len(match.block_ids)
+        assert match.num_tokens == num_matched * self.block_size < len(token_ids), "the match is not of these tokens"
+        matched = [self.pool.blocks[block_id] for block_id in match.block_ids]
+        num_idle = 0  # of the matched blocks, those that leave the free queue
+        assert len(match.hashes) >= num_matched, "the match is not one of match()'s"
+        for block, block_hash in zip(matched, match.hashes, strict=False):
+            assert self.cache.lookup(block_hash) is block, f"the match is stale at block {block.block_id}"
+            num_idle += block in self.pool.queue
+        num_new = self.num_blocks_for(len(token_ids) + lookahead) - num_matched
+        if not self._has_room(num_new + num_idle):
+            return None
+        # Matched blocks first: once in use, they cannot be evicted to make the new ones.
+        for block in matched:
+            self.pool.acquire(block)
+        block_ids = match.block_ids + self.pool.allocate(num_new)
+        self._add_table(seq_id, root_hash(salt, adapter), block_ids, len(token_ids), match.hashes[:num_matched])
+        counters = self.counters.recompute if recompute else self.counters.prefix
+        counters.count(match.outcome, len(token_ids), match.num_tokens)
+        return list(block_ids)
+
+    # -- go on
+
+    def grow(self, seq_id: int, num_tokens: int, first_written: int, lookahead: int = 0) -> Allocation | None:
+        """Room for tokens [0, num_tokens) and `lookahead` more, of which positions from `first_written` on may be
+        written: shared or cached blocks there are replaced by own ones (copy-on-write).
+
+        Returns the shared constant `UNCHANGED` when the room is there already, which needs two comparisons: call it
+        for every sequence of every step.
+        """
+        table = self.tables[seq_id]
+        if num_tokens + lookahead <= table.capacity and first_written >= table.writable_from:
+            table.num_tokens = num_tokens
+            return UNCHANGED
+        return self._grow_table(table, num_tokens, first_written, lookahead)
+
+    def commit(self, seq_id: int, token_ids: Sequence[int], num_computed: int) -> None:
+        """Tokens [0, num_computed) have KV, or will once the submitted steps have run: full blocks enter the cache.
+
+        Others may match these blocks from now on, so commit only what a plan that will be submitted computes. Tokens
+        that the host does not know yet (num_computed > len(token_ids)) are hashed by a later commit.
+        """
+        table = self.tables[seq_id]
+        if num_computed >= table.next_commit:
+            self._commit_table(table, token_ids, num_computed)
+
+    def fork(self, seq_id: int, child_seq_id: int) -> None:
+        """Another sequence with the same blocks, the partly filled one too: the first to write it copies it."""
+        assert child_seq_id not in self.tables and child_seq_id not in self.swapped, f"{child_seq_id} is here already"
+        table = self.tables[seq_id]
+        blocks = self.pool.blocks
+        for block_id in table.block_ids:
+            self.pool.acquire(blocks[block_id])
+        table.writable_from = table.capacity  # nothing in it is its own now
+        self._add_table(child_seq_id, table.root, list(table.block_ids), table.num_tokens, list(table.hashes))
+        self.tables[child_seq_id].writable_from = table.capacity
+        self.counters.num_forks += 1
+
+    def free(self, seq_id: int) -> None:
+        """The sequence has ended, or is preempted to be computed again."""
+        self.pool.release_table(self.tables.pop(seq_id).block_ids)
+
+    # -- swap
+
+    def swap_out(self, seq_id: int, num_computed: int, step: int) -> list[tuple[int, int]] | None:
+        """(device, host) pairs for the blocks that hold the `num_computed` tokens; None if the host has no room.
+
+        The sequence gives up all its device blocks. One that nobody else uses is in transit until
+        `transfers_done(step)`; so is one whose last other user leaves before that.
+        """
+        table = self.tables[seq_id]
+        num_moved = self.num_blocks_for(num_computed)
+        assert num_moved <= len(table.block_ids), f"sequence {seq_id} has no blocks for {num_computed} tokens"
+        if num_moved > self.host.num_free_blocks:
+            return None
+        del self.tables[seq_id]
+        host_ids = self.host.allocate(num_moved)
+        pairs = list(zip(table.block_ids, host_ids, strict=False))
+        # Tail first, the order in which the blocks will go back to the free queue.
+        for device_id, host_id in reversed(pairs):
+            self._start_transfer(step, device_id, host_id)
+        self.pool.release_table(table.block_ids)
+        hashes = table.hashes[: num_computed // self.block_size]
+        self.swapped[seq_id] = SwappedSequence(table.root, hashes, host_ids, num_computed)
+        self.counters.num_swapped_out_blocks += num_moved
+        return pairs
+
+    def swap_in(
+        self, seq_id: int, token_ids: Sequence[int], step: int, lookahead: int = 0
+    ) -> tuple[list[tuple[int, int]], list[int]] | None:
+        """((host, device) pairs, new table with room for all tokens and lookahead); None if there is no room.
+
+        Full blocks enter the cache again, as with `commit()`. The host blocks are in transit until
+        `transfers_done(step)`. It may be called before the swap-out is done: the executor moves bytes in step order.
+        """
+        swapped = self.swapped[seq_id]
+        num_tokens = max(len(token_ids), swapped.num_computed)
+        num_blocks = self.num_blocks_for(num_tokens + lookahead)
+        if not self._has_room(num_blocks):
+            return None
+        del self.swapped[seq_id]
+        block_ids = self.pool.allocate(num_blocks)
+        pairs = list(zip(swapped.host_ids, block_ids, strict=False))
+        for host_id, device_id in reversed(pairs):
+            self._start_transfer(step, device_id, host_id)
+            self.host.release(host_id)
+        for block_hash, block_id in zip(swapped.hashes, block_ids, strict=False):
+            self.cache.insert(block_hash, self.pool.blocks[block_id])
+        self._add_table(seq_id, swapped.root, block_ids, num_tokens, swapped.hashes)
+        self.commit(seq_id, token_ids, swapped.num_computed)
+        self.counters.num_swapped_in_blocks += len(pairs)
+        return pairs, list(block_ids)
+
+    def drop_swapped(self, seq_id: int) -> None:
+        """The sequence has ended while its KV was on the host."""
+        for host_id in self.swapped.pop(seq_id).host_ids:
+            self.host.release(host_id)
+
+    def transfers_done(self, step: int) -> None:
+        """Every byte that this step's plan moved from or to the host has arrived. A step without any is fine."""
+        transfers = self.transfers.pop(step, None)
+        if transfers is None:
+            return
+        for device_id in transfers.device_ids:
+            self.pool.transfer_finished(self.pool.blocks[device_id])
+        for host_id in transfers.host_ids:
+            self.host.transfer_finished(host_id)
+
+    # -- pins and reset
+
+    def pin(self, token_ids: Sequence[int], *, salt: str | None = None, adapter: str | None = None) -> int:
+        """Keep the cached full blocks of this prefix from eviction. Returns how many tokens are pinned by it.
+
+        Only what is cached by now: pin again once more has been computed. Each prefix has its own pin, so that
+        unpinning it leaves blocks that another pinned prefix shares.
+        """
+        num_full = len(token_ids) // self.block_size
+        if not num_full:
+            return 0
+        root = root_hash(salt, adapter)
+        hashes: list[BlockHash] = []
+        self.cache.extend_chain(hashes, root, token_ids, num_full)
+        blocks = self.cache.longest_prefix(hashes, root, token_ids, num_full)
+        self.pool.pin(self.cache.pin(hashes[-1], blocks))
+        return self.cache.num_pinned_by(hashes[-1]) * self.block_size
+
+    def unpin(self, token_ids: Sequence[int], *, salt: str | None = None, adapter: str | None = None) -> int:
+        """Lift the pin of this prefix. Returns how many tokens were pinned by it."""
+        num_full = len(token_ids) // self.block_size
+        if not num_full:
+            return 0
+        hashes: list[BlockHash] = []
+        self.cache.extend_chain(hashes, root_hash(salt, adapter), token_ids, num_full)
+        num_blocks, unpinned = self.cache.unpin(hashes[-1])
+        self.pool.unpin(reversed(unpinned))
+        return num_blocks * self.block_size
+
+    def reset_prefix_cache(self, *, force: bool = False) -> bool:
+        """Forget every cached block but the pinned ones. Refused (False) while blocks are in use or in transit.
+
+        Forced, it is never refused and forgets pinned ones too; blocks in use or in transit stay as they are.
+        """
+        if not force and (self.pool.num_used_blocks or self.pool.num_in_transit_blocks):
+            return False
+        self.pool.forget_idle(force=force)
+        self.cache.forget_evictions()
+        return True
+
+    # -- to look at
+
+    @property
+    def stats(self) -> KVStats:
+        """A reading of every number. Costs a look at the end of each table."""
+        return read_stats(self)
+
+    def snapshot(self) -> KVSnapshot:
+        """The whole block map, for people to look at."""
+        return take_snapshot(self)
+
+    def check(self) -> None:
+        """Prove every invariant; AssertionError says which one broke. Costs a look at every block."""
+        check_manager(self)
+
+    # -- inside
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """For an admission or a swap-in, which must leave the watermark free unless nothing is in use."""
+        num_reserved = self.num_watermark_blocks if self.pool.num_used_blocks else 0
+        return num_blocks + num_reserved <= self.pool.queue.num_blocks
+
+    def _add_table(
+        self, seq_id: int, root: BlockHash, block_ids: list[int], num_tokens: int, hashes: list[BlockHash]
+    ) -> None:
+        block_size = self.block_size
+        num_committed = len(hashes) * block_size
+        self.tables[seq_id] = BlockTable(
+            seq_id=seq_id,
+            root=root,
+            block_ids=block_ids,
+            num_tokens=num_tokens,
+            capacity=len(block_ids) * block_size,
+            writable_from=num_committed,
+            next_commit=num_committed + block_size if self.enable_prefix_caching else NEVER,
+            hashes=hashes,
+        )
+
+    def _grow_table(self, table: BlockTable, num_tokens: int, first_written: int, lookahead: int) -> Allocation | None:
+        pool, block_size = self.pool, self.block_size
+        blocks, block_ids = pool.blocks, table.block_ids
+        first = first_written // block_size
+        replaced = [
+            index
+            for index in range(first, len(block_ids))
+            if (block := blocks[block_ids[index]]).ref_count > 1 or block.block_hash is not None
+        ]
+        num_appended = max(0, self.num_blocks_for(num_tokens + lookahead) - len(block_ids))
+        if len(replaced) + num_appended > pool.num_free_blocks:
+            self.counters.num_allocation_failures += 1
+            return None
+        table.num_tokens = num_tokens
+        table.writable_from = min(table.writable_from, first * block_size)
+        if len(table.hashes) > first:  # committed tokens are written again: what the hashes said is no longer so
+            del table.hashes[first:]
+            table.next_commit = (first + 1) * block_size
+        if not replaced and not num_appended:
+            return UNCHANGED
+        own_ids = pool.allocate(len(replaced) + num_appended)
+        rewired, copies = [], []
+        for index, own_id in zip(replaced, own_ids, strict=False):
+            old_id = block_ids[index]
+            if index * block_size < first_written:  # else no token in it is kept, so no byte either
+                copies.append((old_id, own_id))
+            block_ids[index] = own_id
+            rewired.append((index, own_id))
+            pool.release(blocks[old_id])
+        new_block_ids = own_ids[len(replaced) :]
+        block_ids.extend(new_block_ids)
+        table.capacity = len(block_ids) * block_size
+        self.counters.num_copies += len(copies)
+        return Allocation(new_block_ids, rewired, copies)
+
+    def _commit_table(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        block_size, cache, hashes = self.block_size, self.cache, table.hashes
+        num_full = min(num_computed, len(token_ids)) // block_size
+        assert num_full <= len(table.block_ids), f"sequence {table.seq_id} has no blocks for {num_computed} tokens"
+        first = len(hashes)
+        cache.extend_chain(hashes, table.root, token_ids, num_full)
+        for index in range(first, num_full):
+            cache.insert(hashes[index], self.pool.blocks[table.block_ids[index]])
+        num_committed = len(hashes) * block_size
+        table.next_commit = num_committed + block_size
+        if table.writable_from < num_committed:
+            table.writable_from = num_committed
+
+    def _start_transfer(self, step: int, device_id: int, host_id: int) -> None:
+        transfers = self.transfers.setdefault(step, Transfers())
+        transfers.device_ids.append(device_id)
+        transfers.host_ids.append(host_id)
+        self.pool.blocks[device_id].num_transfers += 1
+        self.host.transfer_started(host_id)

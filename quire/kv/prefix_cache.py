@@ -1,0 +1,193 @@
+"""Which block holds the KV of which prefix, which of them are pinned, and which were evicted lately."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.kv.blocks import Block
+from quire.kv.hashing import BlockHash, block_hasher
+from quire.request import CacheOutcome
+
+
+@dataclass(slots=True)
+class PrefixMatch:
+    """The cached blocks that a sequence could start from. It is a reading, not a claim: `admit()` it before any other
+    call that changes the manager, or match again (`previous=` saves the hashing)."""
+
+    block_ids: list[int]
+    num_tokens: int
+    outcome: CacheOutcome
+    hashes: list[BlockHash] = field(default_factory=list, repr=False)  # of the blocks above, and of the first miss
+
+
+class PrefixCache:
+    """Hash to block, for every block whose content is known.
+
+    Invariants, proved by `check()`: a block has a hash exactly when this map has it under that hash; a pinned block
+    has a hash.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_evicted",
+        "_hash_block",
+        "_max_evicted",
+        "_pins",
+        "block_size",
+        "num_evictions",
+        "num_pinned_blocks",
+    )
+
+    def __init__(self, block_size: int, *, max_evicted: int) -> None:
+        self.block_size = block_size
+        self._hash_block = block_hasher(block_size)
+        self._blocks: dict[BlockHash, Block] = {}
+        # A bounded memory of evictions tells "evicted" from "never seen". OrderedDict: dropping the oldest entry of a
+        # dict is O(n) after many drops.
+        self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
+        self._max_evicted = max_evicted
+        # By the hash of the prefix's last full block. Per prefix, not per block, so that unpinning one prefix leaves
+        # the blocks that another pinned prefix shares with it.
+        self._pins: dict[BlockHash, dict[BlockHash, Block]] = {}
+        self.num_evictions = 0
+        self.num_pinned_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def lookup(self, block_hash: BlockHash) -> Block | None:
+        """The block with this content, unless it is in transit and so belongs to nobody."""
+        block = self._blocks.get(block_hash)
+        if block is not None and not block.ref_count and block.num_transfers:
+            return None
+        return block
+
+    def extend_chain(self, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Append to `hashes` until it names the first `num_blocks` blocks of the tokens."""
+        block_size = self.block_size
+        parent = hashes[-1] if hashes else root
+        for index in range(len(hashes), num_blocks):
+            parent = self._hash_block(parent, token_ids[index * block_size : (index + 1) * block_size])
+            hashes.append(parent)
+
+    def longest_prefix(
+        self, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int
+    ) -> list[Block]:
+        """Of the first `num_blocks` blocks of the tokens, those before the first that is not cached.
+
+        `hashes` has the chain as far as it is known, and gets what had to be computed: up to the first miss.
+        """
+        blocks: list[Block] = []
+        for index in range(num_blocks):
+            if index == len(hashes):
+                self.extend_chain(hashes, root, token_ids, index + 1)
+            block = self.lookup(hashes[index])
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def was_lost(self, block_hash: BlockHash) -> bool:
+        """It was cached once, and was evicted lately or is being moved to the host."""
+        return block_hash in self._evicted or block_hash in self._blocks
+
+    def insert(self, block_hash: BlockHash, block: Block) -> None:
+        """Name the content of a block in use. The first block with a hash keeps it; an equal one stays unhashed."""
+        holder = self._blocks.setdefault(block_hash, block)
+        if holder is block:
+            assert block.block_hash is None or block.block_hash == block_hash, (
+                f"block {block.block_id} has another hash: two sequences disagree on its tokens"
+            )
+            block.block_hash = block_hash
+
+    def evict(self, block: Block) -> None:
+        block_hash = self.forget(block)
+        self.num_evictions += 1
+        evicted = self._evicted
+        evicted[block_hash] = None
+        evicted.move_to_end(block_hash)
+        if len(evicted) > self._max_evicted:
+            evicted.popitem(last=False)
+
+    def forget(self, block: Block) -> BlockHash:
+        """Take the block's hash away, without remembering it as evicted."""
+        block_hash = block.block_hash
+        assert block_hash is not None and not block.num_pins, f"block {block.block_id} is unhashed or pinned"
+        del self._blocks[block_hash]
+        block.block_hash = None
+        return block_hash
+
+    def idle_blocks(self) -> list[Block]:
+        return [block for block in self._blocks.values() if block.is_idle]
+
+    def forget_evictions(self) -> None:
+        self._evicted.clear()
+
+    # -- pins: only the marks; the pool keeps pinned blocks out of its queue
+
+    def pin(self, prefix: BlockHash, blocks: list[Block]) -> list[Block]:
+        """Add blocks to the prefix's pin. Returns those that were not pinned before."""
+        if not blocks:
+            return []
+        pinned = self._pins.setdefault(prefix, {})
+        newly_pinned = []
+        for block in blocks:
+            block_hash = block.block_hash
+            assert block_hash is not None
+            if block_hash not in pinned:
+                pinned[block_hash] = block
+                if not block.num_pins:
+                    newly_pinned.append(block)
+                block.num_pins += 1
+        self.num_pinned_blocks += len(newly_pinned)
+        return newly_pinned
+
+    def num_pinned_by(self, prefix: BlockHash) -> int:
+        return len(self._pins.get(prefix, ()))
+
+    def unpin(self, prefix: BlockHash) -> tuple[int, list[Block]]:
+        """Drop the prefix's pin. Returns how many blocks it held, and those that no other pin holds, in order."""
+        pinned = self._pins.pop(prefix, {})
+        unpinned = []
+        for block in pinned.values():
+            block.num_pins -= 1
+            if not block.num_pins:
+                unpinned.append(block)
+        self.num_pinned_blocks -= len(unpinned)
+        return len(pinned), unpinned
+
+    def unpin_idle(self) -> list[Block]:
+        """Take every block that is idle out of every pin. Returns them."""
+        unpinned = []
+        for prefix, pinned in list(self._pins.items()):
+            for block_hash, block in list(pinned.items()):
+                if block.is_idle:
+                    del pinned[block_hash]
+                    block.num_pins -= 1
+                    if not block.num_pins:
+                        unpinned.append(block)
+            if not pinned:
+                del self._pins[prefix]
+        self.num_pinned_blocks -= len(unpinned)
+        return unpinned
+
+    def check(self, blocks: list[Block]) -> None:
+        for block_hash, block in self._blocks.items():
+            assert block.block_hash == block_hash, f"block {block.block_id} is cached under a hash that is not its own"
+        num_hashed = sum(block.block_hash is not None for block in blocks)
+        assert num_hashed == len(self._blocks), f"{num_hashed} blocks have a hash, the cache knows {len(self._blocks)}"
+        num_pins = dict.fromkeys(range(len(blocks)), 0)
+        for pinned in self._pins.values():
+            assert pinned, "a pin holds no blocks"
+            for block_hash, block in pinned.items():
+                assert block.block_hash == block_hash, f"pinned block {block.block_id} lost its hash"
+                num_pins[block.block_id] += 1
+        for block in blocks:
+            assert block.num_pins == num_pins[block.block_id], (
+                f"block {block.block_id} says {block.num_pins} pins, {num_pins[block.block_id]} hold it"
+            )
+        num_pinned = sum(block.num_pins > 0 for block in blocks)
+        assert num_pinned == self.num_pinned_blocks, f"{num_pinned} blocks pinned, counted {self.num_pinned_blocks}"
+        assert len(self._evicted) <= self._max_evicted, "the memory of evictions outgrew its bound"
