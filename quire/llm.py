@@ -169,12 +169,12 @@ def log_start(engine: LLMEngine, seconds: float) -> None:
     backend, spec = engine.built.executor.backend, engine.spec
     log = get_logger()
     log.info(
-        "%s (%s) in %s on %s, %s kernels, KV in %s, max_model_len %d, ready in %.1f s",
+        "%s (%s) in %s on %s, %s, KV in %s, max_model_len %d, ready in %.1f s",
         engine.config.model,
         spec.architecture,
         backend.weight_dtype,
         backend.device.type,
-        backend.ops.name,
+        backend.kernels,
         str(backend.kv_dtype).removeprefix("torch."),
         engine.max_model_len,
         seconds,

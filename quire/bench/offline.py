@@ -84,7 +84,8 @@ def time_transformers(config: EngineConfig, names: list[str], batch_size: int = 
     path = resolve_model(config.model)
     where: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     source = path.parent if where else path
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where)
+    model.eval()
 
     def run(workload: Workload) -> float:
         started = time.perf_counter()

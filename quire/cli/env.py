@@ -69,9 +69,10 @@ def collect() -> dict[str, Any]:
 
 def _native() -> str:
     from quire.kernels import cpu
+    from quire.kernels.cpu.library import available_isas
 
     reason = cpu.unavailable_reason()
-    return f"not used: {reason}" if reason else cpu.describe()
+    return f"not used: {reason}" if reason else f"{', '.join(available_isas())} (the first is used)"
 
 
 def _gpu() -> str | None:

@@ -81,6 +81,7 @@ class InputProcessor:
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, salt)."""
         salt = None
+        given: Any = prompt
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - _PROMPT_KEYS
             if unknown:
@@ -89,17 +90,15 @@ class InputProcessor:
             salt = prompt.get("cache_salt")
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise BadRequestError("cache_salt must be a non-empty text", param="cache_salt")
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            if text is None and ids is None:
+            text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is None and given is None:
                 raise BadRequestError("a prompt dict needs prompt or prompt_token_ids", param="prompt")
-            if ids is not None:  # with both, the ids run and the text is what they were made from
-                return text, list(ids), salt
-            prompt = text
-        if isinstance(prompt, str):
-            return prompt, self.encode(prompt), salt
-        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
-            raise BadRequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", param="prompt")
-        return None, list(prompt), salt
+            if given is not None:  # with both, the ids run and the text is what they were made from
+                return text, _token_list(given), salt
+            given = text
+        if isinstance(given, str):
+            return given, self.encode(given), salt
+        return None, _token_list(given), salt
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
@@ -163,3 +162,9 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
+
+
+def _token_list(given: Any) -> list[int]:
+    if isinstance(given, (str, bytes, bytearray, Mapping)) or not isinstance(given, Iterable):
+        raise BadRequestError(f"a prompt is text or token ids, got {type(given).__name__}", param="prompt")
+    return list(given)

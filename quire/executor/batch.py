@@ -109,7 +109,7 @@ class PersistentBatch:
         if self.device.type == "cuda":
             packed = packed.pin_memory().to(self.device, non_blocking=True)
         sizes = [num_seqs, num_seqs + 1, num_seqs, num_tokens, num_tokens]
-        rows_t, query_starts_t, kv_lens_t, token_rows_t, positions_t = packed.split(sizes)
+        rows_t, query_starts_t, kv_lens_t, token_rows_t, positions_t = torch.split(packed, sizes)
         num_blocks = -(-max_kv_len // self.block_size)
         tables = self.block_tables[:, :num_blocks].index_select(0, rows_t)
         blocks = self.block_tables[token_rows_t, positions_t // self.block_size].to(torch.int64)

@@ -25,6 +25,7 @@ class Backend:
     activation_dtype: torch.dtype
     kv_dtype: torch.dtype
     weight_dtype: str  # as shown to users: float32, bfloat16, float16, int8
+    kernels: str  # likewise: which ones, and on how many threads
     note: str | None = None  # why a slower backend was chosen, where it was
 
     @property
@@ -86,15 +87,19 @@ def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
     reason = native.unavailable_reason()
     weight_dtype = config.quantization or dtype
     if reason is None:
-        ops: Ops = native.CpuOps(weight_dtype=weight_dtype, num_threads=config.num_threads)
-        return Backend(device, ops, torch.float32, kv_dtype, weight_dtype)
+        ops = native.CpuOps(weight_dtype=weight_dtype, num_threads=config.num_threads)
+        kernels = f"native {ops.isa} kernels on {ops.num_threads} threads"
+        return Backend(device, ops, torch.float32, kv_dtype, weight_dtype, kernels)
     if config.quantization:
         raise ConfigError(f"quantization={config.quantization!r} needs the native CPU kernels, but {reason}")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    ops = ReferenceOps(device, torch.float32, weight_dtype=_TORCH_DTYPES[weight_dtype])
-    note = f"plain torch kernels, about half the speed: {reason}"
-    return Backend(device, ops, torch.float32, kv_dtype, weight_dtype, note)
+    if weight_dtype != "float32":
+        # torch would widen every matrix again in every step: smaller, and far slower.
+        raise ConfigError(f"dtype={weight_dtype!r} on a CPU needs the native kernels, but {reason}")
+    kernels = f"plain torch kernels on {torch.get_num_threads()} threads"
+    note = f"plain torch kernels are used, at about half the speed: {reason}"
+    return Backend(device, ReferenceOps(device, torch.float32), torch.float32, kv_dtype, weight_dtype, kernels, note)
 
 
 def _cuda(config: EngineConfig, dtype: str, kv_dtype: torch.dtype, device: torch.device) -> Backend:
@@ -107,6 +112,7 @@ def _cuda(config: EngineConfig, dtype: str, kv_dtype: torch.dtype, device: torch
 
     reason = triton.unavailable_reason()
     if reason is None:
-        return Backend(device, triton.TritonOps(device, torch_dtype), torch_dtype, kv_dtype, dtype)
+        return Backend(device, triton.TritonOps(device, torch_dtype), torch_dtype, kv_dtype, dtype, "Triton kernels")
     ops = ReferenceOps(device, torch_dtype)
-    return Backend(device, ops, torch_dtype, kv_dtype, dtype, f"plain torch kernels: {reason}")
+    note = f"plain torch kernels are used, far slower: {reason}"
+    return Backend(device, ops, torch_dtype, kv_dtype, dtype, "plain torch kernels", note)

@@ -1,0 +1,61 @@
+"""Blocks as bytes: copies and swaps move exactly one block of every layer."""
+
+from __future__ import annotations
+
+import fakes
+import torch
+
+from quire.executor.kv_cache import KVCache, block_bytes
+from quire.models.architectures import spec_from_config
+
+SPEC = spec_from_config(fakes.TINY_LLAMA, source="test")
+
+
+def make(num_host_blocks: int = 3) -> KVCache:
+    cache = KVCache(
+        SPEC,
+        num_blocks=6,
+        num_host_blocks=num_host_blocks,
+        block_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    assert not cache.device_blocks.any()
+    cache.device_blocks.normal_()
+    return cache
+
+
+def test_a_layer_is_a_view() -> None:
+    cache = make()
+    assert [tuple(layer.shape) for layer in cache.layers] == [(6, 2, 2, 4, 32)] * 2
+    cache.layers[1][3, 1, 0, 2, 5] = 77.0
+    assert cache.device_blocks[1, 3, 1, 0, 2, 5] == 77.0
+    assert cache.block_bytes == block_bytes(SPEC, 4, torch.float32) == cache.device_blocks[:, 0].nbytes
+
+
+def test_copies_read_before_any_is_written() -> None:
+    cache = make()
+    before = cache.device_blocks.clone()
+    cache.copy([(0, 1), (1, 2)])
+    assert torch.equal(cache.device_blocks[:, 1], before[:, 0])
+    assert torch.equal(cache.device_blocks[:, 2], before[:, 1])
+    for untouched in (0, 3, 4, 5):
+        assert torch.equal(cache.device_blocks[:, untouched], before[:, untouched])
+    cache.copy([])
+
+
+def test_out_and_in_again() -> None:
+    cache = make()
+    before = cache.device_blocks.clone()
+    cache.swap_out([(4, 0), (2, 2)])
+    cache.device_blocks.zero_()
+    cache.swap_in([(0, 1), (2, 5)])
+    assert torch.equal(cache.device_blocks[:, 1], before[:, 4])
+    assert torch.equal(cache.device_blocks[:, 5], before[:, 2])
+
+
+def test_swap_rate_is_measured() -> None:
+    rate = make().measure_swap_rate()
+    assert rate is not None
+    assert rate > 1e6
+    assert make(num_host_blocks=0).measure_swap_rate() is None

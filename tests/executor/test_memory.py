@@ -1,0 +1,82 @@
+"""The ledger: blocks out of bytes, and errors that name the value that would fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fakes
+import pytest
+
+from quire.config import GIB, EngineConfig
+from quire.errors import ConfigError, MemoryBudgetError
+from quire.executor import memory
+from quire.executor.memory import cpu_kv_budget, cuda_kv_budget, plan_memory
+from quire.models.architectures import spec_from_config
+
+SPEC = spec_from_config(fakes.TINY_LLAMA, source="test")
+BLOCK = 2 * 2 * 2 * 32 * 16 * 4  # K and V, layers, KV heads, head_dim, tokens, float32
+
+
+def plan(budget: int, **kwargs: Any) -> memory.MemoryLedger:
+    return plan_memory(
+        EngineConfig.from_kwargs(**kwargs),
+        SPEC,
+        device="cpu",
+        weight_bytes=1000,
+        activation_bytes=500,
+        block_bytes=BLOCK,
+        kv_budget_bytes=budget,
+        kv_budget_flag="kv_cache_memory_bytes",
+    )
+
+
+def test_blocks_fill_the_budget() -> None:
+    ledger = plan(10 * BLOCK + BLOCK // 2, swap_space_gb=3 * BLOCK / GIB)
+    assert (ledger.num_blocks, ledger.kv_bytes, ledger.num_host_blocks) == (10, 10 * BLOCK, 3)
+    assert ledger.max_model_len == 160  # the model could 256, the cache cannot
+    assert any("10 blocks of 16 = 160 tokens" in line for line in ledger.lines())
+    assert plan(100 * BLOCK).max_model_len == 256
+
+
+@pytest.mark.parametrize(
+    ("budget", "kwargs", "words"),
+    [
+        (BLOCK, {}, "raise kv_cache_memory_bytes"),
+        (4 * BLOCK, {"max_model_len": 65}, "lower max_model_len to 64, or raise kv_cache_memory_bytes"),
+        (4 * BLOCK, {"max_model_len": 65}, str(5 * BLOCK)),
+        (4 * BLOCK, {"swap_space_gb": 1e-9}, "at least"),
+    ],
+)
+def test_what_does_not_fit(budget: int, kwargs: dict[str, Any], words: str) -> None:
+    with pytest.raises(MemoryBudgetError, match=words):
+        plan(budget, **kwargs)
+
+
+def test_longer_than_the_model() -> None:
+    with pytest.raises(ConfigError, match="256 positions"):
+        plan(100 * BLOCK, max_model_len=257)
+
+
+def test_cpu_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 10 * GIB)
+    assert cpu_kv_budget(EngineConfig(), 0) == GIB
+    assert cpu_kv_budget(EngineConfig(kv_cache_memory_bytes=3 * GIB), 0) == 3 * GIB
+    with pytest.raises(MemoryBudgetError, match=f"lower it to {9 * GIB}"):
+        cpu_kv_budget(EngineConfig(kv_cache_memory_bytes=20 * GIB), GIB)
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: GIB)
+    assert cpu_kv_budget(EngineConfig(), 0) == GIB // 2  # memory is short: less
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: None)
+    assert cpu_kv_budget(EngineConfig(), 0) == GIB
+
+
+def test_cuda_budget() -> None:
+    config = EngineConfig(gpu_memory_utilization=0.5)
+    assert cuda_kv_budget(config, free_bytes=80, total_bytes=100, activation_bytes=10) == 20
+    with pytest.raises(MemoryBudgetError, match=r"raise it above 0\.60"):
+        cuda_kv_budget(config, free_bytes=50, total_bytes=100, activation_bytes=10)
+
+
+def test_available_memory_is_known_here() -> None:
+    available = memory.available_host_bytes()
+    assert available is not None
+    assert available > 0
