@@ -1,0 +1,26 @@
+"""Weights: from a model's name to tensors in the decoder's slots.
+
+    name ──resolve_model──▶ local path ──open_checkpoint──▶ Checkpoint ──load_into──▶ slots
+
+A checkpoint is a directory of safetensors, a GGUF file, or random weights for a config. This package imports neither
+torch nor numpy until tensors are read, so that `quire models` answers at once.
+"""
+
+from __future__ import annotations
+
+from quire.weights.aliases import quire_home
+from quire.weights.checkpoint import Checkpoint, ProgressFn
+from quire.weights.open import LOAD_FORMATS, open_checkpoint
+from quire.weights.progress import ProgressBar
+from quire.weights.resolve import DEFAULT_MODEL, resolve_model
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "LOAD_FORMATS",
+    "Checkpoint",
+    "ProgressBar",
+    "ProgressFn",
+    "open_checkpoint",
+    "quire_home",
+    "resolve_model",
+]

@@ -1,0 +1,111 @@
+"""What every checkpoint offers, and the check that its tensors are the model's: each slot filled exactly once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import WeightsError
+
+if TYPE_CHECKING:
+    from quire.models.slots import WeightSlot
+
+ProgressFn = Callable[[int, int], None]  # (done_bytes, total_bytes)
+
+
+@dataclass(slots=True, frozen=True)
+class TensorEntry:
+    """One tensor as its file's header lists it."""
+
+    name: str  # under its Hugging Face name, where it has one
+    stored_name: str
+    shape: tuple[int, ...]
+    dtype: str  # as the format spells it: BF16, F32, Q4_1, ...
+    file: Path
+    offset: int  # of its first byte in the file
+    num_bytes: int
+
+
+class Checkpoint(ABC):
+    """A model on disk: its config now, its tensors when asked."""
+
+    __slots__ = ("config", "generation_config", "gguf_metadata", "path")
+
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        *,
+        generation_config: dict[str, Any] | None = None,
+        gguf_metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path = path
+        self.config = config  # in the manner of Hugging Face's config.json, whatever the format
+        self.generation_config = generation_config or {}
+        self.gguf_metadata = gguf_metadata  # for the tokenizer; None unless the model is a GGUF file
+
+    @abstractmethod
+    def load_into(
+        self,
+        slots: Mapping[str, WeightSlot],
+        is_ignored: Callable[[str], bool],
+        *,
+        progress: ProgressFn | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Fill every slot, one tensor at a time. Names and shapes are checked before the first byte moves.
+
+        The tensor that a slot is handed may lie in the mapped file or in memory that the next one reuses: slots copy.
+        `seed` matters to dummy weights only.
+        """
+
+
+def match_slots(
+    entries: Iterable[TensorEntry],
+    slots: Mapping[str, WeightSlot],
+    is_ignored: Callable[[str], bool],
+    *,
+    source: Path,
+) -> list[TensorEntry]:
+    """The entries to load, in their order; WeightsError unless they fill every slot once and nothing is left over."""
+    wanted: dict[str, TensorEntry] = {}
+    unexpected: list[str] = []
+    for entry in entries:
+        if entry.name not in slots:
+            if not is_ignored(entry.name):
+                unexpected.append(entry.stored_name)
+            continue
+        if entry.name in wanted:
+            other = wanted[entry.name].file
+            where = f"twice in {other}" if other == entry.file else f"in both {other} and {entry.file}"
+            raise WeightsError(f"tensor {entry.stored_name} stands {where}: remove the file that does not belong there")
+        expected = tuple(slots[entry.name].shape)
+        if entry.shape != expected:
+            raise WeightsError(
+                f"{entry.file}: tensor {entry.stored_name} has shape {list(entry.shape)}, the model's config asks for "
+                f"{list(expected)}: config and weights are of different models, fetch both again"
+            )
+        wanted[entry.name] = entry
+    missing = [name for name in slots if name not in wanted]
+    if missing:
+        raise WeightsError(
+            f"{source}: {_count(missing)} of the model missing: {_some(missing)}. The checkpoint is incomplete or its "
+            "config describes another model: fetch it again"
+        )
+    if unexpected:
+        raise WeightsError(
+            f"{source}: {_count(unexpected)} that the model has no place for: {_some(unexpected)}. The config "
+            "describes another model, or the checkpoint has parts that Quire does not run: use one that fits"
+        )
+    return list(wanted.values())
+
+
+def _count(names: list[str]) -> str:
+    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+
+
+def _some(names: list[str], at_most: int = 5) -> str:
+    return ", ".join(names[:at_most]) + (f" and {len(names) - at_most} more" if len(names) > at_most else "")

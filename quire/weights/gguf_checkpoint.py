@@ -1,0 +1,134 @@
+"""A GGUF file as a checkpoint: names, layouts and quantized blocks turned back into what Hugging Face stores."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, match_slots
+from quire.weights.gguf_config import ROPE_FACTORS, config_from_gguf, generation_config_from_gguf
+from quire.weights.gguf_file import GGUFFile, read_gguf
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.models.slots import WeightSlot
+    from quire.weights.dequantize import Dequantizer
+
+_WHOLE_MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IN_GEMMA_LAYER = _IN_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+# Mapped bytes that were read count as this process's memory until the system wants them: give them back early.
+_RELEASE_BYTES = 64 << 20
+
+
+class GGUFCheckpoint(Checkpoint):
+    """One GGUF file."""
+
+    __slots__ = ("_arch", "_file")
+
+    def __init__(self, path: Path, *, hf_overrides: Mapping[str, Any] | None = None) -> None:
+        file = read_gguf(path)
+        self._file: GGUFFile = file
+        config = config_from_gguf(file) | dict(hf_overrides or {})
+        self._arch: str = file.metadata["general.architecture"]
+        super().__init__(
+            path,
+            config,
+            generation_config=generation_config_from_gguf(file.metadata),
+            gguf_metadata=file.metadata,
+        )
+
+    def load_into(
+        self,
+        slots: Mapping[str, WeightSlot],
+        is_ignored: Callable[[str], bool],
+        *,
+        progress: ProgressFn | None = None,
+        seed: int = 0,
+    ) -> None:
+        from quire.weights.dequantize import Dequantizer
+
+        stored = (t for t in self._file.tensors if t.stored_name != ROPE_FACTORS)  # that one is in the config
+        named = [replace(t, name=hugging_face_name(t.stored_name, self._arch)) for t in stored]
+        entries = sorted(match_slots(named, slots, is_ignored, source=self.path), key=lambda entry: entry.offset)
+        total_bytes = sum(entry.num_bytes for entry in entries)
+        done_bytes = 0
+        released_to = entries[0].offset if entries else 0
+        with Dequantizer() as dequantizer:
+            for entry in entries:
+                slots[entry.name].load(self._tensor(entry, dequantizer))
+                done_bytes += entry.num_bytes
+                released_to = self._release(released_to, entry.offset + entry.num_bytes)
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+
+    def _tensor(self, entry: TensorEntry, dequantizer: Dequantizer) -> Tensor:
+        import numpy as np
+
+        raw = np.frombuffer(self._file.data, np.uint8, entry.num_bytes, entry.offset)
+        if self._arch == "llama" and (heads := self._permuted_heads(entry.name)) is not None:
+            # llama.cpp rotates neighbours, Hugging Face the two halves of a head: its rows are interleaved. Undone on
+            # the stored rows, which are several times smaller than the values.
+            raw = raw.reshape(heads, entry.shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(-1)
+        tensor = dequantizer.tensor(raw, entry.dtype, entry.shape)
+        if self._arch == "gemma3" and entry.name.endswith("norm.weight"):
+            tensor = tensor - 1  # llama.cpp stores 1 + weight, which is what Gemma multiplies by
+        return tensor
+
+    def _permuted_heads(self, name: str) -> int | None:
+        if ".q_proj." in name:
+            return int(self._file.metadata["llama.attention.head_count"])
+        if ".k_proj." in name:
+            metadata = self._file.metadata
+            heads = metadata.get("llama.attention.head_count_kv", metadata["llama.attention.head_count"])
+            return int(heads[0] if isinstance(heads, list) else heads)
+        return None
+
+    def _release(self, start: int, end: int) -> int:
+        """Tell the system that the bytes up to `end` were read; returns where to go on from."""
+        if end - start < _RELEASE_BYTES or not hasattr(mmap, "MADV_DONTNEED"):
+            return start
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = end // mmap.PAGESIZE * mmap.PAGESIZE
+        self._file.data.madvise(mmap.MADV_DONTNEED, first, last - first)
+        return last
+
+
+def hugging_face_name(stored_name: str, arch: str) -> str:
+    """The Hugging Face name of a GGUF tensor; its own name where there is none."""
+    stem, _, suffix = stored_name.rpartition(".")
+    if stem in _WHOLE_MODEL:
+        return f"{_WHOLE_MODEL[stem]}.{suffix}"
+    match = _LAYER_NAME.fullmatch(stored_name)
+    if match is None:
+        return stored_name
+    layer, part, suffix = match.groups()
+    name = (_IN_GEMMA_LAYER if arch == "gemma3" else _IN_LAYER).get(part)
+    return stored_name if name is None else f"model.layers.{layer}.{name}.{suffix}"

@@ -1,0 +1,110 @@
+"""Models from the Hugging Face hub, through its own library and into its own cache."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import DownloadError
+from quire.weights.aliases import ALIASES
+
+_CONFIG_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]  # config, tokenizer, chat template
+_WEIGHT_FILES = ["*.safetensors"]
+# The same weights in a vendor's own layout, and whatever lies in subdirectories.
+_NOT_NEEDED = ["consolidated*", "*/*"]
+
+
+def fetch_from_hub(repo: str, *, revision: str | None = None, config_only: bool = False) -> Path:
+    """A directory with the repository's config, tokenizer and (unless `config_only`) safetensors; no pickles."""
+    import huggingface_hub
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    patterns = _CONFIG_FILES + ([] if config_only else _WEIGHT_FILES)
+    quiet = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if quiet:
+        disable_progress_bars()
+    try:
+        path = Path(
+            huggingface_hub.snapshot_download(
+                repo, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED
+            )
+        )
+    except Exception as error:  # the library raises its HTTP client's errors too, which differ by its version
+        raise _explain(error, repo, revision) from error
+    finally:
+        if quiet:
+            enable_progress_bars()
+    if not (path / "config.json").is_file():
+        raise DownloadError(
+            f"{repo} has no config.json: for a repository of GGUF files, download one of them (`hf download {repo} "
+            "FILE.gguf`) and give its path"
+        )
+    if not config_only and not any(path.glob("*.safetensors")):
+        raise DownloadError(f"{repo} has no safetensors, the one format that Quire takes from the hub: use another one")
+    return path
+
+
+def _explain(error: Exception, repo: str, revision: str | None) -> DownloadError:
+    from huggingface_hub import errors
+
+    where = f"the hub's {repo!r}" + (f" at revision {revision!r}" if revision else "")
+    has_token = bool(os.environ.get("HF_TOKEN"))
+    # Order matters: a gated repository is a kind of one that is not found.
+    if isinstance(error, errors.GatedRepoError):
+        do = (
+            "HF_TOKEN's account has not been granted access: ask for it on the model's page"
+            if has_token
+            else "ask for access on the model's page, then set HF_TOKEN to a token of your account"
+        )
+        return DownloadError(f"{where} is gated: {do} (https://huggingface.co/{repo})")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        near = difflib.get_close_matches(repo.lower(), ALIASES, n=1)
+        guess = f"did you mean the alias {near[0]!r}? Otherwise " if near else ""
+        token = "" if has_token else ", and set HF_TOKEN if it is private"
+        return DownloadError(f"{where} does not exist or is private: {guess}check the spelling{token}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return DownloadError(f"{where} does not exist: check the revision")
+    if isinstance(error, (errors.HFValidationError, errors.OfflineModeIsEnabled)):
+        return DownloadError(f"{where} cannot be fetched: {error}")
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        if os.environ.get("HF_HUB_OFFLINE"):
+            return DownloadError(
+                f"{where} is not in the local cache and HF_HUB_OFFLINE is set: unset it once to fetch it"
+            )
+        return DownloadError(
+            f"{where} is not in the local cache and the hub cannot be reached: check the network and proxy, or give a "
+            f"path. {_first_line(error)}"
+        )
+    return DownloadError(f"{where} could not be fetched: {_first_line(error)}: check the network and try again")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
+@dataclass(slots=True, frozen=True)
+class CachedRepo:
+    """A hub model with weights in the local cache."""
+
+    name: str
+    path: Path
+    num_bytes: int
+
+
+def cached_repos() -> list[CachedRepo]:
+    """Hub models whose safetensors are in the cache. Looks at directory entries only."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    found = []
+    for folder in sorted(Path(HF_HUB_CACHE).glob("models--*")):
+        snapshots = [s for s in folder.glob("snapshots/*") if any(s.glob("*.safetensors"))]
+        if not snapshots:
+            continue
+        newest = max(snapshots, key=lambda snapshot: snapshot.stat().st_mtime)
+        num_bytes = sum(file.stat().st_size for file in newest.iterdir() if file.is_file())
+        found.append(CachedRepo(folder.name.removeprefix("models--").replace("--", "/"), newest, num_bytes))
+    return found

@@ -1,0 +1,159 @@
+"""A directory of safetensors: one file, or shards with an index.
+
+Headers are read and held against the files' sizes before anything is loaded, so that a half-fetched shard is an error
+at once and not after minutes. The tensors themselves come through the safetensors library, memory-mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import WeightsError
+from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, match_slots
+from quire.weights.json_files import read_json_object
+
+if TYPE_CHECKING:
+    from quire.models.slots import WeightSlot
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """config.json and *.safetensors in one directory."""
+
+    __slots__ = ()
+
+    def __init__(self, path: Path, *, hf_overrides: Mapping[str, Any] | None = None) -> None:
+        config = read_json_object(path / "config.json") | dict(hf_overrides or {})
+        generation = path / "generation_config.json"
+        super().__init__(path, config, generation_config=read_json_object(generation) if generation.is_file() else None)
+
+    def load_into(
+        self,
+        slots: Mapping[str, WeightSlot],
+        is_ignored: Callable[[str], bool],
+        *,
+        progress: ProgressFn | None = None,
+        seed: int = 0,
+    ) -> None:
+        from safetensors import safe_open
+
+        entries = match_slots(list_tensors(self.path), slots, is_ignored, source=self.path)
+        for entry in entries:
+            if entry.dtype not in _DTYPE_BYTES:
+                raise WeightsError(
+                    f"{entry.file}: tensor {entry.stored_name} is stored as {entry.dtype}, Quire reads "
+                    f"{', '.join(_DTYPE_BYTES)}: use an unquantized checkpoint or a GGUF file"
+                )
+        total_bytes = sum(entry.num_bytes for entry in entries)
+        done_bytes = 0
+        by_file: dict[Path, list[TensorEntry]] = {}
+        for entry in entries:
+            by_file.setdefault(entry.file, []).append(entry)
+        for file, in_file in by_file.items():
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                for entry in sorted(in_file, key=lambda entry: entry.offset):  # the disk's own order
+                    slots[entry.name].load(opened.get_tensor(entry.stored_name))
+                    done_bytes += entry.num_bytes
+                    if progress is not None:
+                        progress(done_bytes, total_bytes)
+
+
+def list_tensors(directory: Path) -> list[TensorEntry]:
+    """Every tensor of the directory's weight files, from their headers; WeightsError if a file is not whole."""
+    index_path = directory / INDEX_NAME
+    if not index_path.is_file():
+        return [entry for file in _unindexed_files(directory) for entry in read_header(file)]
+    weight_map = read_json_object(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{index_path}: has no weight_map: fetch it again")
+    entries: dict[tuple[str, str], TensorEntry] = {}
+    shards = sorted({str(shard) for shard in weight_map.values()})
+    for number, shard in enumerate(shards, 1):
+        if Path(shard).name != shard:
+            raise WeightsError(f"{index_path}: names the shard {shard!r}, expected a file beside the index")
+        file = directory / shard
+        if not file.is_file():
+            raise WeightsError(
+                f"{file}: missing: shard {number} of {len(shards)} that {INDEX_NAME} names: fetch it again"
+            )
+        entries |= {(shard, entry.stored_name): entry for entry in read_header(file)}
+    for name, shard in weight_map.items():
+        if (shard, name) not in entries:
+            raise WeightsError(
+                f"{directory / shard}: lacks the tensor {name} that {INDEX_NAME} puts there: fetch both again"
+            )
+    return list(entries.values())
+
+
+def _unindexed_files(directory: Path) -> list[Path]:
+    single = directory / SINGLE_NAME
+    if single.is_file():
+        return [single]
+    # Mistral's releases bring the same weights a second time, under their own names, in consolidated.safetensors.
+    files = sorted(f for f in directory.glob("*.safetensors") if not f.name.startswith("consolidated"))
+    if files:
+        return files
+    pickles = sorted([*directory.glob("*.bin"), *directory.glob("*.pth"), *directory.glob("*.pt")])
+    if pickles:
+        raise WeightsError(
+            f"{directory}: weights only as PyTorch pickles ({pickles[0].name}), which can run code when read: "
+            "use safetensors or GGUF"
+        )
+    raise WeightsError(f"{directory}: has no *.safetensors: fetch the weights, or use load_format='dummy'")
+
+
+def read_header(file: Path) -> list[TensorEntry]:
+    """The tensors of one safetensors file, after its sizes proved right."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            prefix = opened.read(8)
+            header_bytes = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or size < 8 + header_bytes:
+                if header_bytes > _MAX_HEADER_BYTES:
+                    raise _foreign(file, prefix)
+                raise WeightsError(
+                    f"{file}: truncated: the header needs {8 + header_bytes:,} bytes, the file has {size:,}: "
+                    "fetch it again"
+                )
+            text = opened.read(header_bytes)
+    except OSError as error:
+        raise WeightsError(f"{file}: cannot be read: {error.strerror or error}") from error
+    try:
+        header = json.loads(text)
+        entries = [
+            _entry(file, name, info, 8 + header_bytes) for name, info in header.items() if name != "__metadata__"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _foreign(file, prefix) from None
+    end = max((entry.offset + entry.num_bytes for entry in entries), default=8 + header_bytes)
+    if end != size:
+        what = "truncated" if size < end else "too long"
+        raise WeightsError(f"{file}: {what}: its header describes {end:,} bytes, the file has {size:,}: fetch it again")
+    return entries
+
+
+def _entry(file: Path, name: str, info: Mapping[str, Any], data_start: int) -> TensorEntry:
+    shape = tuple(int(n) for n in info["shape"])
+    start, end = info["data_offsets"]
+    dtype = str(info["dtype"])
+    value_bytes = _DTYPE_BYTES.get(dtype)
+    if not 0 <= start <= end or (value_bytes is not None and end - start != math.prod(shape) * value_bytes):
+        raise WeightsError(
+            f"{file}: corrupt header: tensor {name} of shape {list(shape)} and type {dtype} at bytes {start} to {end}: "
+            "fetch it again"
+        )
+    return TensorEntry(name, name, shape, dtype, file, data_start + start, end - start)
+
+
+def _foreign(file: Path, start: bytes) -> WeightsError:
+    hint = " (a Git LFS pointer: run `git lfs pull`)" if start.startswith(b"version") else ""
+    return WeightsError(f"{file}: not a safetensors file, its header is not readable{hint}: fetch it again")

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.weights.aliases import ALIASES, quire_home
+
+
+def test_home(monkeypatch):
+    monkeypatch.setenv("QUIRE_HOME", "~/elsewhere")
+    assert quire_home() == Path("~/elsewhere").expanduser()
+    monkeypatch.delenv("QUIRE_HOME")
+    assert quire_home() == Path("~/.cache/quire").expanduser()
+
+
+def test_every_alias_is_pinned():
+    for name, alias in ALIASES.items():
+        assert name == alias.name
+        assert alias.file_name.endswith(".gguf")
+        assert len(alias.wheel_sha256) == len(alias.member_sha256) == 64
+        assert alias.licence
+
+
+def test_only_a_file_of_the_right_size_counts(tmp_path):
+    alias = ALIASES["smollm2"]
+    assert not alias.is_cached(tmp_path)
+    path = alias.path(tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"partial")
+    assert not alias.is_cached(tmp_path)
+    with path.open("r+b") as file:
+        file.truncate(alias.member_bytes)
+    assert alias.is_cached(tmp_path)

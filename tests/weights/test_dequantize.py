@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from quire.weights import dequantize as module
+from quire.weights.dequantize import Dequantizer
+from quire.weights.gguf_file import TENSOR_TYPES
+
+QUANTIZED = [kind for kind in TENSOR_TYPES.values() if kind.block_values > 1]
+# Where each type keeps its float16 scales: random bytes there would be NaN or huge.
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES |= {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
+
+
+def random_blocks(name: str, num_blocks: int) -> np.ndarray:
+    kind = next(kind for kind in QUANTIZED if kind.name == name)
+    rng = np.random.default_rng(3)
+    raw = rng.integers(0, 256, (num_blocks, kind.block_bytes), dtype=np.uint8)
+    for start in HALVES[name]:
+        raw[:, start : start + 2] = rng.normal(size=(num_blocks, 1)).astype(np.float16).view(np.uint8)
+    return raw
+
+
+def by_package(raw: np.ndarray, name: str) -> np.ndarray:
+    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_equals_the_gguf_package(kind):
+    raw = random_blocks(kind.name, 96)
+    shape = (12, 8 * kind.block_values)
+    with Dequantizer(num_threads=1) as dequantizer:
+        values = dequantizer.tensor(raw.reshape(-1), kind.name, shape)
+    assert values.shape == shape
+    np.testing.assert_array_equal(values.numpy().reshape(-1), by_package(raw, kind.name).reshape(-1))
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_block_sizes_are_the_packages(kind):
+    assert (kind.block_values, kind.block_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.name]]
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_K"])
+def test_threads_and_chunks_change_nothing(name, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_VALUES", 1024)
+    monkeypatch.setattr(module, "_THREADED_VALUES", 1)
+    raw = random_blocks(name, 77)
+    expected = by_package(raw, name).reshape(-1)
+    for num_threads in (1, 4):
+        with Dequantizer(num_threads) as dequantizer:
+            values = dequantizer.tensor(raw.reshape(-1), name, expected.shape).numpy()
+            np.testing.assert_array_equal(values, expected)
+
+
+def test_quantized_tensors_share_one_scratch():
+    large, small = random_blocks("Q8_0", 8), random_blocks("Q8_0", 2)
+    with Dequantizer(1) as dequantizer:
+        first = dequantizer.tensor(large.reshape(-1), "Q8_0", (256,))
+        second = dequantizer.tensor(small.reshape(-1), "Q8_0", (64,))
+        assert second.data_ptr() == first.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_plain_types_are_not_copied(dtype):
+    values = torch.randn(3, 5).to(dtype)
+    raw = values.view(torch.uint8).numpy().reshape(-1)
+    name = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+    with Dequantizer(1) as dequantizer:
+        read = dequantizer.tensor(raw, name, (3, 5))
+    assert torch.equal(read, values)
+    assert read.data_ptr() == values.data_ptr()

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from quire.errors import WeightsError
+from quire.weights import gguf_checkpoint
+from quire.weights.gguf_checkpoint import GGUFCheckpoint, hugging_face_name
+
+Q = gguf.GGMLQuantizationType
+
+
+def load(path, recorder, arch="llama", **changes):
+    checkpoint = GGUFCheckpoint(path)
+    shapes = {hugging_face_name(t.stored_name, arch): t.shape for t in checkpoint._file.tensors}
+    recorded = recorder({n: s for n, s in shapes.items() if n != "rope_freqs.weight"} | changes)
+    checkpoint.load_into(recorded.slots, lambda name: False)
+    return recorded.loaded
+
+
+def permute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to the rows of q and k."""
+    half = rows.shape[0] // heads // 2
+    return rows.reshape(heads, 2, half, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def test_llama_rows_are_put_back(write_gguf, gguf_tensors, recorder):
+    original = gguf_tensors("llama")
+    stored = dict(original)
+    for layer in range(2):
+        stored[f"blk.{layer}.attn_q.weight"] = permute(original[f"blk.{layer}.attn_q.weight"], 4)
+        stored[f"blk.{layer}.attn_k.weight"] = permute(original[f"blk.{layer}.attn_k.weight"], 2)
+    loaded = load(write_gguf(tensors=stored), recorder)
+    assert len(loaded) == len(original)
+    for name, tensor in original.items():
+        np.testing.assert_array_equal(loaded[hugging_face_name(name, "llama")].numpy(), tensor)
+
+
+def test_llama_biases_are_put_back_too(write_gguf, gguf_tensors, recorder):
+    bias = np.arange(32, dtype=np.float32)
+    tensors = gguf_tensors("llama") | {"blk.0.attn_q.bias": permute(bias, 4)}
+    loaded = load(write_gguf(tensors=tensors), recorder)
+    np.testing.assert_array_equal(loaded["model.layers.0.self_attn.q_proj.bias"].numpy(), bias)
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_qwen_is_taken_as_it_is(write_gguf, gguf_tensors, recorder, arch):
+    loaded = load(write_gguf(arch), recorder, arch)
+    original = gguf_tensors(arch)
+    assert len(loaded) == len(original)
+    for name, tensor in original.items():
+        np.testing.assert_array_equal(loaded[hugging_face_name(name, arch)].numpy(), tensor)
+
+
+def test_gemma_norms_lose_the_one(write_gguf, gguf_tensors, recorder):
+    loaded = load(write_gguf("gemma3"), recorder, "gemma3")
+    for name, tensor in gguf_tensors("gemma3").items():
+        expected = tensor - 1 if name.endswith("norm.weight") else tensor
+        np.testing.assert_array_equal(loaded[hugging_face_name(name, "gemma3")].numpy(), expected)
+    for part in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"):
+        assert f"model.layers.1.{part}.weight" in loaded
+    assert "model.layers.1.post_feedforward_layernorm.weight" in loaded
+    assert "model.layers.1.self_attn.q_norm.weight" in loaded
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0], ids=lambda kind: kind.name)
+def test_as_transformers_reads_it(write_gguf, gguf_tensors, recorder, kind):
+    """Names, permutation and quantized values against transformers' own GGUF loader."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    matrices = [name for name, tensor in gguf_tensors("llama").items() if tensor.ndim == 2]
+    path = write_gguf(quantize=dict.fromkeys(matrices, kind))
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=16,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    expected = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    loaded = load(path, recorder)
+    assert loaded.keys() == expected.keys()
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor.float(), expected[name].float()), name
+
+
+def test_k_quants_of_a_whole_file(tmp_path, recorder):
+    rng = np.random.default_rng(1)
+    raw = rng.integers(0, 256, (4, 210), dtype=np.uint8)
+    raw[:, 208:] = np.full((4, 1), 0.25, np.float16).view(np.uint8)
+    embedding = raw.reshape(4, 210)
+    writer = gguf.GGUFWriter(tmp_path / "k.gguf", "qwen2")
+    for key, value in {
+        "embedding_length": 256,
+        "feed_forward_length": 1,
+        "block_count": 1,
+        "context_length": 8,
+        "attention.head_count": 1,
+    }.items():
+        writer.add_uint32(f"qwen2.{key}", value)
+    writer.add_float32("qwen2.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_tensor("token_embd.weight", embedding, raw_dtype=Q.Q6_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    loaded = load(tmp_path / "k.gguf", recorder, "qwen2")
+    expected = gguf.quants.dequantize(embedding, Q.Q6_K)
+    np.testing.assert_array_equal(loaded["model.embed_tokens.weight"].numpy(), expected)
+
+
+def test_progress_ends_at_the_total(write_gguf, recorder, nothing_ignored):
+    checkpoint = GGUFCheckpoint(write_gguf())
+    recorded = recorder({hugging_face_name(t.stored_name, "llama"): t.shape for t in checkpoint._file.tensors})
+    calls = []
+    checkpoint.load_into(recorded.slots, nothing_ignored, progress=lambda *args: calls.append(args))
+    total = sum(t.num_bytes for t in checkpoint._file.tensors)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (total, total)
+    assert len(calls) == len(recorded.loaded)
+
+
+def test_released_pages_do_not_change_what_is_read(write_gguf, recorder, monkeypatch):
+    path = write_gguf()
+    whole = load(path, recorder)
+    monkeypatch.setattr(gguf_checkpoint, "_RELEASE_BYTES", 4096)
+    again = load(path, recorder)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_rope_factors_are_no_weight(write_gguf, gguf_tensors, recorder):
+    tensors = gguf_tensors("llama") | {"rope_freqs.weight": np.ones(4, np.float32)}
+    assert "rope_freqs.weight" not in load(write_gguf(tensors=tensors), recorder)
+
+
+def test_wrong_shape_names_file_tensor_and_both_shapes(write_gguf, recorder):
+    changes = {"model.embed_tokens.weight": (17, 32)}
+    with pytest.raises(WeightsError, match=r"tiny.gguf: tensor token_embd.weight has shape \[16, 32\].*\[17, 32\]"):
+        load(write_gguf(), recorder, **changes)
+
+
+def test_tensor_without_a_place_is_refused_by_its_own_name(write_gguf, gguf_tensors, recorder, nothing_ignored):
+    tensors = gguf_tensors("llama") | {"blk.0.ssm_conv1d.weight": np.zeros(4, np.float32)}
+    checkpoint = GGUFCheckpoint(write_gguf(tensors=tensors))
+    shapes = {hugging_face_name(t.stored_name, "llama"): t.shape for t in checkpoint._file.tensors}
+    del shapes["blk.0.ssm_conv1d.weight"]
+    with pytest.raises(WeightsError, match=r"no place for: blk.0.ssm_conv1d.weight"):
+        checkpoint.load_into(recorder(shapes).slots, nothing_ignored)
+
+
+def test_overrides_replace_entries_of_the_config(write_gguf):
+    checkpoint = GGUFCheckpoint(write_gguf(), hf_overrides={"max_position_embeddings": 64})
+    assert checkpoint.config["max_position_embeddings"] == 64
+    assert checkpoint.generation_config == {"eos_token_id": [2]}
+    assert checkpoint.gguf_metadata["general.name"] == "Tiny"

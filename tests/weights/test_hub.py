@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+
+from quire.errors import DownloadError
+from quire.weights.hub import cached_repos, fetch_from_hub
+
+
+@pytest.fixture
+def snapshot(tmp_path):
+    directory = tmp_path / "snapshot"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"")
+    return directory
+
+
+@pytest.fixture
+def hub(monkeypatch, snapshot):
+    """Stands in for snapshot_download: remembers the call; raises `hub.error` if set."""
+
+    class Hub:
+        error: Exception | None = None
+        repo: str
+        options: dict
+
+        def __call__(self, repo, **options):
+            self.repo, self.options = repo, options
+            if self.error is not None:
+                raise self.error
+            return str(snapshot)
+
+    stand_in = Hub()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", stand_in)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return stand_in
+
+
+def wanted(options, files):
+    from huggingface_hub.utils import filter_repo_objects
+
+    patterns = {key: options[key] for key in ("allow_patterns", "ignore_patterns")}
+    return set(filter_repo_objects(files, **patterns))
+
+
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "merges.txt",
+    "model-00001-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "consolidated.safetensors",
+    "original/consolidated.00.pth",
+    "original/params.json",
+    "onnx/model.safetensors",
+    "pytorch_model.bin",
+    "modeling_evil.py",
+    "README.md",
+]
+
+
+def test_fetches_what_is_needed_and_nothing_that_runs(hub, snapshot):
+    assert fetch_from_hub("owner/name", revision="v1") == snapshot
+    assert (hub.repo, hub.options["revision"]) == ("owner/name", "v1")
+    assert wanted(hub.options, FILES) == set(FILES[:8])
+
+
+def test_config_only(hub, snapshot):
+    (snapshot / "model.safetensors").unlink()
+    assert fetch_from_hub("owner/name", config_only=True) == snapshot
+    assert wanted(hub.options, FILES) == set(FILES[:6]) | {"model.safetensors.index.json"}
+
+
+def test_repositories_without_what_quire_reads(hub, snapshot):
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(DownloadError, match="owner/name has no safetensors"):
+        fetch_from_hub("owner/name")
+    (snapshot / "config.json").unlink()
+    with pytest.raises(DownloadError, match=r"no config.json.*GGUF"):
+        fetch_from_hub("owner/name")
+
+
+def http_error(kind, status=404):
+    # What the errors look at; which HTTP client makes the real one depends on the library's version.
+    response = SimpleNamespace(status_code=status, headers={}, request=None, text="")
+    return kind("from the hub", response=response)
+
+
+@pytest.mark.parametrize(
+    ("make", "environment", "says"),
+    [
+        (lambda: http_error(errors.GatedRepoError, 403), {}, "is gated: ask for access.*set HF_TOKEN"),
+        (lambda: http_error(errors.GatedRepoError, 403), {"HF_TOKEN": "x"}, "is gated: HF_TOKEN's account"),
+        (lambda: http_error(errors.RepositoryNotFoundError), {}, "check the spelling, and set HF_TOKEN"),
+        (lambda: http_error(errors.RepositoryNotFoundError), {"HF_TOKEN": "x"}, "check the spelling$"),
+        (lambda: http_error(errors.RevisionNotFoundError), {}, "at revision 'v9' does not exist"),
+        (lambda: errors.LocalEntryNotFoundError("x"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+        (lambda: errors.LocalEntryNotFoundError("x"), {}, "the hub cannot be reached: check the network"),
+        (lambda: errors.HFValidationError("bad id"), {}, "cannot be fetched: bad id"),
+        (lambda: http_error(errors.HfHubHTTPError, 500), {}, "could not be fetched: from the hub"),
+        (lambda: OSError("proxy\nand more"), {}, "could not be fetched: proxy: check the network"),
+    ],
+)
+def test_errors_say_what_to_do(hub, monkeypatch, make, environment, says):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    hub.error = make()
+    with pytest.raises(DownloadError, match=says) as caught:
+        fetch_from_hub("owner/name", revision="v9")
+    assert "owner/name" in str(caught.value)
+    assert caught.value.__cause__ is hub.error
+
+
+def test_a_misspelled_alias_is_guessed(hub):
+    hub.error = http_error(errors.RepositoryNotFoundError)
+    with pytest.raises(DownloadError, match="did you mean the alias 'smollm2'"):
+        fetch_from_hub("SmolLM-2")
+
+
+def test_bars_of_the_library_are_off_in_a_pipe_and_on_again_after(hub, monkeypatch):
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+
+    before = are_progress_bars_disabled()
+    seen = []
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    call = type(hub).__call__
+    monkeypatch.setattr(
+        type(hub), "__call__", lambda *a, **k: seen.append(are_progress_bars_disabled()) or call(*a, **k)
+    )
+    fetch_from_hub("owner/name")
+    assert seen == [True]
+    assert are_progress_bars_disabled() == before
+
+
+def test_cached_repositories(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert cached_repos() == []
+    blob = tmp_path / "hub" / "models--owner--name" / "blobs" / "abc"
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "123"
+    other = tmp_path / "hub" / "models--config--only" / "snapshots" / "1"
+    for directory in (blob.parent, snapshot, other):
+        directory.mkdir(parents=True)
+    (other / "config.json").write_text("{}")
+    blob.write_bytes(b"x" * 100)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    (snapshot / "config.json").write_text("{}")
+    (repo,) = cached_repos()
+    assert (repo.name, repo.path, repo.num_bytes) == ("owner/name", snapshot, 102)

