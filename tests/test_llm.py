@@ -127,7 +127,7 @@ def test_start_errors_say_what_to_change(tiny_model: Path, tmp_path: Path) -> No
         start(kv_cache_dtype="fp8", device="cpu")
     with pytest.raises(WeightsError, match="nowhere"):
         start(model=str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match="chat_template"):
+    with pytest.raises(TokenizerError, match="chat_template"):
         start(chat_template="no/such/file", kv_cache_memory_bytes=1 << 20)
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text((tiny_model / "config.json").read_text())

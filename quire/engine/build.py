@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.inputs import InputProcessor
 from quire.engine.outputs import OutputProcessor
-from quire.errors import BadRequestError, ConfigError
-from quire.executor.build import BuiltExecutor, Progress, build_executor
+from quire.errors import BadRequestError
+from quire.executor.build import BuiltExecutor, build_executor
 from quire.executor.memory import MemoryLedger
 from quire.kv import KVManager
 from quire.models.architectures import spec_from_config
 from quire.models.spec import ModelSpec
 from quire.params import SamplingParams
 from quire.scheduler import Scheduler, SchedulerConfig
-from quire.text import ChatTemplate, Tokenizer
-from quire.weights import Checkpoint, open_checkpoint, resolve_model
+from quire.text import Tokenizer, read_chat_template
+from quire.weights import Checkpoint, ProgressBar, open_checkpoint, resolve_model
 
 # Before anything is measured. The scheduler refines the prefill rate with every step.
 _FIRST_PREFILL_TOKENS_PER_S = {"cpu": 500.0, "cuda": 30_000.0}
@@ -39,7 +37,7 @@ class BuiltEngine:
     spec: ModelSpec
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
-    chat_template: ChatTemplate | None
+    chat_template: str | None  # the user's own; without it the tokenizer's
     executor: BuiltExecutor
     core: EngineCore
     inputs: InputProcessor
@@ -61,10 +59,10 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
     spec = spec_from_config(checkpoint.config, source=str(path))
     clock.mark("open")
     tokenizer = _tokenizer(config, checkpoint, spec)
-    template = _chat_template(config, tokenizer)
+    chat_template = config.chat_template and read_chat_template(config.chat_template)
     clock.mark("tokenizer")
-    with _ProgressBar(show_progress) as progress:
-        executor = build_executor(config, spec, checkpoint, progress)
+    with ProgressBar("loading weights") as bar:
+        executor = build_executor(config, spec, checkpoint, bar if show_progress else None)
     clock.mark("weights")
     limit = executor.ledger.max_model_len
     kv = KVManager(
@@ -81,7 +79,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         spec=spec,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
-        chat_template=template,
+        chat_template=chat_template,
         executor=executor,
         core=EngineCore(scheduler, executor.executor, kv),
         inputs=InputProcessor(
@@ -135,21 +133,6 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec) ->
     return tokenizer
 
 
-def _chat_template(config: EngineConfig, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """config.chat_template is a file or the template itself; without it the model's own."""
-    if tokenizer is None:
-        return None
-    text = config.chat_template
-    if text is None:
-        text = tokenizer.chat_template
-    elif "{" not in text:
-        try:
-            text = Path(text).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"chat_template={text!r} is neither a template nor a readable file: {error}") from None
-    return None if text is None else ChatTemplate(text, tokenizer)
-
-
 def _eos_ids(spec: ModelSpec, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> set[int]:
     """Models name their end tokens in up to three places; any of them ends a sequence."""
     ids = set(spec.eos_token_ids)
@@ -158,8 +141,8 @@ def _eos_ids(spec: ModelSpec, checkpoint: Checkpoint, tokenizer: Tokenizer | Non
         ids.add(told)
     elif isinstance(told, list):
         ids.update(told)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
+    if tokenizer is not None:
+        ids.update(tokenizer.end_token_ids)
     return ids
 
 
@@ -185,25 +168,3 @@ class _Timeline:
         now = time.perf_counter()
         self._into[name] = now - self._last
         self._last = now
-
-
-class _ProgressBar:
-    """A bar of loaded bytes on a terminal; nothing in a pipe."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted and sys.stderr.isatty()
-        self._bar: Any = None
-
-    def __enter__(self) -> Progress | None:
-        return self._update if self._wanted else None
-
-    def _update(self, done: int, total: int) -> None:
-        if self._bar is None:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", leave=False)
-        self._bar.update(done - self._bar.n)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()

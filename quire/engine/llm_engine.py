@@ -11,7 +11,7 @@ from quire.engine.build import BuiltEngine, build_engine
 from quire.engine.inputs import Prompt
 from quire.engine.metrics import collect_metrics
 from quire.engine.stats import EngineStats, Metric
-from quire.errors import BadRequestError, EngineDeadError, TokenizerError
+from quire.errors import BadRequestError, EngineDeadError
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
 from quire.request import Request
@@ -31,6 +31,7 @@ class LLMEngine:
         self.stats = EngineStats()
         self._inputs = built.inputs
         self._outputs = built.outputs
+        self._chat_template: ChatTemplate | None = None
         if built.config.pinned_prefixes:
             self._warm_pinned_prefixes()
 
@@ -93,12 +94,12 @@ class LLMEngine:
         """A conversation as a prompt: the template's text, tokenized without adding what the template already wrote."""
         if self.tokenizer is None:
             raise BadRequestError("a chat needs a tokenizer, and skip_tokenizer_init=True was set", param="messages")
-        template = self.built.chat_template
         if chat_template is not None:
-            template = ChatTemplate(chat_template, self.tokenizer)
-        if template is None:
-            raise TokenizerError(f"{self.config.model} brings no chat template: pass chat_template=...")
-        text = template.render(messages, **kwargs)
+            text = ChatTemplate(chat_template, self.tokenizer).render(messages, **kwargs)
+        else:
+            if self._chat_template is None:  # compiled by the first chat, not at start
+                self._chat_template = ChatTemplate(self.built.chat_template, self.tokenizer)
+            text = self._chat_template.render(messages, **kwargs)
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
     def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:

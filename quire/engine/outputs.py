@@ -167,7 +167,8 @@ class OutputProcessor:
         return found
 
     def _token_text(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        # Its bytes, not decode(): that would drop a SentencePiece token's leading space.
+        return None if self.tokenizer is None else self.tokenizer.token_bytes(token).decode("utf-8", "replace")
 
     def _output(self, job: _Job) -> RequestOutput | None:
         """None where the user wants the end only and this is not it."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.executor.transfer import to_device
 from quire.kernels.interface import AttentionBatch
 from quire.plan import StepPlan
 
@@ -34,13 +35,17 @@ class PersistentBatch:
     token at position p for every p that was admitted or sampled.
     """
 
-    def __init__(self, *, num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, *, num_rows: int, max_model_len: int, block_size: int, device: torch.device, spare_block: int = 0
+    ) -> None:
         self.block_size = block_size
         self.device = device
         max_blocks = -(-max_model_len // block_size)
         # One token more than the longest sequence: the last sampled one is stored though it never runs.
-        self.tokens = torch.zeros((num_rows, max_model_len + 1), dtype=torch.int64, device=device)
-        self.block_tables = torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
+        # One row more than sequences: padding of a captured decode step reads and writes there.
+        self.tokens = torch.zeros((num_rows + 1, max_model_len + 1), dtype=torch.int64, device=device)
+        self.block_tables = torch.full((num_rows + 1, max_blocks), spare_block, dtype=torch.int32, device=device)
+        self.spare_row = num_rows
         self.table_lengths = [0] * num_rows
         self.generations: list[int | None] = [None] * num_rows  # None: the row is free
 
@@ -52,8 +57,8 @@ class PersistentBatch:
     def admit(self, row: int, generation: int, token_ids: list[int], block_ids: list[int]) -> None:
         assert self.generations[row] is None, f"row {row} is admitted while it holds generation {self.generations[row]}"
         self.generations[row] = generation
-        self.tokens[row, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int64)
-        self.block_tables[row, : len(block_ids)] = torch.tensor(block_ids, dtype=torch.int32)
+        self.tokens[row, : len(token_ids)] = to_device(np.array(token_ids, dtype=np.int64), self.device)
+        self.block_tables[row, : len(block_ids)] = to_device(np.array(block_ids, dtype=np.int32), self.device)
         self.table_lengths[row] = len(block_ids)
 
     def fork(self, source: int, row: int, generation: int) -> None:
@@ -80,9 +85,8 @@ class PersistentBatch:
             columns.append(index)
             blocks.append(block)
         if rows:
-            where = torch.tensor([rows, columns], dtype=torch.int64).to(self.device, non_blocking=True)
-            values = torch.tensor(blocks, dtype=torch.int32).to(self.device, non_blocking=True)
-            self.block_tables[where[0], where[1]] = values
+            diff = to_device(np.array([rows, columns, blocks], dtype=np.int64), self.device)
+            self.block_tables[diff[0], diff[1]] = diff[2].to(torch.int32)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Turn the plan's spans into tensors."""
@@ -105,11 +109,12 @@ class PersistentBatch:
         max_kv_len = int(kv_lens.max())
 
         # One transfer for all that changes every step; everything after it happens on the device.
-        packed = torch.from_numpy(np.concatenate([rows, query_starts, kv_lens, token_rows, positions]))
-        if self.device.type == "cuda":
-            packed = packed.pin_memory().to(self.device, non_blocking=True)
-        sizes = [num_seqs, num_seqs + 1, num_seqs, num_tokens, num_tokens]
-        rows_t, query_starts_t, kv_lens_t, token_rows_t, positions_t = torch.split(packed, sizes)
+        indices, sampled_positions = self._sampled(plan, query_starts)
+        parts = [rows, query_starts, kv_lens, token_rows, positions, indices]
+        packed = to_device(np.concatenate(parts), self.device)
+        rows_t, query_starts_t, kv_lens_t, token_rows_t, positions_t, indices_t = torch.split(
+            packed, [len(part) for part in parts]
+        )
         num_blocks = -(-max_kv_len // self.block_size)
         tables = self.block_tables[:, :num_blocks].index_select(0, rows_t)
         blocks = self.block_tables[token_rows_t, positions_t // self.block_size].to(torch.int64)
@@ -123,11 +128,10 @@ class PersistentBatch:
             max_kv_len=max_kv_len,
             num_decodes=num_decodes,
         )
-        indices, sampled_positions = self._sampled(plan, query_starts)
         return StepInputs(
             token_ids=self.tokens[token_rows_t, positions_t],
             attention=attention,
-            logit_indices=torch.from_numpy(indices).to(self.device, non_blocking=True),
+            logit_indices=indices_t,
             sampled_rows=plan.sampled_rows(),
             sampled_positions=sampled_positions,
         )
@@ -147,5 +151,5 @@ class PersistentBatch:
 
     def store(self, rows: list[int], positions: list[int], tokens: Tensor) -> None:
         """Write sampled tokens where the next step will read them."""
-        where = torch.tensor([rows, positions], dtype=torch.int64).to(self.device, non_blocking=True)
+        where = to_device(np.array([rows, positions], dtype=np.int64), self.device)
         self.tokens[where[0], where[1]] = tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,15 +9,14 @@ import torch
 from quire.config import EngineConfig
 from quire.executor.batch import PersistentBatch
 from quire.executor.device import Backend, choose_backend
+from quire.executor.graphs import DecodeGraphs
 from quire.executor.kv_cache import KVCache, block_bytes
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.sampling import Sampler
-from quire.weights import Checkpoint
-
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+from quire.weights import Checkpoint, ProgressFn
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,7 +32,7 @@ class BuiltExecutor:
 
 
 def build_executor(
-    config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, progress: Progress | None = None
+    config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, progress: ProgressFn | None = None
 ) -> BuiltExecutor:
     """Load the weights, size the cache to what is left, and put the parts together."""
     check_max_model_len(config, spec)
@@ -62,6 +60,7 @@ def build_executor(
         max_model_len=ledger.max_model_len,
         block_size=config.block_size,
         device=backend.device,
+        spare_block=cache.spare_block,
     )
     sampler = Sampler(
         num_rows=max_num_seqs,
@@ -69,7 +68,14 @@ def build_executor(
         device=backend.device,
         max_model_len=ledger.max_model_len,
     )
-    executor = LocalExecutor(decoder, cache, batch, sampler, single_threaded_torch=backend.is_native_cpu)
+    graphs = None
+    if backend.device.type == "cuda" and not config.enforce_eager:
+        graphs = DecodeGraphs(
+            decoder, cache.layers, batch, max_num_seqs=max_num_seqs, max_model_len=ledger.max_model_len
+        )
+        with torch.inference_mode():
+            graphs.capture_common()
+    executor = LocalExecutor(decoder, cache, batch, sampler, graphs=graphs, single_threaded_torch=backend.is_native_cpu)
     return BuiltExecutor(
         executor=executor,
         backend=backend,

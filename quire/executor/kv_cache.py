@@ -38,7 +38,9 @@ class KVCache:
             shape = (spec.num_layers, blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
             return torch.zeros(shape, dtype=dtype, device=on, pin_memory=pin)
 
-        self.device_blocks = allocate(num_blocks, device, False)
+        # One block more than the scheduler knows of: where the padding of a captured decode step writes.
+        self.spare_block = num_blocks
+        self.device_blocks = allocate(num_blocks + 1, device, False)
         self.host_blocks = allocate(num_host_blocks, torch.device("cpu"), device.type == "cuda" and num_host_blocks > 0)
         self.layers: list[Tensor] = list(self.device_blocks.unbind(0))
         self.block_bytes = block_bytes(spec, block_size, dtype)
@@ -61,7 +63,7 @@ class KVCache:
 
     def measure_swap_rate(self) -> float | None:
         """Bytes per second between device and host, measured on real blocks; None without a host pool."""
-        num = min(self.host_blocks.shape[1], self.device_blocks.shape[1], 32)
+        num = min(self.host_blocks.shape[1], self.spare_block, 32)
         if not num:
             return None
         pairs = [(i, i) for i in range(num)]

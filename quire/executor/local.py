@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.executor.batch import PersistentBatch, StepInputs
+from quire.executor.batch import PersistentBatch
+from quire.executor.clock import StepClock
+from quire.executor.graphs import DecodeGraphs
 from quire.executor.kv_cache import KVCache
 from quire.models.decoder import Decoder
 from quire.params import SamplingSpec
-from quire.plan import StepPlan, StepResult, StepTimings, TokenLogprobs
+from quire.plan import StepPlan, StepResult, TokenLogprobs
 from quire.sampling import SampledBatch, Sampler, prompt_logprobs
 
 # Rows of logits held at once for prompt logprobs: a long prompt over a large vocabulary would not fit.
@@ -29,7 +30,7 @@ class _Submitted:
     plan: StepPlan
     sampled: SampledBatch | None
     prompt_logprobs: dict[int, list[TokenLogprobs]]
-    timings: StepTimings
+    clock: StepClock
 
 
 class LocalExecutor:
@@ -42,12 +43,15 @@ class LocalExecutor:
         batch: PersistentBatch,
         sampler: Sampler,
         *,
-        single_threaded_torch: bool,
+        graphs: DecodeGraphs | None = None,
+        single_threaded_torch: bool = False,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
         self.batch = batch
         self.sampler = sampler
+        self.graphs = graphs
+        self._on_gpu = cache.device_blocks.is_cuda
         self._single_threaded_torch = single_threaded_torch
         self._submitted: deque[_Submitted] = deque()
         # By row: what a prompt's logprobs need while the prompt runs.
@@ -55,7 +59,8 @@ class LocalExecutor:
 
     @property
     def depth(self) -> int:
-        return 1
+        """On a GPU the next step is prepared while one runs; a CPU has nothing to prepare it on."""
+        return 2 if self._on_gpu else 1
 
     def submit(self, plan: StepPlan) -> int:
         with torch.inference_mode(), self._torch_threads():
@@ -65,42 +70,52 @@ class LocalExecutor:
     def collect(self, ticket: int) -> StepResult:
         done = self._submitted.popleft()
         assert done.plan.step == ticket, f"step {ticket} collected out of order, {done.plan.step} is next"
-        started = time.perf_counter()
-        result = StepResult(
-            step=ticket, prompt_logprobs=done.prompt_logprobs, transfers_done=[ticket], timings=done.timings
-        )
+        result = StepResult(step=ticket, prompt_logprobs=done.prompt_logprobs, transfers_done=[ticket])
         if done.sampled is not None:
             result.tokens, result.logprobs, result.failed = done.sampled.to_lists()
-        waited = time.perf_counter() - started
-        done.timings.sample_s += waited
-        done.timings.total_s += waited
+        result.timings = done.clock.read()
         return result
 
     def close(self) -> None:
         self._submitted.clear()
 
     def _run(self, plan: StepPlan) -> _Submitted:
-        timings = StepTimings()
-        started = time.perf_counter()
+        clock = StepClock(on_gpu=self._on_gpu)
         self._apply(plan)
         sampled = None
         prompt: dict[int, list[TokenLogprobs]] = {}
-        if plan.spans.rows:
+        if self._can_replay(plan):
+            assert self.graphs is not None
+            clock.mark("prepare")
+            positions = [start + 1 for start in plan.spans.starts]
+            logits = self.graphs.run(plan.spans.rows, plan.spans.starts)
+            clock.mark("forward")
+            sampled = self._sample(plan, plan.spans.rows, positions, logits)
+        elif plan.spans.rows:
             inputs = self.batch.prepare(plan)
-            prepared = time.perf_counter()
+            clock.mark("prepare")
             hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.cache.layers)
             prompt = self._prompt_logprobs(plan, hidden)
             if inputs.sampled_rows:
                 logits = self.decoder.logits(hidden, inputs.logit_indices)
-                forwarded = time.perf_counter()
-                sampled = self._sample(plan, inputs, logits)
+                clock.mark("forward")
+                sampled = self._sample(plan, inputs.sampled_rows, inputs.sampled_positions, logits)
             else:
-                forwarded = time.perf_counter()
-            timings.prepare_s = prepared - started
-            timings.forward_s = forwarded - prepared
-            timings.sample_s = time.perf_counter() - forwarded
-        timings.total_s = time.perf_counter() - started
-        return _Submitted(plan, sampled, prompt, timings)
+                clock.mark("forward")
+        clock.mark("sample")
+        return _Submitted(plan, sampled, prompt, clock)
+
+    def _can_replay(self, plan: StepPlan) -> bool:
+        """Whether the step is one token of each sequence, all of them sampling: what a graph was captured for."""
+        spans = plan.spans
+        return (
+            self.graphs is not None
+            and bool(spans.rows)
+            and not plan.forks
+            and max(spans.num_tokens) == 1
+            and all(spans.samples)
+            and not self._prompt_logprob_rows
+        )
 
     def _apply(self, plan: StepPlan) -> None:
         """Everything of a plan that comes before the forward pass, in the contract's order."""
@@ -118,12 +133,12 @@ class LocalExecutor:
                 self._prompt_logprob_rows[new.row] = (new.sampling, new.token_ids[: new.num_prompt_tokens])
         self.batch.apply_table_diffs(plan)
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, logits: Tensor) -> SampledBatch:
+    def _sample(self, plan: StepPlan, rows: list[int], positions: list[int], logits: Tensor) -> SampledBatch:
         for fork in plan.forks:
             self.batch.fork(fork.source_row, fork.row, fork.generation)
             self.sampler.fork(fork.source_row, fork.row, fork.sampling)
-        sampled = self.sampler.sample(logits, inputs.sampled_rows, inputs.sampled_positions)
-        self.batch.store(inputs.sampled_rows, inputs.sampled_positions, sampled.token_ids)
+        sampled = self.sampler.sample(logits, rows, positions)
+        self.batch.store(rows, positions, sampled.token_ids)
         return sampled
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:

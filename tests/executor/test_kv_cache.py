@@ -27,7 +27,7 @@ def make(num_host_blocks: int = 3) -> KVCache:
 
 def test_a_layer_is_a_view() -> None:
     cache = make()
-    assert [tuple(layer.shape) for layer in cache.layers] == [(6, 2, 2, 4, 32)] * 2
+    assert [tuple(layer.shape) for layer in cache.layers] == [(7, 2, 2, 4, 32)] * 2  # six and the spare one
     cache.layers[1][3, 1, 0, 2, 5] = 77.0
     assert cache.device_blocks[1, 3, 1, 0, 2, 5] == 77.0
     assert cache.block_bytes == block_bytes(SPEC, 4, torch.float32) == cache.device_blocks[:, 0].nbytes

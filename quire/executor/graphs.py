@@ -1,0 +1,100 @@
+"""CUDA graphs of decode steps: one launch instead of three hundred.
+
+A graph is captured for a padded batch size the first time that a step needs it; the common sizes are captured at
+start. Everything a graph reads is in tensors that stay where they are: the persistent batch, the KV cache, and one
+small block of integers that each step overwrites. Padding rows point at a spare row and a spare block of their own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.executor.batch import PersistentBatch
+from quire.executor.transfer import StagingRing
+from quire.kernels.interface import AttentionBatch
+from quire.models.decoder import Decoder
+
+_COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def padded_size(num_seqs: int) -> int:
+    """Powers of two while they are small, then steps of 8, 16 and 32: at most an eighth of a large batch is padding."""
+    if num_seqs <= 8:
+        return 1 << (num_seqs - 1).bit_length()
+    step = 8 if num_seqs <= 256 else 16 if num_seqs <= 512 else 32
+    return -(-num_seqs // step) * step
+
+
+class DecodeGraphs:
+    """Graphs by padded batch size, over one decoder, cache and persistent batch."""
+
+    def __init__(
+        self, decoder: Decoder, layers: list[Tensor], batch: PersistentBatch, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self._decoder = decoder
+        self._layers = layers
+        self._batch = batch
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        size = padded_size(max_num_seqs)
+        # [rows, positions, kv_lens] of each sequence: what changes from step to step.
+        self._step = torch.zeros((3, size), dtype=torch.int64, device=batch.device)
+        self._staging = StagingRing(3 * size)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.num_captures = 0
+
+    def capture_common(self) -> None:
+        """Largest first: the smaller ones then fit into memory that the pool already has."""
+        for size in sorted(_COMMON_SIZES, reverse=True):
+            if size <= padded_size(self._max_num_seqs):
+                self._fill([], [], size)
+                self._capture(size)
+
+    def run(self, rows: list[int], positions: list[int]) -> Tensor:
+        """Decode one token of each row; logits [len(rows), vocab], valid until the next step."""
+        size = padded_size(len(rows))
+        self._fill(rows, positions, size)
+        if size not in self._graphs:
+            self._capture(size)
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits[: len(rows)]
+
+    def _fill(self, rows: list[int], positions: list[int], size: int) -> None:
+        host = np.empty((3, size), dtype=np.int64)
+        host[0], host[1], host[2] = self._batch.spare_row, 0, 1
+        host[0, : len(rows)] = rows
+        host[1, : len(rows)] = positions
+        host[2, : len(rows)] = host[1, : len(rows)] + 1
+        self._staging.copy_to(host, self._step[:, :size])
+
+    def _capture(self, size: int) -> None:
+        # Kernels compile, and cuBLAS chooses, outside of the capture. Their writes go where this step's go anyway.
+        self._forward(size)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._forward(size)
+        self._graphs[size] = (graph, logits)
+        self.num_captures += 1
+
+    def _forward(self, size: int) -> Tensor:
+        batch, block_size = self._batch, self._batch.block_size
+        rows, positions, kv_lens = self._step[0, :size], self._step[1, :size], self._step[2, :size]
+        tables = batch.block_tables.index_select(0, rows)
+        blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].to(torch.int64)
+        attention = AttentionBatch(
+            positions=positions,
+            slots=blocks * block_size + positions % block_size,
+            query_starts=torch.arange(size + 1, dtype=torch.int32, device=batch.device),
+            kv_lens=kv_lens.to(torch.int32),
+            block_tables=tables,
+            max_query_len=1,
+            max_kv_len=self._max_model_len,
+            num_decodes=size,
+        )
+        hidden = self._decoder.forward(batch.tokens[rows, positions], attention, self._layers)
+        return self._decoder.logits(hidden, None)
