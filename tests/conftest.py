@@ -38,3 +38,15 @@ def _quiet_log() -> Iterator[None]:
     logger.setLevel(logging.INFO)
     yield
     logger.setLevel(level)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu skip, with a reason, where there is none."""
+    marked = [item for item in items if "gpu" in item.keywords]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

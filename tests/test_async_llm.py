@@ -19,7 +19,7 @@ LONG = SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.0)
 
 @pytest.fixture
 def engine(tiny_model: Path) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(str(tiny_model), load_format="dummy", num_threads=1, kv_cache_memory_bytes=4 << 20)
+    engine = AsyncLLM(str(tiny_model), load_format="dummy", device="cpu", num_threads=1, kv_cache_memory_bytes=4 << 20)
     yield engine
     engine.shutdown()
 

@@ -14,7 +14,7 @@ from quire.errors import BadRequestError, ConfigError, MemoryBudgetError, Tokeni
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> LLM:
-    return LLM(model=str(tiny_model), load_format="dummy", num_threads=1, kv_cache_memory_bytes=4 << 20)
+    return LLM(model=str(tiny_model), load_format="dummy", device="cpu", num_threads=1, kv_cache_memory_bytes=4 << 20)
 
 
 def test_the_vllm_quickstart(llm: LLM) -> None:
@@ -91,13 +91,18 @@ def test_refused_by_name(llm: LLM) -> None:
 def test_start_up_lines(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="quire"):
         logging.getLogger("quire").propagate = True
-        LLM(model=str(tiny_model), load_format="dummy", num_threads=1, kv_cache_memory_bytes=1 << 20)
+        LLM(model=str(tiny_model), load_format="dummy", device="cpu", num_threads=1, kv_cache_memory_bytes=1 << 20)
     assert any(record.getMessage() == "# CPU blocks: 64" for record in caplog.records)
 
 
 def test_skip_tokenizer_init(tiny_model: Path) -> None:
     bare = LLM(
-        str(tiny_model), load_format="dummy", skip_tokenizer_init=True, num_threads=1, kv_cache_memory_bytes=1 << 20
+        str(tiny_model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        device="cpu",
+        num_threads=1,
+        kv_cache_memory_bytes=1 << 20,
     )
     [output] = bare.generate([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 3)
@@ -109,7 +114,7 @@ def test_skip_tokenizer_init(tiny_model: Path) -> None:
 
 def test_start_errors_say_what_to_change(tiny_model: Path, tmp_path: Path) -> None:
     def start(**kwargs: Any) -> None:
-        LLM(**{"model": str(tiny_model), "load_format": "dummy", "num_threads": 1} | kwargs)
+        LLM(**{"model": str(tiny_model), "load_format": "dummy", "num_threads": 1, "device": "cpu"} | kwargs)
 
     with pytest.raises(ConfigError, match="256 positions"):
         start(max_model_len=257)
@@ -137,7 +142,12 @@ def test_start_errors_say_what_to_change(tiny_model: Path, tmp_path: Path) -> No
 
 def test_a_full_cache_serves_one_longest_request(tiny_model: Path) -> None:
     llm = LLM(
-        str(tiny_model), load_format="dummy", num_threads=1, kv_cache_memory_bytes=4 * 16 * 1024, max_model_len=64
+        str(tiny_model),
+        load_format="dummy",
+        device="cpu",
+        num_threads=1,
+        kv_cache_memory_bytes=4 * 16 * 1024,
+        max_model_len=64,
     )
     [output] = llm.generate([[1] * 33], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 64 - 33

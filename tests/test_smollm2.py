@@ -42,7 +42,7 @@ MARGIN = 2e-3
 
 @pytest.fixture(scope="module")
 def llm(smollm2: Path) -> LLM:
-    return LLM("smollm2", kv_cache_memory_bytes=256 << 20)
+    return LLM("smollm2", device="cpu", kv_cache_memory_bytes=256 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_smaller_weights_stay_close(
     kwargs: dict[str, str], smollm2: Path, greedy: list[tuple[list[int], list[int]]]
 ) -> None:
     """Weights in 16 or 8 bits: the likeliest next token is mostly the same one."""
-    small = LLM("smollm2", kv_cache_memory_bytes=256 << 20, **kwargs)
+    small = LLM("smollm2", device="cpu", kv_cache_memory_bytes=256 << 20, **kwargs)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     same = total = 0
     for ids, tokens in greedy[:8]:

@@ -1,0 +1,9 @@
+"""A simulated executor behind the real one's contract: no model, but exact bookkeeping and a cost model."""
+
+from __future__ import annotations
+
+from quire.sim.cost import CostModel, SimClock
+from quire.sim.executor import SimExecutor
+from quire.sim.language import ToyLanguage
+
+__all__ = ["CostModel", "SimClock", "SimExecutor", "ToyLanguage"]

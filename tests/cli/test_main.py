@@ -13,7 +13,7 @@ from quire.cli.main import main
 
 @pytest.fixture
 def flags(tiny_model: Path) -> list[str]:
-    small = ["--load-format", "dummy", "--num-threads", "1", "--kv-cache-memory-bytes", str(4 << 20)]
+    small = ["--load-format", "dummy", "--device", "cpu", "--num-threads", "1", "--kv-cache-memory-bytes", str(4 << 20)]
     return ["--model", str(tiny_model), *small]
 
 

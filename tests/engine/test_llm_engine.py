@@ -16,6 +16,7 @@ from quire.params import OutputKind
 
 
 def make(tiny_model: Path, **kwargs: Any) -> LLMEngine:
+    kwargs.setdefault("device", "cpu")
     kwargs.setdefault("num_threads", 1)
     kwargs.setdefault("kv_cache_memory_bytes", 4 << 20)
     return LLMEngine.from_config(EngineConfig.from_kwargs(model=str(tiny_model), load_format="dummy", **kwargs))

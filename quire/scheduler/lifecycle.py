@@ -1,0 +1,173 @@
+"""The moves of a sequence: into the queue, onto a row, off it again, out.
+
+             run                end
+WAITING ----------> RUNNING ----------> FINISHED        from every state there is an end
+                    |     ^
+            preempt v     | run
+          PREEMPTED or SWAPPED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.kv import KVManager
+from quire.plan import Admission, Fork, StepPlan
+from quire.request import FinishReason, Request, Sequence, SequenceState
+from quire.scheduler.config import SchedulerConfig
+from quire.scheduler.preemption import PreemptionKind
+from quire.scheduler.queue import OrderedSequences, place
+from quire.scheduler.rows import RowPool
+from quire.scheduler.types import SchedulerStats
+
+_RUNNING = (SequenceState.RUNNING,)
+_QUEUED = (SequenceState.WAITING, SequenceState.PREEMPTED, SequenceState.SWAPPED)
+
+
+class Lifecycle:
+    """Where every sequence is, and what it holds there.
+
+    Each unfinished sequence is either in `queue` (WAITING, PREEMPTED, SWAPPED), without row and blocks, or in `running`
+    (RUNNING), with both. Its request is in `requests` until the last of its sequences has ended.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv: KVManager, clock: Callable[[], float]) -> None:
+        self.requests: dict[str, Request] = {}
+        self.queue = OrderedSequences()
+        self.running = OrderedSequences()
+        self.num_swapped = 0
+        self.rows = RowPool(config.max_num_seqs)
+        # By seq_id, for n > 1 until the prompt is done: the rows of the sequences that will be forked from this one.
+        self.reserved_rows: dict[int, list[int]] = {}
+        self.lost_tokens: dict[int, int] = {}  # by seq_id: tokens whose KV a preemption dropped
+        self.stats = SchedulerStats()
+        self._config = config
+        self._kv = kv
+        self._clock = clock
+        self._num_added = 0
+
+    def enqueue(self, request: Request) -> None:
+        seq = Sequence(request, 0, list(request.prompt_token_ids))
+        seq.order = (*place(self._config, request, self._num_added), seq.index)
+        seq.max_len = min(request.num_prompt_tokens + request.max_tokens, self._config.max_model_len)
+        request.sequences = [seq]
+        self._num_added += 1
+        self.requests[request.request_id] = request
+        self.queue.add(seq)
+
+    def num_rows_for(self, seq: Sequence) -> int:
+        """One, or one for each sequence of a request whose prompt is not done yet."""
+        request = seq.request
+        return request.params.n if len(request.sequences) == 1 else 1
+
+    def run(self, seq: Sequence, block_ids: list[int], plan: StepPlan) -> None:
+        """From the queue onto a row."""
+        row, *reserved = self.rows.take(self.num_rows_for(seq))
+        if reserved:
+            self.reserved_rows[seq.seq_id] = reserved
+        self.queue.drop(seq)
+        self.running.add(seq)
+        if seq.state is SequenceState.SWAPPED:
+            self.num_swapped -= 1
+        seq.state = SequenceState.RUNNING
+        seq.row, seq.generation = row, self.rows.next_generation(row)
+        if seq.first_scheduled_s is None:
+            seq.first_scheduled_s = self._clock()
+        request = seq.request
+        plan.admitted.append(
+            Admission(
+                row=row,
+                generation=seq.generation,
+                token_ids=list(seq.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                block_ids=block_ids,
+                sampling=request.specs[seq.index],
+                adapter=request.adapter,
+            )
+        )
+
+    def fork(self, seq: Sequence, plan: StepPlan) -> list[Sequence]:
+        """The prompt is done with this step: the request's other sequences start from it, on their reserved rows."""
+        assert seq.row is not None
+        request, num_tokens = seq.request, len(seq.token_ids)
+        children = []
+        for index, row in enumerate(self.reserved_rows.pop(seq.seq_id), start=1):
+            child = Sequence(request, index, list(seq.token_ids), state=SequenceState.RUNNING)
+            child.num_computed_tokens, child.num_pending_tokens = num_tokens, 1
+            child.row, child.generation = row, self.rows.next_generation(row)
+            child.order, child.max_len = (*seq.order[:-1], index), seq.max_len
+            child.num_cached_tokens, child.cache_outcome = seq.num_cached_tokens, seq.cache_outcome
+            child.first_scheduled_s = seq.first_scheduled_s
+            self._kv.fork(seq.seq_id, child.seq_id)
+            request.sequences.append(child)
+            self.running.add(child)
+            plan.forks.append(Fork(seq.row, row, child.generation, request.specs[index]))
+            children.append(child)
+        return children
+
+    def preempt(self, seq: Sequence, kind: PreemptionKind, plan: StepPlan) -> int:
+        """Off its row and back into the queue, at its old place. Tokens in flight are appended when they come.
+
+        Returns how many of its blocks come free only when they are on the host.
+        """
+        num_computed = seq.num_computed_tokens
+        self._kv.commit(seq.seq_id, seq.token_ids, num_computed)
+        pairs = None
+        if kind is PreemptionKind.SWAP:
+            pairs = self._kv.swap_out(seq.seq_id, num_computed, plan.step)
+        if pairs is None:  # by choice, or because the host pool is full
+            self._kv.free(seq.seq_id)
+            seq.state = SequenceState.PREEMPTED
+            seq.num_computed_tokens = 0
+            self.lost_tokens[seq.seq_id] = num_computed
+            self.stats.num_recompute_preemptions += 1
+        else:
+            plan.swap_out.extend(pairs)
+            seq.state = SequenceState.SWAPPED
+            self.num_swapped += 1
+            self.stats.num_swap_preemptions += 1
+        seq.num_preemptions += 1
+        self._leave_row(seq)
+        self.queue.add(seq)
+        return len(pairs or ())
+
+    def end(self, seq: Sequence, reason: FinishReason) -> None:
+        """The one exit: gives back whatever the sequence holds, in whatever state it is."""
+        if seq.state is SequenceState.RUNNING:
+            if reason is not FinishReason.ERROR:  # what failed may have left bad KV
+                self._kv.commit(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+            self._kv.free(seq.seq_id)
+            self._leave_row(seq)
+        else:
+            self.queue.drop(seq)
+            if seq.state is SequenceState.SWAPPED:
+                self._kv.drop_swapped(seq.seq_id)
+                self.num_swapped -= 1
+        self.lost_tokens.pop(seq.seq_id, None)
+        seq.state = SequenceState.FINISHED
+        seq.finish_reason = reason
+        seq.finished_s = self._clock()
+        if seq.request.is_finished:
+            del self.requests[seq.request.request_id]
+
+    def check(self) -> None:
+        """Prove what the class says of itself; AssertionError says what is wrong."""
+        seqs = [seq for request in self.requests.values() for seq in request.sequences]
+        for here, states in ((self.running, _RUNNING), (self.queue, _QUEUED)):
+            should_be = {seq.seq_id for seq in seqs if seq.state in states}
+            assert here == sorted(here, key=lambda seq: seq.order), f"{states} are not in order"
+            assert len(here) == len(should_be) and {seq.seq_id for seq in here} == should_be, f"{states} do not add up"
+        rows = [seq.row for seq in self.running] + [row for rows in self.reserved_rows.values() for row in rows]
+        assert None not in rows and len(set(rows)) == len(rows), f"a row is held twice, or a sequence has none: {rows}"
+        assert len(rows) + self.rows.num_free == self._config.max_num_seqs, "rows do not add up"
+        assert all(seq.row is None for seq in self.queue), "a sequence in the queue has a row"
+        assert {seq.seq_id for seq in self.running} == self._kv.tables.keys(), "blocks are not with those that run"
+        swapped = {seq.seq_id for seq in self.queue if seq.state is SequenceState.SWAPPED}
+        assert swapped == self._kv.swapped.keys() and len(swapped) == self.num_swapped, "swapped ones do not add up"
+
+    def _leave_row(self, seq: Sequence) -> None:
+        assert seq.row is not None
+        self.rows.take_back(seq.row)
+        self.rows.take_back_unused(self.reserved_rows.pop(seq.seq_id, []))
+        self.running.drop(seq)
+        seq.row = None

@@ -1,0 +1,33 @@
+"""Preemption: who gives its blocks up, and by which way they come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from quire.request import Sequence
+from quire.scheduler.config import SchedulerConfig
+
+
+class PreemptionKind(StrEnum):
+    RECOMPUTE = "recompute"  # drop the KV, compute it again later
+    SWAP = "swap"  # copy the KV to the host, copy it back later
+
+
+def pick_victim(running: list[Sequence], is_scheduled: Callable[[Sequence], bool]) -> Sequence | None:
+    """The lowest priority, then the latest arrival, of those that this step does not run. `running` is in order."""
+    return next((seq for seq in reversed(running) if not is_scheduled(seq)), None)
+
+
+def choose_kind(seq: Sequence, config: SchedulerConfig, block_size: int, prefill_tokens_per_s: float) -> PreemptionKind:
+    """The cheaper of copying the blocks out and back, and of computing their tokens again; or as the operator says."""
+    if config.preemption == "recompute" or not seq.num_computed_tokens:
+        return PreemptionKind.RECOMPUTE
+    if config.preemption == "swap":
+        return PreemptionKind.SWAP
+    num_blocks = -(-seq.num_computed_tokens // block_size)
+    swap_s = 2 * num_blocks * config.kv_bytes_per_block / config.swap_bytes_per_s
+    # What it found in the prefix cache when it came, it will likely find there again: heads are evicted last.
+    num_lost = seq.num_computed_tokens - min(seq.num_cached_tokens, seq.num_computed_tokens)
+    recompute_s = num_lost / prefill_tokens_per_s
+    return PreemptionKind.SWAP if swap_s < recompute_s else PreemptionKind.RECOMPUTE

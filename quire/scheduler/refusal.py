@@ -1,0 +1,40 @@
+"""Requests that could never run are refused when they come, with the numbers."""
+
+from __future__ import annotations
+
+from quire.errors import BadRequestError
+from quire.kv import KVManager
+from quire.request import Request
+from quire.scheduler.config import SchedulerConfig
+
+
+def refuse_if_it_never_fits(request: Request, config: SchedulerConfig, kv: KVManager) -> None:
+    """Raise BadRequestError if the request could not be served even alone."""
+    num_prompt = request.num_prompt_tokens
+    if not num_prompt:
+        raise BadRequestError("the prompt is empty: it needs at least one token", param="prompt")
+    if num_prompt + 1 > config.max_model_len:
+        raise BadRequestError(
+            f"the prompt has {num_prompt} tokens and max_model_len is {config.max_model_len}: "
+            f"with one token to generate, at most {config.max_model_len - 1} fit",
+            param="prompt",
+        )
+    if request.params.n > config.max_num_seqs:
+        raise BadRequestError(
+            f"n is {request.params.n}, but at most max_num_seqs={config.max_num_seqs} sequences run at once", param="n"
+        )
+    if not config.enable_chunked_prefill and num_prompt > config.max_num_batched_tokens:
+        raise BadRequestError(
+            f"the prompt has {num_prompt} tokens and a step computes at most max_num_batched_tokens="
+            f"{config.max_num_batched_tokens}: raise it, or set enable_chunked_prefill=True",
+            param="prompt",
+        )
+    # The last token that is sampled needs no KV.
+    num_tokens = min(num_prompt + request.max_tokens, config.max_model_len) - 1
+    if not kv.can_ever_fit(num_tokens):
+        param = "max_tokens" if kv.can_ever_fit(num_prompt) else "prompt"
+        raise BadRequestError(
+            f"{num_prompt} prompt tokens with max_tokens={request.max_tokens} need {kv.num_blocks_for(num_tokens)} "
+            f"blocks of {kv.block_size} tokens, the KV cache has {kv.num_blocks}: lower {param}",
+            param=param,
+        )

@@ -1,0 +1,394 @@
+"""The scheduler: which sequences run how many tokens in which blocks, step by step.
+
+There is no prefill phase and no decode phase: a sequence has num_computed_tokens and wants to reach the tokens it has.
+A step gives its token budget first to decodes, then to chunks of running prompts, then to who waits; within each of
+these, in the order of `queue.place`.
+
+Blocks: admission takes them for every token known, so chunks never allocate. Only decodes grow, and only growth
+preempts. Hence the first of the running sequences always gets on, and nothing thrashes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.errors import BadRequestError
+from quire.kv import UNCHANGED, Allocation, KVManager, PrefixMatch
+from quire.plan import StepPlan, StepResult, TokenLogprobs
+from quire.request import CacheOutcome, FinishReason, Request, Sequence, SequenceState
+from quire.scheduler.budget import StepCosts
+from quire.scheduler.config import SchedulerConfig
+from quire.scheduler.draft import Draft, InFlight
+from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.preemption import choose_kind, pick_victim
+from quire.scheduler.refusal import refuse_if_it_never_fits
+from quire.scheduler.stops import append_until_stop
+from quire.scheduler.types import SchedulerStats, SequenceUpdate, WaitReason
+
+_FINISHED = SequenceState.FINISHED
+
+
+class Scheduler:
+    """Owns the state of every sequence. Not thread-safe: one loop calls it."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVManager, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self._kv = kv
+        self._clock = clock
+        self._life = Lifecycle(config, kv, clock)
+        self._costs = StepCosts(
+            target_step_s=None if config.target_step_ms is None else config.target_step_ms / 1e3,
+            prefill_tokens_per_s=config.prefill_tokens_per_s,
+            block_size=kv.block_size,
+        )
+        self._next_step = 0
+        self._in_flight: deque[InFlight] = deque()
+        self._transfers: dict[int, int] = {}  # by step, until its transfers are done: how many blocks it swaps out
+        self._blocked_on: WaitReason | None = None
+        self._refusal: _Refusal | None = None
+        self._prompt_logprobs_from: dict[int, int] = {}  # by seq_id: first prompt position not passed on yet
+        self._failures: list[SequenceUpdate] = []
+
+    # -- what there is
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._life.stats
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._life.requests or self._in_flight or self._transfers or self._failures)
+
+    @property
+    def num_waiting(self) -> int:
+        """New and preempted sequences; swapped ones are counted apart."""
+        return len(self._life.queue) - self._life.num_swapped
+
+    @property
+    def num_running(self) -> int:
+        return len(self._life.running)
+
+    @property
+    def num_swapped(self) -> int:
+        return self._life.num_swapped
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def waiting_by_reason(self) -> dict[str, int]:
+        """The queue is strict: what its head waits for, everyone behind it waits for."""
+        return {self._blocked_on.value: len(self._life.queue)} if self._life.queue and self._blocked_on else {}
+
+    # -- requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Refuses, with the numbers, what could never run."""
+        if request.request_id in self._life.requests:
+            raise BadRequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        refuse_if_it_never_fits(request, self.config, self._kv)
+        self._life.enqueue(request)
+
+    def abort(self, request_id: str) -> list[SequenceUpdate]:
+        """End a request, wherever it is. Its blocks are free at once; tokens in flight are dropped when they come."""
+        request = self._life.requests.get(request_id)
+        if request is None:
+            return []
+        return [self._end(seq, FinishReason.ABORT) for seq in request.sequences if seq.state is not _FINISHED]
+
+    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
+        """End one sequence for a cause that only its reader sees, such as a stop string. False: it has ended before."""
+        if seq.state is _FINISHED:
+            return False
+        seq.stop_reason = stop_reason
+        self._end(seq, reason)
+        return True
+
+    def take_failures(self) -> list[SequenceUpdate]:
+        """Sequences that `schedule()` had to give up. `update()` returns them too: this is for when no step runs."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    # -- a step is planned
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None: nothing to do, or nothing to do before a result comes.
+
+        May be called again before the last plan's result is in, up to max_in_flight. An empty plan is to be submitted
+        like any other: it waits for block transfers, without which nobody can run.
+        """
+        if len(self._in_flight) >= self.config.max_in_flight:
+            return None
+        while True:
+            draft = Draft(StepPlan(self._next_step), budget=self.config.max_num_batched_tokens)
+            draft.num_coming_blocks = sum(self._transfers.values())
+            self._schedule_decodes(draft)
+            self._schedule_chunks(draft)
+            self._admit(draft)
+            if not draft.is_idle or (self._transfers and not self._in_flight):
+                return self._issue(draft)
+            if self._in_flight or not self._life.queue:
+                return None
+            self._give_up_head()
+
+    def _schedule_decodes(self, draft: Draft) -> None:
+        """Every running sequence that lacks just its last token. The one loop that runs for thousands each step."""
+        grow, unforked = self._kv.grow, self._life.reserved_rows
+        decodes, starts, catching_up = draft.decodes, draft.decode_starts, draft.catching_up
+        # A preemption inside takes the list's last sequence away, which iteration over a list allows.
+        for seq in self._life.running:
+            start = seq.num_computed_tokens
+            num_tokens = len(seq.token_ids) + seq.num_pending_tokens
+            if start != num_tokens - 1 or (unforked and seq.seq_id in unforked):
+                catching_up.append(seq)
+                continue
+            if num_tokens >= seq.max_len:
+                continue  # its last token is in flight
+            allocation = grow(seq.seq_id, num_tokens, start)
+            if allocation is not UNCHANGED and not self._take_room(seq, num_tokens, allocation, draft):
+                continue
+            seq.num_computed_tokens = num_tokens
+            seq.num_pending_tokens += 1
+            decodes.append(seq)
+            starts.append(start)
+        draft.budget -= len(decodes)
+        allowance = self._costs.allowance(len(decodes))
+        if allowance is not None:
+            draft.budget = min(draft.budget, allowance)
+
+    def _schedule_chunks(self, draft: Draft) -> None:
+        for seq in draft.catching_up:
+            if seq.state is not SequenceState.RUNNING:
+                continue  # preempted above
+            size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, draft)
+            if not size:
+                continue
+            # A prompt has its blocks. Only one that caught several new tokens at once may have to grow.
+            allocation = self._kv.grow(seq.seq_id, len(seq.token_ids), seq.num_computed_tokens)
+            if allocation is UNCHANGED or self._take_room(seq, len(seq.token_ids), allocation, draft):
+                self._add_chunk(seq, size, draft)
+
+    def _chunk_size(self, num_wanted: int, draft: Draft) -> int:
+        """How many of a sequence's tokens this step takes; 0: not its turn."""
+        if self.config.enable_chunked_prefill:
+            return min(num_wanted, draft.budget, self.config.long_prefill_token_threshold or num_wanted)
+        # Whole or not at all, but for those that grew past a whole step's budget before they were preempted.
+        if num_wanted <= draft.budget or num_wanted > self.config.max_num_batched_tokens:
+            return min(num_wanted, draft.budget)
+        return 0
+
+    def _add_chunk(self, seq: Sequence, size: int, draft: Draft) -> None:
+        start = seq.num_computed_tokens
+        seq.num_computed_tokens = end = start + size
+        samples = end == len(seq.token_ids)
+        draft.add_chunk(seq, start, size, samples)
+        # Committed at once: who is admitted later in this step may read what this one writes in it.
+        self._kv.commit(seq.seq_id, seq.token_ids, end)
+        if samples:
+            seq.num_pending_tokens = 1
+            if seq.seq_id in self._life.reserved_rows:
+                draft.forked.extend(self._life.fork(seq, draft.plan))
+
+    def _take_room(self, seq: Sequence, num_tokens: int, allocation: Allocation | None, draft: Draft) -> bool:
+        """Enter what `grow` changed into the plan; where it found no room, make some at the cost of later sequences."""
+        while allocation is None:
+            draft.short_of_blocks = True
+            if draft.num_coming_blocks > draft.num_sitting_out:
+                draft.num_sitting_out += 1
+                return False
+            victim = pick_victim(self._life.running, draft.has_scheduled)
+            assert victim is not None, "a sequence that asks for room could at least give up its own"
+            kind = choose_kind(victim, self.config, self._kv.block_size, self._costs.prefill_tokens_per_s)
+            draft.num_coming_blocks += self._life.preempt(victim, kind, draft.plan)
+            if victim is seq:
+                return False
+            allocation = self._kv.grow(seq.seq_id, num_tokens, seq.num_computed_tokens)
+        assert seq.row is not None
+        if allocation.new_block_ids:
+            draft.plan.grown.append((seq.row, allocation.new_block_ids))
+        draft.plan.copies.extend(allocation.copies)
+        draft.plan.rewired.extend((seq.row, index, block) for index, block in allocation.rewired)
+        # It moves on to a new block, so the one before is full.
+        self._kv.commit(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+        return True
+
+    def _issue(self, draft: Draft) -> StepPlan:
+        plan, memory = draft.issue(self._life.rows.take_released())
+        self._in_flight.append(memory)
+        self._next_step += 1
+        if plan.swap_out or plan.swap_in:
+            self._transfers[plan.step] = len(plan.swap_out)
+        self.stats.num_steps += 1
+        self.stats.num_decode_tokens += memory.num_decodes
+        self.stats.num_prefill_tokens += memory.num_prefill_tokens
+        return plan
+
+    # -- admission
+
+    def _admit(self, draft: Draft) -> None:
+        """From the head of the queue until one does not fit: nobody overtakes it."""
+        self._blocked_on = WaitReason.BLOCKS if draft.short_of_blocks else None
+        while self._life.queue and self._blocked_on is None:
+            seq = self._life.queue[0]
+            if seq.num_pending_tokens:
+                self._blocked_on = WaitReason.IN_FLIGHT
+            elif draft.budget <= 0:
+                self._blocked_on = WaitReason.BUDGET
+            elif self._life.rows.num_free < self._life.num_rows_for(seq):
+                self._blocked_on = WaitReason.ROWS
+            elif self._refusal is not None and self._refusal.holds(seq, self):
+                self._blocked_on = WaitReason.BLOCKS
+            elif seq.state is SequenceState.SWAPPED:
+                self._blocked_on = self._swap_in(seq, draft)
+            else:
+                self._blocked_on = self._start(seq, draft)
+
+    def _start(self, seq: Sequence, draft: Draft) -> WaitReason | None:
+        """Blocks for all tokens of a new or preempted sequence, less what the prefix cache has."""
+        match = self._match(seq)
+        num_cached = match.num_tokens if match else 0
+        size = self._chunk_size(len(seq.token_ids) - num_cached, draft)
+        if not size:
+            return WaitReason.BUDGET
+        request = seq.request
+        is_back = seq.state is SequenceState.PREEMPTED
+        block_ids = self._kv.admit(
+            seq.seq_id, seq.token_ids, match, salt=request.salt, adapter=request.adapter, recompute=is_back
+        )
+        if block_ids is None:
+            return self._refuse(seq, match)
+        seq.num_computed_tokens = num_cached
+        if is_back:
+            num_lost = max(0, self._life.lost_tokens.pop(seq.seq_id) - num_cached)
+            seq.num_recomputed_tokens += num_lost
+            self.stats.num_recomputed_tokens += num_lost
+        else:
+            seq.num_cached_tokens = num_cached
+            seq.cache_outcome = match.outcome if match else CacheOutcome.SKIPPED
+        self._life.run(seq, block_ids, draft.plan)
+        self._add_chunk(seq, size, draft)
+        return None
+
+    def _match(self, seq: Sequence) -> PrefixMatch | None:
+        request = seq.request
+        if request.skip_prefix_cache_read or self._lacks_prompt_logprobs(seq):
+            return None
+        refusal = self._refusal
+        previous = refusal.match if refusal and refusal.seq_id == seq.seq_id else None
+        return self._kv.match(seq.token_ids, salt=request.salt, adapter=request.adapter, previous=previous)
+
+    def _swap_in(self, seq: Sequence, draft: Draft) -> WaitReason | None:
+        size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, draft)
+        if not size:
+            return WaitReason.BUDGET
+        swapped = self._kv.swap_in(seq.seq_id, seq.token_ids, draft.plan.step)
+        if swapped is None:
+            return self._refuse(seq, None)
+        pairs, block_ids = swapped
+        draft.plan.swap_in.extend(pairs)
+        self._life.run(seq, block_ids, draft.plan)
+        self._add_chunk(seq, size, draft)
+        return None
+
+    def _refuse(self, seq: Sequence, match: PrefixMatch | None) -> WaitReason:
+        self._refusal = _Refusal(seq.seq_id, match, self._kv.num_free_blocks, self.stats.num_prefill_tokens)
+        return WaitReason.BLOCKS
+
+    def _give_up_head(self) -> None:
+        """Nothing runs and yet the head does not fit, though `add` saw that it would: pinned blocks are in the way."""
+        assert not self._life.running, "sequences run, nothing is in flight, and yet nothing can be scheduled"
+        seq = self._life.queue[0]
+        num_needed = self._kv.num_blocks_for(len(seq.token_ids))
+        error = (
+            f"{len(seq.token_ids)} tokens need {num_needed} blocks, but only {self._kv.num_free_blocks} of "
+            f"{self._kv.num_blocks} can be had though nothing else runs: unpin prefixes that hold the others"
+        )
+        self._failures.append(self._end(seq, FinishReason.ERROR, error))
+
+    def check(self) -> None:
+        """Prove that every sequence is in one place and holds what it should there. Costs a look at each."""
+        self._life.check()
+
+    # -- a result comes
+
+    def update(self, result: StepResult) -> list[SequenceUpdate]:
+        """Take in the oldest submitted step's result: append tokens, end what ends, say what is new."""
+        memory = self._in_flight.popleft()
+        assert memory.step == result.step, f"the result of step {result.step} came, that of {memory.step} is due"
+        for step in result.transfers_done:
+            if self._transfers.pop(step, None) is not None:
+                self._kv.transfers_done(step)
+        self._costs.observe(memory.num_decodes, memory.num_prefill_tokens, result.timings.total_s)
+        updates = self.take_failures()
+        prompts = self._new_prompt_logprobs(memory, result) if result.prompt_logprobs else {}
+        logprobs, failed = result.logprobs, result.failed
+        now = self._clock()
+        for i, (seq, new_token_ids) in enumerate(zip(memory.sampled, result.tokens, strict=True)):
+            if seq.state is _FINISHED:
+                continue  # it ended while this step was in flight
+            seq.num_pending_tokens -= 1
+            if failed and i in failed:
+                updates.append(self._end(seq, FinishReason.ERROR, failed[i]))
+                continue
+            if seq.first_token_s is None:
+                seq.first_token_s = now
+            seq.last_token_s = now
+            taken = append_until_stop(seq, new_token_ids)
+            update = self._end(seq, seq.finish_reason) if seq.finish_reason else SequenceUpdate(seq, taken)
+            update.new_token_ids = taken
+            if logprobs and i in logprobs:
+                update.logprobs = logprobs[i][: len(taken)]
+            if prompts:
+                update.prompt_logprobs = prompts.pop(seq, None)
+            updates.append(update)
+        updates.extend(SequenceUpdate(seq, [], prompt_logprobs=piece) for seq, piece in prompts.items())
+        return updates
+
+    def _lacks_prompt_logprobs(self, seq: Sequence) -> bool:
+        """True while a sequence still has to run its whole prompt for them. Forks leave them to the first sequence."""
+        request = seq.request
+        if request.params.prompt_logprobs is None or seq.index:
+            return False
+        return self._prompt_logprobs_from.get(seq.seq_id, 1) < request.num_prompt_tokens
+
+    def _new_prompt_logprobs(self, memory: InFlight, result: StepResult) -> dict[Sequence, list[TokenLogprobs]]:
+        """Pieces not passed on before: a prompt that is computed again after a preemption brings the same ones."""
+        found: dict[Sequence, list[TokenLogprobs]] = {}
+        for row, seq, start in memory.prompts:
+            piece = result.prompt_logprobs.get(row)
+            if not piece or not self._lacks_prompt_logprobs(seq) or seq.state is _FINISHED:
+                continue
+            first = start + 1
+            fresh = piece[max(0, self._prompt_logprobs_from.get(seq.seq_id, 1) - first) :]
+            if fresh:
+                self._prompt_logprobs_from[seq.seq_id] = first + len(piece)
+                found[seq] = fresh
+        return found
+
+    def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> SequenceUpdate:
+        self._life.end(seq, reason)
+        self._prompt_logprobs_from.pop(seq.seq_id, None)
+        return SequenceUpdate(seq, [], finished=True, error=error)
+
+
+@dataclass(slots=True, frozen=True)
+class _Refusal:
+    """The head of the queue did not fit. Remembered so that a long prompt is not looked up in vain at every step."""
+
+    seq_id: int
+    match: PrefixMatch | None
+    num_free_blocks: int
+    num_prefill_tokens: int
+
+    def holds(self, seq: Sequence, scheduler: Scheduler) -> bool:
+        """True while no more blocks are free, and no prompt has filled blocks that it could share."""
+        return (
+            self.seq_id == seq.seq_id
+            and scheduler.num_running > 0
+            and scheduler._kv.num_free_blocks <= self.num_free_blocks
+            and scheduler.stats.num_prefill_tokens == self.num_prefill_tokens
+        )

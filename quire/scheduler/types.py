@@ -1,0 +1,46 @@
+"""What the scheduler tells others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from quire.plan import TokenLogprobs
+from quire.request import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class SequenceUpdate:
+    """News of one sequence. Where it is finished, the sequence says why (finish_reason, stop_reason)."""
+
+    seq: Sequence
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one per new token, where asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # the next ones of the prompt, from its second token on
+    finished: bool = False
+    error: str | None = None  # with FinishReason.ERROR: what happened
+
+
+class WaitReason(StrEnum):
+    """What the head of the queue waits for, and so everyone behind it."""
+
+    ROWS = "rows"  # max_num_seqs are running
+    BLOCKS = "blocks"  # its tokens do not fit in the free blocks
+    BUDGET = "budget"  # the step's token budget is spent
+    IN_FLIGHT = "in_flight"  # it was preempted while a step that samples for it runs
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start."""
+
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_recompute_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    num_recomputed_tokens: int = 0  # tokens whose KV was dropped and, not found in the prefix cache, computed again
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.num_recompute_preemptions + self.num_swap_preemptions

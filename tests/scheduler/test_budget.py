@@ -1,0 +1,101 @@
+"""The step-time target, against the simulated executor's cost model."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler.harness import Rig, make_request
+
+from quire.scheduler.budget import StepCosts
+from quire.sim import CostModel
+
+
+def decoding_rig(target_step_ms: float | None, *, depth: int = 1, cost: CostModel | None = None) -> Rig:
+    """Eight sequences that decode, and two long prompts that arrive."""
+    rig = Rig(
+        num_blocks=4000,
+        block_size=16,
+        max_num_seqs=16,
+        max_num_batched_tokens=4096,
+        max_model_len=32_000,
+        target_step_ms=target_step_ms,
+        depth=depth,
+        cost=cost,
+        verify=False,
+    )
+    rig.checking = False
+    rig.add(*(make_request(32, max_tokens=500) for _ in range(8)))
+    for _ in range(10):
+        rig.step()
+    rig.add(make_request(12_000, max_tokens=2), make_request(12_000, max_tokens=2))
+    return rig
+
+
+def mixed_steps_ms(rig: Rig) -> list[float]:
+    """Times of the steps that held decodes and chunks, of the two prompts."""
+    while rig.scheduler.num_running + rig.scheduler.num_waiting > 8:
+        rig.step()
+    pairs = zip(rig.history, rig.results, strict=False)
+    return [
+        r.timings.total_s * 1e3 for p, r in pairs if max(p.spans.num_tokens, default=0) > 1 and 1 in p.spans.num_tokens
+    ]
+
+
+def test_without_a_target_decodes_stall_behind_prompts() -> None:
+    assert max(mixed_steps_ms(decoding_rig(None))) > 90
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("target_ms", [8.0, 15.0, 40.0])
+def test_steps_with_decodes_stay_near_the_target(target_ms: float, depth: int) -> None:
+    times = mixed_steps_ms(decoding_rig(target_ms, depth=depth))
+    settled = times[5:-2]  # it learns first; at the end less is left than would fit
+    assert len(settled) > 10
+    assert max(settled) < 1.2 * target_ms
+    assert sum(settled) / len(settled) == pytest.approx(target_ms, rel=0.1)
+
+
+def test_prompts_advance_a_block_a_step_even_under_an_impossible_target() -> None:
+    rig = decoding_rig(1.0)
+    for _ in range(30):
+        rig.step()
+    chunks = [max(plan.spans.num_tokens) for plan in rig.history[-10:]]
+    assert chunks == [16] * 10
+
+
+def test_a_slower_machine_than_told_is_noticed() -> None:
+    slow = CostModel(token_s=240e-6, pair_s=0.0)
+    times = mixed_steps_ms(decoding_rig(40.0, cost=slow))
+    assert max(times[5:-2]) < 48
+
+
+def costs(target_ms: float | None = 10.0) -> StepCosts:
+    target_s = None if target_ms is None else target_ms / 1e3
+    return StepCosts(target_step_s=target_s, prefill_tokens_per_s=1000.0, block_size=16)
+
+
+def test_no_limit_without_target_or_without_decodes() -> None:
+    assert costs(None).allowance(5) is None
+    assert costs().allowance(0) is None
+    assert costs().allowance(5) == 16  # 10 tokens by the first guess, but a block at least
+
+
+def test_any_baseline_settles_at_the_target() -> None:
+    for baseline_ms in (None, 1.0, 9.0):
+        learner = costs()
+        if baseline_ms is not None:
+            learner.observe(8, 0, baseline_ms / 1e3)
+        for _ in range(60):
+            allowed = learner.allowance(8)
+            assert allowed is not None
+            learner.observe(8, allowed, 2e-3 + 20e-6 * allowed)
+        assert 2.0 + 0.02 * allowed == pytest.approx(10.0, rel=0.05)
+
+
+def test_the_prefill_rate_is_measured() -> None:
+    learner = costs(None)
+    learner.observe(0, 32, 1.0)  # too few tokens to say anything
+    assert learner.prefill_tokens_per_s == 1000.0
+    learner.observe(0, 4000, 0.2)
+    assert learner.prefill_tokens_per_s == 20_000.0
+    learner.observe(0, 4000, 0.4)
+    assert 10_000.0 < learner.prefill_tokens_per_s < 20_000.0

@@ -1,0 +1,101 @@
+"""The engine on CUDA: the same tokens as on a CPU, whatever graphs, overlap, preemption and swap do."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLMEngine, SamplingParams
+from quire.config import EngineConfig
+from quire.outputs import RequestOutput
+
+pytestmark = pytest.mark.gpu
+
+
+def make(tiny_model: Path, **kwargs: Any) -> LLMEngine:
+    values = {"load_format": "dummy", "kv_cache_memory_bytes": 4 << 20, "dtype": "float32"} | kwargs
+    return LLMEngine.from_config(EngineConfig.from_kwargs(model=str(tiny_model), **values))
+
+
+def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(7)
+    head = [rng.randrange(256) for _ in range(40)]
+    found = []
+    for i in range(count):
+        prompt = [rng.randrange(256) for _ in range(rng.randint(1, 60))]
+        params = SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 40), ignore_eos=True, logprobs=2)
+        found.append((head + prompt if i % 3 == 0 else prompt, params))
+    return found
+
+
+def run_all(engine: LLMEngine, work: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+    for i, (prompt, params) in enumerate(work):
+        engine.add_request(str(i), prompt, params)
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = output
+        engine.core.kv.check()
+    assert engine.core.kv.num_used_blocks == 0
+    return [done[str(i)] for i in range(len(work))]
+
+
+def same_up_to_ties(ours: list[RequestOutput], theirs: list[RequestOutput], margin: float = 5e-3) -> None:
+    """Tokens agree until the first step at which the likeliest two were too close for rounding to tell apart."""
+    compared = 0
+    for a, b in zip(ours, theirs, strict=True):
+        logprobs = b.outputs[0].logprobs
+        assert logprobs is not None
+        for mine, truth, entry in zip(a.outputs[0].token_ids, b.outputs[0].token_ids, logprobs, strict=True):
+            first, second = sorted((v.logprob for v in entry.values()), reverse=True)[:2]
+            if first - second < margin:
+                break
+            assert mine == truth
+            compared += 1
+    assert compared > 100
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tiny_model: Path) -> list[RequestOutput]:
+    return run_all(make(tiny_model, device="cpu", num_threads=1), requests(24))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"enforce_eager": True},
+        {"max_num_seqs": 3},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+        {"block_size": 4},
+        {"block_size": 128},
+        {"kv_cache_memory_bytes": 24 * 16 * 1024, "preemption": "recompute"},
+        {"kv_cache_memory_bytes": 24 * 16 * 1024, "preemption": "swap", "swap_space_gb": 0.01},
+    ],
+    ids=str,
+)
+def test_the_cpus_tokens(tiny_model: Path, on_cpu: list[RequestOutput], kwargs: dict[str, Any]) -> None:
+    engine = make(tiny_model, device="cuda", **kwargs)
+    same_up_to_ties(run_all(engine, requests(24)), on_cpu)
+    if "preemption" in kwargs:
+        assert engine.core.scheduler.stats.num_preemptions > 0
+
+
+def test_bf16_runs_everything_at_once(tiny_model: Path) -> None:
+    engine = make(tiny_model, device="cuda", dtype="bfloat16")
+    work = requests(12)
+    work += [
+        (
+            list(range(30)),
+            SamplingParams(
+                n=3, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, seed=1, max_tokens=20, repetition_penalty=1.1
+            ),
+        )
+    ]
+    outputs = run_all(engine, work)
+    assert len(outputs[-1].outputs) == 3
+    assert all(c.finish_reason in ("length", "stop") for o in outputs for c in o.outputs)
