@@ -46,6 +46,8 @@ class AttentionSpec:
     scale: float
     window: int | None = None  # a token sees itself and the window - 1 before it
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    k_scale: float = 1.0  # an 8-bit cache holds k / k_scale and v / v_scale; 1 where the cache is as wide as k and v
+    v_scale: float = 1.0
 
 
 class LinearWeight(Protocol):

@@ -1,0 +1,92 @@
+"""The native library: found, checked against its sources, and its functions for one instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+
+ISAS = ("avx512", "avx2", "generic")  # best first
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64),
+    "pack": (c_void_p, c_void_p, c_void_p, c_int64, c_int64),
+    "embed": (c_void_p, c_void_p, c_void_p, c_int64, c_float),
+    "rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
+    "add_rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
+    "act_mul": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64),
+    "softcap": (c_void_p, c_void_p, c_int64, c_float),
+    "rope_and_write": (*(c_void_p,) * 10, c_float, c_int64),
+    "attention": (*(c_void_p,) * 8, c_int64, c_int64),
+}
+
+
+class NativeFunctions:
+    """One instruction set's functions, as attributes; they release the GIL while they run."""
+
+    linear: Callable[..., None]
+    pack: Callable[..., None]
+    embed: Callable[..., None]
+    rms_norm: Callable[..., None]
+    add_rms_norm: Callable[..., None]
+    act_mul: Callable[..., None]
+    softcap: Callable[..., None]
+    rope_and_write: Callable[..., None]
+    attention: Callable[..., None]
+
+    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+        self.isa = isa
+        self.panel_columns: int = getattr(library, f"quire_{isa}_panel_columns")()
+        for name, argtypes in _SIGNATURES.items():
+            function = getattr(library, f"quire_{isa}_{name}")
+            function.argtypes, function.restype = argtypes, None
+            setattr(self, name, function)
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | str:
+    """The library, or the reason why there is none."""
+    from quire.kernels.cpu import build  # not above: `python -m quire.kernels.cpu.build` wants to be its first import
+
+    path = Path(__file__).parent / build.LIBRARY_NAME
+    how = "run `python -m quire.kernels.cpu.build`, which needs gcc or clang"
+    if not path.exists():
+        return f"the native CPU kernels are not built: {how}"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"the native CPU kernels do not load ({error}): {how}"
+    library.quire_source_hash.restype = c_char_p
+    if library.quire_source_hash().decode() != build.source_hash():
+        return f"the native CPU kernels are older than their sources: {how}"
+    library.quire_isa_runs.argtypes, library.quire_isa_runs.restype = (c_char_p,), c_int
+    library.quire_pool_new.argtypes, library.quire_pool_new.restype = (c_int,), c_void_p
+    library.quire_pool_free.argtypes, library.quire_pool_free.restype = (c_void_p,), None
+    library.quire_advise_large_pages.argtypes, library.quire_advise_large_pages.restype = (c_void_p, c_int64), None
+    return library
+
+
+def available_isas() -> tuple[str, ...]:
+    """What this processor runs of what the library holds, best first."""
+    library = load_library()
+    if isinstance(library, str):
+        return ()
+    return tuple(isa for isa in ISAS if library.quire_isa_runs(isa.encode()))
+
+
+def load_functions(isa: str | None = None) -> NativeFunctions:
+    """Of `isa`, or of the environment's QUIRE_CPU_ISA, or of the best there is."""
+    library = load_library()
+    if isinstance(library, str):
+        raise ConfigError(library)
+    isas = available_isas()
+    wanted = isa or os.environ.get("QUIRE_CPU_ISA") or isas[0]
+    if wanted not in isas:
+        raise ConfigError(f"QUIRE_CPU_ISA={wanted!r}: this machine has {', '.join(isas)}")
+    return NativeFunctions(library, wanted)

@@ -1,0 +1,210 @@
+"""The operations of kernels/interface.py on the native CPU library. Activations are float32; weights and KV may be narrower.
+
+A step makes about 250 of these calls, so they do little besides passing addresses: the native side owns the threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.kernels.cpu.library import load_functions, load_library
+from quire.kernels.cpu.memory import Arena
+from quire.kernels.cpu.threads import ThreadPool, default_num_threads
+from quire.kernels.cpu.weight import KINDS, CpuLinear
+from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight
+
+_KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum kind of native/simd.h
+_MAX_HEAD_DIM = 256
+_MAX_GROUP = 192  # query heads a KV head: PREFILL_ROWS of native/attention.c
+
+
+class _NativeSpec(ctypes.Structure):
+    """struct attention_spec of native/attention.c; its integers are struct rope_shape of native/elementwise.c."""
+
+    _fields_ = (
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("kv_kind", ctypes.c_int64),
+        ("block_stride", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class CpuOps:
+    """One engine's kernels and threads. `isa` is for tests and benchmarks; the default is the best of this machine."""
+
+    name = "cpu"
+
+    def __init__(
+        self, weight_dtype: str = "float32", num_threads: int | None = None, *, isa: str | None = None
+    ) -> None:
+        if weight_dtype not in KINDS:
+            raise ConfigError(f"weight_dtype {weight_dtype!r} on a CPU: choose one of {', '.join(KINDS)}")
+        if num_threads is not None and num_threads < 1:
+            raise ConfigError(f"num_threads must be at least 1, not {num_threads}")
+        self._functions = load_functions(isa)
+        library = load_library()
+        assert isinstance(library, ctypes.CDLL)
+        self.isa = self._functions.isa
+        self.weight_dtype = weight_dtype
+        self.num_threads = num_threads or default_num_threads()
+        self._threads = ThreadPool(library, self.num_threads)
+        self._pool = self._threads.address
+        self._arena = Arena(library)
+        self._specs: dict[object, _NativeSpec] = {}
+
+    def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]:
+        if head_dim % 16 != 0 or not 32 <= head_dim <= _MAX_HEAD_DIM:
+            return ()
+        return (4, 8, 16, 32, 64, 128)
+
+    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> CpuLinear:
+        return CpuLinear(self._functions, self._threads, self._arena, out_features, in_features, self.weight_dtype, bias)
+
+    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        assert isinstance(weight, CpuLinear) and x.dtype is torch.float32 and x.shape[1] == weight.in_features
+        rows = x.shape[0]
+        if not x.is_contiguous():
+            x = x.contiguous()
+        out = torch.empty((rows, weight.out_features))
+        self._functions.linear(self._pool, weight.address, x.data_ptr(), out.data_ptr(), rows)
+        return out
+
+    def embed(self, token_ids: Tensor, weight: LinearWeight, scale: float | None = None) -> Tensor:
+        assert isinstance(weight, CpuLinear) and token_ids.dtype is torch.int64 and token_ids.is_contiguous()
+        count = token_ids.shape[0]
+        out = torch.empty((count, weight.in_features))
+        factor = 1.0 if scale is None else scale
+        self._functions.embed(weight.address, token_ids.data_ptr(), out.data_ptr(), count, factor)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert x.dtype is torch.float32 and weight.dtype is torch.float32 and weight.is_contiguous()
+        if not x.is_contiguous():
+            x = x.contiguous()
+        rows, width = x.shape
+        out = torch.empty((rows, width))
+        self._functions.rms_norm(self._pool, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert x.dtype is torch.float32 and weight.dtype is torch.float32 and weight.is_contiguous()
+        assert residual.dtype is torch.float32 and residual.is_contiguous()
+        if not x.is_contiguous():
+            x = x.contiguous()
+        rows, width = x.shape
+        out = torch.empty((rows, width))
+        self._functions.add_rms_norm(
+            self._pool, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps
+        )
+        return out
+
+    def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        assert gate_up.dtype is torch.float32 and activation in ("silu", "gelu_tanh")
+        if not gate_up.is_contiguous():
+            gate_up = gate_up.contiguous()
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((rows, width))
+        is_gelu = activation == "gelu_tanh"
+        self._functions.act_mul(self._pool, gate_up.data_ptr(), out.data_ptr(), rows, width, is_gelu)
+        return out
+
+    def rope_and_write(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        assert qkv.dtype is torch.float32 and cos_sin.dtype is torch.float32 and cos_sin.is_contiguous()
+        assert batch.positions.dtype is torch.int64 and batch.positions.is_contiguous()
+        assert batch.slots.dtype is torch.int64 and batch.slots.is_contiguous()
+        if not qkv.is_contiguous():
+            qkv = qkv.contiguous()
+        tokens = qkv.shape[0]
+        q = torch.empty((tokens, spec.num_heads * spec.head_dim))
+        self._functions.rope_and_write(
+            self._pool,
+            self._native_spec(spec, kv),
+            qkv.data_ptr(),
+            cos_sin.data_ptr(),
+            kv.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slots.data_ptr(),
+            q.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            eps,
+            tokens,
+        )
+        return q
+
+    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
+        tables = batch.block_tables
+        assert q.dtype is torch.float32 and q.is_contiguous()
+        assert batch.query_starts.dtype is torch.int32 and batch.query_starts.is_contiguous()
+        assert batch.kv_lens.dtype is torch.int32 and batch.kv_lens.is_contiguous()
+        assert tables.dtype is torch.int32 and tables.stride(1) == 1
+        out = torch.empty_like(q)
+        self._functions.attention(
+            self._pool,
+            self._native_spec(spec, kv),
+            kv.data_ptr(),
+            q.data_ptr(),
+            out.data_ptr(),
+            batch.query_starts.data_ptr(),
+            batch.kv_lens.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            batch.kv_lens.shape[0],
+        )
+        return out
+
+    def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
+        out = self.linear(hidden, weight)
+        if softcap is not None:
+            self._functions.softcap(self._pool, out.data_ptr(), out.numel(), softcap)
+        return out
+
+    def _native_spec(self, spec: AttentionSpec, kv: Tensor) -> int:
+        """The address of what does not change from step to step, made once for each kind of layer and cache."""
+        key = (spec, kv.dtype, kv.stride())
+        native = self._specs.get(key)
+        if native is None:
+            native = self._specs[key] = _make_native_spec(spec, kv)
+        return ctypes.addressof(native)
+
+
+def _make_native_spec(spec: AttentionSpec, kv: Tensor) -> _NativeSpec:
+    _, two, num_kv_heads, block_size, head_dim = kv.shape
+    tile = block_size * head_dim
+    assert kv.stride()[1:] == (num_kv_heads * tile, tile, head_dim, 1), "a block of one layer must be contiguous"
+    assert (two, num_kv_heads, head_dim) == (2, spec.num_kv_heads, spec.head_dim)
+    if kv.dtype not in _KV_KINDS:
+        raise ConfigError(f"KV dtype {kv.dtype} on a CPU: choose float32, bfloat16 or float16")
+    assert spec.k_scale == spec.v_scale == 1.0, "scales are for 8-bit caches"
+    if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
+        raise ConfigError(f"more than {_MAX_GROUP} query heads a KV head")
+    return _NativeSpec(
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        block_size,
+        _KV_KINDS[kv.dtype],
+        kv.stride(0),
+        spec.window or 0,
+        spec.scale,
+        spec.softcap or 0.0,
+    )

@@ -1,0 +1,48 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+"""RMS norm, alone or with the residual addition before it. One program a row; the row stays in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.common import begin, next_power_of_2, wait_for_inputs
+
+
+@triton.jit(do_not_specialize=["x_stride"])
+def norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, x_stride, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
+                ADD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, WIDTH_PAD)
+    mask = cols < WIDTH
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(residual_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+        total = (x + residual).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * WIDTH + cols, total, mask=mask)
+        x = total.to(tl.float32)  # what the next layer will read back, rounded
+    rms = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    tl.store(out_ptr + row * WIDTH + cols, (x * rms * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, num_warps: int | None = None, pdl: bool
+) -> Tensor:
+    """x: [rows, width]. With a residual: residual += x in place, and the norm is of the sum."""
+    rows, width = x.shape
+    assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    width_pad = next_power_of_2(width)
+    if num_warps is None:
+        num_warps = min(max(width_pad // 512, 1), 16)  # 16 elements a thread
+    options = {"launch_pdl": True} if pdl else {}
+    norm_kernel[(rows,)](
+        x, residual, weight, out, eps, x.stride(0), WIDTH=width, WIDTH_PAD=width_pad, ADD=residual is not None, PDL=pdl,
+        num_warps=num_warps, **options,
+    )  # fmt: skip
+    return out

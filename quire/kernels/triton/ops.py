@@ -1,0 +1,131 @@
+"""The decoder's operations on one NVIDIA GPU: own kernels where they win, cuBLAS for products of many rows.
+
+Nothing here waits for the device or looks at its data, so a step may be captured in a CUDA graph. The first call of a
+kernel with new constants compiles it: run each shape once before capture.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight
+from quire.kernels.reference import DenseLinear
+from quire.kernels.triton.configs import skinny_config
+
+
+def unavailable_reason(device: torch.device | str = "cuda") -> str | None:
+    """Why this backend cannot run here, or None where it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install 'quire[gpu]'"
+    if torch.device(device).type != "cuda":
+        return f"Triton kernels need a CUDA device, not {torch.device(device).type}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"compute capability {major}.{minor} has no bfloat16 tensor cores: 8.0 or newer is needed"
+    return None
+
+
+class TritonOps:
+    """One object for one device and one stream: split kernels keep their arrival counters here.
+
+    `overlap_launches` lets each kernel be set up while the one before it still runs (programmatic dependent launch,
+    compute capability 9.0): the weights' first tiles are on their way before the activations are there.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        max_seqs: int = 1024,
+        max_kv_heads: int = 64,
+        overlap_launches: bool = False,
+    ) -> None:
+        # Kernels are imported when a device is chosen, not when Quire is: Triton alone costs most of a second.
+        from quire.kernels.triton.decode import DecodeScratch
+        from quire.kernels.triton.skinny import SkinnyScratch
+
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self._pdl = overlap_launches
+        self._decode_scratch = DecodeScratch.allocate(max_seqs, max_kv_heads, self.device)
+        self._skinny_scratch = SkinnyScratch.allocate(1 << 14, self.device)
+
+    def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]:
+        return (4, 8, 16, 32, 64, 128)
+
+    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> DenseLinear:
+        return DenseLinear(out_features, in_features, bias=bias, device=self.device, dtype=self.dtype)
+
+    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        assert isinstance(weight, DenseLinear)
+        skinny = self._skinny(x, weight, x.dtype)
+        return F.linear(x, weight.weight, weight.bias) if skinny is None else skinny
+
+    def embed(self, token_ids: Tensor, weight: LinearWeight, scale: float | None = None) -> Tensor:
+        assert isinstance(weight, DenseLinear)
+        rows = F.embedding(token_ids, weight.weight)
+        return rows if scale is None else rows * scale
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from quire.kernels.triton.norm import rms_norm
+
+        return rms_norm(x, weight, eps, pdl=self._pdl)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from quire.kernels.triton.norm import rms_norm
+
+        return rms_norm(x, weight, eps, residual=residual, pdl=self._pdl)
+
+    def rope_and_write(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv: Tensor,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        from quire.kernels.triton.rope import rope_and_write
+
+        return rope_and_write(qkv, cos_sin, kv, batch, spec, q_norm, k_norm, eps, pdl=self._pdl)
+
+    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
+        from quire.kernels.triton.attention import attention
+
+        return attention(q, kv, batch, spec, self._decode_scratch, pdl=self._pdl)
+
+    def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        from quire.kernels.triton.activation import act_mul
+
+        return act_mul(gate_up, activation, pdl=self._pdl)
+
+    def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
+        assert isinstance(weight, DenseLinear)
+        logits = self._skinny(hidden, weight, torch.float32)
+        if logits is None:
+            if hidden.is_cuda and weight.bias is None:
+                logits = torch.mm(hidden, weight.weight.t(), out_dtype=torch.float32)
+            else:
+                logits = F.linear(hidden, weight.weight, weight.bias).float()
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+    def _skinny(self, x: Tensor, weight: DenseLinear, out_dtype: torch.dtype) -> Tensor | None:
+        from quire.kernels.triton.skinny import skinny_linear
+
+        config = skinny_config(x.shape[0], weight.out_features, weight.in_features)
+        if config is None or x.shape[0] == 0 or not x.is_contiguous():
+            return None
+        return skinny_linear(
+            x, weight.weight, weight.bias, config, self._skinny_scratch, out_dtype=out_dtype, pdl=self._pdl
+        )

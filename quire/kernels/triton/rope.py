@@ -1,0 +1,108 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+"""What stands between the fused projection and attention, in one pass: per-head norm, rotation, and the KV write."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.interface import AttentionBatch, AttentionSpec
+from quire.kernels.triton.common import begin, next_power_of_2, wait_for_inputs
+
+FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn: past it the format has only NaN
+
+
+@triton.jit
+def _store_kv(pointers, values, mask, FP8: tl.constexpr):
+    if FP8:
+        values = tl.minimum(tl.maximum(values, -FP8_MAX), FP8_MAX)
+    tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
+                eps, k_inverse, v_inverse, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, Q_NORM: tl.constexpr,
+                K_NORM: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    begin(PDL)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)  # q's heads, then k's, then v's
+    dims = tl.arange(0, HALF_PAD)
+    in_half = (dims < HALF)[None, :]
+    is_q = head < HEADS
+    is_v = head >= HEADS + KV_HEADS
+    mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half
+    wait_for_inputs(PDL)
+    position = tl.load(positions_ptr + token)
+    slot = tl.load(slots_ptr + token)
+    source = qkv_ptr + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
+    low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(cos_sin_ptr + position * HEAD_DIM + dims, mask=dims < HALF, other=0.0)[None, :]
+    sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + dims, mask=dims < HALF, other=0.0)[None, :]
+    if Q_NORM or K_NORM:
+        rms = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / HEAD_DIM + eps)[:, None]
+    n_low, n_high = low, high
+    if Q_NORM:
+        w_low = tl.load(q_norm_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+        w_high = tl.load(q_norm_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+        n_low = tl.where(is_q[:, None], low * rms * w_low, n_low)
+        n_high = tl.where(is_q[:, None], high * rms * w_high, n_high)
+    if K_NORM:
+        w_low = tl.load(k_norm_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+        w_high = tl.load(k_norm_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+        n_low = tl.where(is_q[:, None], n_low, low * rms * w_low)
+        n_high = tl.where(is_q[:, None], n_high, high * rms * w_high)
+    r_low = n_low * cos - n_high * sin
+    r_high = n_high * cos + n_low * sin
+
+    q_out = q_out_ptr + token * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
+    q_mask = is_q[:, None] & in_half
+    tl.store(q_out, r_low.to(q_out_ptr.dtype.element_ty), mask=q_mask)
+    tl.store(q_out + HALF, r_high.to(q_out_ptr.dtype.element_ty), mask=q_mask)
+
+    # A negative slot belongs to a row that only pads the batch.
+    kv_mask = mask & (head >= HEADS)[:, None] & (slot >= 0)
+    kv_head = head - HEADS  # k's heads, then v's: as they lie in a block
+    block = slot // BLOCK_SIZE
+    target = kv_ptr + block * (2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM) + (slot % BLOCK_SIZE) * HEAD_DIM
+    target = target + kv_head[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
+    inverse = tl.where(is_v, v_inverse, k_inverse)[:, None]
+    _store_kv(target, tl.where(is_v[:, None], low, r_low) * inverse, kv_mask, FP8)
+    _store_kv(target + HALF, tl.where(is_v[:, None], high, r_high) * inverse, kv_mask, FP8)
+
+
+def rope_and_write(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    kv: Tensor,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    *,
+    tile_heads: int | None = None,
+    num_warps: int = 4,
+    pdl: bool,
+) -> Tensor:
+    """See Ops.rope_and_write. Rows with a negative slot write no KV."""
+    assert qkv.is_contiguous() and kv.is_contiguous() and cos_sin.is_contiguous() and spec.head_dim % 2 == 0
+    tokens = qkv.shape[0]
+    total_heads = spec.num_heads + 2 * spec.num_kv_heads
+    if tile_heads is None:
+        tile_heads = 4 if tokens <= 64 else 16  # few tokens: more programs; many: fewer, fuller ones
+    q_out = torch.empty((tokens, spec.num_heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
+    options = {"launch_pdl": True} if pdl else {}
+    rope_kernel[(tokens, -(-total_heads // tile_heads))](
+        qkv, cos_sin, kv, q_out, batch.positions, batch.slots, q_norm, k_norm,
+        eps, 1.0 / spec.k_scale, 1.0 / spec.v_scale,
+        HEADS=spec.num_heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
+        HALF_PAD=next_power_of_2(spec.head_dim // 2), BLOCK_SIZE=kv.shape[3], TILE_HEADS=tile_heads,
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, FP8=kv.dtype == torch.float8_e4m3fn, PDL=pdl,
+        num_warps=num_warps, **options,
+    )  # fmt: skip
+    return q_out

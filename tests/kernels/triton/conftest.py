@@ -1,0 +1,83 @@
+"""Without a CUDA device the kernels run through Triton's interpreter; with one they run compiled.
+
+TRITON_INTERPRET must be set before a module with kernels is imported, so it is set when this file is. Triton 3.6's
+interpreter gets three things wrong that the kernels need; they are put right here, so that what is tested is what a
+GPU computes.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+    import numpy as np
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreter
+
+    # It turns one-element arrays into ints by int(array), which NumPy 2.4 refuses.
+    _patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def _patch_with_index(tensor, scope):
+        _patch_lang_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_with_index
+
+    # It keeps bfloat16 as 16-bit integers and multiplies those in dot: widen them first, which is exact.
+    _create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def _create_wide_dot(self, a, b, *rest):
+        widened = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        return _create_dot(self, *widened, *rest)
+
+    interpreter.InterpreterBuilder.create_dot = _create_wide_dot
+
+    # Its narrowing conversions truncate, or lose the carry into the exponent: torch rounds to nearest, as a GPU does.
+    _FLOATS = {
+        tl.float32: (torch.float32, torch.int32, np.uint32),
+        tl.float16: (torch.float16, torch.int16, np.uint16),
+        tl.bfloat16: (torch.bfloat16, torch.int16, np.uint16),
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8, np.uint8),
+    }
+
+    def _convert_by_torch(data, source_type, target_type, rounding_mode):
+        source, integers, words = _FLOATS[source_type]
+        bits = np.ascontiguousarray(data).view(words).astype(words)
+        bits = bits.view(np.uint8 if words is np.uint8 else f"i{bits.itemsize}")
+        target, target_integers, target_words = _FLOATS[target_type]
+        values = torch.from_numpy(bits).view(integers).view(source).to(torch.float32).to(target)
+        return values.view(target_integers).numpy().view(target_words).reshape(data.shape)
+
+    interpreter._convert_float = _convert_by_torch
+
+
+def pytest_collection_modifyitems(items):
+    """Integers wrap on purpose and exp2 overflows to inf on purpose; NumPy warns of both, a GPU does not."""
+    for item in items:
+        if "tests/kernels/triton" in item.path.as_posix():
+            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"))
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """torch.empty gives NaN, so that an element that no kernel writes fails its test. Seeds differ for every test."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def fill(tensor):
+        if tensor.dtype.is_floating_point:
+            return tensor.fill_(float("nan"))
+        return tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: fill(empty(*args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: fill(empty_like(*args, **kwargs)))
+    torch.seed()

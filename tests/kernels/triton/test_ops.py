@@ -1,0 +1,120 @@
+"""TritonOps against the reference, operation by operation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.kernels.interface import AttentionBatch, AttentionSpec
+from quire.kernels.reference import ReferenceOps
+from quire.kernels.triton import TritonOps, unavailable_reason
+
+SPEC = AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=48, scale=0.14)
+
+
+@pytest.fixture
+def ops(device):
+    return TritonOps(device, torch.bfloat16, max_seqs=8, max_kv_heads=2)
+
+
+@pytest.fixture
+def oracle(device):
+    return ReferenceOps(device, torch.float64)
+
+
+def close(out, expected, tolerance=1e-2):
+    return torch.isfinite(out.float()).all() and (out.double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 576), (2, 4096)])
+def test_rms_norm(rows, width, ops, oracle, device):
+    x, weight = torch.randn(rows, width, device=device).bfloat16(), torch.randn(width, device=device).bfloat16()
+    assert close(ops.rms_norm(x, weight, 1e-5), oracle.rms_norm(x.double(), weight, 1e-5))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 576)])
+def test_add_rms_norm_updates_the_residual(rows, width, ops, oracle, device):
+    x, residual = (torch.randn(rows, width, device=device).bfloat16() for _ in range(2))
+    weight = torch.randn(width, device=device).bfloat16()
+    expected_residual = (x.double() + residual.double()).bfloat16()
+    out = ops.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, expected_residual)
+    assert close(out, oracle.rms_norm(expected_residual.double(), weight, 1e-5))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_act_mul(activation, ops, oracle, device):
+    gate_up = torch.randn(3, 2 * 1100, device=device).bfloat16() * 4
+    assert close(ops.act_mul(gate_up, activation), oracle.act_mul(gate_up.double(), activation))
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_rope_and_write(tokens, kv_dtype, has_norms, ops, oracle, device):
+    spec = replace(SPEC, k_scale=0.5, v_scale=0.25) if kv_dtype == torch.float8_e4m3fn else SPEC
+    num_blocks, block_size = 24, 4
+    batch = AttentionBatch(
+        positions=torch.randint(0, 100, (tokens,), device=device),
+        slots=torch.randperm(num_blocks * block_size, device=device)[:tokens],
+        query_starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        kv_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        max_query_len=tokens,
+        max_kv_len=tokens,
+        num_decodes=0,
+    )
+    qkv = torch.randn(tokens, 5 * spec.head_dim, device=device).bfloat16()
+    cos_sin = torch.randn(100, spec.head_dim, device=device)
+    norms = [torch.randn(spec.head_dim, device=device).bfloat16() if has_norms else None for _ in range(2)]
+    shape = (num_blocks, 2, 1, block_size, spec.head_dim)
+    kv = torch.full(shape, 7.0, device=device).to(kv_dtype)
+    expected_kv = torch.full(shape, 7.0, device=device, dtype=torch.float64)
+    q = ops.rope_and_write(qkv, cos_sin, kv, batch, spec, *norms)
+    expected = oracle.rope_and_write(qkv.double(), cos_sin.double(), expected_kv, batch, spec, *norms)
+    assert close(q, expected)
+    # Three bits of mantissa round by up to 6 %.
+    assert close(kv, expected_kv, 1e-2 if kv_dtype == torch.bfloat16 else 4e-2)
+    untouched = expected_kv == 7.0
+    assert (kv.float()[untouched] == 7.0).all()
+
+
+def test_rope_saturates_eight_bits_and_skips_padding(ops, device):
+    batch = AttentionBatch(
+        positions=torch.zeros(2, dtype=torch.int64, device=device),
+        slots=torch.tensor([5, -1], device=device),
+        query_starts=torch.tensor([0, 1, 2], dtype=torch.int32, device=device),
+        kv_lens=torch.tensor([1, 0], dtype=torch.int32, device=device),
+        block_tables=torch.zeros(2, 1, dtype=torch.int32, device=device),
+        max_query_len=1,
+        max_kv_len=1,
+        num_decodes=2,
+    )
+    qkv = torch.full((2, 5 * SPEC.head_dim), 1000.0, device=device).bfloat16()
+    cos_sin = torch.cat((torch.ones(1, 24), torch.zeros(1, 24)), dim=1).to(device)
+    kv = torch.zeros(2, 2, 1, 4, SPEC.head_dim, device=device).to(torch.float8_e4m3fn)
+    ops.rope_and_write(qkv, cos_sin, kv, batch, SPEC)
+    wide = kv.float()
+    assert (wide[1, :, 0, 1] == 448.0).all()  # and not NaN
+    assert wide.sum() == 448.0 * 2 * SPEC.head_dim
+
+
+def test_linear_embed_and_logits(ops, device):
+    weight = ops.new_linear(50, 64, bias=True)
+    weight.load_rows(0, torch.randn(50, 64))
+    weight.load_bias(0, torch.randn(50))
+    x = torch.randn(3, 64, device=device).bfloat16()
+    expected = x.double() @ weight.weight.double().T + weight.bias.double()
+    out = ops.linear(x, weight)
+    assert out.dtype == torch.bfloat16 and close(out, expected)
+    logits = ops.logits(x, weight, softcap=5.0)
+    assert logits.dtype == torch.float32 and close(logits, 5.0 * torch.tanh(expected / 5.0), 1e-4)
+    token_ids = torch.tensor([4, 0, 49], device=device)
+    assert torch.equal(ops.embed(token_ids, weight, 2.0), weight.weight[token_ids] * 2.0)
+
+
+def test_the_reason_names_the_device():
+    assert "cpu" in unavailable_reason("cpu")
+    assert (unavailable_reason("cuda") is None) == torch.cuda.is_available()
