@@ -165,7 +165,7 @@ class _Bar:
 
 
 def log_start(engine: LLMEngine, seconds: float) -> None:
-    """Two lines: what runs where, and the blocks."""
+    """What runs where, the memory ledger, where the start-up went, and the blocks."""
     backend, spec = engine.built.executor.backend, engine.spec
     log = get_logger()
     log.info(
@@ -179,6 +179,8 @@ def log_start(engine: LLMEngine, seconds: float) -> None:
         engine.max_model_len,
         seconds,
     )
+    log.info("memory: %s", engine.ledger.summary())
+    log.info("start-up: %s", ", ".join(f"{part} {took:.2f} s" for part, took in engine.built.timeline_s.items()))
     log.info("%s", engine.ledger.blocks_line())
     if backend.note:
         log.warning("%s", backend.note)

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import fakes
 import pytest
 
 from quire import LLMEngine, SamplingParams
@@ -15,9 +16,22 @@ from quire.outputs import RequestOutput
 pytestmark = pytest.mark.gpu
 
 
-def make(tiny_model: Path, **kwargs: Any) -> LLMEngine:
-    values = {"load_format": "dummy", "kv_cache_memory_bytes": 4 << 20, "dtype": "float32"} | kwargs
-    return LLMEngine.from_config(EngineConfig.from_kwargs(model=str(tiny_model), **values))
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real files, since dummy weights are made where they live and differ by device. Large enough for clear margins."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = fakes.write_tiny_model(tmp_path_factory.mktemp("gpu"))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**fakes.TINY_LLAMA, "initializer_range": 0.3}))
+    model.save_pretrained(path)
+    return path
+
+
+def make(weights: Path, **kwargs: Any) -> LLMEngine:
+    values = {"kv_cache_memory_bytes": 4 << 20, "dtype": "float32"} | kwargs
+    return LLMEngine.from_config(EngineConfig.from_kwargs(model=str(weights), **values))
 
 
 def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -60,8 +74,8 @@ def same_up_to_ties(ours: list[RequestOutput], theirs: list[RequestOutput], marg
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tiny_model: Path) -> list[RequestOutput]:
-    return run_all(make(tiny_model, device="cpu", num_threads=1), requests(24))
+def on_cpu(weights: Path) -> list[RequestOutput]:
+    return run_all(make(weights, device="cpu", num_threads=1), requests(24))
 
 
 @pytest.mark.parametrize(
@@ -78,15 +92,15 @@ def on_cpu(tiny_model: Path) -> list[RequestOutput]:
     ],
     ids=str,
 )
-def test_the_cpus_tokens(tiny_model: Path, on_cpu: list[RequestOutput], kwargs: dict[str, Any]) -> None:
-    engine = make(tiny_model, device="cuda", **kwargs)
+def test_the_cpus_tokens(weights: Path, on_cpu: list[RequestOutput], kwargs: dict[str, Any]) -> None:
+    engine = make(weights, device="cuda", **kwargs)
     same_up_to_ties(run_all(engine, requests(24)), on_cpu)
     if "preemption" in kwargs:
         assert engine.core.scheduler.stats.num_preemptions > 0
 
 
-def test_bf16_runs_everything_at_once(tiny_model: Path) -> None:
-    engine = make(tiny_model, device="cuda", dtype="bfloat16")
+def test_bf16_runs_everything_at_once(weights: Path) -> None:
+    engine = make(weights, device="cuda", dtype="bfloat16")
     work = requests(12)
     work += [
         (

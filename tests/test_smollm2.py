@@ -13,31 +13,31 @@ from quire import LLM, SamplingParams
 pytestmark = pytest.mark.model
 
 PROMPTS = [
-    "The chemical symbol for water is",
-    "Once upon a time, in a small village by the sea,",
-    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
     "The first president of the United States was",
-    "Photosynthesis is the process by which plants",
     "In mathematics, a prime number is",
-    "The quick brown fox jumps over the lazy",
-    "import numpy as np\n\n",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
     "Water boils at one hundred degrees",
-    "The largest planet in our solar system is",
     "To make a cup of tea, first",
     "Shakespeare wrote many famous plays, including",
-    "The mitochondria is the powerhouse of",
-    "Gravity is a force that",
     "A triangle has three sides and",
     "The Great Wall of China was built",
     "Machine learning is a field of",
     "Dear Sir or Madam,\n\nI am writing to",
-    "The human heart pumps blood through",
     "An apple a day keeps",
+    "She opened the door and",
+    "The speed of light is approximately",
+    "Mount Everest is the",
+    "The recipe calls for two cups of",
+    "A computer program is a set of",
+    "SELECT name, age FROM users WHERE",
+    "List of colors: red, orange,",
+    "Q: What is 2 + 2?\nA:",
+    "Climate change is",
 ]
 NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 # How far ahead of the second the first token must be, at every step, for rounding not to decide between them.
-MARGIN = 2e-3
+MARGIN = 1e-2
 
 
 @pytest.fixture(scope="module")

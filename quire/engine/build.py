@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ from quire.engine.inputs import InputProcessor
 from quire.engine.outputs import OutputProcessor
 from quire.errors import BadRequestError
 from quire.executor.build import BuiltExecutor, build_executor
+from quire.executor.clock import Timeline
 from quire.executor.memory import MemoryLedger
 from quire.kv import KVManager
 from quire.models.architectures import spec_from_config
@@ -52,18 +52,16 @@ class BuiltEngine:
 
 def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltEngine:
     """Everything up to the first request. Raises a QuireError that says what to change."""
-    timeline: dict[str, float] = {}
-    clock = _Timeline(timeline)
+    timeline = Timeline()
     path = resolve_model(config.model, revision=config.revision, load_format=config.load_format)
     checkpoint = open_checkpoint(path, load_format=config.load_format, hf_overrides=config.hf_overrides)
     spec = spec_from_config(checkpoint.config, source=str(path))
-    clock.mark("open")
+    timeline.mark("open")
     tokenizer = _tokenizer(config, checkpoint, spec)
     chat_template = config.chat_template and read_chat_template(config.chat_template)
-    clock.mark("tokenizer")
+    timeline.mark("tokenizer")
     with ProgressBar("loading weights") as bar:
         executor = build_executor(config, spec, checkpoint, bar if show_progress else None)
-    clock.mark("weights")
     limit = executor.ledger.max_model_len
     kv = KVManager(
         num_blocks=executor.ledger.num_blocks,
@@ -73,7 +71,6 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         watermark=config.watermark,
     )
     scheduler = Scheduler(scheduler_config(config, executor), kv)
-    clock.mark("cache")
     return BuiltEngine(
         config=config,
         spec=spec,
@@ -93,7 +90,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
             tokenizer, cached_block_size=config.block_size if config.enable_prefix_caching else None
         ),
         default_sampling=_default_sampling(checkpoint.generation_config),
-        timeline_s=timeline,
+        timeline_s=timeline.seconds | executor.timeline_s,
     )
 
 
@@ -155,16 +152,3 @@ def _default_sampling(generation_config: dict[str, Any]) -> SamplingParams:
         return SamplingParams(**values)
     except BadRequestError:
         return SamplingParams()
-
-
-class _Timeline:
-    """Seconds between marks."""
-
-    def __init__(self, into: dict[str, float]) -> None:
-        self._into = into
-        self._last = time.perf_counter()
-
-    def mark(self, name: str) -> None:
-        now = time.perf_counter()
-        self._into[name] = now - self._last
-        self._last = now

@@ -8,11 +8,13 @@ import torch
 
 from quire.config import EngineConfig
 from quire.executor.batch import PersistentBatch
+from quire.executor.clock import Timeline
 from quire.executor.device import Backend, choose_backend
 from quire.executor.graphs import DecodeGraphs
 from quire.executor.kv_cache import KVCache, block_bytes
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory
+from quire.executor.profile import measure_activation_bytes
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.sampling import Sampler
@@ -29,6 +31,7 @@ class BuiltExecutor:
     max_num_seqs: int
     max_num_batched_tokens: int
     swap_bytes_per_s: float | None
+    timeline_s: dict[str, float]
 
 
 def build_executor(
@@ -37,6 +40,7 @@ def build_executor(
     """Load the weights, size the cache to what is left, and put the parts together."""
     check_max_model_len(config, spec)
     backend = choose_backend(config, spec)
+    timeline = Timeline()
     max_num_seqs, max_num_batched_tokens = batch_limits(config, spec, backend)
     decoder = Decoder(
         spec,
@@ -46,7 +50,10 @@ def build_executor(
         max_position=config.max_model_len or spec.max_position,
     )
     checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
-    ledger = _plan(config, spec, backend, decoder, max_num_seqs, max_num_batched_tokens)
+    timeline.mark("weights")
+    with torch.inference_mode():
+        ledger = _plan(config, spec, backend, decoder, max_num_seqs, max_num_batched_tokens)
+    timeline.mark("memory")
     cache = KVCache(
         spec,
         num_blocks=ledger.num_blocks,
@@ -75,6 +82,7 @@ def build_executor(
         )
         with torch.inference_mode():
             graphs.capture_common()
+    timeline.mark("cache")
     executor = LocalExecutor(decoder, cache, batch, sampler, graphs=graphs, single_threaded_torch=backend.is_native_cpu)
     return BuiltExecutor(
         executor=executor,
@@ -83,6 +91,7 @@ def build_executor(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         swap_bytes_per_s=cache.measure_swap_rate(),
+        timeline_s=timeline.seconds,
     )
 
 
@@ -104,13 +113,26 @@ def batch_limits(config: EngineConfig, spec: ModelSpec, backend: Backend) -> tup
 def _plan(
     config: EngineConfig, spec: ModelSpec, backend: Backend, decoder: Decoder, max_num_seqs: int, max_tokens: int
 ) -> MemoryLedger:
-    activation_bytes = _activation_bytes(spec, backend, max_num_seqs, max_tokens)
+    graph_bytes = 0
     if backend.device.type == "cuda":
-        torch.cuda.empty_cache()
+        activation_bytes = measure_activation_bytes(
+            decoder,
+            spec,
+            device=backend.device,
+            kv_dtype=backend.kv_dtype,
+            block_size=config.block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_tokens,
+            max_seq_len=config.max_model_len or spec.max_position,
+        )
+        if not config.enforce_eager:
+            graph_bytes = _activation_bytes(spec, backend, max_num_seqs, max_num_seqs)
         free, total = torch.cuda.mem_get_info(backend.device)
-        budget = cuda_kv_budget(config, free_bytes=free, total_bytes=total, activation_bytes=activation_bytes)
+        taken = activation_bytes + graph_bytes
+        budget = cuda_kv_budget(config, free_bytes=free, total_bytes=total, activation_bytes=taken)
         flag = "gpu_memory_utilization"
     else:
+        activation_bytes = _activation_bytes(spec, backend, max_num_seqs, max_tokens)
         budget = cpu_kv_budget(config, activation_bytes)
         flag = "kv_cache_memory_bytes"
     return plan_memory(
@@ -119,6 +141,7 @@ def _plan(
         device=backend.device.type,
         weight_bytes=decoder.weight_bytes,
         activation_bytes=activation_bytes,
+        graph_bytes=graph_bytes,
         block_bytes=block_bytes(spec, config.block_size, backend.kv_dtype),
         kv_budget_bytes=budget,
         kv_budget_flag="kv_cache_memory_bytes" if config.kv_cache_memory_bytes is not None else flag,
@@ -129,5 +152,7 @@ def _activation_bytes(spec: ModelSpec, backend: Backend, max_num_seqs: int, max_
     """An upper bound from shapes: what one layer holds at once for every token, and float32 logits for every row."""
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     per_token = 4 * spec.hidden_size + qkv + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
-    logits = max_num_seqs * spec.vocab_size * 4 * 3  # logits, a scaled copy and scratch while sampling
+    logits = max_num_seqs * spec.vocab_size * 4
+    if backend.device.type == "cpu":
+        logits *= 3  # a scaled copy and scratch while sampling
     return max_tokens * per_token * backend.activation_dtype.itemsize + logits

@@ -20,6 +20,7 @@ class MemoryLedger:
     device: str
     weight_bytes: int
     activation_bytes: int  # of the largest step
+    graph_bytes: int  # what captured steps keep to themselves
     kv_bytes: int
     swap_bytes: int
     block_bytes: int
@@ -34,16 +35,16 @@ class MemoryLedger:
             return f"# CPU blocks: {self.num_blocks}"
         return f"# GPU blocks: {self.num_blocks}, # CPU blocks: {self.num_host_blocks}"
 
-    def lines(self) -> list[str]:
+    def summary(self) -> str:
         tokens = self.num_blocks * self.block_size
         entries = [
             ("weights", self.weight_bytes, ""),
-            ("activations", self.activation_bytes, "at the largest step"),
-            ("KV cache", self.kv_bytes, f"{self.num_blocks:,} blocks of {self.block_size} = {tokens:,} tokens"),
+            ("activations", self.activation_bytes, ""),
+            ("graphs", self.graph_bytes, ""),
+            ("KV cache", self.kv_bytes, f" ({self.num_blocks:,} blocks of {self.block_size} = {tokens:,} tokens)"),
+            ("swap", self.swap_bytes, f" ({self.num_host_blocks:,} blocks on the host)"),
         ]
-        if self.num_host_blocks:
-            entries.append(("swap", self.swap_bytes, f"{self.num_host_blocks:,} blocks on the host"))
-        return [f"{name:<12}{_size(size):>10}  {text}".rstrip() for name, size, text in entries]
+        return ", ".join(f"{name} {_size(size)}{text}" for name, size, text in entries if size)
 
 
 def plan_memory(
@@ -54,6 +55,7 @@ def plan_memory(
     weight_bytes: int,
     activation_bytes: int,
     block_bytes: int,
+    graph_bytes: int = 0,
     kv_budget_bytes: int,
     kv_budget_flag: str,
 ) -> MemoryLedger:
@@ -83,6 +85,7 @@ def plan_memory(
         device=device,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
+        graph_bytes=graph_bytes,
         kv_bytes=num_blocks * block_bytes,
         swap_bytes=num_host_blocks * block_bytes,
         block_bytes=block_bytes,

@@ -34,7 +34,8 @@ def test_blocks_fill_the_budget() -> None:
     ledger = plan(10 * BLOCK + BLOCK // 2, swap_space_gb=3 * BLOCK / GIB)
     assert (ledger.num_blocks, ledger.kv_bytes, ledger.num_host_blocks) == (10, 10 * BLOCK, 3)
     assert ledger.max_model_len == 160  # the model could 256, the cache cannot
-    assert any("10 blocks of 16 = 160 tokens" in line for line in ledger.lines())
+    assert "10 blocks of 16 = 160 tokens" in ledger.summary()
+    assert "3 blocks on the host" in ledger.summary()
     assert plan(100 * BLOCK).max_model_len == 256
 
 

@@ -1,0 +1,75 @@
+"""What a step takes on a GPU beside weights and cache, measured by running the largest one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.interface import AttentionBatch
+from quire.models.decoder import Decoder
+from quire.models.spec import ModelSpec
+
+
+def measure_activation_bytes(
+    decoder: Decoder,
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    kv_dtype: torch.dtype,
+    block_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_seq_len: int,
+) -> int:
+    """Bytes at the peak of a step with as many prompt tokens and as many sampled rows as there may be.
+
+    It also compiles the kernels of prompts, which the first request would otherwise wait for.
+    """
+    batch, num_blocks = _prompts(device, block_size, max_num_batched_tokens, max_seq_len)
+    shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
+    # All layers write to the same blocks: what they hold does not matter, only what the step allocates.
+    kv = torch.zeros(shape, dtype=kv_dtype, device=device)
+    num_tokens = batch.positions.shape[0]
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    hidden = decoder.forward(token_ids, batch, [kv] * spec.num_layers)
+    rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+    logits = decoder.logits(hidden, rows)
+    scratch = _sampling_scratch(logits)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del hidden, logits, scratch, kv
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _sampling_scratch(logits: Tensor) -> Tensor:
+    """Sampling holds the weights of a part of the rows at a time beside the logits."""
+    return torch.empty_like(logits[: max(1, len(logits) // 8)])
+
+
+def _prompts(device: torch.device, block_size: int, num_tokens: int, max_seq_len: int) -> tuple[AttentionBatch, int]:
+    """A step of whole prompts, each as long as a sequence may be."""
+    lengths = [max_seq_len] * (num_tokens // max_seq_len)
+    if num_tokens % max_seq_len:
+        lengths.append(num_tokens % max_seq_len)
+    blocks_each = -(-max(lengths) // block_size)
+    tables = torch.arange(len(lengths) * blocks_each, dtype=torch.int32, device=device).view(len(lengths), -1)
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    owners = torch.repeat_interleave(
+        torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device), output_size=num_tokens
+    )
+    blocks = tables[owners, positions // block_size].to(torch.int64)
+    batch = AttentionBatch(
+        positions=positions,
+        slots=blocks * block_size + positions % block_size,
+        query_starts=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device),
+        kv_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_tables=tables,
+        max_query_len=max(lengths),
+        max_kv_len=max(lengths),
+        num_decodes=0,
+    )
+    return batch, len(lengths) * blocks_each
