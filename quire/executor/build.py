@@ -14,7 +14,7 @@ from quire.executor.graphs import DecodeGraphs
 from quire.executor.kv_cache import KVCache, block_bytes
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory
-from quire.executor.profile import measure_activation_bytes
+from quire.executor.profile import calibrate_kv_scales, measure_activation_bytes
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.sampling import Sampler
@@ -52,6 +52,16 @@ def build_executor(
     checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
     timeline.mark("weights")
     with torch.inference_mode():
+        if backend.kv_dtype.itemsize == 1:
+            decoder.set_kv_scales(
+                calibrate_kv_scales(
+                    decoder,
+                    spec,
+                    device=backend.device,
+                    dtype=backend.activation_dtype,
+                    block_size=config.block_size,
+                )
+            )
         ledger = _plan(config, spec, backend, decoder, max_num_seqs, max_num_batched_tokens)
     timeline.mark("memory")
     cache = KVCache(

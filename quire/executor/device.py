@@ -78,7 +78,9 @@ def _kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> torch.d
     if config.kv_cache_dtype == "auto":
         return _TORCH_DTYPES[dtype]
     if config.kv_cache_dtype == "fp8":
-        raise ConfigError("kv_cache_dtype='fp8' is not there yet: use float16 or bfloat16, which halve float32")
+        if device.type == "cpu":
+            raise ConfigError("kv_cache_dtype='fp8' needs a GPU: on a CPU use float16 or bfloat16, which halve float32")
+        return torch.float8_e4m3fn
     return _TORCH_DTYPES[config.kv_cache_dtype]
 
 

@@ -1,16 +1,18 @@
 """The KV cache as bytes: one tensor on the device, one on the host for swapped blocks.
 
-Layout [layers, blocks, 2, kv_heads, block_size, head_dim]: a layer's slice is what the kernels take, and one block of
-one layer is one contiguous run, which is what copy-on-write and swap move.
+Layout on the device [layers, blocks, 2, kv_heads, block_size, head_dim]: a layer's slice is what the kernels take, and
+one block of one layer is one contiguous run. On the host the block comes first.
 """
 
 from __future__ import annotations
 
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.executor.transfer import Transfers, to_device
 from quire.models.spec import ModelSpec
 
 
@@ -32,45 +34,85 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        def allocate(blocks: int, on: torch.device, pin: bool) -> Tensor:
-            # Zeros, not empty: masked-out positions of a fresh block must be finite. On a CPU the operating system
-            # hands zero pages out on first touch, so an idle cache takes no memory.
-            shape = (spec.num_layers, blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
-            return torch.zeros(shape, dtype=dtype, device=on, pin_memory=pin)
-
+        inner = (2, spec.num_kv_heads, block_size, spec.head_dim)
+        on_gpu = device.type == "cuda"
+        # Zeros, not empty: masked-out positions of a fresh block must be finite. On a CPU the operating system hands
+        # zero pages out on first touch, so an idle cache takes no memory.
         # One block more than the scheduler knows of: where the padding of a captured decode step writes.
         self.spare_block = num_blocks
-        self.device_blocks = allocate(num_blocks + 1, device, False)
-        self.host_blocks = allocate(num_host_blocks, torch.device("cpu"), device.type == "cuda" and num_host_blocks > 0)
+        self.device_blocks = torch.zeros((spec.num_layers, num_blocks + 1, *inner), dtype=dtype, device=device)
+        # A host block holds all its layers in one piece: one copy moves it.
+        host_shape = (num_host_blocks, spec.num_layers, *inner)
+        self.host_blocks = torch.zeros(host_shape, dtype=dtype, pin_memory=on_gpu and num_host_blocks > 0)
         self.layers: list[Tensor] = list(self.device_blocks.unbind(0))
         self.block_bytes = block_bytes(spec, block_size, dtype)
+        # Moves are of words, whatever they hold: not every operation knows every dtype.
+        self._device_words = self.device_blocks.view(torch.int32)
+        self._host_words = self.host_blocks.view(torch.int32)
+        self._transfers = Transfers(device) if on_gpu else None
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """(from, to) device blocks, all layers."""
+        """(from, to) device blocks, all layers. All are read before any is written."""
         if pairs:
             sources, targets = self._columns(pairs)
-            self.device_blocks[:, targets] = self.device_blocks[:, sources]
+            self._device_words[:, targets] = self._device_words[:, sources]
 
-    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
-        """(device, host)."""
-        for device, host in pairs:
-            self.host_blocks[:, host].copy_(self.device_blocks[:, device], non_blocking=True)
+    def move(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]], step: int) -> None:
+        """(device, host) pairs, then (host, device) pairs. What is computed next sees the blocks that came in.
 
-    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
-        """(host, device)."""
-        for host, device in pairs:
-            self.device_blocks[:, device].copy_(self.host_blocks[:, host], non_blocking=True)
+        On a GPU the moves have a stream of their own: blocks going out move while the step computes.
+        """
+        if not swap_out and not swap_in:
+            return
+        if self._transfers is None:
+            self._copy_out(swap_out)
+            self._copy_in(swap_in)
+            return
+        with self._transfers.after_computing():
+            staged = self._copy_out(swap_out)
+            came_in = self._copy_in(swap_in)
+        self._transfers.track(step, (staged, came_in), compute_waits=bool(swap_in))
+
+    def take_finished(self, step: int) -> list[int]:
+        """Steps up to this one whose moves are over, each told once."""
+        return [step] if self._transfers is None else self._transfers.take_finished()
+
+    def _copy_out(self, pairs: list[tuple[int, int]]) -> Tensor | None:
+        if not pairs:
+            return None
+        devices, hosts = self._columns(pairs)
+        staged = self._device_words.index_select(1, devices).transpose(0, 1).contiguous()
+        if self._transfers is None:
+            self._host_words[hosts] = staged
+        else:
+            for (_, host), block in zip(pairs, staged, strict=True):
+                self._host_words[host].copy_(block, non_blocking=True)
+        return staged
+
+    def _copy_in(self, pairs: list[tuple[int, int]]) -> Tensor | None:
+        if not pairs:
+            return None
+        hosts, devices = self._columns(pairs)
+        if self._transfers is None:
+            staged = self._host_words[hosts]
+        else:
+            shape = (len(pairs), *self._host_words.shape[1:])
+            staged = torch.empty(shape, dtype=torch.int32, device=self._device_words.device)
+            for (host, _), block in zip(pairs, staged, strict=True):
+                block.copy_(self._host_words[host], non_blocking=True)
+        self._device_words[:, devices] = staged.transpose(0, 1)
+        return staged
 
     def measure_swap_rate(self) -> float | None:
         """Bytes per second between device and host, measured on real blocks; None without a host pool."""
-        num = min(self.host_blocks.shape[1], self.spare_block, 32)
+        num = min(self.host_blocks.shape[0], self.spare_block, 32)
         if not num:
             return None
         pairs = [(i, i) for i in range(num)]
-        self.swap_in(pairs)  # touches the pages, so that the timed move does not pay for them
+        self._copy_in(pairs)  # touches the pages, so that the timed move does not pay for them
         self._synchronize()
         start = time.perf_counter()
-        self.swap_out(pairs)
+        self._copy_out(pairs)
         self._synchronize()
         return num * self.block_bytes / max(time.perf_counter() - start, 1e-9)
 
@@ -79,5 +121,5 @@ class KVCache:
             torch.cuda.synchronize(self.device_blocks.device)
 
     def _columns(self, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        columns = torch.tensor(pairs, dtype=torch.int64).to(self.device_blocks.device)
-        return columns[:, 0], columns[:, 1]
+        columns = to_device(np.array(pairs, dtype=np.int64).T.copy(), self.device_blocks.device)
+        return columns[0], columns[1]

@@ -70,10 +70,11 @@ class LocalExecutor:
     def collect(self, ticket: int) -> StepResult:
         done = self._submitted.popleft()
         assert done.plan.step == ticket, f"step {ticket} collected out of order, {done.plan.step} is next"
-        result = StepResult(step=ticket, prompt_logprobs=done.prompt_logprobs, transfers_done=[ticket])
+        result = StepResult(step=ticket, prompt_logprobs=done.prompt_logprobs)
         if done.sampled is not None:
             result.tokens, result.logprobs, result.failed = done.sampled.to_lists()
         result.timings = done.clock.read()
+        result.transfers_done = self.cache.take_finished(ticket)
         return result
 
     def close(self) -> None:
@@ -123,8 +124,7 @@ class LocalExecutor:
             self.batch.release(row)
             self.sampler.release(row)
             self._prompt_logprob_rows.pop(row, None)
-        self.cache.swap_out(plan.swap_out)
-        self.cache.swap_in(plan.swap_in)
+        self.cache.move(plan.swap_out, plan.swap_in, plan.step)
         self.cache.copy(plan.copies)
         for new in plan.admitted:
             self.batch.admit(new.row, new.generation, new.token_ids, new.block_ids)

@@ -45,6 +45,25 @@ def measure_activation_bytes(
     return peak
 
 
+# An 8-bit float keeps its precision over many powers of two, so this only has to be far from both ends of its range.
+_FP8_TARGET = 448.0 / 4
+_CALIBRATION_TOKENS = 1024
+
+
+def calibrate_kv_scales(
+    decoder: Decoder, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, block_size: int
+) -> list[tuple[float, float]]:
+    """Scales for an 8-bit cache: the largest K and V of each layer, over tokens spread through the vocabulary."""
+    num_tokens = min(_CALIBRATION_TOKENS, decoder.max_position)
+    batch, num_blocks = _prompts(device, block_size, num_tokens, num_tokens)
+    shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
+    kv = torch.zeros(shape, dtype=dtype, device=device)
+    token_ids = torch.arange(num_tokens, device=device) * 7919 % spec.vocab_size
+    decoder.forward(token_ids, batch, list(kv.unbind(0)))
+    largest = kv.abs().amax(dim=(1, 3, 4, 5)).float().clamp_(min=1e-4)  # [layers, 2]
+    return [(k / _FP8_TARGET, v / _FP8_TARGET) for k, v in largest.tolist()]
+
+
 def _sampling_scratch(logits: Tensor) -> Tensor:
     """Sampling holds the weights of a part of the rows at a time beside the logits."""
     return torch.empty_like(logits[: max(1, len(logits) // 8)])

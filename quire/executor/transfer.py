@@ -1,7 +1,10 @@
-"""Small arrays on their way to the device, without the host waiting for it."""
+"""Bytes on their way between host and device, without either waiting for the other."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy.typing as npt
@@ -36,3 +39,34 @@ class StagingRing:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         self._events[index] = done
+
+
+class Transfers:
+    """A stream beside the one that computes, and the steps whose moves are still under way on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # (step, done, what has to stay allocated until then)
+        self._under_way: deque[tuple[int, torch.cuda.Event, object]] = deque()
+
+    @contextlib.contextmanager
+    def after_computing(self) -> Iterator[None]:
+        """Queue moves behind the steps submitted so far: they may still write what goes out, and read what is freed."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def track(self, step: int, keep: object, *, compute_waits: bool) -> None:
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(self._stream)
+        if compute_waits:
+            torch.cuda.current_stream(self._device).wait_event(done)
+        self._under_way.append((step, done, keep))
+
+    def take_finished(self) -> list[int]:
+        """Steps whose moves are over, each told once."""
+        finished = []
+        while self._under_way and self._under_way[0][1].query():  # type: ignore[no-untyped-call]
+            finished.append(self._under_way.popleft()[0])
+        return finished

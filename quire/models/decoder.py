@@ -7,7 +7,7 @@ output is added to it by the norm that follows, so a layer is nine operations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -104,6 +104,11 @@ class Decoder:
     def is_ignored_weight(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor without its being needed."""
         return name.endswith("rotary_emb.inv_freq") or (self.spec.tie_embeddings and name == "lm_head.weight")
+
+    def set_kv_scales(self, scales: Sequence[tuple[float, float]]) -> None:
+        """(k_scale, v_scale) of each layer, for an 8-bit cache. Before the first step: captured steps keep them."""
+        for layer, (k_scale, v_scale) in zip(self._layers, scales, strict=True):
+            layer.attention = replace(layer.attention, k_scale=k_scale, v_scale=v_scale)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """A slot for every tensor that the checkpoint must hold, by its name there."""

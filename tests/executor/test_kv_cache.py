@@ -47,9 +47,10 @@ def test_copies_read_before_any_is_written() -> None:
 def test_out_and_in_again() -> None:
     cache = make()
     before = cache.device_blocks.clone()
-    cache.swap_out([(4, 0), (2, 2)])
+    cache.move([(4, 0), (2, 2)], [], step=1)
+    assert cache.take_finished(1) == [1]
     cache.device_blocks.zero_()
-    cache.swap_in([(0, 1), (2, 5)])
+    cache.move([], [(0, 1), (2, 5)], step=2)
     assert torch.equal(cache.device_blocks[:, 1], before[:, 4])
     assert torch.equal(cache.device_blocks[:, 5], before[:, 2])
 
