@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from dataclasses import dataclass
 
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
@@ -10,6 +12,16 @@ from quire.kv import KVManager
 from quire.plan import StepResult
 from quire.request import FinishReason, Request, Sequence
 from quire.scheduler import Scheduler, SequenceUpdate
+
+
+@dataclass(slots=True)
+class HostSeconds:
+    """Where the loop's own time went, in all. collect is mostly waiting for the executor."""
+
+    schedule_s: float = 0.0
+    submit_s: float = 0.0
+    collect_s: float = 0.0
+    update_s: float = 0.0
 
 
 class EngineCore:
@@ -21,6 +33,7 @@ class EngineCore:
         self.kv = kv
         self._tickets: deque[int] = deque()
         self._failure: BaseException | None = None
+        self.host = HostSeconds()
         self.last_result: StepResult | None = None  # of the step that was collected last, for the statistics
 
     def add(self, request: Request) -> None:
@@ -43,16 +56,32 @@ class EngineCore:
         """Keep the executor as deep in work as it takes, then give out what the oldest step brought."""
         self._raise_if_dead()
         try:
-            while len(self._tickets) < self.executor.depth and (plan := self.scheduler.schedule()) is not None:
-                self._tickets.append(self.executor.submit(plan))
+            self._fill()
             if not self._tickets:
                 return self.scheduler.take_failures()
+            started = time.perf_counter()
             self.last_result = result = self.executor.collect(self._tickets.popleft())
-            return self.scheduler.update(result)
+            collected = time.perf_counter()
+            updates = self.scheduler.update(result)
+            self.host.collect_s += collected - started
+            self.host.update_s += time.perf_counter() - collected
+            return updates
         except Exception as failure:
             # Scheduler and executor may disagree now about who holds what: nothing after this could be trusted.
             self._failure = failure
             raise EngineDeadError(f"the engine failed in a step and stopped: {failure!r}") from failure
+
+    def _fill(self) -> None:
+        """Submit until the executor has as much as it takes, or there is nothing more to plan yet."""
+        while len(self._tickets) < self.executor.depth:
+            started = time.perf_counter()
+            plan = self.scheduler.schedule()
+            planned = time.perf_counter()
+            self.host.schedule_s += planned - started
+            if plan is None:
+                return
+            self._tickets.append(self.executor.submit(plan))
+            self.host.submit_s += time.perf_counter() - planned
 
     @property
     def is_dead(self) -> bool:

@@ -63,4 +63,10 @@ def collect_metrics(engine: LLMEngine) -> list[Metric]:
     ]
     split = {"prepare": stats.prepare_s, "forward": stats.forward_s, "sample": stats.sample_s, "all": stats.busy_s}
     found += [Metric("quire:step_seconds_total", "counter", seconds, {"part": part}) for part, seconds in split.items()]
+    host = engine.core.host
+    loop = {"schedule": host.schedule_s, "submit": host.submit_s, "collect": host.collect_s, "update": host.update_s}
+    found += [Metric("quire:host_seconds_total", "counter", seconds, {"part": part}) for part, seconds in loop.items()]
+    graphs = getattr(engine.core.executor, "graphs", None)
+    if graphs is not None:
+        found.append(Metric("quire:graph_captures_total", "counter", graphs.num_captures))
     return found

@@ -1,0 +1,8 @@
+"""Sampling: from logits to tokens and logprobs, on the logits' device, with counter-based randomness."""
+
+from __future__ import annotations
+
+from quire.sampling.logprobs import PendingLogprobs, compute_logprobs, prompt_logprobs
+from quire.sampling.sampler import SampledBatch, Sampler
+
+__all__ = ["PendingLogprobs", "SampledBatch", "Sampler", "compute_logprobs", "prompt_logprobs"]
