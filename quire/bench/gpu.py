@@ -1,0 +1,220 @@
+"""The GPU table: Llama-3.1-8B's shape in bf16 with random weights, on the seeded workloads.
+
+    python -m quire.bench.gpu                        # the whole table, JSON and a chart
+    python -m quire.bench.gpu single lab16 --no-profile
+
+Each workload runs once untimed, on other prompts, and then timed. After that a few steps are profiled, and a step's
+time is split into matrix products, attention, other kernels, sampling and gaps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.bench.model_shapes import write_llama_8b
+from quire.bench.workloads import WORKLOADS, Workload
+from quire.config import EngineConfig
+from quire.errors import ConfigError, QuireError
+
+if TYPE_CHECKING:
+    from quire.engine.llm_engine import LLMEngine
+
+# Row of the table -> (workload, sampling, which rate counts, vLLM 0.26.0 on an H200, the limit of the hardware)
+ROWS: dict[str, tuple[str, dict[str, float], str, float, float]] = {
+    "single": ("single", {}, "output", 201.2, 284.5),
+    "lab16": ("lab16", {}, "output", 3104, 4517),
+    "mixed256": ("mixed256", {}, "output", 9984, 14372),
+    "mixed256-sampled": ("mixed256", {"temperature": 0.8, "top_p": 0.95}, "output", 7725, 14372),
+    "sharegpt": ("sharegpt", {}, "output", 12682, 21179),
+    "prefill": ("prefill", {}, "total", 40535, 53980),
+    "shared_prefix": ("shared_prefix", {}, "output", 8343, 17700),
+}
+# Parts of a step by the names of the kernels that do them.
+_KERNELS = {
+    "attention": ("decode_kernel", "prefill_kernel", "merge_kernel", "prefix_kernel", "flash"),
+    "matrix products": ("skinny", "gemm", "gemv", "cutlass", "nvjet", "xmma", "splitK", "cublas"),
+    "sampling": ("sampl", "argmax", "ArgMax", "sort", "Sort", "softmax", "select", "filter", "race"),
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """One line of the table. Seconds are totals over the timed run."""
+
+    name: str
+    seconds: float
+    tok_s: float
+    vllm_tok_s: float
+    limit_tok_s: float
+    num_steps: int
+    gpu_s: float  # from each step's first to its last kernel
+    sample_s: float
+    schedule_s: float
+    submit_s: float
+    update_s: float
+    num_captures: int
+
+
+def run_workload(engine: LLMEngine, workload: Workload, sampling: dict[str, float]) -> tuple[float, int]:
+    """Seconds and output tokens."""
+    from quire.params import OutputKind, SamplingParams
+
+    started = time.perf_counter()
+    for i, (prompt, num_out) in enumerate(workload):
+        values: dict[str, Any] = {"temperature": 0.0} | sampling
+        params = SamplingParams(
+            ignore_eos=True, max_tokens=num_out, detokenize=False, output_kind=OutputKind.FINAL_ONLY, **values
+        )
+        engine.add_request(str(i), prompt, params)
+    num_out = 0
+    while engine.has_unfinished_requests():
+        num_out += sum(len(output.outputs[0].token_ids) for output in engine.step())
+    return time.perf_counter() - started, num_out
+
+
+def time_row(engine: LLMEngine, name: str) -> Row:
+    workload_name, sampling, counts, vllm, limit = ROWS[name]
+    vocab = 128_000
+    run_workload(engine, WORKLOADS[workload_name](vocab, seed=100_000), sampling)
+    engine.reset_prefix_cache()
+    before = _totals(engine)
+    workload = WORKLOADS[workload_name](vocab)
+    seconds, num_out = run_workload(engine, workload, sampling)
+    assert num_out == sum(n for _, n in workload), "an output has the wrong length"
+    spent = [after - earlier for after, earlier in zip(_totals(engine), before, strict=True)]
+    num_counted = num_out + (sum(len(p) for p, _ in workload) if counts == "total" else 0)
+    return Row(name, seconds, num_counted / seconds, vllm, limit, int(spent[0]), *spent[1:6], int(spent[6]))
+
+
+def _totals(engine: LLMEngine) -> tuple[float, ...]:
+    stats, host = engine.stats, engine.core.host
+    graphs = getattr(engine.core.executor, "graphs", None)
+    return (
+        stats.num_steps,
+        stats.busy_s,
+        stats.sample_s,
+        host.schedule_s,
+        host.submit_s,
+        host.update_s,
+        0 if graphs is None else graphs.num_captures,
+    )
+
+
+def profile_decode(engine: LLMEngine, num_seqs: int, context: int, num_steps: int = 12) -> dict[str, float]:
+    """Milliseconds of one decode step by part, from the GPU's own trace."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from quire.params import OutputKind, SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0, ignore_eos=True, max_tokens=256, detokenize=False, output_kind=OutputKind.FINAL_ONLY
+    )
+    for i in range(num_seqs):
+        engine.add_request(f"p{i}", [10 + (i * 7919 + j) % 120_000 for j in range(context)], params)
+    num_prefilled, num_quiet = -1, 0
+    while num_quiet < 4:  # until the prompts are done and a few steps have only decoded
+        engine.step()
+        num_now = engine.core.scheduler.stats.num_prefill_tokens
+        num_quiet = num_quiet + 1 if num_now == num_prefilled else 0
+        num_prefilled = num_now
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            engine.step()
+        torch.cuda.synchronize()
+        wall_ms = (time.perf_counter() - started) * 1e3
+    engine.abort_request([f"p{i}" for i in range(num_seqs)])
+    parts = dict.fromkeys([*_KERNELS, "other kernels"], 0.0)
+    for event in trace.key_averages():
+        part = next((p for p, names in _KERNELS.items() if any(n in event.key for n in names)), "other kernels")
+        parts[part] += event.device_time_total / 1e3
+    parts["gaps"] = max(0.0, wall_ms - sum(parts.values()))
+    return {part: ms / num_steps for part, ms in parts.items()}
+
+
+def _print(ready_s: float, kv_tokens: int, rows: list[Row], splits: dict[str, dict[str, float]]) -> None:
+    print(f"\nready in {ready_s:.1f} s (vLLM 71.5), {kv_tokens:,} KV tokens (vLLM 891,392)")
+    print(f"{'row':<18}{'tok/s':>9}{'vLLM':>9}{'x':>6}{'of limit':>10}{'GPU s':>8}{'wall s':>8}{'sample s':>9}"
+          f"{'schedule':>9}{'submit':>8}{'update':>8}{'captures':>9}")  # fmt: skip
+    for r in rows:
+        print(f"{r.name:<18}{r.tok_s:>9.1f}{r.vllm_tok_s:>9.0f}{r.tok_s / r.vllm_tok_s:>6.2f}"
+              f"{r.tok_s / r.limit_tok_s:>9.0%} {r.gpu_s:>8.2f}{r.seconds:>8.2f}{r.sample_s:>9.2f}"
+              f"{r.schedule_s:>9.2f}{r.submit_s:>8.2f}{r.update_s:>8.2f}{r.num_captures:>9}")  # fmt: skip
+    for name, split in splits.items():
+        print(f"step {name}: " + ", ".join(f"{part} {ms:.2f} ms" for part, ms in split.items()))
+
+
+def _chart(path: Path, rows: list[Row]) -> None:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+    except ImportError:
+        print("no chart: it needs matplotlib (pip install 'quire[report]')", file=sys.stderr)
+        return
+    figure, axes = plt.subplots(figsize=(9, 4))
+    places = range(len(rows))
+    axes.bar([p - 0.2 for p in places], [r.vllm_tok_s / r.limit_tok_s for r in rows], 0.4, label="vLLM 0.26.0")
+    axes.bar([p + 0.2 for p in places], [r.tok_s / r.limit_tok_s for r in rows], 0.4, label="Quire")
+    axes.set_xticks(list(places), [r.name for r in rows], rotation=20)
+    axes.set_ylabel("share of the hardware's limit")
+    axes.set_title("Llama-3.1-8B's shape, bf16, one H200: tokens per second over the physical limit")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m quire.bench.gpu", description=__doc__.split("\n")[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all of {', '.join(ROWS)}")
+    parser.add_argument("--no-profile", action="store_true", help="leave the split of a step out")
+    parser.add_argument("--kwargs", default="{}", help='JSON of engine arguments, e.g. \'{"kv_cache_dtype": "fp8"}\'')
+    args = parser.parse_args(argv)
+    names = args.rows or list(ROWS)
+    unknown = [name for name in names if name not in ROWS]
+    try:
+        if unknown:
+            raise ConfigError(f"unknown row {unknown[0]!r}: there are {', '.join(ROWS)}")
+        values = {"device": "cuda", "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 4096}
+        config = EngineConfig.from_kwargs(
+            **(values | {"gpu_memory_utilization": 0.9, "model": str(write_llama_8b())} | json.loads(args.kwargs))
+        )
+        started = time.perf_counter()
+        from quire.engine.llm_engine import LLMEngine
+
+        engine = LLMEngine.from_config(config)
+    except (QuireError, json.JSONDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    ready_s = time.perf_counter() - started
+    print("start-up:", {part: round(s, 2) for part, s in engine.built.timeline_s.items()}, flush=True)
+    rows = []
+    for name in names:
+        rows.append(time_row(engine, name))
+        print(f"{name}: {rows[-1].tok_s:.1f} tok/s", flush=True)
+    splits: dict[str, dict[str, float]] = {}
+    if not args.no_profile:
+        for num_seqs, context in ((1, 256), (16, 136), (256, 843)):
+            splits[f"{num_seqs} x {context}"] = profile_decode(engine, num_seqs, context)
+    kv_tokens = engine.ledger.num_blocks * engine.ledger.block_size
+    _print(ready_s, kv_tokens, rows, splits)
+    folder = Path(os.environ.get("OUT") or "bench-results")
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"ready_s": ready_s, "kv_tokens": kv_tokens, "rows": [asdict(r) for r in rows], "step_ms": splits}
+    (folder / "gpu.json").write_text(json.dumps(record, indent=1))
+    _chart(folder / "gpu.png", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
