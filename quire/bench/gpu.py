@@ -90,7 +90,21 @@ def time_row(engine: LLMEngine, name: str) -> Row:
     assert num_out == sum(n for _, n in workload), "an output has the wrong length"
     spent = [after - earlier for after, earlier in zip(_totals(engine), before, strict=True)]
     num_counted = num_out + (sum(len(p) for p, _ in workload) if counts == "total" else 0)
-    return Row(name, seconds, num_counted / seconds, vllm, limit, int(spent[0]), *spent[1:6], int(spent[6]))
+    num_steps, gpu_s, sample_s, schedule_s, submit_s, update_s, num_captures = spent
+    return Row(
+        name=name,
+        seconds=seconds,
+        tok_s=num_counted / seconds,
+        vllm_tok_s=vllm,
+        limit_tok_s=limit,
+        num_steps=int(num_steps),
+        gpu_s=gpu_s,
+        sample_s=sample_s,
+        schedule_s=schedule_s,
+        submit_s=submit_s,
+        update_s=update_s,
+        num_captures=int(num_captures),
+    )
 
 
 def _totals(engine: LLMEngine) -> tuple[float, ...]:
