@@ -58,7 +58,8 @@ class Session:
                     yield output
                 self._sample_cache()
         finally:
-            self.engine.abort_request(ids)
+            for stopped in self.engine.abort_request(ids):
+                self._count(stopped)
             self.account.seconds += time.perf_counter() - started
 
     def _count(self, output: RequestOutput) -> None:
