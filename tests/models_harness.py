@@ -217,7 +217,7 @@ def random_sequences(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> 
 
 _TINY: dict[str, Any] = {
     "vocab_size": 97,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,

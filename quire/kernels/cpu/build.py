@@ -57,7 +57,7 @@ def build(target_dir: Path) -> Path:
     compiler = find_compiler()
     target_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="quire-build-") as scratch:
-        jobs = [(name, "", ()) for name in SOURCES_ONCE]
+        jobs: list[tuple[str, str, tuple[str, ...]]] = [(name, "", ()) for name in SOURCES_ONCE]
         jobs += [(name, isa, flags) for isa, flags in ISA_FLAGS.items() for name in SOURCES_PER_ISA]
         objects, running = [], []
         for name, isa, flags in jobs:
@@ -84,7 +84,7 @@ def _finish(running: list[subprocess.Popen[str]]) -> None:
     outputs = [process.communicate()[0] for process in running]
     for process, output in zip(running, outputs, strict=True):
         if process.returncode != 0:
-            raise BuildError(f"{process.args}\n{output.strip()}")
+            raise BuildError(f"{process.args!r}\n{output.strip()}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The operations of kernels/interface.py on the native CPU library. Activations are float32; weights and KV may be narrower.
+"""The operations of kernels/interface.py on the native CPU library.
 
+Activations are float32; weights and KV may be narrower.
 A step makes about 250 of these calls, so they do little besides passing addresses: the native side owns the threads.
 """
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.kernels.composed import ComposedOps
 from quire.kernels.cpu.library import load_functions, load_library
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.threads import ThreadPool, default_num_threads
@@ -38,7 +40,7 @@ class _NativeSpec(ctypes.Structure):
     )
 
 
-class CpuOps:
+class CpuOps(ComposedOps):
     """One engine's kernels and threads. `isa` is for tests and benchmarks; the default is the best of this machine."""
 
     name = "cpu"
@@ -67,7 +69,9 @@ class CpuOps:
         return (4, 8, 16, 32, 64, 128)
 
     def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> CpuLinear:
-        return CpuLinear(self._functions, self._threads, self._arena, out_features, in_features, self.weight_dtype, bias)
+        return CpuLinear(
+            self._functions, self._threads, self._arena, out_features, in_features, self.weight_dtype, bias
+        )
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         assert isinstance(weight, CpuLinear) and x.dtype is torch.float32 and x.shape[1] == weight.in_features

@@ -32,7 +32,18 @@ class _NativeWeight(ctypes.Structure):
 class CpuLinear:
     """One LinearWeight. int8 is symmetric with one scale an output row, chosen from the row's largest weight."""
 
-    __slots__ = ("_bias", "_data", "_functions", "_has_bias", "_native", "_scale", "_threads", "address", "in_features", "out_features")
+    __slots__ = (
+        "_bias",
+        "_data",
+        "_functions",
+        "_has_bias",
+        "_native",
+        "_scale",
+        "_threads",
+        "address",
+        "in_features",
+        "out_features",
+    )
 
     def __init__(
         self,
@@ -72,7 +83,7 @@ class CpuLinear:
 
     def load_rows(self, first_row: int, rows: Tensor) -> None:
         assert rows.dim() == 2 and rows.shape[1] == self.in_features, (tuple(rows.shape), self.in_features)
-        assert 0 <= first_row and first_row + len(rows) <= self.out_features
+        assert first_row >= 0 and first_row + len(rows) <= self.out_features
         step = max(1, _LOAD_FLOATS // self.in_features)
         for at in range(0, len(rows), step):
             piece = rows[at : at + step].to("cpu", torch.float32).contiguous()

@@ -17,16 +17,10 @@ typedef struct {
     int64_t kind;
 } weight;
 
-#ifndef STREAM_AHEAD
-#define STREAM_AHEAD 2048
-#endif
-#ifndef DEPTH_BLOCK
-#define DEPTH_BLOCK 384
-#endif
-#ifndef ROW_BLOCK
-#define ROW_BLOCK 96
-#endif
 enum {
+    DEPTH_BLOCK = NR == 32 ? 256 : 384, /* of k: this part of a panel stays in L1 while the rows pass over it */
+    ROW_BLOCK = 96,                     /* rows whose activations stay in L2 while the panels pass */
+    STREAM_AHEAD = 1024,                /* bytes between a single row's reads and its prefetches */
     MAX_SPANS = 64,
     PAIR_ROWS = 3, /* up to so many rows run over two panels at once */
 };

@@ -68,20 +68,28 @@ INLINE float half_to_float(uint16_t h) {
     return f;
 }
 
-/* VL stored numbers as float32; `at` counts elements. */
+/* VL stored numbers as float32; `at` counts elements. By intrinsics where there are: compilers take the portable
+ * conversions apart, lane by lane. */
 INLINE vf load_wide(int kind, const void *p, long at) {
     if (kind == F32) return load((const float *)p + at);
-    if (kind == BF16) return (vf)(__builtin_convertvector(*(const vh *)((const uint16_t *)p + at), vu) << 16);
-    if (kind == I8) return __builtin_convertvector(__builtin_convertvector(*(const vb *)((const int8_t *)p + at), vi), vf);
     const uint16_t *h = (const uint16_t *)p + at;
+    const int8_t *b = (const int8_t *)p + at;
 #if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)h));
-#elif defined(__F16C__)
-    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)h));
+    if (kind == I8) return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)b)));
+    const __m256i bits = _mm256_loadu_si256((const __m256i *)h);
+    if (kind == BF16) return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+    return (vf)_mm512_cvtph_ps(bits);
+#elif defined(__AVX2__)
+    if (kind == I8) return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)b)));
+    const __m128i bits = _mm_loadu_si128((const __m128i *)h);
+    if (kind == BF16) return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+    return (vf)_mm256_cvtph_ps(bits);
 #else
-    vu x = __builtin_convertvector(*(const vh *)h, vu), magnitude = (x & 0x7fff) << 13;
-    vu special = (vu)((vi)magnitude >= 0x0f800000) & 0x7f800000;
-    return (vf)((vu)((vf)magnitude * 0x1p112f) | special | (x & 0x8000) << 16);
+    if (kind == I8) return __builtin_convertvector(__builtin_convertvector(*(const vb *)b, vi), vf);
+    const vu bits = __builtin_convertvector(*(const vh *)h, vu);
+    if (kind == BF16) return (vf)(bits << 16);
+    const vu magnitude = (bits & 0x7fff) << 13, special = (vu)((vi)magnitude >= 0x0f800000) & 0x7f800000;
+    return (vf)((vu)((vf)magnitude * 0x1p112f) | special | (bits & 0x8000) << 16);
 #endif
 }
 
