@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.executor.transfer import to_device
 from quire.kernels.interface import AttentionBatch
 from quire.plan import StepPlan
+from quire.sampling.transfer import to_device
 
 
 @dataclass(slots=True)

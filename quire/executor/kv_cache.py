@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.executor.transfer import Transfers, to_device
+from quire.executor.transfer import Transfers
 from quire.models.spec import ModelSpec
+from quire.sampling.transfer import to_device
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:

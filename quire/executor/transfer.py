@@ -12,14 +12,6 @@ import torch
 from torch import Tensor
 
 
-def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A tensor of the array on the device. Pinned on the way to a GPU: from pageable memory the copy would wait."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 class StagingRing:
     """Pinned buffers taken in turn, so that the host may fill one while copies from the others are still queued."""
 
