@@ -46,6 +46,9 @@ class PersistentBatch:
         self.tokens = torch.zeros((num_rows + 1, max_model_len + 1), dtype=torch.int64, device=device)
         self.block_tables = torch.full((num_rows + 1, max_blocks), spare_block, dtype=torch.int32, device=device)
         self.spare_row = num_rows
+        # The same tables where the host can look at them: who shares blocks with whom is found out there.
+        self.host_tables = np.full((num_rows + 1, max_blocks), spare_block, dtype=np.int32)
+        self.version = 0  # changes whenever a row's sequence, or a block that it has already, does
         self.table_lengths = [0] * num_rows
         self.generations: list[int | None] = [None] * num_rows  # None: the row is free
 
@@ -53,20 +56,26 @@ class PersistentBatch:
         assert self.generations[row] is not None, f"row {row} is released but holds nothing"
         self.generations[row] = None
         self.table_lengths[row] = 0
+        self.version += 1
 
     def admit(self, row: int, generation: int, token_ids: list[int], block_ids: list[int]) -> None:
         assert self.generations[row] is None, f"row {row} is admitted while it holds generation {self.generations[row]}"
         self.generations[row] = generation
         self.tokens[row, : len(token_ids)] = to_device(np.array(token_ids, dtype=np.int64), self.device)
-        self.block_tables[row, : len(block_ids)] = to_device(np.array(block_ids, dtype=np.int32), self.device)
+        blocks = self.host_tables[row, : len(block_ids)]
+        blocks[:] = block_ids
+        self.block_tables[row, : len(block_ids)] = to_device(blocks, self.device)
         self.table_lengths[row] = len(block_ids)
+        self.version += 1
 
     def fork(self, source: int, row: int, generation: int) -> None:
         assert self.generations[row] is None, f"row {row} is forked into while it is in use"
         self.generations[row] = generation
         self.tokens[row].copy_(self.tokens[source])
         self.block_tables[row].copy_(self.block_tables[source])
+        self.host_tables[row] = self.host_tables[source]
         self.table_lengths[row] = self.table_lengths[source]
+        self.version += 1
 
     def apply_table_diffs(self, plan: StepPlan) -> None:
         """grown and rewired, in one scatter."""
@@ -85,8 +94,11 @@ class PersistentBatch:
             columns.append(index)
             blocks.append(block)
         if rows:
-            diff = to_device(np.array([rows, columns, blocks], dtype=np.int64), self.device)
+            host = np.array([rows, columns, blocks], dtype=np.int64)
+            self.host_tables[host[0], host[1]] = host[2]
+            diff = to_device(host, self.device)
             self.block_tables[diff[0], diff[1]] = diff[2].to(torch.int32)
+            self.version += bool(plan.rewired)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Turn the plan's spans into tensors."""

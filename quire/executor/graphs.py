@@ -14,8 +14,16 @@ from torch import Tensor
 from quire.executor.batch import PersistentBatch
 from quire.executor.transfer import StagingRing
 from quire.kernels.interface import AttentionBatch
+from quire.kernels.shared_prefix import (
+    find_shared_prefixes,
+    pack_shared_prefixes,
+    packed_length,
+    unpack_shared_prefixes,
+)
 from quire.models.decoder import Decoder
+from quire.sampling.transfer import to_device
 
+_MAX_GROUPS = 8  # of sequences with a common prefix; more are served, each reading for itself
 _COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -43,7 +51,11 @@ class DecodeGraphs:
         self._step = torch.zeros((3, size), dtype=torch.int64, device=batch.device)
         self._staging = StagingRing(3 * size)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # By padded size, and whether the step reads shared prefixes once for all that share them.
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._groups = torch.zeros(packed_length(size, _MAX_GROUPS), dtype=torch.int32, device=batch.device)
+        self._grouped: tuple[int, list[int]] | None = None  # the batch's version and rows that _groups is about
+        self._has_groups = False
         self.num_captures = 0
 
     def capture_common(self) -> None:
@@ -51,17 +63,34 @@ class DecodeGraphs:
         for size in sorted(_COMMON_SIZES, reverse=True):
             if size <= padded_size(self._max_num_seqs):
                 self._fill([], [], size)
-                self._capture(size)
+                self._capture(size, False)
 
     def run(self, rows: list[int], positions: list[int]) -> Tensor:
         """Decode one token of each row; logits [len(rows), vocab], valid until the next step."""
         size = padded_size(len(rows))
         self._fill(rows, positions, size)
-        if size not in self._graphs:
-            self._capture(size)
-        graph, logits = self._graphs[size]
+        if self._grouped != (self._batch.version, rows):
+            self._group(rows, positions, size)
+        key = (size, self._has_groups)
+        if key not in self._graphs:
+            self._capture(*key)
+        graph, logits = self._graphs[key]
         graph.replay()
         return logits[: len(rows)]
+
+    def _group(self, rows: list[int], positions: list[int], size: int) -> None:
+        """Find who shares a prefix. It stays true until the batch changes: tables only grow at their end."""
+        batch = self._batch
+        num_full_blocks = np.array(positions) // batch.block_size
+        width = int(num_full_blocks.max())
+        groups = find_shared_prefixes(
+            batch.host_tables[rows, :width], num_full_blocks, batch.block_size, max_groups=_MAX_GROUPS
+        )
+        self._has_groups = bool(groups)
+        self._grouped = (batch.version, list(rows))
+        if groups:
+            packed = pack_shared_prefixes(groups, size, _MAX_GROUPS)
+            self._groups[: len(packed)].copy_(to_device(packed, batch.device))
 
     def _fill(self, rows: list[int], positions: list[int], size: int) -> None:
         host = np.empty((3, size), dtype=np.int64)
@@ -71,17 +100,17 @@ class DecodeGraphs:
         host[2, : len(rows)] = host[1, : len(rows)] + 1
         self._staging.copy_to(host, self._step[:, :size])
 
-    def _capture(self, size: int) -> None:
+    def _capture(self, size: int, shares: bool) -> None:
         # Kernels compile, and cuBLAS chooses, outside of the capture. Their writes go where this step's go anyway.
-        self._forward(size)
+        self._forward(size, shares)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._forward(size)
-        self._graphs[size] = (graph, logits)
+            logits = self._forward(size, shares)
+        self._graphs[size, shares] = (graph, logits)
         self.num_captures += 1
 
-    def _forward(self, size: int) -> Tensor:
+    def _forward(self, size: int, shares: bool) -> Tensor:
         batch, block_size = self._batch, self._batch.block_size
         rows, positions, kv_lens = self._step[0, :size], self._step[1, :size], self._step[2, :size]
         tables = batch.block_tables.index_select(0, rows)
@@ -96,5 +125,8 @@ class DecodeGraphs:
             max_kv_len=self._max_model_len,
             num_decodes=size,
         )
+        if shares:
+            packed = self._groups[: packed_length(size, _MAX_GROUPS)]
+            attention.shared = unpack_shared_prefixes(packed, size, _MAX_GROUPS)
         hidden = self._decoder.forward(batch.tokens[rows, positions], attention, self._layers)
         return self._decoder.logits(hidden, None)

@@ -18,6 +18,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PREFIX_ALIGN = 128  # shared prefixes are cut to a multiple of this many tokens: whole blocks, whole tiles of any kernel
+
+
+@dataclass(slots=True)
+class SharedPrefixes:
+    """Which decodes of a step begin with the same blocks, so that those need to be read only once for all of them.
+
+    It says nothing that the block tables do not say, so a backend may ignore it. The number of groups is that of the
+    tensors: a group without members is empty, so that a captured step serves any grouping. `kernels/shared_prefix.py`
+    finds the groups.
+    """
+
+    members: Tensor  # [num_decodes] int32: sequences, group after group; those of no group come last
+    group_starts: Tensor  # [groups + 1] int32: group g is members[group_starts[g] : group_starts[g + 1]]
+    group_lens: Tensor  # [groups] int32: tokens that the group shares, a multiple of PREFIX_ALIGN
+    seq_lens: Tensor  # [num_decodes] int32: tokens that each sequence shares, fewer than it has; 0 without a group
+
+
+@dataclass(slots=True, frozen=True)
+class Unscaled:
+    """Normalised rows, but for a factor: a backend may leave it to the product that follows, which is linear."""
+
+    x: Tensor  # [tokens, features]: the residual stream times the norm's weight
+    square_sums: Tensor  # [parts, tokens] float32: of the residual stream; a token's parts add up to its sum of squares
+    eps: float
+
+
 @dataclass(slots=True)
 class AttentionBatch:
     """Where one step's tokens stand. Sequence i's new tokens are rows query_starts[i] .. query_starts[i+1]-1.
@@ -34,6 +61,7 @@ class AttentionBatch:
     max_query_len: int
     max_kv_len: int
     num_decodes: int  # leading sequences with exactly one new token
+    shared: SharedPrefixes | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,3 +147,36 @@ class Ops(Protocol):
 
     def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
         """hidden: [rows, in] -> float32 [rows, out], capped where asked."""
+
+    # Three pairs of the above. `kernels/composed.py` has them as such; a backend may run a pair in one launch.
+
+    def linear_rope_write(
+        self,
+        x: Tensor | Unscaled,
+        weight: LinearWeight,
+        cos_sin: Tensor,
+        kv: Tensor,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """rope_and_write(linear(x, weight), ...)"""
+
+    def linear_add_norm(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        residual: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        branch_norm: Tensor | None = None,
+    ) -> Tensor | Unscaled:
+        """residual += linear(x, weight), in place; returns rms_norm(residual, norm), or residual where there is none.
+
+        branch_norm: an RMS norm of the product before it is added (Gemma 3).
+        """
+
+    def linear_act(self, x: Tensor | Unscaled, weight: LinearWeight, activation: str) -> Tensor:
+        """act_mul(linear(x, weight), activation)"""

@@ -1,7 +1,8 @@
 """One decoder for every served architecture: what they differ in comes as data, in a ModelSpec.
 
-q, k and v are one matrix, gate and up another. The residual stream is one tensor, changed in place: each branch's
-output is added to it by the norm that follows, so a layer is nine operations.
+q, k and v are one matrix, gate and up another. The residual stream is one tensor, changed in place. Each of a layer's
+four products is called together with what follows it, so that a backend may make one launch of the two: a layer is
+five operations.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Ops
+from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Ops, Unscaled
 from quire.layers.rotary import rotary_table
 from quire.models.slots import WeightSlot, matrix_slots, norm_slot
 from quire.models.spec import ModelSpec, RopeSpec
@@ -63,29 +64,22 @@ class Decoder:
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor]) -> Tensor:
         """token_ids: [tokens] int64, placed by `batch`; kv: each layer's cache. -> [tokens, hidden], before the final
         norm, which only the tokens that give logits need."""
-        ops, eps, activation = self._ops, self.spec.norm_eps, self.spec.activation
-        linear, rms_norm, add_rms_norm = ops.linear, ops.rms_norm, ops.add_rms_norm
-        rope_and_write, attention, act_mul = ops.rope_and_write, ops.attention, ops.act_mul
+        ops, eps, activation, layers = self._ops, self.spec.norm_eps, self.spec.activation, self._layers
 
         residual = ops.embed(token_ids, self._embedding, self._embedding_scale)
-        branch = None  # the output of the last branch, not yet in the residual stream
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
-            if branch is None:
-                x = rms_norm(residual, layer.attention_norm, eps)
-            else:
-                x = add_rms_norm(branch, residual, layer.attention_norm, eps)
-            q = rope_and_write(
-                linear(x, layer.qkv), layer.cos_sin, layer_kv, batch, layer.attention, layer.q_norm, layer.k_norm, eps
+        x: Tensor | Unscaled = ops.rms_norm(residual, layers[0].attention_norm, eps)
+        for index, (layer, layer_kv) in enumerate(zip(layers, kv, strict=True)):
+            q = ops.linear_rope_write(
+                x, layer.qkv, layer.cos_sin, layer_kv, batch, layer.attention, layer.q_norm, layer.k_norm, eps
             )
-            branch = linear(attention(q, layer_kv, batch, layer.attention), layer.output)
-            if layer.after_attention_norm is not None:
-                branch = rms_norm(branch, layer.after_attention_norm, eps)
-            x = add_rms_norm(branch, residual, layer.mlp_norm, eps)
-            branch = linear(act_mul(linear(x, layer.gate_up), activation), layer.down)
-            if layer.after_mlp_norm is not None:
-                branch = rms_norm(branch, layer.after_mlp_norm, eps)
-        assert branch is not None, "a model has at least one layer"
-        return residual.add_(branch)
+            attended = ops.attention(q, layer_kv, batch, layer.attention)
+            x = ops.linear_add_norm(
+                attended, layer.output, residual, layer.mlp_norm, eps, branch_norm=layer.after_attention_norm
+            )
+            gated = ops.linear_act(x, layer.gate_up, activation)
+            next_norm = layers[index + 1].attention_norm if index + 1 < len(layers) else None
+            x = ops.linear_add_norm(gated, layer.down, residual, next_norm, eps, branch_norm=layer.after_mlp_norm)
+        return residual
 
     def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
         """hidden: [tokens, hidden] from `forward`; indices: [rows] of the tokens wanted, or None for all.

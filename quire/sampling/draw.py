@@ -11,6 +11,8 @@ Several ways to the same answer, one chosen per request by `choose_method`:
   TOP_K    on a CPU: sorts the few tokens that can be among the first k.
   NUCLEUS  on a CPU, for top_p: sorts the likeliest tokens, and is done if their mass reaches p; else DENSE.
   SORTED   sorts all tokens. The only one for top_k and top_p that never waits for the device.
+
+Where a device has a kernel for the whole batch (fused.py), that is used instead of all of these.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from quire.params import SamplingSpec
 from quire.plan import TokenLogprobs
 from quire.sampling.draw import DRAWN_METHODS, NO_TOP_P, DrawParams, Method, Workspace, choose_method, draw
 from quire.sampling.edits import EditBatch, LogitEdits
+from quire.sampling.fused import DrawKernel, find_kernel
 from quire.sampling.logprobs import WHOLE_VOCABULARY, PendingLogprobs, compute_logprobs
 from quire.sampling.noise import sequence_words, step_keys
 from quire.sampling.penalties import Penalties, PenaltyBatch, has_penalties
@@ -35,22 +36,24 @@ _FAILURES = {
 _MANY_LOGPROBS = 64  # rows that ask for more are computed apart, so that the others do not pay for them
 
 
-# A kernel that runs the race of noise.py over all tokens: (logits, keys, temperatures [rows]) -> [rows] int64.
-Race = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 class Sampler:
     """Sampling state of the executor's rows. A row is held from admit or fork until release.
 
-    race: a kernel to use, where a backend has one, for rows that no filter restricts.
+    kernel: what draws for all rows at once, instead of draw.py; by default the device's own, if it has one.
     """
 
     def __init__(
-        self, *, num_rows: int, vocab_size: int, device: torch.device, max_model_len: int, race: Race | None = None
+        self,
+        *,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        max_model_len: int,
+        kernel: DrawKernel | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._race = race
+        self._kernel = kernel or find_kernel(vocab_size, device)
         self._specs: list[SamplingSpec | None] = [None] * num_rows
         self._methods = np.zeros(num_rows, dtype=np.int8)
         self._space = Workspace(vocab_size, device)
@@ -95,7 +98,7 @@ class Sampler:
         assert logits.dtype == torch.float32 and logits.is_contiguous()
         if not rows:
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-            return SampledBatch(nothing, nothing.bool(), HostCopy(nothing), [])
+            return SampledBatch(nothing, nothing, [])
         row_array = np.asarray(rows, dtype=np.int64)
         position_array = np.asarray(positions, dtype=np.int64)
         num_output_tokens = position_array - self._num_prompt_tokens[row_array]
@@ -108,16 +111,10 @@ class Sampler:
             plan.edits.apply(logits)
         if plan.penalties is not None:
             plan.penalties.apply(logits, self._space)
-        largest, token_ids = row_max(logits)
-        if plan.draw_groups:
-            words = self._words[plan.drawn_rows]
-            keys = to_device(step_keys(words, position_array[plan.drawn_indices]), self._device)
-            for group in plan.draw_groups:
-                drawn = self._draw(group, logits, largest, keys[group.keys])
-                if group.indices is None:
-                    token_ids = drawn
-                else:
-                    token_ids.index_copy_(0, group.indices, drawn)
+        if self._kernel is not None:
+            token_ids, codes = self._draw_fused(self._kernel, plan, logits, row_array, position_array)
+        else:
+            token_ids, codes = self._draw_by_groups(plan, logits, position_array)
         if plan.edits is not None:
             plan.edits.follow(token_ids)
         if plan.penalties is not None:
@@ -128,9 +125,7 @@ class Sampler:
             source = kept if kept is not None else _select(logits, asked.indices)
             targets = _select(token_ids, asked.indices)
             logprobs.append((asked, compute_logprobs(source, targets, asked.max_num_top, self._space)))
-        finite = largest.isfinite()
-        codes = torch.where(finite, token_ids, torch.where(largest == -torch.inf, _ALL_BANNED, _NOT_FINITE))
-        return SampledBatch(token_ids, finite, HostCopy(codes), logprobs)
+        return SampledBatch(token_ids, codes, logprobs)
 
     def state_bytes(self) -> int:
         """Device memory that the rows' state takes now."""
@@ -156,10 +151,38 @@ class Sampler:
         self._params[row].copy_(to_device(params, self._device))
         self._last_plan = None
 
+    def _draw_fused(
+        self,
+        kernel: DrawKernel,
+        plan: _BatchPlan,
+        logits: Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and codes of all rows: the token again, or why there is none."""
+        keys = to_device(step_keys(self._words[rows], positions), self._device) if plan.draws else None
+        token_ids, codes = kernel(logits, plan.params, keys, filters=plan.filters).unbind()
+        return token_ids, codes
+
+    def _draw_by_groups(
+        self, plan: _BatchPlan, logits: Tensor, positions: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
+        """The same in torch."""
+        largest, token_ids = row_max(logits)
+        if plan.draw_groups:
+            words = self._words[plan.drawn_rows]
+            keys = to_device(step_keys(words, positions[plan.drawn_indices]), self._device)
+            for group in plan.draw_groups:
+                drawn = self._draw(group, logits, largest, keys[group.keys])
+                if group.indices is None:
+                    token_ids = drawn
+                else:
+                    token_ids.index_copy_(0, group.indices, drawn)
+        failures = torch.where(largest == -torch.inf, _ALL_BANNED, _NOT_FINITE)
+        return token_ids, torch.where(largest.isfinite(), token_ids, failures)
+
     def _draw(self, group: _DrawGroup, logits: Tensor, largest: Tensor, keys: Tensor) -> Tensor:
         params = group.params
-        if self._race is not None and group.method is Method.PLAIN:
-            return self._race(_select(logits, group.indices), keys, params.temperature[:, 0])
         largest = _select(largest, group.indices)[:, None]
         drawn = []
         for rows in chunks(len(keys), self._vocab_size, self._device):
@@ -181,7 +204,7 @@ class Sampler:
         specs = [self._spec(row) for row in held]
         methods = self._methods[rows]
         draw_groups, drawn_indices, num_drawn = [], [], 0
-        for method in DRAWN_METHODS:
+        for method in DRAWN_METHODS if self._kernel is None else ():
             indices = np.flatnonzero(methods == method)
             if len(indices):
                 keys = slice(num_drawn, num_drawn + len(indices))
@@ -194,6 +217,9 @@ class Sampler:
         many = [i for i, num_top in asked.items() if num_top == WHOLE_VOCABULARY or num_top > _MANY_LOGPROBS]
         few = [i for i in asked if i not in set(many)]
         return _BatchPlan(
+            params=self._params[to_device(rows, self._device)],
+            draws=bool((methods != Method.GREEDY).any()),
+            filters=bool((methods > Method.PLAIN).any()),
             drawn_rows=rows[drawn],
             drawn_indices=drawn,
             draw_groups=draw_groups,
@@ -230,26 +256,30 @@ class Sampler:
 class SampledBatch:
     """The sampled tokens, on the device; to_lists brings them to the host."""
 
-    __slots__ = ("_codes", "_logprobs", "finite", "token_ids")
+    __slots__ = ("_codes", "_host_codes", "_logprobs", "token_ids")
 
     def __init__(
         self,
         token_ids: Tensor,  # [rows] int64; in range for failed rows, too
-        finite: Tensor,  # [rows] bool: false where no token could be drawn
-        codes: HostCopy,  # [rows]: the token, or why there is none
+        codes: Tensor,  # [rows] int64: the token, or why there is none
         logprobs: list[tuple[_LogprobGroup, PendingLogprobs]],
     ) -> None:
         self.token_ids = token_ids
-        self.finite = finite
         self._codes = codes
+        self._host_codes = HostCopy(codes)
         self._logprobs = logprobs
+
+    @property
+    def finite(self) -> Tensor:
+        """[rows] bool: false where no token could be drawn."""
+        return self._codes >= 0
 
     def to_lists(self) -> tuple[list[list[int]], dict[int, list[TokenLogprobs]], dict[int, str]]:
         """Tokens of each row, logprobs of those that asked, and why a row failed, the latter two by index.
 
         A failed row has no tokens. Waits for the device.
         """
-        codes: list[int] = self._codes.wait()[0].tolist()
+        codes: list[int] = self._host_codes.wait()[0].tolist()
         tokens = [[code] if code >= 0 else [] for code in codes]
         failed = {i: _FAILURES[code] for i, code in enumerate(codes) if code < 0}
         logprobs = {
@@ -286,7 +316,10 @@ class _LogprobGroup:
 class _BatchPlan:
     """What depends on which rows stand in the batch, but not on logits and positions."""
 
-    drawn_rows: npt.NDArray[np.int64]  # in the order of their groups
+    params: Tensor  # [rows, 4], as Sampler._params
+    draws: bool  # whether any row is not greedy
+    filters: bool  # whether any row has min_p, top_k or top_p
+    drawn_rows: npt.NDArray[np.int64]  # in the order of their groups; these three are empty where a kernel draws
     drawn_indices: npt.NDArray[np.int64]
     draw_groups: list[_DrawGroup]
     edits: EditBatch | None

@@ -295,26 +295,42 @@ def test_large_vocabulary_alone_and_batched(num_threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_a_kernel_runs_the_races_that_no_filter_restricts() -> None:
-    calls: list[int] = []
+def test_a_kernel_draws_for_all_rows_at_once() -> None:
+    calls: list[tuple[int, bool, bool]] = []
 
-    def race(logits: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
-        assert logits.shape == (len(keys), VOCAB) and temperature.shape == (len(keys),)
-        calls.append(len(keys))
-        noise = -exponentials(keys, token_words(VOCAB, torch.device("cpu"))[None], Scratch(torch.device("cpu"))).log()
-        return (logits / temperature[:, None] + noise).argmax(1)
+    def kernel(logits: Tensor, params: Tensor, keys: Tensor | None, *, filters: bool) -> Tensor:
+        """The oracle's distribution, and the race in torch."""
+        calls.append((len(logits), keys is not None, filters))
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        for i, (temperature, min_p, top_p, top_k) in enumerate(params.tolist()):
+            spec = SamplingSpec(temperature=temperature, min_p=min_p, top_p=min(top_p, 1.0), top_k=int(top_k))
+            kept = reference.distribution(logits[i].tolist(), spec)
+            scores = torch.full((VOCAB,), -torch.inf)
+            scores[list(kept)] = torch.tensor([math.log(p) for p in kept.values()])
+            if keys is not None and temperature > 0:
+                cpu = torch.device("cpu")
+                scores -= exponentials(keys[i : i + 1], token_words(VOCAB, cpu)[None], Scratch(cpu))[0].log()
+            tokens[i] = scores.argmax()
+        codes = tokens.where(logits.isfinite().any(1), torch.tensor(-2))
+        return torch.stack((tokens, codes))
 
-    fields = [{}, {"temperature": 0.0}, {"min_p": 0.1}, {"temperature": 0.6, "logit_bias": {3: 5.0}}, {"top_k": 5}]
-    runs = [Run(i, SamplingSpec(seed=i, **chosen), [i], row=i) for i, chosen in enumerate(fields)]
-    sampler = Sampler(num_rows=8, vocab_size=VOCAB, device=torch.device("cpu"), max_model_len=9, race=race)
+    sampler = Sampler(num_rows=NUM_ROWS, vocab_size=VOCAB, device=torch.device("cpu"), max_model_len=99, kernel=kernel)
+    names = ["greedy", "temperature", "all filters", "bias and repetition", "bad words", "frequency", "logprobs"]
+    runs = [Run(i, SamplingSpec(**{"seed": i, **FIELDS[name]}), [i], row=i) for i, name in enumerate(names)]
+    banned = SamplingSpec(allowed_token_ids=(4,), bad_words=((4,),))
     for run in runs:
         sampler.admit(run.row, run.spec, run.prompt, 1)
-    step(sampler, [runs[0], runs[1], runs[3], runs[4]])
-    assert calls == [2]
-    step(sampler, [runs[2], runs[0]])
-    assert calls == [2, 1]
+    sampler.admit(9, banned, [1], 1)
+    for _ in range(3):
+        step(sampler, runs)
+    step(sampler, [runs[1], runs[0]])
+    step(sampler, [runs[0], runs[3]])
+    assert calls == [(7, True, True)] * 3 + [(2, True, False), (2, False, False)]
     for run in runs:
         assert run.output == alone(run, len(run.output))
+    batch = sampler.sample(torch.stack((runs[0].logits(), runs[1].logits())), [0, 9], [9, 9])
+    tokens, _, failed = batch.to_lists()
+    assert tokens[1] == [] and "ban all" in failed[1] and batch.finite.tolist() == [True, False]
 
 
 @contextmanager

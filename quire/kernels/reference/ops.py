@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.composed import ComposedOps
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight
 from quire.kernels.reference.attention import attention
 from quire.kernels.reference.linear import DenseLinear
 
 
-class ReferenceOps:
+class ReferenceOps(ComposedOps):
     """`dtype` is the activations' dtype; the matrices are held in `weight_dtype`, by default the same.
 
     Where the matrices are not held in the dtype that products are made in, each product converts its matrix first:

@@ -8,18 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.common import begin, wait_for_inputs
-
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @triton.jit(do_not_specialize=["width"])
-def act_mul_kernel(x_ptr, out_ptr, width, SILU: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
-    begin(PDL)
+def act_mul_kernel(x_ptr, out_ptr, width, SILU: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = cols < width
-    wait_for_inputs(PDL)
     gate = tl.load(x_ptr + row * 2 * width + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * width + width + cols, mask=mask, other=0.0).to(tl.float32)
     if SILU:
@@ -30,14 +26,13 @@ def act_mul_kernel(x_ptr, out_ptr, width, SILU: tl.constexpr, TILE: tl.constexpr
     tl.store(out_ptr + row * width + cols, (gate * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def act_mul(gate_up: Tensor, activation: str, *, tile: int = 1024, num_warps: int = 4, pdl: bool) -> Tensor:
+def act_mul(gate_up: Tensor, activation: str, *, tile: int = 1024, num_warps: int = 4) -> Tensor:
     """gate_up: [rows, 2 * n] -> [rows, n]."""
     assert activation in ACTIVATIONS, activation
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    options = {"launch_pdl": True} if pdl else {}
     act_mul_kernel[(rows, -(-width // tile))](
-        gate_up, out, width, SILU=activation == "silu", TILE=tile, PDL=pdl, num_warps=num_warps, **options
+        gate_up, out, width, SILU=activation == "silu", TILE=tile, num_warps=num_warps
     )
     return out

@@ -8,7 +8,6 @@ import os
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run as numpy on the host, to be tested there
 LOG2E = 1.4426950408889634
@@ -69,17 +68,3 @@ def tile_rows(ids, first, kv_head, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexp
         within = (steps % BLOCK_SIZE) * HEAD_DIM  # a tile starts where a block does
     base = ids.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM) + kv_head * (BLOCK_SIZE * HEAD_DIM)
     return base + within
-
-
-@triton.jit
-def begin(PDL: tl.constexpr):
-    """First statement of a kernel launched with launch_pdl: the next kernel may be set up while this one runs."""
-    if PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Before the first access to anything that an earlier kernel wrote or reads: it and all before it are done."""
-    if PDL:
-        gdc_wait()

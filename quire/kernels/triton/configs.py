@@ -1,4 +1,4 @@
-"""Which tile shapes each kernel runs with, on which inputs. One table per kernel; nothing is tuned at import.
+"""Which tile shapes each kernel runs with, on which inputs. Nothing is tuned at import.
 
 The figures come from `python -m quire.bench.gpu_kernels` on one H200: run it again after a change, and write the best
 rows here. A row is chosen from plain numbers (head_dim, group, dtype bytes, rows), never from data on the device.
@@ -19,10 +19,21 @@ class DecodeConfig:
     tile_tokens: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    programs_per_sm: int = 2  # what the splits of a small batch add up to
-    busy_programs_per_sm: int = 8  # the same once whole sequences fill the chip: smaller pieces, shorter tail
-    min_tiles_per_split: int = 2
-    fused_merge: bool = True  # the split that finishes last merges; otherwise a second launch does
+    programs_per_sm: int = 1  # what the splits of a small batch add up to
+    busy_programs_per_sm: int = 4  # the same once whole sequences fill the chip: smaller pieces, shorter tail
+    min_tiles_per_split: int = 4
+
+
+@dataclass(slots=True, frozen=True)
+class PrefixConfig:
+    """A prefix that decodes share: tiles of `tile_rows` (sequences x heads of a group) by `tile_tokens` keys."""
+
+    tile_rows: int = 64
+    tile_tokens: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 2
+    min_tiles_per_split: int = 4
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,14 +50,13 @@ class PrefillConfig:
 class SkinnyConfig:
     """Products of 1..16 rows with a [n, k] matrix that is read once."""
 
-    use_tensor_cores: bool
+    use_tensor_cores: bool  # without them: one row
     tile_n: int
     tile_k: int
     num_warps: int
     num_stages: int
-    split_k: int = 1
+    split_k: int = 1  # of the tensor cores' kernel
     unroll: int = 1  # of the plain multiplication's loop
-    use_tma: bool = False  # the bulk copy engine brings the weights' tiles
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -59,40 +69,50 @@ def padded_head_dim(head_dim: int) -> int:
 
 def decode_config(head_dim: int, group: int, kv_bytes: int) -> DecodeConfig:
     """kv_bytes: of one element of the cache."""
-    if padded_head_dim(head_dim) * kv_bytes >= 512:  # 256 wide in 16 bits: half the keys fill the same shared memory
-        return DecodeConfig(tile_tokens=32, num_stages=3)
-    if group > 16:
-        return DecodeConfig(tile_tokens=64, num_stages=3, num_warps=8 if group > 32 else 4)
-    return DecodeConfig()
+    wide = padded_head_dim(head_dim) > 128
+    if kv_bytes == 4:  # multiplied without tensor cores: small tiles, or registers run out
+        return DecodeConfig(tile_tokens=16 if wide or group > 16 else 32, num_warps=8, num_stages=2)
+    if wide and kv_bytes == 2:  # half the keys fill the same shared memory
+        return DecodeConfig(tile_tokens=32)
+    return DecodeConfig(num_warps=8 if group > 32 else 4)
+
+
+def prefix_config(head_dim: int, group: int, kv_bytes: int) -> PrefixConfig:
+    wide = padded_head_dim(head_dim) > 128
+    tile_rows = 128 if group > 64 else 64
+    if kv_bytes == 4:
+        return PrefixConfig(tile_rows=_rows_in_32_bits(wide, group), tile_tokens=16, num_warps=8, num_stages=2)
+    return PrefixConfig(tile_rows=tile_rows, tile_tokens=32 if wide else 64, num_warps=tile_rows // 16)
 
 
 def prefill_config(head_dim: int, group: int, kv_bytes: int, max_query_len: int) -> PrefillConfig:
     wide = padded_head_dim(head_dim) > 128
     rows = max_query_len * group
+    if kv_bytes == 4:
+        return PrefillConfig(tile_rows=_rows_in_32_bits(wide, group), tile_tokens=16, num_warps=8, num_stages=2)
     if rows <= 16:
         return PrefillConfig(tile_rows=16, tile_tokens=32 if wide else 64, num_warps=4, num_stages=3)
-    if rows <= 64 or group > 64:
+    if rows <= 64:
         return PrefillConfig(tile_rows=64, tile_tokens=32 if wide else 64, num_warps=4, num_stages=3)
-    if wide:
-        return PrefillConfig(tile_rows=128, tile_tokens=64, num_warps=8, num_stages=2)
-    return PrefillConfig(tile_rows=128, tile_tokens=128, num_warps=8, num_stages=2)
+    return PrefillConfig(tile_rows=128, tile_tokens=64, num_warps=8, num_stages=2 if wide else 3)
 
 
-# (rows up to, n x k at least) -> configuration; the first row that fits is taken.
-_SKINNY: tuple[tuple[int, int, SkinnyConfig], ...] = (
-    (1, 64 << 20, SkinnyConfig(False, tile_n=8, tile_k=512, num_warps=4, num_stages=1, unroll=4)),
-    (1, 0, SkinnyConfig(False, tile_n=4, tile_k=512, num_warps=4, num_stages=1, unroll=4)),
-    (2, 0, SkinnyConfig(False, tile_n=4, tile_k=512, num_warps=4, num_stages=1, unroll=4)),
-    (16, 64 << 20, SkinnyConfig(True, tile_n=64, tile_k=256, num_warps=4, num_stages=4)),
-    (16, 0, SkinnyConfig(True, tile_n=32, tile_k=256, num_warps=4, num_stages=4, split_k=2)),
-)
+def _rows_in_32_bits(wide: bool, group: int) -> int:
+    """Tensor cores would round: rows are few, so that a thread's share of the tile fits its registers."""
+    return max(16 if wide else 32, 1 << (group - 1).bit_length())
 
 
-def skinny_config(rows: int, n: int, k: int) -> SkinnyConfig | None:
-    """None where cuBLAS is as good or better."""
+def skinny_config(rows: int, n: int, k: int, weight_bytes: int = 2) -> SkinnyConfig | None:
+    """None where cuBLAS is as good or better, or exact where tensor cores are not: float32 of several rows."""
     if rows > MAX_SKINNY_ROWS or k % 16:
         return None
-    for max_rows, min_elements, config in _SKINNY:
-        if rows <= max_rows and n * k >= min_elements:
-            return config
-    return None
+    if rows == 1:
+        if k > 8192:
+            return SkinnyConfig(False, tile_n=4, tile_k=1024, num_warps=4, num_stages=1, unroll=4)
+        return SkinnyConfig(False, tile_n=8, tile_k=512, num_warps=4, num_stages=1, unroll=4)
+    if weight_bytes > 2:
+        return None
+    # 96 tiles are enough programs for the chip; of fewer, each is cut along k into parts of at least 8 steps.
+    tiles = -(-n // 64)
+    split_k = 1 if tiles >= 96 else max(1, min(256 // tiles, 8, k // 1024))
+    return SkinnyConfig(True, tile_n=64, tile_k=128, num_warps=4, num_stages=4, split_k=split_k)

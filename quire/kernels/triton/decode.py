@@ -6,12 +6,16 @@ tensor-core tile, so K and V are read once. Pieces are cut on the device, from t
 of all sequences, divided by the number of programs that fill the chip, give the length of a piece. So the grid depends
 on the batch size only (a CUDA graph may capture it) and work is balanced by tokens, not by sequences. Programs without
 a piece leave at once. A sequence in one piece is written directly; the others' pieces are merged by their log-sum-exp,
-by the program that finishes last or by a second kernel.
+by the program that finishes last.
+
+Where sequences share a prefix, `prefix.py` has attended to it before: a sequence's first piece starts from what it
+found, and the pieces cover only the tokens after it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,20 +25,27 @@ from torch import Tensor
 from quire.kernels.interface import AttentionSpec
 from quire.kernels.triton.common import (
     LOG2E,
-    begin,
     compute_dtype,
     next_power_of_2,
     padded_seqs,
     scaled_scores,
     tile_blocks,
     tile_rows,
-    wait_for_inputs,
 )
 from quire.kernels.triton.configs import NUM_SMS, DecodeConfig, padded_head_dim
 
 
+class PrefixResults(NamedTuple):
+    """What attention to shared prefixes leaves for the sequences' first pieces. See prefix.py."""
+
+    seq_lens: Tensor  # [seqs] int32: tokens of the prefix, 0 for a sequence without one
+    found: Tensor  # [seqs, 3] int32: first of the prefix's parts, their number, and the sequence's first row in each
+    partial: Tensor  # [parts, kv_heads, tile_rows, dim_pad] float32
+    lse: Tensor  # [parts, kv_heads, tile_rows] float32, in units of log 2
+
+
 @triton.jit
-def _pieces(kv_lens_ptr, num_seqs, wanted_items, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
+def _pieces(kv_lens_ptr, prefix, num_seqs, wanted_items, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
             TILE_TOKENS: tl.constexpr, SEQS_PAD: tl.constexpr):  # fmt: skip
     """How many pieces each sequence is cut into; every program comes to the same answer."""
     index = tl.arange(0, SEQS_PAD)
@@ -42,47 +53,73 @@ def _pieces(kv_lens_ptr, num_seqs, wanted_items, MIN_TILES: tl.constexpr, WINDOW
     tiles = (lens + TILE_TOKENS - 1) // TILE_TOKENS
     if WINDOW > 0:
         tiles -= tl.maximum(lens - WINDOW, 0) // TILE_TOKENS
+    if prefix is not None:
+        tiles -= tl.load(prefix.seq_lens + index, mask=index < num_seqs, other=0) // TILE_TOKENS
     tiles_per_piece = tl.maximum((tl.sum(tiles, axis=0) + wanted_items - 1) // wanted_items, MIN_TILES)
     pieces = tl.maximum((tiles + tiles_per_piece - 1) // tiles_per_piece, 1)
     return index, tl.where(index < num_seqs, pieces, 0)
 
 
 @triton.jit
-def _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_pieces, kv_head, out_row, KV_HEADS: tl.constexpr,
-           GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):  # fmt: skip
-    """Weigh the pieces' results by exp2(lse). Loads bypass L1: other multiprocessors wrote them in this launch."""
+def _start_from_prefix(prefix, seq, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+                       DIM_PAD: tl.constexpr, PREFIX_ROWS: tl.constexpr):  # fmt: skip
+    """The softmax's state after the prefix: the prefix's parts, weighed by exp2(lse)."""
     heads = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
-    PIECES_STEP: tl.constexpr = 128 // GROUP_PAD  # several loads on their way at once, within the registers
-    steps = tl.arange(0, PIECES_STEP)
+    first_part = tl.load(prefix.found + seq * 3)
+    num_parts = tl.load(prefix.found + seq * 3 + 1)
+    first_row = tl.load(prefix.found + seq * 3 + 2)
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    for start in range(0, num_pieces, PIECES_STEP):
-        item = first_item + start + steps
-        lse = tl.load(
-            lse_ptr + (item[:, None] * KV_HEADS + kv_head) * GROUP_PAD + heads[None, :],
-            mask=(start + steps < num_pieces)[:, None] & (heads < GROUP)[None, :],
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        top = tl.maximum(top, tl.max(lse, axis=0))
-    top = tl.where(top == float("-inf"), 0.0, top)
     weight_sum = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for part in range(first_part, first_part + num_parts):
+        entry = (part * KV_HEADS + kv_head) * PREFIX_ROWS + first_row + heads
+        lse = tl.load(prefix.lse + entry, mask=heads < GROUP, other=0.0)
+        values = tl.load(
+            prefix.partial + entry[:, None] * DIM_PAD + dims[None, :], mask=(heads < GROUP)[:, None], other=0.0
+        )
+        new_top = tl.maximum(top, lse)
+        rescale = tl.exp2(top - new_top)
+        weight = tl.exp2(lse - new_top)
+        weight_sum = weight_sum * rescale + weight
+        acc = acc * rescale[:, None] + values * weight[:, None]
+        top = new_top
+    return top, weight_sum, acc
+
+
+@triton.jit
+def _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_pieces, kv_head, out_row, KV_HEADS: tl.constexpr,
+           GROUP: tl.constexpr, GROUP_LOW: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):  # fmt: skip
+    """Weigh the pieces' results by exp2(lse). Loads bypass L1: other multiprocessors wrote them in this launch."""
+    heads = tl.arange(0, GROUP_LOW)
+    dims = tl.arange(0, DIM_PAD)
+    # Several loads on their way at once, within the registers: 64 a thread.
+    PIECES_STEP: tl.constexpr = (8192 // DIM_PAD) // GROUP_LOW if (8192 // DIM_PAD) // GROUP_LOW > 0 else 1
+    steps = tl.arange(0, PIECES_STEP)
+    top = tl.full([GROUP_LOW], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([GROUP_LOW], tl.float32)
+    acc = tl.zeros([GROUP_LOW, DIM_PAD], tl.float32)
     for start in range(0, num_pieces, PIECES_STEP):
         item = first_item + start + steps
-        entry = (item[:, None] * KV_HEADS + kv_head) * GROUP_PAD + heads[None, :]
+        entry = (item[:, None] * KV_HEADS + kv_head) * GROUP_LOW + heads[None, :]
         exists = (start + steps < num_pieces)[:, None] & (heads < GROUP)[None, :]
-        lse = tl.load(lse_ptr + entry, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        weight = tl.exp2(lse - top[None, :])
-        weight_sum += tl.sum(weight, axis=0)
+        # Heads that only pad have weight too, or they would give inf - inf.
+        outside = tl.where(heads < GROUP, float("-inf"), 0.0)[None, :]
+        lse = tl.load(lse_ptr + entry, mask=exists, other=0.0, cache_modifier=".cg")
+        lse = tl.where(exists, lse, outside)
         part = tl.load(
             partial_ptr + entry[:, :, None] * DIM_PAD + dims[None, None, :],
             mask=exists[:, :, None] & (dims < HEAD_DIM)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        acc += tl.sum(part * weight[:, :, None], axis=0)
-    acc = acc / tl.where(weight_sum > 0.0, weight_sum, 1.0)[:, None]
+        new_top = tl.maximum(top, tl.max(lse, axis=0))
+        rescale = tl.exp2(top - new_top)
+        weight = tl.exp2(lse - new_top[None, :])
+        weight_sum = weight_sum * rescale + tl.sum(weight, axis=0)
+        acc = acc * rescale[:, None] + tl.sum(part * weight[:, :, None], axis=0)
+        top = new_top
+    acc = acc / weight_sum[:, None]
     row = (out_row * KV_HEADS + kv_head) * GROUP + heads
     tl.store(
         out_ptr + row[:, None] * HEAD_DIM + dims[None, :],
@@ -92,17 +129,16 @@ def _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_pieces, kv_head, out_r
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "wanted_items"])
-def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, tables_ptr, kv_lens_ptr,
+def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, tables_ptr, kv_lens_ptr, prefix,
                   num_seqs, table_stride, wanted_items, qk_scale, softcap, v_scale,
-                  KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
-                  DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
-                  SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SEQS_PAD: tl.constexpr, MIN_TILES: tl.constexpr,
-                  FUSED_MERGE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    begin(PDL)
+                  KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_LOW: tl.constexpr, GROUP_PAD: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr,
+                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SEQS_PAD: tl.constexpr,
+                  MIN_TILES: tl.constexpr, PREFIX_ROWS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """prefix: a PrefixResults, or None."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
-    wait_for_inputs(PDL)
-    index, pieces = _pieces(kv_lens_ptr, num_seqs, wanted_items, MIN_TILES, WINDOW, TILE_TOKENS, SEQS_PAD)
+    index, pieces = _pieces(kv_lens_ptr, prefix, num_seqs, wanted_items, MIN_TILES, WINDOW, TILE_TOKENS, SEQS_PAD)
     ends = tl.cumsum(pieces, axis=0)
     seq = tl.sum(((ends <= item) & (index < num_seqs)).to(tl.int32), axis=0)
     if seq >= num_seqs:
@@ -114,6 +150,8 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
     low = 0
     if WINDOW > 0:
         low = tl.maximum(kv_len - WINDOW, 0)
+    if prefix is not None:
+        low = tl.load(prefix.seq_lens + seq)  # a multiple of TILE_TOKENS
     first_tile = low // TILE_TOKENS
     num_tiles = (kv_len + TILE_TOKENS - 1) // TILE_TOKENS - first_tile
     tile_begin = first_tile + piece * num_tiles // num_pieces
@@ -131,6 +169,10 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     weight_sum = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    if prefix is not None:  # noqa: SIM102 - decided when the kernel is compiled, the inner one when it runs
+        if (piece == 0) & (low > 0):
+            top, weight_sum, acc = _start_from_prefix(prefix, seq, kv_head, KV_HEADS, GROUP, GROUP_PAD, DIM_PAD,
+                                                      PREFIX_ROWS)  # fmt: skip
     ids = tile_blocks(table_ptr, tile_begin * TILE_TOKENS, kv_len, TILE_TOKENS, BLOCK_SIZE)
     for tile in tl.range(tile_begin, tile_end, num_stages=STAGES):
         first = tile * TILE_TOKENS
@@ -140,7 +182,7 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
         offsets = rows[:, None] + dims[None, :]
         # Rows past the end hold anything, NaN too: zeros instead, since 0 * NaN would reach the sum.
         k = tl.load(kv_ptr + offsets, mask=seen[:, None] & in_head, other=0.0).to(COMPUTE)
-        s = scaled_scores(tl.dot(q, tl.trans(k)), qk_scale, softcap, SOFTCAP)
+        s = scaled_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), qk_scale, softcap, SOFTCAP)
         if WINDOW > 0:
             seen = seen & (first + steps >= low)
         s = tl.where(seen[None, :], s, float("-inf"))
@@ -150,7 +192,7 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
         weight_sum = weight_sum * rescale + tl.sum(p, axis=1)
         v_offsets = offsets + KV_HEADS * BLOCK_SIZE * HEAD_DIM
         v = tl.load(kv_ptr + v_offsets, mask=(first + steps < kv_len)[:, None] & in_head, other=0.0).to(COMPUTE)
-        acc = tl.dot(p.to(COMPUTE), v, acc * rescale[:, None])
+        acc = tl.dot(p.to(COMPUTE), v, acc * rescale[:, None], input_precision="ieee")
         top = new_top
     # Each tile of a piece holds a visible token, so weight_sum is 0 only where there was no tile at all.
     acc = acc * (v_scale / tl.where(weight_sum > 0.0, weight_sum, 1.0))[:, None]
@@ -158,34 +200,15 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
     if num_pieces == 1:
         tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=head_mask)
     else:
-        entry = (item * KV_HEADS + kv_head) * GROUP_PAD + heads
+        entry = (item * KV_HEADS + kv_head) * GROUP_LOW + heads
         tl.store(partial_ptr + entry[:, None] * DIM_PAD + dims[None, :], acc, mask=head_mask)
         tl.store(lse_ptr + entry, tl.log2(weight_sum) + top, mask=heads < GROUP)
-        if FUSED_MERGE:
-            tl.debug_barrier()  # every thread's part is stored before one thread announces it
-            arrival_ptr = arrivals_ptr + seq * KV_HEADS + kv_head
-            if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == num_pieces - 1:
-                tl.store(arrival_ptr, 0)  # ready for the next launch
-                _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_pieces, kv_head, seq, KV_HEADS, GROUP,
-                       GROUP_PAD, HEAD_DIM, DIM_PAD)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_seqs", "wanted_items"])
-def merge_kernel(partial_ptr, lse_ptr, out_ptr, kv_lens_ptr, num_seqs, wanted_items, KV_HEADS: tl.constexpr,
-                 GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-                 TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SEQS_PAD: tl.constexpr, MIN_TILES: tl.constexpr,
-                 PDL: tl.constexpr):  # fmt: skip
-    begin(PDL)
-    wait_for_inputs(PDL)
-    kv_head = tl.program_id(0)
-    seq = tl.program_id(1)
-    index, pieces = _pieces(kv_lens_ptr, num_seqs, wanted_items, MIN_TILES, WINDOW, TILE_TOKENS, SEQS_PAD)
-    first_item = tl.sum(tl.where(index < seq, pieces, 0), axis=0)
-    num_pieces = tl.sum(tl.where(index == seq, pieces, 0), axis=0)
-    if num_pieces == 1:
-        return
-    _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_pieces, kv_head, seq, KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM,
-           DIM_PAD)  # fmt: skip
+        tl.debug_barrier()  # every thread's part is stored before one thread announces it
+        arrival_ptr = arrivals_ptr + seq * KV_HEADS + kv_head
+        if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == num_pieces - 1:
+            tl.store(arrival_ptr, 0)  # ready for the next launch
+            _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_pieces, kv_head, seq, KV_HEADS, GROUP, GROUP_LOW,
+                   HEAD_DIM, DIM_PAD)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -211,12 +234,14 @@ def decode_attention(
     *,
     num_seqs: int,
     max_kv_len: int,
-    pdl: bool = False,
+    prefix: PrefixResults | None = None,
 ) -> None:
-    """Attention of row i of q over sequence i's blocks, for i < num_seqs."""
+    """Attention of row i of q over sequence i's blocks, for i < num_seqs; a prefix's blocks are those of `prefix`."""
     group = spec.num_heads // spec.num_kv_heads
-    group_pad = max(16, next_power_of_2(group))
+    group_low = next_power_of_2(group)
+    group_pad = max(16, group_low)
     assert group_pad <= 128, f"{group} query heads share a KV head: a decode tile holds 128"
+    assert prefix is None or spec.window is None
     dim_pad = padded_head_dim(spec.head_dim)
     visible = max_kv_len if spec.window is None else min(max_kv_len, spec.window + config.tile_tokens)
     max_tiles = -(-visible // config.tile_tokens)
@@ -225,35 +250,19 @@ def decode_attention(
     wanted_items = max(1, programs // spec.num_kv_heads)
     # Cutting at whole pieces leaves at most one short one for each sequence beside the wanted_items whole ones.
     max_items = min(num_seqs + wanted_items, num_seqs * max(1, -(-max_tiles // config.min_tiles_per_split)))
-    entries = max_items * spec.num_kv_heads * group_pad
+    entries = max_items * spec.num_kv_heads * group_low
     partial = torch.empty(entries * dim_pad, dtype=torch.float32, device=q.device)
     lse = torch.empty(entries, dtype=torch.float32, device=q.device)
-    fused = config.fused_merge
     assert scratch.arrivals.numel() >= num_seqs * spec.num_kv_heads
-    shared = {
-        "KV_HEADS": spec.num_kv_heads,
-        "GROUP": group,
-        "GROUP_PAD": group_pad,
-        "HEAD_DIM": spec.head_dim,
-        "DIM_PAD": dim_pad,
-        "TILE_TOKENS": config.tile_tokens,
-        "WINDOW": spec.window or 0,
-        "SEQS_PAD": padded_seqs(num_seqs),
-        "MIN_TILES": config.min_tiles_per_split,
-        "PDL": pdl,
-    }
-    if pdl:
-        shared["launch_pdl"] = True
     decode_kernel[(spec.num_kv_heads, max_items)](
-        q, kv, out, partial, lse, scratch.arrivals, block_tables, kv_lens,
+        q, kv, out, partial, lse, scratch.arrivals, block_tables, kv_lens, prefix,
         num_seqs, block_tables.stride(0), wanted_items, qk_scale(spec), spec.softcap or 0.0, spec.v_scale,
-        BLOCK_SIZE=kv.shape[3], SOFTCAP=spec.softcap is not None, COMPUTE=compute_dtype(q.dtype, kv.dtype),
-        FUSED_MERGE=fused, STAGES=config.num_stages, num_warps=config.num_warps, **shared,
+        KV_HEADS=spec.num_kv_heads, GROUP=group, GROUP_LOW=group_low, GROUP_PAD=group_pad, HEAD_DIM=spec.head_dim,
+        DIM_PAD=dim_pad, BLOCK_SIZE=kv.shape[3], TILE_TOKENS=config.tile_tokens, WINDOW=spec.window or 0,
+        SOFTCAP=spec.softcap is not None, COMPUTE=compute_dtype(q.dtype, kv.dtype), SEQS_PAD=padded_seqs(num_seqs),
+        MIN_TILES=config.min_tiles_per_split, PREFIX_ROWS=0 if prefix is None else prefix.lse.shape[2],
+        STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
-    if not fused and max_items > num_seqs:
-        merge_kernel[(spec.num_kv_heads, num_seqs)](
-            partial, lse, out, kv_lens, num_seqs, wanted_items, num_warps=4, **shared
-        )
 
 
 def qk_scale(spec: AttentionSpec) -> float:

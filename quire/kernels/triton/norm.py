@@ -8,18 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.common import begin, next_power_of_2, wait_for_inputs
+from quire.kernels.triton.common import next_power_of_2
 
 
 @triton.jit(do_not_specialize=["x_stride"])
 def norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, x_stride, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
-                ADD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    begin(PDL)
+                ADD: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, WIDTH_PAD)
     mask = cols < WIDTH
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         residual = tl.load(residual_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
@@ -31,7 +29,7 @@ def norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, x_stride, WIDTH: 
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, num_warps: int | None = None, pdl: bool
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, num_warps: int | None = None
 ) -> Tensor:
     """x: [rows, width]. With a residual: residual += x in place, and the norm is of the sum."""
     rows, width = x.shape
@@ -40,9 +38,8 @@ def rms_norm(
     width_pad = next_power_of_2(width)
     if num_warps is None:
         num_warps = min(max(width_pad // 512, 1), 16)  # 16 elements a thread
-    options = {"launch_pdl": True} if pdl else {}
     norm_kernel[(rows,)](
-        x, residual, weight, out, eps, x.stride(0), WIDTH=width, WIDTH_PAD=width_pad, ADD=residual is not None, PDL=pdl,
-        num_warps=num_warps, **options,
+        x, residual, weight, out, eps, x.stride(0), WIDTH=width, WIDTH_PAD=width_pad, ADD=residual is not None,
+        num_warps=num_warps,
     )  # fmt: skip
     return out

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight
+from quire.kernels.composed import ComposedOps
+from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Unscaled
 from quire.kernels.reference import DenseLinear
-from quire.kernels.triton.configs import skinny_config
+from quire.kernels.triton.configs import SkinnyConfig, skinny_config
 
 
 def unavailable_reason(device: torch.device | str = "cuda") -> str | None:
@@ -31,12 +32,8 @@ def unavailable_reason(device: torch.device | str = "cuda") -> str | None:
     return None
 
 
-class TritonOps:
-    """One object for one device and one stream: split kernels keep their arrival counters here.
-
-    `overlap_launches` lets each kernel be set up while the one before it still runs (programmatic dependent launch,
-    compute capability 9.0): the weights' first tiles are on their way before the activations are there.
-    """
+class TritonOps(ComposedOps):
+    """One object for one device and one stream: split kernels keep their arrival counters here."""
 
     name = "triton"
 
@@ -47,7 +44,6 @@ class TritonOps:
         *,
         max_seqs: int = 1024,
         max_kv_heads: int = 64,
-        overlap_launches: bool = False,
     ) -> None:
         # Kernels are imported when a device is chosen, not when Quire is: Triton alone costs most of a second.
         from quire.kernels.triton.decode import DecodeScratch
@@ -55,7 +51,6 @@ class TritonOps:
 
         self.device = torch.device(device)
         self.dtype = dtype
-        self._pdl = overlap_launches
         self._decode_scratch = DecodeScratch.allocate(max_seqs, max_kv_heads, self.device)
         self._skinny_scratch = SkinnyScratch.allocate(1 << 14, self.device)
 
@@ -66,9 +61,13 @@ class TritonOps:
         return DenseLinear(out_features, in_features, bias=bias, device=self.device, dtype=self.dtype)
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        from quire.kernels.triton.skinny import skinny_linear
+
         assert isinstance(weight, DenseLinear)
-        skinny = self._skinny(x, weight, x.dtype)
-        return F.linear(x, weight.weight, weight.bias) if skinny is None else skinny
+        config = self._skinny_config(x, weight)
+        if config is None:
+            return F.linear(x, weight.weight, weight.bias)
+        return skinny_linear(x, weight.weight, weight.bias, config, self._skinny_scratch)
 
     def embed(self, token_ids: Tensor, weight: LinearWeight, scale: float | None = None) -> Tensor:
         assert isinstance(weight, DenseLinear)
@@ -78,12 +77,12 @@ class TritonOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from quire.kernels.triton.norm import rms_norm
 
-        return rms_norm(x, weight, eps, pdl=self._pdl)
+        return rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         from quire.kernels.triton.norm import rms_norm
 
-        return rms_norm(x, weight, eps, residual=residual, pdl=self._pdl)
+        return rms_norm(x, weight, eps, residual=residual)
 
     def rope_and_write(
         self,
@@ -98,34 +97,87 @@ class TritonOps:
     ) -> Tensor:
         from quire.kernels.triton.rope import rope_and_write
 
-        return rope_and_write(qkv, cos_sin, kv, batch, spec, q_norm, k_norm, eps, pdl=self._pdl)
+        return rope_and_write(qkv, cos_sin, kv, batch, spec, q_norm, k_norm, eps)
 
     def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
         from quire.kernels.triton.attention import attention
 
-        return attention(q, kv, batch, spec, self._decode_scratch, pdl=self._pdl)
+        return attention(q, kv, batch, spec, self._decode_scratch)
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         from quire.kernels.triton.activation import act_mul
 
-        return act_mul(gate_up, activation, pdl=self._pdl)
+        return act_mul(gate_up, activation)
 
     def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
-        assert isinstance(weight, DenseLinear)
-        logits = self._skinny(hidden, weight, torch.float32)
-        if logits is None:
-            if hidden.is_cuda and weight.bias is None:
-                logits = torch.mm(hidden, weight.weight.t(), out_dtype=torch.float32)
-            else:
-                logits = F.linear(hidden, weight.weight, weight.bias).float()
-        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
-
-    def _skinny(self, x: Tensor, weight: DenseLinear, out_dtype: torch.dtype) -> Tensor | None:
         from quire.kernels.triton.skinny import skinny_linear
 
-        config = skinny_config(x.shape[0], weight.out_features, weight.in_features)
-        if config is None or x.shape[0] == 0 or not x.is_contiguous():
+        assert isinstance(weight, DenseLinear)
+        config = self._skinny_config(hidden, weight)
+        if config is not None:
+            logits = skinny_linear(
+                hidden, weight.weight, weight.bias, config, self._skinny_scratch, out_dtype=torch.float32
+            )
+        elif hidden.is_cuda and weight.bias is None and hidden.dtype != torch.float32:
+            logits = torch.mm(hidden, weight.weight.t(), out_dtype=torch.float32)
+        else:
+            logits = F.linear(hidden, weight.weight, weight.bias).float()
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+    def linear_rope_write(
+        self,
+        x: Tensor | Unscaled,
+        weight: LinearWeight,
+        cos_sin: Tensor,
+        kv: Tensor,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        from quire.kernels.triton.skinny import can_rope, skinny_linear, skinny_rope_write
+
+        assert isinstance(weight, DenseLinear)
+        config = self._skinny_config(x, weight)
+        if config is None:
+            return super().linear_rope_write(x, weight, cos_sin, kv, batch, spec, q_norm, k_norm, eps)
+        scratch = self._skinny_scratch
+        if q_norm is None and k_norm is None and can_rope(spec, config):
+            return skinny_rope_write(x, weight.weight, weight.bias, cos_sin, kv, batch, spec, config, scratch)
+        qkv = skinny_linear(x, weight.weight, weight.bias, config, scratch)
+        return self.rope_and_write(qkv, cos_sin, kv, batch, spec, q_norm, k_norm, eps)
+
+    def linear_add_norm(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        residual: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        branch_norm: Tensor | None = None,
+    ) -> Tensor | Unscaled:
+        from quire.kernels.triton.skinny import skinny_add_norm
+
+        assert isinstance(weight, DenseLinear)
+        config = self._skinny_config(x, weight)
+        # The residual stream times the norm's weight has the stream's range: more than float16 is sure to hold.
+        if config is None or branch_norm is not None or x.dtype == torch.float16:
+            return super().linear_add_norm(x, weight, residual, norm, eps, branch_norm)
+        return skinny_add_norm(x, weight.weight, weight.bias, residual, norm, eps, config, self._skinny_scratch)
+
+    def linear_act(self, x: Tensor | Unscaled, weight: LinearWeight, activation: str) -> Tensor:
+        from quire.kernels.triton.skinny import skinny_act
+
+        assert isinstance(weight, DenseLinear)
+        config = self._skinny_config(x, weight)
+        if config is None:
+            return super().linear_act(x, weight, activation)
+        return skinny_act(x, weight.weight, weight.bias, activation, config, self._skinny_scratch)
+
+    def _skinny_config(self, x: Tensor | Unscaled, weight: DenseLinear) -> SkinnyConfig | None:
+        """How an own kernel multiplies these, or None: then cuBLAS does."""
+        plain = x.x if isinstance(x, Unscaled) else x
+        if plain.shape[0] == 0 or not plain.is_contiguous():
             return None
-        return skinny_linear(
-            x, weight.weight, weight.bias, config, self._skinny_scratch, out_dtype=out_dtype, pdl=self._pdl
-        )
+        return skinny_config(plain.shape[0], weight.out_features, weight.in_features, weight.weight.element_size())

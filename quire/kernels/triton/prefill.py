@@ -13,24 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import AttentionSpec
-from quire.kernels.triton.common import (
-    begin,
-    compute_dtype,
-    padded_seqs,
-    scaled_scores,
-    tile_blocks,
-    tile_rows,
-    wait_for_inputs,
-)
+from quire.kernels.triton.common import compute_dtype, padded_seqs, scaled_scores, tile_blocks, tile_rows
 from quire.kernels.triton.configs import PrefillConfig, padded_head_dim
 from quire.kernels.triton.decode import qk_scale
 
 
 @triton.jit
-def _attend(acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, tile_end, kv_len, row_position, kv_head, scale,
-            softcap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-            TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
-            MASKED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def attend(acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, tile_end, kv_len, row_position, kv_head, scale,
+           softcap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+           TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
+           MASKED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Online softmax over tiles tile_begin .. tile_end - 1, with or without a mask."""
     dims = tl.arange(0, DIM_PAD)
     steps = tl.arange(0, TILE_TOKENS)
@@ -48,20 +40,25 @@ def _attend(acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, tile_end, kv
             k = tl.load(kv_ptr + offsets, mask=in_head, other=0.0)
         else:
             k = tl.load(kv_ptr + offsets)
-        s = scaled_scores(tl.dot(q, tl.trans(k.to(COMPUTE))), scale, softcap, SOFTCAP)
+        s = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee")
+        # Uncapped scores are scaled where the exponent needs them: one multiply-add for each, and scale is positive.
+        factor = scale
+        if SOFTCAP:
+            s = scaled_scores(s, scale, softcap, SOFTCAP)
+            factor = 1.0
         if MASKED:
             key = (first + steps)[None, :]
             seen = key <= row_position[:, None]
             if WINDOW > 0:
                 seen = seen & (key > row_position[:, None] - WINDOW)
             s = tl.where(seen, s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, axis=1))
+        new_top = tl.maximum(top, tl.max(s, axis=1) * factor)
         if MASKED and WINDOW > 0:
             # A row may see nothing of a tile at the window's edge, and then no top stands yet: avoid inf - inf.
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
         else:
             base = new_top
-        p = tl.exp2(s - base[:, None])
+        p = tl.exp2(s * factor - base[:, None])
         rescale = tl.exp2(top - base)
         weight_sum = weight_sum * rescale + tl.sum(p, axis=1)
         v_offsets = offsets + KV_HEADS * BLOCK_SIZE * HEAD_DIM
@@ -71,7 +68,7 @@ def _attend(acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, tile_end, kv
             v = tl.load(kv_ptr + v_offsets, mask=in_head, other=0.0)
         else:
             v = tl.load(kv_ptr + v_offsets)
-        acc = tl.dot(p.to(COMPUTE), v.to(COMPUTE), acc * rescale[:, None])
+        acc = tl.dot(p.to(COMPUTE), v.to(COMPUTE), acc * rescale[:, None], input_precision="ieee")
         top = new_top
     return acc, top, weight_sum
 
@@ -82,9 +79,7 @@ def prefill_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_ptr, tables
                    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr,
                    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SEQS_PAD: tl.constexpr,
-                   STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    begin(PDL)
-    wait_for_inputs(PDL)
+                   STAGES: tl.constexpr):  # fmt: skip
     QUERIES: tl.constexpr = TILE_ROWS // GROUP  # query tokens of a tile; rows past QUERIES * GROUP stay empty
     kv_head = tl.program_id(0)
     item = tl.num_programs(1) - 1 - tl.program_id(1)  # a prompt's last tiles have most keys: start them first
@@ -128,15 +123,15 @@ def prefill_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_ptr, tables
         full_begin = (tl.maximum(last_position - WINDOW + 1, 0) + TILE_TOKENS - 1) // TILE_TOKENS
         full_end = tl.maximum(full_end, tile_begin)
         full_begin = tl.minimum(full_begin, full_end)
-        acc, top, weight_sum = _attend(
+        acc, top, weight_sum = attend(
             acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, full_begin, kv_len, row_position, kv_head, scale,
             softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, WINDOW, SOFTCAP, COMPUTE, True, STAGES,
         )  # fmt: skip
-    acc, top, weight_sum = _attend(
+    acc, top, weight_sum = attend(
         acc, top, weight_sum, q, kv_ptr, table_ptr, full_begin, full_end, kv_len, row_position, kv_head, scale,
         softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, 0, SOFTCAP, COMPUTE, False, STAGES,
     )  # fmt: skip
-    acc, top, weight_sum = _attend(
+    acc, top, weight_sum = attend(
         acc, top, weight_sum, q, kv_ptr, table_ptr, full_end, tile_end, kv_len, row_position, kv_head, scale,
         softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, WINDOW, SOFTCAP, COMPUTE, True, STAGES,
     )  # fmt: skip
@@ -157,18 +152,16 @@ def prefill_attention(
     first_seq: int,
     num_seqs: int,
     num_tokens: int,
-    pdl: bool = False,
 ) -> None:
     """Causal attention of the num_tokens rows of sequences first_seq .. first_seq + num_seqs - 1."""
     group = spec.num_heads // spec.num_kv_heads
     assert group <= config.tile_rows, f"{group} query heads share a KV head, but a tile has {config.tile_rows} rows"
     max_items = num_tokens // (config.tile_rows // group) + num_seqs
-    options = {"launch_pdl": True} if pdl else {}
     prefill_kernel[(spec.num_kv_heads, max_items)](
         q, kv, out, query_starts, kv_lens, block_tables, first_seq, num_seqs, block_tables.stride(0),
         qk_scale(spec), spec.softcap or 0.0, spec.v_scale,
         KV_HEADS=spec.num_kv_heads, GROUP=group, HEAD_DIM=spec.head_dim, DIM_PAD=padded_head_dim(spec.head_dim),
         BLOCK_SIZE=kv.shape[3], TILE_ROWS=config.tile_rows, TILE_TOKENS=config.tile_tokens, WINDOW=spec.window or 0,
         SOFTCAP=spec.softcap is not None, COMPUTE=compute_dtype(q.dtype, kv.dtype), SEQS_PAD=padded_seqs(num_seqs),
-        STAGES=config.num_stages, PDL=pdl, num_warps=config.num_warps, **options,
+        STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip

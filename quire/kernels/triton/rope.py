@@ -9,14 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec
-from quire.kernels.triton.common import begin, next_power_of_2, wait_for_inputs
+from quire.kernels.triton.common import next_power_of_2
 
 FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn: past it the format has only NaN
 
 
 @triton.jit
-def _store_kv(pointers, values, mask, FP8: tl.constexpr):
-    if FP8:
+def store_kv(pointers, values, mask):
+    if pointers.dtype.element_ty == tl.float8e4nv:
         values = tl.minimum(tl.maximum(values, -FP8_MAX), FP8_MAX)
     tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
 
@@ -25,8 +25,7 @@ def _store_kv(pointers, values, mask, FP8: tl.constexpr):
 def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
                 eps, k_inverse, v_inverse, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
                 HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, Q_NORM: tl.constexpr,
-                K_NORM: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    begin(PDL)
+                K_NORM: tl.constexpr):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)  # q's heads, then k's, then v's
@@ -35,7 +34,6 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
     is_q = head < HEADS
     is_v = head >= HEADS + KV_HEADS
     mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half
-    wait_for_inputs(PDL)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
     source = qkv_ptr + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
@@ -71,8 +69,8 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
     target = kv_ptr + block * (2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM) + (slot % BLOCK_SIZE) * HEAD_DIM
     target = target + kv_head[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
     inverse = tl.where(is_v, v_inverse, k_inverse)[:, None]
-    _store_kv(target, tl.where(is_v[:, None], low, r_low) * inverse, kv_mask, FP8)
-    _store_kv(target + HALF, tl.where(is_v[:, None], high, r_high) * inverse, kv_mask, FP8)
+    store_kv(target, tl.where(is_v[:, None], low, r_low) * inverse, kv_mask)
+    store_kv(target + HALF, tl.where(is_v[:, None], high, r_high) * inverse, kv_mask)
 
 
 def rope_and_write(
@@ -87,7 +85,6 @@ def rope_and_write(
     *,
     tile_heads: int | None = None,
     num_warps: int = 4,
-    pdl: bool,
 ) -> Tensor:
     """See Ops.rope_and_write. Rows with a negative slot write no KV."""
     assert qkv.is_contiguous() and kv.is_contiguous() and cos_sin.is_contiguous() and spec.head_dim % 2 == 0
@@ -96,13 +93,12 @@ def rope_and_write(
     if tile_heads is None:
         tile_heads = 4 if tokens <= 64 else 16  # few tokens: more programs; many: fewer, fuller ones
     q_out = torch.empty((tokens, spec.num_heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
-    options = {"launch_pdl": True} if pdl else {}
     rope_kernel[(tokens, -(-total_heads // tile_heads))](
         qkv, cos_sin, kv, q_out, batch.positions, batch.slots, q_norm, k_norm,
         eps, 1.0 / spec.k_scale, 1.0 / spec.v_scale,
         HEADS=spec.num_heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
         HALF_PAD=next_power_of_2(spec.head_dim // 2), BLOCK_SIZE=kv.shape[3], TILE_HEADS=tile_heads,
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, FP8=kv.dtype == torch.float8_e4m3fn, PDL=pdl,
-        num_warps=num_warps, **options,
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        num_warps=num_warps,
     )  # fmt: skip
     return q_out

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 """x @ w.T for 1..16 rows of x: the weights are read once, and that read is the whole cost.
 
-One or two rows multiply in plain float32, a few rows of w to a program, so that even a small matrix fills the chip.
-More rows use the tensor cores: w's tile is their left operand, x's rows their right one, and where n is small the
-programs divide k among them; the one that finishes last adds up the parts, in a fixed order.
+One row multiplies in plain float32, a few rows of w to a program, so that even a small matrix fills the chip. More
+rows use the tensor cores: w's tile is their left operand, x's rows their right one, and where n is small the programs
+divide k among them; the one that finishes last adds up the parts, in a fixed order. What follows the product in a
+layer costs a launch of its own, or next to nothing here: see epilogue.py.
 """
 
 from __future__ import annotations
@@ -14,100 +15,114 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.triton.common import begin, next_power_of_2, wait_for_inputs
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Unscaled
+from quire.kernels.triton import epilogue
+from quire.kernels.triton.common import next_power_of_2
 from quire.kernels.triton.configs import SkinnyConfig
+from quire.kernels.triton.epilogue import ADD, GATE, ROPE, STORE, Add, Rope, Scale
 
 
 @triton.jit
-def _load_weights(w_ptr, rows, cols, n, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-                  EVEN_N: tl.constexpr):  # fmt: skip
+def _load_weights(w_ptr, rows, exists, cols, K: tl.constexpr, TILE_K: tl.constexpr, EVEN_N: tl.constexpr):
     pointers = w_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
     if EVEN_N and K % TILE_K == 0:
         w = tl.load(pointers, eviction_policy="evict_first")
     else:
-        mask = (rows < n)[:, None] & (cols < K)[None, :]
-        w = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+        w = tl.load(pointers, mask=exists[:, None] & (cols < K)[None, :], other=0.0, eviction_policy="evict_first")
     return w
 
 
+@triton.jit
+def _finish(sums, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, squares, K: tl.constexpr,
+            MODE: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, SILU: tl.constexpr,
+            HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr,
+            BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """sums: [TILE_N, ROWS_PAD]. Scale, add the bias, and do what MODE says."""
+    if scale is not None:
+        sums = sums * tl.rsqrt(tl.sum(squares, axis=0) / K + scale.eps)[None, :]
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(tl.float32)[:, None]
+    if MODE == STORE:
+        epilogue.store(out_ptr, sums, rows, m, n, ROWS)
+    elif MODE == ADD:
+        epilogue.add(out_ptr, to, sums, rows, m, tile, n, ROWS)
+    else:
+        STRIP: tl.constexpr = TILE_N // 2
+        low, high = tl.split(tl.permute(tl.reshape(sums, [2, STRIP, ROWS_PAD]), [1, 2, 0]))
+        if MODE == GATE:
+            epilogue.gate(out_ptr, low, high, tile, m, n, SILU, ROWS, STRIP)
+        else:
+            epilogue.rope(out_ptr, to, low, high, tile, m, ROWS, STRIP, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)
+
+
 @triton.jit(do_not_specialize=["n"])
-def vector_kernel(x_ptr, w_ptr, bias_ptr, out_ptr, n, K: tl.constexpr, ROWS: tl.constexpr, TILE_N: tl.constexpr,
-                  TILE_K: tl.constexpr, EVEN_N: tl.constexpr, HAS_BIAS: tl.constexpr, STAGES: tl.constexpr,
-                  UNROLL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """ROWS is 1 or 2."""
-    begin(PDL)
-    rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+def vector_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, scale, to, n, K: tl.constexpr, TILE_N: tl.constexpr,
+                  TILE_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+                  PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, MODE: tl.constexpr, SILU: tl.constexpr,
+                  HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr,
+                  BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """One row of x."""
+    tile = tl.program_id(0)
+    rows, exists = epilogue.tile_rows_of(tile, n, MODE, TILE_N, HALF_DIM)
     cols = tl.arange(0, TILE_K)
-    w = _load_weights(w_ptr, rows, cols, n, K, TILE_N, TILE_K, EVEN_N).to(tl.float32)  # needs no earlier kernel
-    wait_for_inputs(PDL)
+    m = tl.arange(0, 1)
+    w = _load_weights(w_ptr, rows, exists, cols, K, TILE_K, EVEN_N).to(tl.float32)
+    squares = None
+    if scale is not None:
+        squares = epilogue.load_square_sums(scale, m, 1, PARTS, PARTS_PAD)
     # x is loaded once for each row of the tile, from L1: in w's own layout, so that no thread waits for another.
     x_ptrs = x_ptr + cols[None, :] + tl.zeros([TILE_N, 1], tl.int32)
-    x = tl.load(x_ptrs, mask=cols[None, :] < K, other=0.0).to(tl.float32)
-    acc0 = w * x
-    if ROWS == 2:
-        x = tl.load(x_ptrs + K, mask=cols[None, :] < K, other=0.0).to(tl.float32)
-        acc1 = w * x
+    acc = w * tl.load(x_ptrs, mask=cols[None, :] < K, other=0.0).to(tl.float32)
     for start in tl.range(TILE_K, K, TILE_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        w = _load_weights(w_ptr, rows, start + cols, n, K, TILE_N, TILE_K, EVEN_N).to(tl.float32)
-        x = tl.load(x_ptrs + start, mask=start + cols[None, :] < K, other=0.0).to(tl.float32)
-        acc0 += w * x
-        if ROWS == 2:
-            x = tl.load(x_ptrs + K + start, mask=start + cols[None, :] < K, other=0.0).to(tl.float32)
-            acc1 += w * x
-    bias = tl.zeros([TILE_N], tl.float32)
-    if HAS_BIAS:
-        bias += tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)
-    tl.store(out_ptr + rows, (tl.sum(acc0, axis=1) + bias).to(out_ptr.dtype.element_ty), mask=rows < n)
-    if ROWS == 2:
-        tl.store(out_ptr + n + rows, (tl.sum(acc1, axis=1) + bias).to(out_ptr.dtype.element_ty), mask=rows < n)
+        w = _load_weights(w_ptr, rows, exists, start + cols, K, TILE_K, EVEN_N).to(tl.float32)
+        acc += w * tl.load(x_ptrs + start, mask=start + cols[None, :] < K, other=0.0).to(tl.float32)
+    sums = tl.sum(acc, axis=1)[:, None]
+    _finish(sums, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, squares, K, MODE, 1, 1, TILE_N, SILU, HEADS,
+            KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n"])
-def tile_kernel(x_ptr, w_ptr, bias_ptr, out_ptr, partial_ptr, arrivals_ptr, n, K: tl.constexpr, ROWS: tl.constexpr,
-                ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SPLIT_K: tl.constexpr,
-                EVEN_N: tl.constexpr, HAS_BIAS: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
-    """w_ptr is a tensor descriptor where TMA."""
-    begin(PDL)
+def tile_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, scale, to, partial_ptr, arrivals_ptr, n, K: tl.constexpr,
+                ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+                SPLIT_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+                PARTS_PAD: tl.constexpr, MODE: tl.constexpr, SILU: tl.constexpr, HEADS: tl.constexpr,
+                KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
-    rows = tile * TILE_N + tl.arange(0, TILE_N)
+    rows, exists = epilogue.tile_rows_of(tile, n, MODE, TILE_N, HALF_DIM)
     m = tl.arange(0, ROWS_PAD)
     cols = tl.arange(0, TILE_K)
     STEPS: tl.constexpr = (K + TILE_K - 1) // TILE_K
     first = part * STEPS // SPLIT_K
     last = (part + 1) * STEPS // SPLIT_K
-    wait_for_inputs(PDL)
+    squares = None
+    if scale is not None:
+        squares = epilogue.load_square_sums(scale, m, ROWS, PARTS, PARTS_PAD)
     acc = tl.zeros([TILE_N, ROWS_PAD], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         k = step * TILE_K + cols
-        if TMA:
-            w = w_ptr.load([tile * TILE_N, step * TILE_K])
-        else:
-            w = _load_weights(w_ptr, rows, k, n, K, TILE_N, TILE_K, EVEN_N)
+        w = _load_weights(w_ptr, rows, exists, k, K, TILE_K, EVEN_N)
         # Rows past ROWS are masked, so they cost no traffic.
         x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=(m < ROWS)[None, :] & (k < K)[:, None], other=0.0)
-        acc = tl.dot(w, x, acc)
-    bias = tl.zeros([TILE_N], tl.float32)
-    if HAS_BIAS:
-        bias += tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)
-    offsets = m[None, :] * n + rows[:, None]
-    mask = (m < ROWS)[None, :] & (rows < n)[:, None]
+        acc = tl.dot(w, x, acc, input_precision="ieee")
     if SPLIT_K == 1:
-        tl.store(out_ptr + offsets, (acc + bias[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+        _finish(acc, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, squares, K, MODE, ROWS, ROWS_PAD, TILE_N,
+                SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
     else:
+        offsets = m[None, :] * n + rows[:, None]
+        mask = (m < ROWS)[None, :] & exists[:, None]
         tl.store(partial_ptr + part * ROWS * n + offsets, acc, mask=mask)
         tl.debug_barrier()  # every thread's part is stored before one thread announces it
         if tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
             tl.store(arrivals_ptr + tile, 0)  # ready for the next launch
-            acc = tl.zeros([TILE_N, ROWS_PAD], tl.float32) + bias[:, None]
+            acc = tl.zeros([TILE_N, ROWS_PAD], tl.float32)
             for other_part in tl.static_range(SPLIT_K):
                 # Bypasses L1: other multiprocessors wrote it in this launch.
                 other = partial_ptr + other_part * ROWS * n + offsets
                 acc += tl.load(other, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+            _finish(acc, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, squares, K, MODE, ROWS, ROWS_PAD,
+                    TILE_N, SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -122,45 +137,128 @@ class SkinnyScratch:
 
 
 def skinny_linear(
-    x: Tensor,  # [rows, k], contiguous
+    x: Tensor | Unscaled,  # [rows, k], contiguous
     weight: Tensor,  # [n, k], contiguous
     bias: Tensor | None,
     config: SkinnyConfig,
     scratch: SkinnyScratch,
     *,
     out_dtype: torch.dtype | None = None,
-    pdl: bool = False,
 ) -> Tensor:
     """x @ weight.T + bias -> [rows, n], summed in float32."""
+    plain = x.x if isinstance(x, Unscaled) else x
+    out = torch.empty((plain.shape[0], weight.shape[0]), dtype=out_dtype or plain.dtype, device=plain.device)
+    _launch(x, weight, bias, out, None, config, scratch, mode=STORE.value)
+    return out
+
+
+def skinny_add_norm(
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,  # [rows, n], changed in place
+    norm: Tensor | None,  # [n]
+    eps: float,
+    config: SkinnyConfig,
+    scratch: SkinnyScratch,
+) -> Tensor | Unscaled:
+    """residual += x @ weight.T + bias; -> what the next product takes as its normalised input, or the residual."""
+    if norm is None:
+        _launch(x, weight, bias, residual, Add(residual, None, None), config, scratch, mode=ADD.value)
+        return residual
+    tiles = -(-weight.shape[0] // config.tile_n)
+    out = torch.empty_like(residual)
+    square_sums = torch.empty((tiles, residual.shape[0]), dtype=torch.float32, device=residual.device)
+    _launch(x, weight, bias, out, Add(residual, norm, square_sums), config, scratch, mode=ADD.value)
+    return Unscaled(out, square_sums, eps)
+
+
+def skinny_act(
+    x: Tensor | Unscaled,
+    weight: Tensor,  # [2 * n, k]
+    bias: Tensor | None,
+    activation: str,
+    config: SkinnyConfig,
+    scratch: SkinnyScratch,
+) -> Tensor:
+    """activation(first half of x @ weight.T + bias) * second half -> [rows, n]."""
+    plain = x.x if isinstance(x, Unscaled) else x
+    out = torch.empty((plain.shape[0], weight.shape[0] // 2), dtype=plain.dtype, device=plain.device)
+    _launch(x, weight, bias, out, None, config, scratch, mode=GATE.value, silu=activation == "silu")
+    return out
+
+
+def skinny_rope_write(
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos_sin: Tensor,
+    kv: Tensor,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    config: SkinnyConfig,
+    scratch: SkinnyScratch,
+) -> Tensor:
+    """See Ops.linear_rope_write; without norms of q and k, which need whole heads."""
+    assert can_rope(spec, config)
+    plain = x.x if isinstance(x, Unscaled) else x
+    out = torch.empty((plain.shape[0], spec.num_heads * spec.head_dim), dtype=plain.dtype, device=plain.device)
+    to = Rope(cos_sin, kv, batch.positions, batch.slots, 1.0 / spec.k_scale, 1.0 / spec.v_scale)
+    _launch(x, weight, bias, out, to, config, scratch, mode=ROPE.value, spec=spec, block_size=kv.shape[3])
+    return out
+
+
+def can_rope(spec: AttentionSpec, config: SkinnyConfig) -> bool:
+    """Whether a tile's strips lie within one half of one head."""
+    return spec.head_dim % config.tile_n == 0
+
+
+def _launch(
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    to: Add | Rope | None,
+    config: SkinnyConfig,
+    scratch: SkinnyScratch,
+    *,
+    mode: int,
+    silu: bool = False,
+    spec: AttentionSpec | None = None,
+    block_size: int = 0,
+) -> None:
+    scale, parts = None, 0
+    if isinstance(x, Unscaled):
+        scale, parts, x = Scale(x.square_sums, x.eps), x.square_sums.shape[0], x.x
     rows, k = x.shape
     n = weight.shape[0]
-    out = torch.empty((rows, n), dtype=out_dtype or x.dtype, device=x.device)
-    tiles = -(-n // config.tile_n)
-    shared = {
+    strips = 2 if mode in (GATE.value, ROPE.value) else 1
+    tiles = -(-n // strips // (config.tile_n // strips))
+    constants = {
         "K": k,
-        "ROWS": rows,
         "TILE_N": config.tile_n,
         "TILE_K": config.tile_k,
         "EVEN_N": n % config.tile_n == 0,
-        "HAS_BIAS": bias is not None,
         "STAGES": config.num_stages,
-        "PDL": pdl,
+        "PARTS": parts,
+        "PARTS_PAD": next_power_of_2(parts),
+        "MODE": mode,
+        "SILU": silu,
+        "HEADS": spec.num_heads if spec is not None else 0,
+        "KV_HEADS": spec.num_kv_heads if spec is not None else 0,
+        "HALF_DIM": spec.head_dim // 2 if spec is not None else 1,
+        "BLOCK_SIZE": block_size,
         "num_warps": config.num_warps,
     }
-    if pdl:
-        shared["launch_pdl"] = True
     if not config.use_tensor_cores:
-        assert rows <= 2, "plain multiplication is written for one or two rows"
-        vector_kernel[(tiles,)](x, weight, bias, out, n, UNROLL=config.unroll, **shared)
-        return out
-    rows_pad = max(16, next_power_of_2(rows))
-    partial = out
+        assert rows == 1, "plain multiplication is written for one row"
+        vector_kernel[(tiles,)](x, weight, out, bias, scale, to, n, UNROLL=config.unroll, **constants)
+        return
+    partial = None
     if config.split_k > 1:
         partial = torch.empty(config.split_k * rows * n, dtype=torch.float32, device=x.device)
         assert tiles <= scratch.arrivals.numel()
-    source = TensorDescriptor.from_tensor(weight, [config.tile_n, config.tile_k]) if config.use_tma else weight
     tile_kernel[(tiles, config.split_k)](
-        x, source, bias, out, partial, scratch.arrivals, n, ROWS_PAD=rows_pad, SPLIT_K=config.split_k,
-        TMA=config.use_tma, **shared,
+        x, weight, out, bias, scale, to, partial, scratch.arrivals, n, ROWS=rows,
+        ROWS_PAD=max(16, next_power_of_2(rows)), SPLIT_K=config.split_k, **constants,
     )  # fmt: skip
-    return out

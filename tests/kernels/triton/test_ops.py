@@ -115,6 +115,65 @@ def test_linear_embed_and_logits(ops, device):
     assert torch.equal(ops.embed(token_ids, weight, 2.0), weight.weight[token_ids] * 2.0)
 
 
+def make_layer(ops, device, *, bias):
+    """The four matrices of a small layer."""
+    shapes = {"qkv": (5 * 64, 96), "output": (96, 3 * 64), "gate_up": (2 * 80, 96), "down": (96, 80)}
+    layer = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        layer[name] = ops.new_linear(*shape, bias=bias)
+        layer[name].randomize(0.1, seed)
+    return layer
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(
+    ("dtype", "has_qk_norms", "is_sandwiched"),
+    [(torch.bfloat16, False, False), (torch.bfloat16, True, True), (torch.float16, False, False),
+     (torch.float32, False, False)],
+)  # fmt: skip
+def test_a_layer_of_paired_operations(rows, dtype, has_qk_norms, is_sandwiched, device):
+    """Launched in pairs as far as norms and dtypes allow: several rows in float32 are the composition's."""
+    ops, oracle = TritonOps(device, dtype, max_seqs=32, max_kv_heads=2), ReferenceOps(device, torch.float64)
+    spec = AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=64, scale=0.125)
+    layer = make_layer(ops, device, bias=True)
+    wide = {name: oracle.new_linear(m.out_features, m.in_features, bias=True) for name, m in layer.items()}
+    for name, matrix in layer.items():
+        wide[name].load_rows(0, matrix.weight)
+        wide[name].load_bias(0, matrix.bias)
+    batch = AttentionBatch(
+        positions=torch.randint(0, 50, (rows,), device=device),
+        slots=torch.arange(rows, device=device) * 4,
+        query_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        kv_lens=torch.ones(rows, dtype=torch.int32, device=device),
+        block_tables=torch.arange(rows, dtype=torch.int32, device=device)[:, None],
+        max_query_len=1,
+        max_kv_len=1,
+        num_decodes=rows,
+    )
+    cos_sin = torch.randn(50, 64, device=device)
+    norms = [torch.rand(96, device=device) + 0.5 for _ in range(2)]
+    qk_norms = [torch.rand(64, device=device) + 0.5 if has_qk_norms else None for _ in range(2)]
+    branch_norm = torch.rand(96, device=device) + 0.5 if is_sandwiched else None
+    start = torch.randn(rows, 96, device=device).to(dtype)
+
+    def run(ops, layer, dtype):
+        kv = torch.zeros(rows, 2, 1, 4, 64, device=device, dtype=dtype)
+        residual = start.to(dtype, copy=True)
+        x = ops.rms_norm(residual, norms[0], 1e-5)
+        for _ in range(2):  # the second layer's first product takes what the first one's last one left
+            q = ops.linear_rope_write(x, layer["qkv"], cos_sin, kv, batch, spec, *qk_norms)
+            attended = ops.attention(q, kv, batch, spec)
+            x = ops.linear_add_norm(attended, layer["output"], residual, norms[1], 1e-5, branch_norm=branch_norm)
+            gated = ops.linear_act(x, layer["gate_up"], "silu")
+            x = ops.linear_add_norm(gated, layer["down"], residual, norms[0], 1e-5, branch_norm=branch_norm)
+        last = ops.linear_add_norm(gated, layer["down"], residual, None, 1e-5, branch_norm=branch_norm)
+        assert last is residual
+        return residual, q, kv
+
+    for found, expected in zip(run(ops, layer, dtype), run(oracle, wide, torch.float64), strict=True):
+        assert close(found, expected, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
 def test_the_reason_names_the_device():
     assert "cpu" in unavailable_reason("cpu")
     assert (unavailable_reason("cuda") is None) == torch.cuda.is_available()

@@ -5,6 +5,7 @@ import torch
 
 from quire.kernels.triton.sampling import sample
 from quire.sampling import noise
+from quire.sampling.scratch import Scratch
 
 
 def make_keys(rows, position, device):
@@ -25,7 +26,7 @@ def test_draws_follow_the_noise_specification(device):
     for position in range(12):
         logits = torch.randn(rows, vocab_size, device=device) * 3
         keys = make_keys(rows, position, device)
-        gumbel = -noise.exponentials(keys, words[None]).double().log()
+        gumbel = -noise.exponentials(keys, words[None], Scratch(device)).double().log()
         race = logits.double() / temperature.clamp_min(1e-9)[:, None] + gumbel
         assert sample(logits, keys, temperature, chunk=512).tolist() == race.argmax(1).tolist()
 

@@ -1,0 +1,275 @@
+"""Products of few rows on a GPU beside cuBLAS, alone and with what follows them; and the kernels between products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.bench.gpu_inputs import BLOCK_SIZE, LLAMA, Shape, attention_inputs, decodes
+from quire.bench.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
+from quire.kernels.composed import ComposedOps
+from quire.kernels.interface import Unscaled
+from quire.kernels.reference import DenseLinear, ReferenceOps
+from quire.kernels.triton import TritonOps
+from quire.kernels.triton.configs import SkinnyConfig, skinny_config
+
+PRODUCTS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+}
+PRODUCT_ROWS = (1, 2, 4, 8, 16, 32)
+_VECTOR_SWEEP = (
+    SkinnyConfig(False, 8, 512, 4, 1, unroll=4),
+    SkinnyConfig(False, 4, 1024, 4, 1, unroll=4),
+    SkinnyConfig(False, 8, 1024, 8, 1, unroll=4),
+    SkinnyConfig(False, 16, 512, 8, 1, unroll=4),
+)
+_TILE_SWEEP = (
+    SkinnyConfig(True, 64, 128, 4, 4),
+    SkinnyConfig(True, 64, 128, 4, 3),
+    SkinnyConfig(True, 64, 64, 4, 6),
+    SkinnyConfig(True, 64, 128, 4, 4, split_k=2),
+    SkinnyConfig(True, 64, 128, 4, 4, split_k=4),
+    SkinnyConfig(True, 64, 256, 4, 3, split_k=2),
+    SkinnyConfig(True, 128, 64, 4, 5, split_k=4),
+    SkinnyConfig(True, 32, 256, 4, 4),
+)
+
+
+def skinny_sweep(rows: int) -> tuple[SkinnyConfig, ...]:
+    return (*(_VECTOR_SWEEP if rows == 1 else ()), *_TILE_SWEEP)
+
+
+def run_skinny(report: Report) -> None:
+    from quire.kernels.triton.skinny import SkinnyScratch, skinny_linear
+
+    scratch = SkinnyScratch.allocate(1 << 14, torch.device("cuda"))
+    totals = {rows: [0.0, 0.0] for rows in PRODUCT_ROWS}
+    for name, (n, k) in PRODUCTS.items():
+        weights = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(_num_cold(n * k * 2))]
+        for rows in PRODUCT_ROWS:
+            x = torch.randn(rows, k, device="cuda").bfloat16()
+            expected = x.float() @ weights[-1].float().T
+            cublas_us = time_us([partial(F.linear, x, w) for w in weights])
+
+            def build(
+                config: Any, weights: list[Tensor] = weights, x: Tensor = x, expected: Tensor = expected
+            ) -> tuple[float, list[Callable[[], object]]]:
+                poison()
+                off = error(skinny_linear(x, weights[-1], None, config, scratch), expected)
+                return off, [partial(skinny_linear, x, w, None, config, scratch) for w in weights]
+
+            current = skinny_config(rows, n, k)
+            configs = (*((current,) if current is not None else ()), *skinny_sweep(rows))
+            best = report.sweep("skinny", f"{name} rows {rows}", configs, build)
+            if best is None:
+                continue
+            config, us = best
+            times = 1 if name == "head" else 32
+            totals[rows][0] += times * us
+            totals[rows][1] += times * cublas_us
+            note = f"cuBLAS {cublas_us:7.2f} x{cublas_us / us:.2f}  {n * k * 2 / us / 1e6:.2f} TB/s  [{short(config)}]"
+            report.add("skinny", f"{name} rows {rows}", us, note, cublas_us=cublas_us)
+        del weights
+        torch.cuda.empty_cache()
+    for rows, (own_us, cublas_us) in totals.items():
+        note = f"all products of a Llama-3.1-8B step; cuBLAS {cublas_us:.0f} us x{cublas_us / max(own_us, 1e-9):.3f}"
+        report.add("skinny", f"step rows {rows}", own_us, note)
+
+
+def run_pairs(report: Report) -> None:
+    """Each product of a layer with what follows it, in one launch and in several. Rows past the table's limit show
+    whether it should be higher."""
+    from quire.kernels.triton.skinny import skinny_act, skinny_add_norm, skinny_rope_write
+
+    ops, oracle = TritonOps("cuda", torch.bfloat16), ReferenceOps("cuda", torch.float32)
+    scratch = ops._skinny_scratch
+    norm, cos_sin = torch.rand(4096, device="cuda") + 0.5, torch.randn(8192, 128, device="cuda")
+    totals = {rows: [0.0, 0.0] for rows in PRODUCT_ROWS}
+    for name in ("qkv", "o", "gate_up", "down"):
+        n, k = PRODUCTS[name]
+        weights = [ops.new_linear(n, k) for _ in range(_num_cold(n * k * 2))]
+        for i, weight in enumerate(weights):
+            weight.randomize(0.02, i)
+        for rows in PRODUCT_ROWS:
+            config = skinny_config(rows, n, k) or skinny_config(16, n, k)
+            assert config is not None
+            x = torch.randn(rows, k, device="cuda").bfloat16()
+            residual = torch.randn(rows, n, device="cuda").bfloat16()
+            # As the norm before this product leaves it: 64 or 1,024 tiles' sums, as the table's configurations give.
+            parts = torch.stack([p.square().sum(1) for p in x.float().chunk(1024 if rows == 1 else 64, dim=1)])
+            lazy, normed = Unscaled(x, parts, 1e-5), oracle.rms_norm(x.float(), torch.ones_like(x[0]), 1e-5).bfloat16()
+            q_kv = attention_inputs(decodes([40] * rows))
+            kv, batch = q_kv[1], q_kv[2]
+            batch.slots = torch.randperm(kv.shape[0] * BLOCK_SIZE, device="cuda")[:rows]
+            last = weights[-1]
+            one: list[Callable[[], Any]]
+            several: list[Callable[[], Any]]
+            poison()
+            if name == "qkv":
+                one = [partial(skinny_rope_write, lazy, w.weight, None, cos_sin, kv, batch, LLAMA, config, scratch)
+                       for w in weights]  # fmt: skip
+                several = [partial(_rope, ops, normed, w, cos_sin, kv, batch) for w in weights]
+                off = error(one[-1](), oracle.rope_and_write(
+                    oracle.linear(normed.float(), _wide(last)), cos_sin, kv.float(), batch, LLAMA))  # fmt: skip
+            elif name == "gate_up":
+                one = [partial(skinny_act, lazy, w.weight, None, "silu", config, scratch) for w in weights]
+                several = [partial(_act, ops, normed, w) for w in weights]
+                off = error(one[-1](), oracle.act_mul(oracle.linear(normed.float(), _wide(last)), "silu"))
+            else:
+                one = [partial(skinny_add_norm, x, w.weight, None, residual, norm, 1e-5, config, scratch)
+                       for w in weights]  # fmt: skip
+                several = [partial(_add_norm, ops, x, w, residual, norm) for w in weights]
+                expected = residual.float() + oracle.linear(x.float(), _wide(last))
+                found = one[-1]()
+                assert isinstance(found, Unscaled)
+                rms = torch.rsqrt(found.square_sums.sum(0) / n + 1e-5)
+                off = max(error(residual, expected), error(found.x.float() * rms[:, None],
+                                                           oracle.rms_norm(expected, norm, 1e-5)))  # fmt: skip
+            label = f"{name} rows {rows}"
+            if not off <= 1e-2:
+                report.fail(f"pairs {label}: error {off:.3g}")
+                continue
+            one_us, several_us = time_us(one), time_us(several)
+            totals[rows][0] += 32 * one_us
+            totals[rows][1] += 32 * several_us
+            report.add(
+                "pairs", label, one_us, f"apart {several_us:7.2f} us x{several_us / one_us:.3f}  error {off:.1e}"
+            )
+        del weights
+        torch.cuda.empty_cache()
+    for rows, (one_us, several_us) in totals.items():
+        report.add("pairs", f"32 layers rows {rows}", one_us, f"apart {several_us:.0f} us x{several_us / one_us:.3f}")
+
+
+def _rope(ops: TritonOps, x: Tensor, weight: DenseLinear, cos_sin: Tensor, kv: Tensor, batch: Any) -> Tensor:
+    return ComposedOps.linear_rope_write(ops, x, weight, cos_sin, kv, batch, LLAMA)
+
+
+def _act(ops: TritonOps, x: Tensor, weight: DenseLinear) -> Tensor:
+    return ComposedOps.linear_act(ops, x, weight, "silu")
+
+
+def _add_norm(ops: TritonOps, x: Tensor, weight: DenseLinear, residual: Tensor, norm: Tensor) -> object:
+    return ComposedOps.linear_add_norm(ops, x, weight, residual, norm, 1e-5)
+
+
+def _wide(weight: DenseLinear) -> DenseLinear:
+    wide = DenseLinear(1, 1, bias=False, device=weight.weight.device, dtype=torch.float32)
+    wide.weight = weight.weight.float()
+    return wide
+
+
+def _num_cold(num_bytes: int) -> int:
+    return max(1, -(-COLD_BYTES // num_bytes))
+
+
+def run_fused(report: Report) -> None:
+    ops, wide = TritonOps("cuda", torch.bfloat16), ReferenceOps("cuda", torch.float32)
+    half = ReferenceOps("cuda", torch.bfloat16)
+    for rows in (1, 16, 256, 8192):
+        num_sets = max(1, min(16, COLD_BYTES // (rows * 4096 * 4)))
+        weight = torch.randn(4096, device="cuda")
+        xs = [torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(num_sets)]
+        residuals = [torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(num_sets)]
+        residual, expected_residual = residuals[0].clone(), residuals[0].clone()
+        poison()
+        out = ops.add_rms_norm(xs[0], residual, weight, 1e-5)
+        off = error(out, half.add_rms_norm(xs[0], expected_residual, weight, 1e-5))
+        off = max(off, error(residual, expected_residual))
+        off = max(off, error(ops.rms_norm(xs[0], weight, 1e-5), wide.rms_norm(xs[0].float(), weight, 1e-5)))
+        calls = [partial(ops.add_rms_norm, x, r, weight, 1e-5) for x, r in zip(xs, residuals, strict=True)]
+        report.timed("fused", f"add_rms_norm {rows}", off, rows * 4096 * 2 * 4, calls)
+        del xs, residuals
+
+        num_sets = max(1, min(8, COLD_BYTES // (rows * 28672 * 2)))
+        gate_ups = [torch.randn(rows, 28672, device="cuda").bfloat16() for _ in range(num_sets)]
+        poison()
+        off = max(
+            error(ops.act_mul(gate_ups[0], name), wide.act_mul(gate_ups[0].float(), name))
+            for name in ("silu", "gelu_tanh")
+        )
+        calls = [partial(ops.act_mul, g, "silu") for g in gate_ups]
+        report.timed("fused", f"act_mul {rows}", off, rows * 14336 * 2 * 3, calls)
+        del gate_ups
+        _run_rope(report, ops, rows)
+        torch.cuda.empty_cache()
+
+
+def _run_rope(report: Report, ops: TritonOps, rows: int) -> None:
+    cos_sin = torch.randn(8192, 128, device="cuda")
+    num_blocks = rows // BLOCK_SIZE + 64
+    norms = [torch.randn(128, device="cuda").bfloat16() for _ in range(2)]
+    _, _, batch = attention_inputs(Shape([rows], [rows]))
+    batch.positions = torch.randint(0, 8192, (rows,), device="cuda")
+    batch.slots = torch.randperm(num_blocks * BLOCK_SIZE, device="cuda")[:rows]
+    qkvs = [
+        torch.randn(rows, 6144, device="cuda").bfloat16() for _ in range(max(1, min(8, COLD_BYTES // (rows << 14))))
+    ]
+    shape = (num_blocks, 2, 8, BLOCK_SIZE, 128)
+    off = 0.0
+    for q_norm, k_norm in ((None, None), (norms[0], norms[1])):
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            spec = LLAMA if dtype == torch.bfloat16 else replace(LLAMA, k_scale=0.25, v_scale=0.25)
+            kv = torch.zeros(shape, device="cuda", dtype=dtype)
+            expected_kv = torch.zeros(shape, device="cuda", dtype=torch.float32)
+            poison()
+            q = ops.rope_and_write(qkvs[0], cos_sin, kv, batch, spec, q_norm, k_norm)
+            expected = ReferenceOps("cuda", torch.float32).rope_and_write(
+                qkvs[0].float(), cos_sin, expected_kv, batch, spec, q_norm, k_norm
+            )
+            off = max(off, error(q, expected))
+            # An 8-bit float has 3 bits of mantissa: its own rounding is up to 6 %.
+            off = max(off, error(kv.float(), expected_kv) / (1.0 if dtype == torch.bfloat16 else 5.0))
+    kv = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+    calls = [partial(ops.rope_and_write, x, cos_sin, kv, batch, LLAMA) for x in qkvs]
+    report.timed("fused", f"rope_and_write {rows}", off, rows * 6144 * 2 * 2, calls)
+
+
+def compile_tasks(sections: Sequence[str]) -> list[Callable[[], object]]:
+    """Each runs one variant once: the compiled kernel lands in Triton's cache on disk."""
+    tasks: list[Callable[[], object]] = []
+    if "skinny" in sections:
+        sizes = [(rows, k) for rows in PRODUCT_ROWS for k in (4096, 14336)]
+        tasks += [partial(_once, config, rows, k) for rows, k in sizes for config in skinny_sweep(rows)]
+    if "pairs" in sections or "step" in sections:
+        tasks += [partial(_pair_once, name, rows) for name in PRODUCTS if name != "head" for rows in PRODUCT_ROWS]
+    return tasks
+
+
+def _pair_once(name: str, rows: int) -> None:
+    from quire.kernels.triton.skinny import SkinnyScratch, skinny_act, skinny_add_norm, skinny_linear, skinny_rope_write
+
+    n, k = PRODUCTS[name]
+    config = skinny_config(rows, n, k) or skinny_config(16, n, k)
+    assert config is not None
+    scratch = SkinnyScratch.allocate(1 << 14, torch.device("cuda"))
+    weight = torch.zeros(n, k, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(rows, k, device="cuda", dtype=torch.bfloat16)
+    lazy = Unscaled(x, torch.zeros(1024 if rows == 1 else 64, rows, device="cuda"), 1e-5)
+    skinny_linear(x, weight, None, config, scratch)
+    if name == "qkv":
+        _, kv, batch = attention_inputs(decodes([40] * rows))
+        skinny_rope_write(lazy, weight, None, torch.zeros(64, 128, device="cuda"), kv, batch, LLAMA, config, scratch)
+    elif name == "gate_up":
+        skinny_act(lazy, weight, None, "silu", config, scratch)
+    else:
+        residual = torch.zeros(rows, n, device="cuda", dtype=torch.bfloat16)
+        skinny_add_norm(x, weight, None, residual, torch.zeros(n, device="cuda"), 1e-5, config, scratch)
+
+
+def _once(config: SkinnyConfig, rows: int, k: int) -> None:
+    from quire.kernels.triton.skinny import SkinnyScratch, skinny_linear
+
+    x = torch.zeros(rows, k, device="cuda", dtype=torch.bfloat16)
+    weight = torch.zeros(128, k, device="cuda", dtype=torch.bfloat16)
+    skinny_linear(x, weight, None, config, SkinnyScratch.allocate(64, torch.device("cuda")))

@@ -1,0 +1,46 @@
+"""The paired operations of `Ops` as what they are: two operations, one after the other. Backends inherit them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Ops, Unscaled
+
+
+class ComposedOps:
+    """For classes that offer the single operations of `Ops`. No Unscaled is ever made here, so none arrives."""
+
+    def linear_rope_write(
+        self: Ops,
+        x: Tensor | Unscaled,
+        weight: LinearWeight,
+        cos_sin: Tensor,
+        kv: Tensor,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        assert isinstance(x, Tensor)
+        return self.rope_and_write(self.linear(x, weight), cos_sin, kv, batch, spec, q_norm, k_norm, eps)
+
+    def linear_add_norm(
+        self: Ops,
+        x: Tensor,
+        weight: LinearWeight,
+        residual: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        branch_norm: Tensor | None = None,
+    ) -> Tensor | Unscaled:
+        branch = self.linear(x, weight)
+        if branch_norm is not None:
+            branch = self.rms_norm(branch, branch_norm, eps)
+        if norm is None:
+            return residual.add_(branch)
+        return self.add_rms_norm(branch, residual, norm, eps)
+
+    def linear_act(self: Ops, x: Tensor | Unscaled, weight: LinearWeight, activation: str) -> Tensor:
+        assert isinstance(x, Tensor)
+        return self.act_mul(self.linear(x, weight), activation)

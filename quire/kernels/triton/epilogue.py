@@ -1,0 +1,134 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+"""What a product of few rows does with its sums before it stores them: the operation that follows it, in one launch.
+
+Rotation and gating combine two outputs, half a head or half the matrix apart. Such a product's tile is therefore two
+strips of the matrix's rows: `low` and `high` here, their sums for the same columns. Everything is [strip, rows of x].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.rope import store_kv
+
+STORE = tl.constexpr(0)
+ADD = tl.constexpr(1)  # to the residual stream, and prepare the next norm
+GATE = tl.constexpr(2)  # activation(first half) * second half
+ROPE = tl.constexpr(3)  # rotate q and k, write k and v to the cache
+
+
+class Scale(NamedTuple):
+    """x is to be divided by its rows' root mean square: see Unscaled."""
+
+    square_sums: Tensor
+    eps: float
+
+
+class Add(NamedTuple):
+    residual: Tensor
+    norm: Tensor | None
+    square_sums: Tensor | None  # [tiles, rows]: each tile's part
+
+
+class Rope(NamedTuple):
+    cos_sin: Tensor
+    kv: Tensor
+    positions: Tensor
+    slots: Tensor
+    k_inverse: float  # 1 / k_scale
+    v_inverse: float
+
+
+@triton.jit
+def tile_rows_of(tile, n, MODE: tl.constexpr, TILE_N: tl.constexpr, HALF_DIM: tl.constexpr):
+    """Which of the matrix's rows a tile multiplies -> (rows [TILE_N], whether they exist). See the module's head."""
+    index = tl.arange(0, TILE_N)
+    STRIP: tl.constexpr = TILE_N // 2
+    place = tile * STRIP + index % STRIP
+    if MODE == GATE:
+        rows = place + index // STRIP * (n // 2)
+        exists = place < n // 2
+    elif MODE == ROPE:
+        rows = place + place // HALF_DIM * HALF_DIM + index // STRIP * HALF_DIM
+        exists = rows < n
+    else:
+        rows = tile * TILE_N + index
+        exists = rows < n
+    return rows, exists
+
+
+@triton.jit
+def load_square_sums(scale, m, ROWS: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):
+    """The parts of the sums of squares of x's rows m. On their way while the product runs; added up after it."""
+    part = tl.arange(0, PARTS_PAD)
+    mask = (part < PARTS)[:, None] & (m < ROWS)[None, :]
+    return tl.load(scale.square_sums + part[:, None] * ROWS + m[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store(out_ptr, sums, rows, m, n, ROWS: tl.constexpr):
+    mask = (rows < n)[:, None] & (m < ROWS)[None, :]
+    tl.store(out_ptr + m[None, :] * n + rows[:, None], sums.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add(out_ptr, to, sums, rows, m, tile, n, ROWS: tl.constexpr):
+    """residual += sums; out = residual * norm, whose rows' factors are left to the next product."""
+    mask = (rows < n)[:, None] & (m < ROWS)[None, :]
+    offsets = m[None, :] * n + rows[:, None]
+    total = tl.load(to.residual + offsets, mask=mask, other=0.0).to(tl.float32) + sums
+    total = total.to(to.residual.dtype.element_ty)
+    tl.store(to.residual + offsets, total, mask=mask)
+    if to.norm is not None:
+        total = tl.where(mask, total.to(tl.float32), 0.0)  # as the next layer will read it, rounded
+        norm = tl.load(to.norm + rows, mask=rows < n, other=0.0).to(tl.float32)
+        tl.store(out_ptr + offsets, (total * norm[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(to.square_sums + tile * ROWS + m, tl.sum(total * total, axis=0), mask=m < ROWS)
+
+
+@triton.jit
+def gate(out_ptr, low, high, tile, m, n, SILU: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr):
+    cols = tile * STRIP + tl.arange(0, STRIP)
+    if SILU:
+        low = low * tl.sigmoid(low)
+    else:
+        # 0.5 * (1 + tanh(u)) is sigmoid(2 * u), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
+        low = low * tl.sigmoid(1.5957691216057308 * (low + 0.044715 * low * low * low))
+    mask = (cols < n // 2)[:, None] & (m < ROWS)[None, :]
+    tl.store(out_ptr + m[None, :] * (n // 2) + cols[:, None], (low * high).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope(q_ptr, to, low, high, tile, m, ROWS: tl.constexpr, STRIP: tl.constexpr, HEADS: tl.constexpr,
+         KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """A strip lies within one half of one head."""
+    head = tile * STRIP // HALF_DIM
+    dims = tile * STRIP % HALF_DIM + tl.arange(0, STRIP)
+    HEAD_DIM: tl.constexpr = 2 * HALF_DIM
+    exists = (m < ROWS)[None, :] & (dims >= 0)[:, None]
+    if head < HEADS + KV_HEADS:
+        position = tl.load(to.positions + m, mask=m < ROWS, other=0)
+        angles = to.cos_sin + position[None, :] * HEAD_DIM + dims[:, None]
+        cos = tl.load(angles, mask=exists, other=0.0)
+        sin = tl.load(angles + HALF_DIM, mask=exists, other=0.0)
+        turned = low * cos - high * sin
+        high = high * cos + low * sin
+        low = turned
+    if head < HEADS:
+        target = q_ptr + m[None, :] * (HEADS * HEAD_DIM) + head * HEAD_DIM + dims[:, None]
+        tl.store(target, low.to(q_ptr.dtype.element_ty), mask=exists)
+        tl.store(target + HALF_DIM, high.to(q_ptr.dtype.element_ty), mask=exists)
+    else:
+        slot = tl.load(to.slots + m, mask=m < ROWS, other=-1)[None, :]
+        inverse = to.k_inverse
+        if head >= HEADS + KV_HEADS:
+            inverse = to.v_inverse
+        target = to.kv + slot // BLOCK_SIZE * (2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM) + slot % BLOCK_SIZE * HEAD_DIM
+        target = target + (head - HEADS) * (BLOCK_SIZE * HEAD_DIM) + dims[:, None]
+        mask = exists & (slot >= 0)  # a negative slot belongs to a row that only pads the batch
+        store_kv(target, low * inverse, mask)
+        store_kv(target + HALF_DIM, high * inverse, mask)
