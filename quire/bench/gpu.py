@@ -38,9 +38,9 @@ ROWS: dict[str, tuple[str, dict[str, float], str, float, float]] = {
 }
 # Parts of a step by the names of the kernels that do them.
 _KERNELS = {
-    "attention": ("decode_kernel", "prefill_kernel", "merge_kernel", "prefix_kernel", "flash"),
-    "matrix products": ("skinny", "gemm", "gemv", "cutlass", "nvjet", "xmma", "splitK", "cublas"),
-    "sampling": ("sampl", "argmax", "ArgMax", "sort", "Sort", "softmax", "select", "filter", "race"),
+    "attention": ("decode_kernel", "prefill_kernel", "prefix_kernel"),
+    "matrix products": ("vector_kernel", "tile_kernel", "gemm", "gemv", "cutlass", "nvjet", "xmma", "splitK", "cublas"),
+    "sampling": ("chunk_kernel", "winner_kernel", "bound_kernel", "gather_kernel", "finish_kernel"),
 }
 
 
@@ -140,7 +140,7 @@ def profile_decode(engine: LLMEngine, num_seqs: int, context: int, num_steps: in
         num_quiet = num_quiet + 1 if num_now == num_prefilled else 0
         num_prefilled = num_now
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         started = time.perf_counter()
         for _ in range(num_steps):
             engine.step()

@@ -10,7 +10,7 @@ from quire.config import EngineConfig
 from quire.executor.batch import PersistentBatch
 from quire.executor.clock import Timeline
 from quire.executor.device import Backend, choose_backend
-from quire.executor.graphs import DecodeGraphs
+from quire.executor.graphs import MAX_GRAPH_SEQS, DecodeGraphs
 from quire.executor.kv_cache import KVCache, block_bytes
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory
@@ -79,20 +79,25 @@ def build_executor(
         device=backend.device,
         spare_block=cache.spare_block,
     )
-    sampler = Sampler(
-        num_rows=max_num_seqs,
-        vocab_size=spec.vocab_size,
-        device=backend.device,
-        max_model_len=ledger.max_model_len,
-    )
     graphs = None
     if backend.device.type == "cuda" and not config.enforce_eager:
         graphs = DecodeGraphs(
             decoder, cache.layers, batch, max_num_seqs=max_num_seqs, max_model_len=ledger.max_model_len
         )
-        with torch.inference_mode():
+    with torch.inference_mode():
+        with backend.compiling():
+            sampler = Sampler(
+                num_rows=max_num_seqs,
+                vocab_size=spec.vocab_size,
+                device=backend.device,
+                max_model_len=ledger.max_model_len,
+            )
+            if graphs is not None:
+                graphs.rehearse()
+        timeline.mark("kernels")
+        if graphs is not None:
             graphs.capture_common()
-    timeline.mark("cache")
+    timeline.mark("graphs")
     executor = LocalExecutor(decoder, cache, batch, sampler, graphs=graphs, single_threaded_torch=backend.is_native_cpu)
     return BuiltExecutor(
         executor=executor,
@@ -134,9 +139,11 @@ def _plan(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
             max_seq_len=config.max_model_len or spec.max_position,
+            compiling=backend.compiling,
         )
         if not config.enforce_eager:
-            graph_bytes = _activation_bytes(spec, backend, max_num_seqs, max_num_seqs)
+            largest = min(max_num_seqs, MAX_GRAPH_SEQS)
+            graph_bytes = _activation_bytes(spec, backend, largest, largest)
         free, total = torch.cuda.mem_get_info(backend.device)
         taken = activation_bytes + graph_bytes
         budget = cuda_kv_budget(config, free_bytes=free, total_bytes=total, activation_bytes=taken)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,14 @@ class Backend:
     @property
     def is_native_cpu(self) -> bool:
         return self.ops.name == "cpu"
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Inside, steps are rehearsed: kernels that need a compiler are compiled together and not run."""
+        if self.ops.name != "triton":
+            return contextlib.nullcontext()
+        from quire.kernels.triton.precompile import compiling_only
+
+        return compiling_only()
 
 
 def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:

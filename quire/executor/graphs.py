@@ -23,6 +23,8 @@ from quire.kernels.shared_prefix import (
 from quire.models.decoder import Decoder
 from quire.sampling.transfer import to_device
 
+# A larger step computes for longer than launching it takes, and its graph would hold logits for all its rows.
+MAX_GRAPH_SEQS = 512
 _MAX_GROUPS = 8  # of sequences with a common prefix; more are served, each reading for itself
 _COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -45,8 +47,8 @@ class DecodeGraphs:
         self._layers = layers
         self._batch = batch
         self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
-        size = padded_size(max_num_seqs)
+        self._max_num_seqs = min(max_num_seqs, MAX_GRAPH_SEQS)
+        size = padded_size(self._max_num_seqs)
         # [rows, positions, kv_lens] of each sequence: what changes from step to step.
         self._step = torch.zeros((3, size), dtype=torch.int64, device=batch.device)
         self._staging = StagingRing(3 * size)
@@ -58,12 +60,22 @@ class DecodeGraphs:
         self._has_groups = False
         self.num_captures = 0
 
+    def rehearse(self) -> None:
+        """The common steps, for the sake of the kernels that they launch."""
+        for size in self._common_sizes():
+            self._forward(size, False)
+
     def capture_common(self) -> None:
         """Largest first: the smaller ones then fit into memory that the pool already has."""
-        for size in sorted(_COMMON_SIZES, reverse=True):
-            if size <= padded_size(self._max_num_seqs):
-                self._fill([], [], size)
-                self._capture(size, False)
+        for size in self._common_sizes():
+            self._fill([], [], size)
+            self._capture(size, False)
+
+    def _common_sizes(self) -> list[int]:
+        return [size for size in sorted(_COMMON_SIZES, reverse=True) if size <= padded_size(self._max_num_seqs)]
+
+    def serves(self, num_seqs: int) -> bool:
+        return num_seqs <= self._max_num_seqs
 
     def run(self, rows: list[int], positions: list[int]) -> Tensor:
         """Decode one token of each row; logits [len(rows), vocab], valid until the next step."""

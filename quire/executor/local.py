@@ -112,6 +112,7 @@ class LocalExecutor:
         return (
             self.graphs is not None
             and bool(spans.rows)
+            and self.graphs.serves(len(spans.rows))
             and not plan.forks
             and max(spans.num_tokens) == 1
             and all(spans.samples)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
 
@@ -20,6 +23,7 @@ def measure_activation_bytes(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_seq_len: int,
+    compiling: Callable[[], AbstractContextManager[None]],
 ) -> int:
     """Bytes at the peak of a step with as many prompt tokens and as many sampled rows as there may be.
 
@@ -31,6 +35,8 @@ def measure_activation_bytes(
     kv = torch.zeros(shape, dtype=kv_dtype, device=device)
     num_tokens = batch.positions.shape[0]
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    with compiling():
+        decoder.forward(token_ids, batch, [kv] * spec.num_layers)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
