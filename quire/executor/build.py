@@ -94,10 +94,10 @@ def build_executor(
             )
             if graphs is not None:
                 graphs.rehearse()
-        timeline.mark("kernels")
+        timeline.mark("cache and kernels")
         if graphs is not None:
             graphs.capture_common()
-    timeline.mark("graphs")
+            timeline.mark("graphs")
     executor = LocalExecutor(decoder, cache, batch, sampler, graphs=graphs, single_threaded_torch=backend.is_native_cpu)
     return BuiltExecutor(
         executor=executor,

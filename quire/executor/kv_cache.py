@@ -6,6 +6,7 @@ one block of one layer is one contiguous run. On the host the block comes first.
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -20,6 +21,12 @@ from quire.sampling.transfer import to_device
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
     return spec.kv_values_per_token * block_size * dtype.itemsize
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until they are written: numpy asks the operating system for zero pages, torch writes."""
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 class KVCache:
@@ -37,14 +44,20 @@ class KVCache:
     ) -> None:
         inner = (2, spec.num_kv_heads, block_size, spec.head_dim)
         on_gpu = device.type == "cuda"
-        # Zeros, not empty: masked-out positions of a fresh block must be finite. On a CPU the operating system hands
-        # zero pages out on first touch, so an idle cache takes no memory.
+        # Zeros, not empty: masked-out positions of a fresh block must be finite.
         # One block more than the scheduler knows of: where the padding of a captured decode step writes.
         self.spare_block = num_blocks
-        self.device_blocks = torch.zeros((spec.num_layers, num_blocks + 1, *inner), dtype=dtype, device=device)
+        device_shape = (spec.num_layers, num_blocks + 1, *inner)
+        self.device_blocks = (
+            torch.zeros(device_shape, dtype=dtype, device=device) if on_gpu else _untouched_zeros(device_shape, dtype)
+        )
         # A host block holds all its layers in one piece: one copy moves it.
         host_shape = (num_host_blocks, spec.num_layers, *inner)
-        self.host_blocks = torch.zeros(host_shape, dtype=dtype, pin_memory=on_gpu and num_host_blocks > 0)
+        self.host_blocks = (
+            torch.zeros(host_shape, dtype=dtype, pin_memory=True)
+            if on_gpu and num_host_blocks
+            else _untouched_zeros(host_shape, dtype)
+        )
         self.layers: list[Tensor] = list(self.device_blocks.unbind(0))
         self.block_bytes = block_bytes(spec, block_size, dtype)
         # Moves are of words, whatever they hold: not every operation knows every dtype.

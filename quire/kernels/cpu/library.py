@@ -24,6 +24,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "softcap": (c_void_p, c_void_p, c_int64, c_float),
     "rope_and_write": (*(c_void_p,) * 10, c_float, c_int64),
     "attention": (*(c_void_p,) * 8, c_int64, c_int64),
+    "linear_add_norm": (*(c_void_p,) * 7, c_int64, c_int64, c_float),
+    "linear_act": (*(c_void_p,) * 5, c_int64, c_int64, c_int64),
+    "linear_rope_write": (*(c_void_p,) * 12, c_float, c_int64),
 }
 
 
@@ -39,6 +42,9 @@ class NativeFunctions:
     softcap: Callable[..., None]
     rope_and_write: Callable[..., None]
     attention: Callable[..., None]
+    linear_add_norm: Callable[..., None]
+    linear_act: Callable[..., None]
+    linear_rope_write: Callable[..., None]
 
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:
         self.isa = isa

@@ -17,7 +17,7 @@ from quire.kernels.cpu.library import load_functions, load_library
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.threads import ThreadPool, default_num_threads
 from quire.kernels.cpu.weight import KINDS, CpuLinear
-from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight
+from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Unscaled
 
 _KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum kind of native/simd.h
 _MAX_HEAD_DIM = 256
@@ -62,6 +62,7 @@ class CpuOps(ComposedOps):
         self._pool = self._threads.address
         self._arena = Arena(library)
         self._specs: dict[object, _NativeSpec] = {}
+        self._scratch_buffer = torch.empty(0)
 
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]:
         if head_dim % 16 != 0 or not 32 <= head_dim <= _MAX_HEAD_DIM:
@@ -175,6 +176,89 @@ class CpuOps(ComposedOps):
             batch.kv_lens.shape[0],
         )
         return out
+
+    # -- the pairs of ComposedOps in one call each
+
+    def linear_add_norm(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        residual: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        branch_norm: Tensor | None = None,
+    ) -> Tensor | Unscaled:
+        if norm is None or branch_norm is not None:
+            return super().linear_add_norm(x, weight, residual, norm, eps, branch_norm)
+        assert isinstance(weight, CpuLinear) and x.dtype is torch.float32 and x.is_contiguous()
+        assert residual.dtype is torch.float32 and residual.is_contiguous() and norm.dtype is torch.float32
+        rows, width = residual.shape
+        out = torch.empty((rows, width))
+        self._functions.linear_add_norm(
+            self._pool,
+            weight.address,
+            x.data_ptr(),
+            self._scratch(rows * width),
+            residual.data_ptr(),
+            norm.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            eps,
+        )
+        return out
+
+    def linear_act(self, x: Tensor | Unscaled, weight: LinearWeight, activation: str) -> Tensor:
+        assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_contiguous()
+        assert isinstance(weight, CpuLinear) and activation in ("silu", "gelu_tanh")
+        rows, width = x.shape[0], weight.out_features // 2
+        out = torch.empty((rows, width))
+        scratch = self._scratch(rows * weight.out_features)
+        self._functions.linear_act(
+            self._pool, weight.address, x.data_ptr(), scratch, out.data_ptr(), rows, width, activation == "gelu_tanh"
+        )
+        return out
+
+    def linear_rope_write(
+        self,
+        x: Tensor | Unscaled,
+        weight: LinearWeight,
+        cos_sin: Tensor,
+        kv: Tensor,
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_contiguous()
+        assert isinstance(weight, CpuLinear) and cos_sin.dtype is torch.float32 and cos_sin.is_contiguous()
+        assert batch.positions.dtype is torch.int64 and batch.slots.dtype is torch.int64
+        tokens = x.shape[0]
+        q = torch.empty((tokens, spec.num_heads * spec.head_dim))
+        self._functions.linear_rope_write(
+            self._pool,
+            weight.address,
+            x.data_ptr(),
+            self._scratch(tokens * weight.out_features),
+            self._native_spec(spec, kv),
+            cos_sin.data_ptr(),
+            kv.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slots.data_ptr(),
+            q.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            eps,
+            tokens,
+        )
+        return q
+
+    def _scratch(self, num_floats: int) -> int:
+        """The address of memory that lasts until the next call: one buffer, kept, so that its pages stay mapped."""
+        if self._scratch_buffer.numel() < num_floats:
+            self._scratch_buffer = torch.empty(num_floats)
+        return self._scratch_buffer.data_ptr()
 
     def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
         out = self.linear(hidden, weight)

@@ -159,10 +159,10 @@ void EXPORT(linear)(quire_pool *pool, const weight *w, const float *x, float *ou
     job.row_block = job.num_row_blocks > 1 ? ((rows + job.num_row_blocks - 1) / job.num_row_blocks + MR - 1) / MR * MR : rows;
     job.panels_at_once = rows == 1 || (rows <= PAIR_ROWS && w->kind == F32) ? 2 : 1;
     job.num_spans = MIN(quire_pool_threads(pool), MAX_SPANS);
-    const long units = ((w->n + NR - 1) / NR + job.panels_at_once - 1) / job.panels_at_once;
+    /* Spans end between any two panels, not between pairs: a matrix of few panels is divided evenly. */
+    const long num_panels = (w->n + NR - 1) / NR;
     for (long i = 0; i < job.num_spans; i++) {
-        const long first = units * i / job.num_spans * job.panels_at_once;
-        const long end = MIN(units * (i + 1) / job.num_spans * job.panels_at_once, (w->n + NR - 1) / NR);
+        const long first = num_panels * i / job.num_spans, end = num_panels * (i + 1) / job.num_spans;
         job.spans[i].first_panel = first;
         job.spans[i].num_panels = end - first;
         atomic_init(&job.spans[i].next, 0);
