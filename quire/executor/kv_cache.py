@@ -24,7 +24,9 @@ def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory until they are written: numpy asks the operating system for zero pages, torch writes."""
+    """Zeros that take no memory until they are written: numpy asks the system for zero pages, torch would fill them."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
 
