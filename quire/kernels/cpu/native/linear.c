@@ -20,7 +20,7 @@ typedef struct {
 enum {
     DEPTH_BLOCK = NR == 32 ? 256 : 384, /* of k: this part of a panel stays in L1 while the rows pass over it */
     ROW_BLOCK = 96,                     /* rows whose activations stay in L2 while the panels pass */
-    STREAM_AHEAD = 1024,                /* bytes between a single row's reads and its prefetches */
+    STREAM_AHEAD = 4096,                /* bytes between a single row's reads and its prefetches */
     MAX_SPANS = 64,
     PAIR_ROWS = 3, /* up to so many rows run over two panels at once */
 };
@@ -65,8 +65,9 @@ static void widen_panel(int kind, const void *from, float *to, long count) {
 INLINE void one_row_of_kind(tile *t, int kind, long panels) {
     t->ahead = (const char *)t->b + STREAM_AHEAD;
     t->ahead_step = NR * kind_bytes(kind);
-    if (panels == 2) run_tile(t, 1, 2 * NV, kind, 1);
-    else run_tile(t, 1, NV, kind, 1);
+    const int lines = MAX(1, NR * kind_bytes(kind) / 64);
+    if (panels == 2) run_tile(t, 1, 2 * NV, kind, lines);
+    else run_tile(t, 1, NV, kind, lines);
 }
 
 static void one_row(const linear_job *job, long row, long panel, long panels, float *out) {
@@ -88,8 +89,9 @@ static void panel_pair(const linear_job *job, long panel) {
     finish_with(&t, w, panel);
     t.ahead = (const char *)t.b + STREAM_AHEAD;
     t.ahead_step = NR * sizeof(float);
-    if (job->rows == 2) run_tile(&t, 2, 2 * NV, F32, 1);
-    else run_tile(&t, 3, 2 * NV, F32, 1);
+    enum { LINES = NR * sizeof(float) / 64 };
+    if (job->rows == 2) run_tile(&t, 2, 2 * NV, F32, LINES);
+    else run_tile(&t, 3, 2 * NV, F32, LINES);
 }
 
 /* Rows [row0, row1) of one whole panel. While the rows pass over one part of it, the part that follows in memory is

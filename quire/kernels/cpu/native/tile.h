@@ -20,7 +20,7 @@ typedef struct {
     const float *bias;   /* per column, or NULL */
 } tile;
 
-/* rows, vectors, kind and prefetch (cache lines a step) are constants wherever this is inlined: the loops over them
+/* rows, vectors, kind and prefetch (cache lines a step and panel) are constants wherever this is inlined: the loops over them
  * unroll and acc lives in registers. */
 INLINE void run_tile(const tile *t, int rows, int vectors, int kind, int prefetch) {
     vf acc[MR][2 * NV];
@@ -41,7 +41,10 @@ INLINE void run_tile(const tile *t, int rows, int vectors, int kind, int prefetc
         for (int j = 0; j < vectors; j++)
             columns[j] = load_wide(kind, b + (j / NV) * panel_bytes, (j % NV) * VL);
 #pragma GCC unroll 4
-        for (int line = 0; line < prefetch; line++) __builtin_prefetch(ahead + line * 64, 0, 2);
+        for (int line = 0; line < prefetch; line++) {
+            __builtin_prefetch(ahead + line * 64, 0, 2);
+            if (vectors > NV) __builtin_prefetch(ahead + panel_bytes + line * 64, 0, 2);
+        }
         ahead += ahead_step;
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
