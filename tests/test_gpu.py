@@ -99,6 +99,25 @@ def test_the_cpus_tokens(weights: Path, on_cpu: list[RequestOutput], kwargs: dic
         assert engine.core.scheduler.stats.num_preemptions > 0
 
 
+def test_an_8_bit_cache_holds_twice_the_blocks_and_stays_close(weights: Path, on_cpu: list[RequestOutput]) -> None:
+    """Each token's logprob, given the same history, is near the float32 one."""
+    wide = make(weights, device="cuda", dtype="bfloat16")
+    narrow = make(weights, device="cuda", dtype="bfloat16", kv_cache_dtype="fp8")
+    assert narrow.ledger.num_blocks == 2 * wide.ledger.num_blocks
+    prompts = [output.prompt_token_ids + output.outputs[0].token_ids for output in on_cpu]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    found = []
+    for output in run_all(narrow, [(prompt, params) for prompt in prompts]):
+        assert output.prompt_logprobs is not None
+        found += [next(iter(e.values())).logprob for e in output.prompt_logprobs if e is not None]
+    exact = []
+    for output in run_all(wide, [(prompt, params) for prompt in prompts]):
+        assert output.prompt_logprobs is not None
+        exact += [next(iter(e.values())).logprob for e in output.prompt_logprobs if e is not None]
+    mean_difference = sum(abs(a - b) for a, b in zip(found, exact, strict=True)) / len(exact)
+    assert mean_difference < 0.1 * abs(sum(exact) / len(exact))
+
+
 def test_bf16_runs_everything_at_once(weights: Path) -> None:
     engine = make(weights, device="cuda", dtype="bfloat16")
     work = requests(12)

@@ -143,7 +143,8 @@ class TritonOps(ComposedOps):
         if config is None:
             return super().linear_rope_write(x, weight, cos_sin, kv, batch, spec, q_norm, k_norm, eps)
         scratch = self._skinny_scratch
-        if q_norm is None and k_norm is None and can_rope(spec, config):
+        # An 8-bit cache is written by the kernel of its own, whose conversion is the tested one.
+        if q_norm is None and k_norm is None and kv.element_size() > 1 and can_rope(spec, config):
             return skinny_rope_write(x, weight.weight, weight.bias, cos_sin, kv, batch, spec, config, scratch)
         qkv = skinny_linear(x, weight.weight, weight.bias, config, scratch)
         return self.rope_and_write(qkv, cos_sin, kv, batch, spec, q_norm, k_norm, eps)
