@@ -183,7 +183,8 @@ def _chart(path: Path, rows: list[Row]) -> None:
     axes.set_xticks(list(places), [r.name for r in rows], rotation=20)
     axes.set_ylabel("share of the hardware's limit")
     axes.set_title("Llama-3.1-8B's shape, bf16, one H200: tokens per second over the physical limit")
-    axes.legend()
+    axes.set_ylim(0, 1)
+    axes.legend(loc="upper center", ncols=2)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
