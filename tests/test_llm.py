@@ -152,3 +152,21 @@ def test_a_full_cache_serves_one_longest_request(tiny_model: Path) -> None:
     [output] = llm.generate([[1] * 33], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 64 - 33
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_small_step_budget_narrows_the_batch(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not an error that asks for a flag which the user never set; and what has no effect is said so."""
+    logging.getLogger("quire").propagate = True
+    with caplog.at_level(logging.WARNING, logger="quire"):
+        llm = LLM(
+            str(tiny_model),
+            load_format="dummy",
+            device="cpu",
+            num_threads=1,
+            kv_cache_memory_bytes=1 << 20,
+            max_num_batched_tokens=8,
+            gpu_memory_utilization=0.5,
+        )
+    assert llm.llm_engine.core.scheduler.config.max_num_seqs == 8
+    assert "gpu_memory_utilization has no effect" in caplog.text
+    assert len(llm.generate(["a"] * 20, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)) == 20

@@ -116,8 +116,8 @@ def batch_limits(config: EngineConfig, spec: ModelSpec, backend: Backend) -> tup
     On a CPU a step of 512 tokens already multiplies at full speed, and shorter steps keep decodes smooth.
     """
     on_gpu = backend.device.type == "cuda"
-    max_num_seqs = config.max_num_seqs or (1024 if on_gpu else 64)
     tokens = config.max_num_batched_tokens
+    max_num_seqs = config.max_num_seqs or min(1024 if on_gpu else 64, tokens or 1024)
     if tokens is None:
         tokens = max(8192 if on_gpu else 512, max_num_seqs)
         if not config.enable_chunked_prefill:

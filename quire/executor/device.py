@@ -13,6 +13,7 @@ from quire.errors import ConfigError
 from quire.kernels import cpu as native
 from quire.kernels.interface import Ops
 from quire.kernels.reference import ReferenceOps
+from quire.log import get_logger
 from quire.models.spec import ModelSpec
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,6 +97,10 @@ def _kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> torch.d
 
 def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
     device = torch.device("cpu")
+    if "gpu_memory_utilization" in config.given:
+        get_logger().warning(
+            "gpu_memory_utilization has no effect on a CPU: kv_cache_memory_bytes sets the size of the KV cache"
+        )
     reason = native.unavailable_reason()
     weight_dtype = config.quantization or dtype
     if reason is None:

@@ -1,0 +1,57 @@
+"""Choosing device, dtypes and kernels, and refusing what does not go together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fakes
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.executor import device
+from quire.executor.device import choose_backend
+from quire.kernels import cpu as native
+from quire.models.architectures import spec_from_config
+
+SPEC = spec_from_config(fakes.TINY_LLAMA, source="test")
+
+
+def test_a_cpu_takes_float32_unless_told() -> None:
+    backend = choose_backend(EngineConfig(device="cpu"), SPEC)
+    assert (backend.device.type, backend.weight_dtype, backend.kv_dtype) == ("cpu", "float32", torch.float32)
+    half = choose_backend(EngineConfig(device="cpu", dtype="bfloat16"), SPEC)
+    assert (half.weight_dtype, half.kv_dtype) == ("bfloat16", torch.bfloat16)
+    mixed = choose_backend(EngineConfig(device="cpu", kv_cache_dtype="fp16"), SPEC)
+    assert (mixed.weight_dtype, mixed.kv_dtype) == ("float32", torch.float16)
+
+
+def test_without_native_kernels_torch_serves_float32_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "unavailable_reason", lambda: "no compiler was found")
+    backend = choose_backend(EngineConfig(device="cpu"), SPEC)
+    assert backend.ops.name == "reference"
+    assert backend.note is not None
+    assert "no compiler was found" in backend.note
+    for config in (EngineConfig(device="cpu", dtype="float16"), EngineConfig(device="cpu", quantization="int8")):
+        with pytest.raises(ConfigError, match="no compiler was found"):
+            choose_backend(config, SPEC)
+
+
+@pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
+def test_what_the_backend_cannot_serve_is_refused_with_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="head dimension of 24"):
+        choose_backend(EngineConfig(device="cpu"), replace(SPEC, head_dim=24))
+    monkeypatch.setattr(native.CpuOps, "supported_block_sizes", lambda self, head_dim: (16, 32))
+    with pytest.raises(ConfigError, match="choose one of 16, 32"):
+        choose_backend(EngineConfig(device="cpu", block_size=4), SPEC)
+
+
+def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
+    for name in ("tpu", "mps", "nonsense:1"):
+        with pytest.raises(ConfigError, match="auto, cpu or cuda"):
+            choose_backend(EngineConfig(device=name), SPEC)
+    with pytest.raises(ConfigError, match="torch sees no CUDA GPU"):
+        choose_backend(EngineConfig(device="cuda"), SPEC)
+    assert choose_backend(EngineConfig(), SPEC).device.type == "cpu"
