@@ -16,7 +16,7 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard quire/kernels
 demo: setup
 	@$(BIN)/quire generate --chat --temperature 0 --max-tokens 64 \
 		--system "You are a helpful assistant. Answer briefly." \
-		"What is the chemical symbol for water?" "Name three primary colours."
+		"What is the chemical symbol for water?" "Which planet is known as the Red Planet?"
 
 test: setup lint
 	$(BIN)/python -m pytest
