@@ -145,10 +145,6 @@ class SamplingParams:
                 raise BadRequestError("logit_bias needs token ids >= 0 and values in -100..100", param="logit_bias")
             self.logit_bias = bias
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
     def clone(self, **changes: Any) -> SamplingParams:
         """A checked copy with some fields changed."""
         return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)

@@ -81,10 +81,6 @@ class StepPlan:
     spans: Spans = field(default_factory=Spans)
     forks: list[Fork] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.spans.num_tokens)
-
     def sampled_rows(self) -> list[int]:
         """Rows that sample: the spans' in their order, then the forks' in theirs."""
         rows = [row for row, samples in zip(self.spans.rows, self.spans.samples, strict=True) if samples]

@@ -16,10 +16,11 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from quire.bench.drive import forced_length, run_workload
 from quire.bench.model_shapes import write_llama_8b
-from quire.bench.workloads import WORKLOADS, Workload
+from quire.bench.workloads import WORKLOADS
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
 
@@ -62,23 +63,6 @@ class Row:
     num_captures: int
 
 
-def run_workload(engine: LLMEngine, workload: Workload, sampling: dict[str, float]) -> tuple[float, int]:
-    """Seconds and output tokens."""
-    from quire.params import OutputKind, SamplingParams
-
-    started = time.perf_counter()
-    for i, (prompt, num_out) in enumerate(workload):
-        values: dict[str, Any] = {"temperature": 0.0} | sampling
-        params = SamplingParams(
-            ignore_eos=True, max_tokens=num_out, detokenize=False, output_kind=OutputKind.FINAL_ONLY, **values
-        )
-        engine.add_request(str(i), prompt, params)
-    num_out = 0
-    while engine.has_unfinished_requests():
-        num_out += sum(len(output.outputs[0].token_ids) for output in engine.step())
-    return time.perf_counter() - started, num_out
-
-
 def time_row(engine: LLMEngine, name: str) -> Row:
     workload_name, sampling, counts, vllm, limit = ROWS[name]
     vocab = 128_000
@@ -87,7 +71,6 @@ def time_row(engine: LLMEngine, name: str) -> Row:
     before = _totals(engine)
     workload = WORKLOADS[workload_name](vocab)
     seconds, num_out = run_workload(engine, workload, sampling)
-    assert num_out == sum(n for _, n in workload), "an output has the wrong length"
     spent = [after - earlier for after, earlier in zip(_totals(engine), before, strict=True)]
     num_counted = num_out + (sum(len(p) for p, _ in workload) if counts == "total" else 0)
     num_steps, gpu_s, sample_s, schedule_s, submit_s, update_s, num_captures = spent
@@ -126,11 +109,7 @@ def profile_decode(engine: LLMEngine, num_seqs: int, context: int, num_steps: in
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from quire.params import OutputKind, SamplingParams
-
-    params = SamplingParams(
-        temperature=0.0, ignore_eos=True, max_tokens=256, detokenize=False, output_kind=OutputKind.FINAL_ONLY
-    )
+    params = forced_length(256)
     for i in range(num_seqs):
         engine.add_request(f"p{i}", [10 + (i * 7919 + j) % 120_000 for j in range(context)], params)
     num_prefilled, num_quiet = -1, 0

@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quire.bench.drive import run_workload
 from quire.bench.workloads import WORKLOADS, Workload
 from quire.cli.options import add_engine_flags, engine_config
 from quire.config import EngineConfig
@@ -36,30 +37,19 @@ class Timing:
 
 def time_quire(config: EngineConfig, names: list[str]) -> list[Timing]:
     from quire.engine.llm_engine import LLMEngine
-    from quire.params import OutputKind, SamplingParams
 
     engine = LLMEngine.from_config(config)
-    vocab = engine.spec.vocab_size
+    kv, vocab = engine.core.kv, engine.spec.vocab_size
 
     def run(workload: Workload) -> tuple[float, float, int]:
-        started = time.perf_counter()
-        for i, (prompt, num_out) in enumerate(workload):
-            params = SamplingParams(
-                temperature=0.0,
-                ignore_eos=True,
-                max_tokens=num_out,
-                detokenize=False,
-                output_kind=OutputKind.FINAL_ONLY,
-            )
-            engine.add_request(str(i), prompt, params)
-        num_out, peak, waste = 0, 0, 0.0
-        while engine.has_unfinished_requests():
-            num_out += sum(len(o.outputs[0].token_ids) for o in engine.step())
-            kv = engine.core.kv
+        peak, waste = 0, 0.0
+
+        def look_at_cache() -> None:
+            nonlocal peak, waste
             if kv.num_used_blocks > peak:
                 peak, waste = kv.num_used_blocks, kv.stats.waste_percent
-        seconds = time.perf_counter() - started
-        assert num_out == sum(n for _, n in workload), "an output has the wrong length"
+
+        seconds, _ = run_workload(engine, workload, after_step=look_at_cache)
         return seconds, waste, peak
 
     timings = []

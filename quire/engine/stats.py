@@ -23,7 +23,7 @@ class Metric:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since start, and the last steps for rates and percentiles."""
+    """Counters since start, and the last steps for rates."""
 
     started_s: float = field(default_factory=time.monotonic)
     num_steps: int = 0
@@ -35,10 +35,8 @@ class EngineStats:
     forward_s: float = 0.0
     sample_s: float = 0.0
     busy_s: float = 0.0
-    # (when, tokens) of recent steps; seconds of recent requests
+    # (when, tokens) of recent steps
     _recent_tokens: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=512))
-    first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
-    inter_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
 
     def on_step(self, timings: StepTimings, updates: list[SequenceUpdate]) -> None:
         self.num_steps += 1
@@ -55,11 +53,6 @@ class EngineStats:
         self.cached_prompt_tokens += output.num_cached_tokens
         for completion in output.outputs:
             self.finished[completion.finish_reason or "abort"] += 1
-        if output.metrics is not None:
-            if output.metrics.first_token_s is not None:
-                self.first_token_s.append(output.metrics.first_token_s)
-            if output.metrics.inter_token_s is not None:
-                self.inter_token_s.append(output.metrics.inter_token_s)
 
     def tokens_per_s(self, window_s: float = 10.0) -> float:
         """Output tokens per second over the last seconds."""

@@ -133,9 +133,7 @@ class CpuOps(ComposedOps):
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> Tensor:
-        assert qkv.dtype is torch.float32 and cos_sin.dtype is torch.float32 and cos_sin.is_contiguous()
-        assert batch.positions.dtype is torch.int64 and batch.positions.is_contiguous()
-        assert batch.slots.dtype is torch.int64 and batch.slots.is_contiguous()
+        assert qkv.dtype is torch.float32
         if not qkv.is_contiguous():
             qkv = qkv.contiguous()
         tokens = qkv.shape[0]
@@ -144,13 +142,7 @@ class CpuOps(ComposedOps):
             self._pool,
             self._native_spec(spec, kv),
             qkv.data_ptr(),
-            cos_sin.data_ptr(),
-            kv.data_ptr(),
-            batch.positions.data_ptr(),
-            batch.slots.data_ptr(),
-            q.data_ptr(),
-            None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(),
+            *_rope_arguments(cos_sin, kv, batch, q, q_norm, k_norm),
             eps,
             tokens,
         )
@@ -232,8 +224,7 @@ class CpuOps(ComposedOps):
         eps: float = 1e-6,
     ) -> Tensor:
         assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_contiguous()
-        assert isinstance(weight, CpuLinear) and cos_sin.dtype is torch.float32 and cos_sin.is_contiguous()
-        assert batch.positions.dtype is torch.int64 and batch.slots.dtype is torch.int64
+        assert isinstance(weight, CpuLinear)
         tokens = x.shape[0]
         q = torch.empty((tokens, spec.num_heads * spec.head_dim))
         self._functions.linear_rope_write(
@@ -242,13 +233,7 @@ class CpuOps(ComposedOps):
             x.data_ptr(),
             self._scratch(tokens * weight.out_features),
             self._native_spec(spec, kv),
-            cos_sin.data_ptr(),
-            kv.data_ptr(),
-            batch.positions.data_ptr(),
-            batch.slots.data_ptr(),
-            q.data_ptr(),
-            None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(),
+            *_rope_arguments(cos_sin, kv, batch, q, q_norm, k_norm),
             eps,
             tokens,
         )
@@ -273,6 +258,24 @@ class CpuOps(ComposedOps):
         if native is None:
             native = self._specs[key] = _make_native_spec(spec, kv)
         return ctypes.addressof(native)
+
+
+def _rope_arguments(
+    cos_sin: Tensor, kv: Tensor, batch: AttentionBatch, q: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+) -> tuple[int | None, ...]:
+    """What rotary takes after its input, with or without a product before it. Checked here for both."""
+    assert cos_sin.dtype is torch.float32 and cos_sin.is_contiguous()
+    assert batch.positions.dtype is torch.int64 and batch.positions.is_contiguous()
+    assert batch.slots.dtype is torch.int64 and batch.slots.is_contiguous()
+    return (
+        cos_sin.data_ptr(),
+        kv.data_ptr(),
+        batch.positions.data_ptr(),
+        batch.slots.data_ptr(),
+        q.data_ptr(),
+        None if q_norm is None else q_norm.data_ptr(),
+        None if k_norm is None else k_norm.data_ptr(),
+    )
 
 
 def _make_native_spec(spec: AttentionSpec, kv: Tensor) -> _NativeSpec:
