@@ -10,7 +10,7 @@ setup: $(VENV)/.ready
 # torch is pinned in constraints.txt: without the pin pip would take the newest build with gigabytes of CUDA.
 $(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard quire/kernels/cpu/native/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,report]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[server,bench,test]'
 	@touch $@
 
 demo: setup

@@ -60,6 +60,7 @@ class Request:
     arrival_s: float = 0.0
     salt: str | None = None  # enters the hash of every cached block: other salts never match
     adapter: str | None = None
+    tenant: str = ""  # whose it is: tenants share the engine fairly
     skip_prefix_cache_read: bool = False
     sequences: list[Sequence] = field(default_factory=list)
 

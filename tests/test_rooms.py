@@ -24,11 +24,13 @@ MAY_IMPORT = {
     "weights": {"models", "layers", "kernels"},
     "executor": {"sampling", "weights", "models", "layers", "kernels"},
     "engine": {"text", "scheduler", "kv", "executor", "weights", "models"},
+    "server": {"engine", "text"},
+    "lab": {"llm", "engine", "sim", "scheduler", "kv", "weights", "models", "bench", "executor"},
     "sim": {"executor", "kv", "scheduler"},
     "llm": {"text", "engine"},
     "async_llm": {"text", "engine", "llm"},
-    "cli": {"llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench"},
-    "bench": {"llm", "async_llm", "engine", "sim", "scheduler", "kv", "kernels", "weights", "cli", "sampling"},
+    "cli": {"llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench", "server", "lab"},
+    "bench": {"executor", "llm", "async_llm", "engine", "sim", "scheduler", "kv", "kernels", "weights", "cli", "sampling"},
 }
 WITHOUT_TORCH = {"kv", "scheduler", "text", "sim"} | FOUNDATION
 

@@ -1,0 +1,127 @@
+"""What a server needs of an engine, wherever it runs: the contract between `server` and the engine's process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from quire.engine.inputs import Prompt
+from quire.engine.stats import Metric
+from quire.outputs import RequestOutput
+from quire.params import SamplingParams
+from quire.request import Request
+from quire.text import Tokenizer
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"  # idle, or its steps make progress
+    STUCK = "stuck"  # a step has run longer than the watchdog allows
+    DEAD = "dead"
+
+
+@dataclass(slots=True, frozen=True)
+class EngineHealth:
+    state: EngineState
+    reason: str = ""  # for people; empty when ready
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EngineInfo:
+    """What started, told once. The lines are those that the offline engine logs."""
+
+    model: str  # as the operator named it
+    architecture: str
+    device: str
+    dtype: str
+    kv_dtype: str
+    kernels: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int
+    block_bytes: int
+    enable_prefix_caching: bool
+    ledger_summary: str
+    blocks_line: str
+    ready_s: float
+    timeline_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EngineLoad:
+    """How busy the engine is, as of its last report (at most a step and a quarter of a second old)."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    kv_usage: float = 0.0  # share of blocks that requests hold
+    num_steps: int = 0
+    tokens_per_s: float = 0.0
+    brownout_level: int = 0  # 0: none, 1: smaller prefills, 2: shorter answers for new requests, 3: none are taken
+
+
+@dataclass(slots=True, frozen=True)
+class PreparedRequest:
+    """Tokenized and checked, not yet with the engine."""
+
+    request: Request
+    prompt: str | None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+
+class ServingEngine(Protocol):
+    """One engine that many connections share. Every method belongs to the event loop's thread, except `prepare`
+    and `render_chat`, which any thread may call."""
+
+    @property
+    def info(self) -> EngineInfo: ...  # once ready
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def default_sampling(self) -> SamplingParams: ...
+
+    def health(self) -> EngineHealth: ...
+
+    def load(self) -> EngineLoad: ...
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> PreparedRequest:
+        """Raises BadRequestError; the engine has not heard of the request yet."""
+        ...
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
+    ) -> dict[str, Any]: ...
+
+    def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Run it. Closing the generator early aborts the request; its blocks are free within a step.
+
+        Raises BadRequestError where the scheduler refuses it, EngineDeadError where the engine dies meanwhile.
+        """
+        ...
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """Run one of the engine's named inspections between two steps (`quire.engine.calls`)."""
+        ...
+
+    async def metrics(self) -> list[Metric]:
+        """A reading of the engine's own counters and gauges."""
+        ...
