@@ -9,13 +9,12 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.engine.build import BuiltEngine, build_engine
 from quire.engine.inputs import Prompt
-from quire.engine.metrics import collect_metrics
-from quire.engine.stats import EngineStats, Metric
+from quire.engine.metrics import request_metrics, step_metrics
+from quire.engine.stats import Metric, RequestStats, StepStats
 from quire.errors import BadRequestError, EngineDeadError
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
 from quire.request import Request
-from quire.text import ChatTemplate
 
 
 class LLMEngine:
@@ -28,10 +27,10 @@ class LLMEngine:
         self.ledger = built.ledger
         self.tokenizer = built.tokenizer
         self.core = built.core
-        self.stats = EngineStats()
+        self.stats = StepStats()
+        self.request_stats = RequestStats()
         self._inputs = built.inputs
         self._outputs = built.outputs
-        self._chat_template: ChatTemplate | None = None
         if built.config.pinned_prefixes:
             self._warm_pinned_prefixes()
 
@@ -91,16 +90,8 @@ class LLMEngine:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """A conversation as a prompt: the template's text, tokenized without adding what the template already wrote."""
-        if self.tokenizer is None:
-            raise BadRequestError("a chat needs a tokenizer, and skip_tokenizer_init=True was set", param="messages")
-        if chat_template is not None:
-            text = ChatTemplate(chat_template, self.tokenizer).render(messages, **kwargs)
-        else:
-            if self._chat_template is None:  # compiled by the first chat, not at start
-                self._chat_template = ChatTemplate(self.built.chat_template, self.tokenizer)
-            text = self._chat_template.render(messages, **kwargs)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        """A conversation as a prompt: the template's text and its tokens."""
+        return self.built.text.render_chat(messages, chat_template=chat_template, **kwargs)
 
     def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
         """End requests wherever they are; gives their last outputs. Unknown ids are passed over."""
@@ -117,9 +108,7 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that it moved on."""
         updates = self.core.step()
-        result = self.core.last_result
-        if result is not None:
-            self.stats.on_step(result.timings, updates)
+        self.stats.on_step(self.core.last_result, self.core.last_num_tokens, updates)
         return self._deliver(updates)
 
     def _deliver(self, updates: list[Any]) -> list[RequestOutput]:
@@ -128,7 +117,7 @@ class LLMEngine:
             self.core.finish(seq, stop)
         for output in outputs:
             if output.finished:
-                self.stats.on_finished(output)
+                self.request_stats.on_finished(output)
         return outputs
 
     def reset_prefix_cache(self, *, force: bool = False) -> bool:
@@ -159,10 +148,10 @@ class LLMEngine:
     def _warm_pinned_prefixes(self) -> None:
         for prefix in self.config.pinned_prefixes:
             self.pin_prefix(prefix)
-        self.stats = EngineStats()
+        self.stats, self.request_stats = StepStats(), RequestStats()
 
     def get_metrics(self) -> list[Metric]:
-        return collect_metrics(self)
+        return step_metrics(self.core, self.stats) + request_metrics(self.request_stats)
 
     def check_health(self) -> None:
         if self.core.is_dead:

@@ -8,13 +8,15 @@ import torch
 
 from quire.config import EngineConfig
 from quire.executor.batch import PersistentBatch
-from quire.executor.clock import Timeline
 from quire.executor.device import Backend, choose_backend
-from quire.executor.graphs import MAX_GRAPH_SEQS, DecodeGraphs
+from quire.executor.graphs import DecodeGraphs
 from quire.executor.kv_cache import KVCache, block_bytes
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory
+from quire.executor.precompile import Precompile
 from quire.executor.profile import calibrate_kv_scales, measure_activation_bytes
+from quire.executor.sizing import MAX_GRAPH_SEQS, batch_limits, step_bytes
+from quire.executor.timeline import Timeline
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.sampling import Sampler
@@ -35,13 +37,19 @@ class BuiltExecutor:
 
 
 def build_executor(
-    config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, progress: ProgressFn | None = None
+    config: EngineConfig,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    progress: ProgressFn | None = None,
+    *,
+    precompile: Precompile | None = None,
+    timeline: Timeline | None = None,
 ) -> BuiltExecutor:
     """Load the weights, size the cache to what is left, and put the parts together."""
     check_max_model_len(config, spec)
     backend = choose_backend(config, spec)
-    timeline = Timeline()
-    max_num_seqs, max_num_batched_tokens = batch_limits(config, spec, backend)
+    timeline = timeline or Timeline()
+    max_num_seqs, max_num_batched_tokens = batch_limits(config, spec, backend.device.type)
     decoder = Decoder(
         spec,
         backend.ops,
@@ -51,6 +59,9 @@ def build_executor(
     )
     checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
     timeline.mark("weights")
+    if precompile is not None:
+        precompile.wait()
+        timeline.mark("kernels")
     with torch.inference_mode():
         if backend.kv_dtype.itemsize == 1:
             decoder.set_kv_scales(
@@ -85,16 +96,13 @@ def build_executor(
             decoder, cache.layers, batch, max_num_seqs=max_num_seqs, max_model_len=ledger.max_model_len
         )
     with torch.inference_mode():
-        with backend.compiling():
-            sampler = Sampler(
-                num_rows=max_num_seqs,
-                vocab_size=spec.vocab_size,
-                device=backend.device,
-                max_model_len=ledger.max_model_len,
-            )
-            if graphs is not None:
-                graphs.rehearse()
-        timeline.mark("cache and kernels")
+        sampler = Sampler(
+            num_rows=max_num_seqs,
+            vocab_size=spec.vocab_size,
+            device=backend.device,
+            max_model_len=ledger.max_model_len,
+        )
+        timeline.mark("cache and sampler")
         if graphs is not None:
             graphs.capture_common()
             timeline.mark("graphs")
@@ -110,26 +118,12 @@ def build_executor(
     )
 
 
-def batch_limits(config: EngineConfig, spec: ModelSpec, backend: Backend) -> tuple[int, int]:
-    """max_num_seqs and max_num_batched_tokens, chosen by device where the user did not.
-
-    On a CPU a step of 512 tokens already multiplies at full speed, and shorter steps keep decodes smooth.
-    """
-    on_gpu = backend.device.type == "cuda"
-    tokens = config.max_num_batched_tokens
-    max_num_seqs = config.max_num_seqs or min(1024 if on_gpu else 64, tokens or 1024)
-    if tokens is None:
-        tokens = max(8192 if on_gpu else 512, max_num_seqs)
-        if not config.enable_chunked_prefill:
-            tokens = max(tokens, config.max_model_len or spec.max_position)
-    return max_num_seqs, tokens
-
-
 def _plan(
     config: EngineConfig, spec: ModelSpec, backend: Backend, decoder: Decoder, max_num_seqs: int, max_tokens: int
 ) -> MemoryLedger:
+    device, value_bytes = backend.device.type, backend.activation_dtype.itemsize
     graph_bytes = 0
-    if backend.device.type == "cuda":
+    if device == "cuda":
         activation_bytes = measure_activation_bytes(
             decoder,
             spec,
@@ -139,23 +133,22 @@ def _plan(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
             max_seq_len=config.max_model_len or spec.max_position,
-            compiling=backend.compiling,
         )
         if not config.enforce_eager:
             largest = min(max_num_seqs, MAX_GRAPH_SEQS)
-            graph_bytes = _activation_bytes(spec, backend, largest, largest)
+            graph_bytes = step_bytes(spec, device, value_bytes, largest, largest)
         free, total = torch.cuda.mem_get_info(backend.device)
         taken = activation_bytes + graph_bytes
         budget = cuda_kv_budget(config, free_bytes=free, total_bytes=total, activation_bytes=taken)
         flag = "gpu_memory_utilization"
     else:
-        activation_bytes = _activation_bytes(spec, backend, max_num_seqs, max_tokens)
+        activation_bytes = step_bytes(spec, device, value_bytes, max_num_seqs, max_tokens)
         budget = cpu_kv_budget(config, activation_bytes)
         flag = "kv_cache_memory_bytes"
     return plan_memory(
         config,
         spec,
-        device=backend.device.type,
+        device=device,
         weight_bytes=decoder.weight_bytes,
         activation_bytes=activation_bytes,
         graph_bytes=graph_bytes,
@@ -163,13 +156,3 @@ def _plan(
         kv_budget_bytes=budget,
         kv_budget_flag="kv_cache_memory_bytes" if config.kv_cache_memory_bytes is not None else flag,
     )
-
-
-def _activation_bytes(spec: ModelSpec, backend: Backend, max_num_seqs: int, max_tokens: int) -> int:
-    """An upper bound from shapes: what one layer holds at once for every token, and float32 logits for every row."""
-    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    per_token = 4 * spec.hidden_size + qkv + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
-    logits = max_num_seqs * spec.vocab_size * 4
-    if backend.device.type == "cpu":
-        logits *= 3  # a scaled copy and scratch while sampling
-    return max_tokens * per_token * backend.activation_dtype.itemsize + logits

@@ -43,16 +43,3 @@ def _seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
         return float(start.elapsed_time(end)) / 1e3
     assert isinstance(start, float) and isinstance(end, float)
     return end - start
-
-
-class Timeline:
-    """Seconds between marks, by name: where the start-up went."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def mark(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] = now - self._last
-        self._last = now

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.executor.sizing import activation_dtype
+from quire.executor.sizing import kv_dtype as kv_dtype_name
 from quire.kernels import cpu as native
 from quire.kernels.interface import Ops
 from quire.kernels.reference import ReferenceOps
@@ -35,19 +35,11 @@ class Backend:
     def is_native_cpu(self) -> bool:
         return self.ops.name == "cpu"
 
-    def compiling(self) -> AbstractContextManager[None]:
-        """Inside, steps are rehearsed: kernels that need a compiler are compiled together and not run."""
-        if self.ops.name != "triton":
-            return contextlib.nullcontext()
-        from quire.kernels.triton.precompile import compiling_only
-
-        return compiling_only()
-
 
 def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
     """Raises ConfigError, naming what can be chosen instead, where device, dtypes and block size do not go together."""
     device = _device(config.device)
-    dtype = _dtype(config, spec, device)
+    dtype = activation_dtype(config, spec, device.type)
     kv_dtype = _kv_dtype(config, dtype, device)
     backend = _cuda(config, dtype, kv_dtype, device) if device.type == "cuda" else _cpu(config, dtype, kv_dtype)
     sizes = backend.ops.supported_block_sizes(spec.head_dim)
@@ -77,22 +69,13 @@ def _device(wanted: str) -> torch.device:
     return device
 
 
-def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str:
-    if config.dtype != "auto":
-        return config.dtype
-    if device.type == "cpu":
-        return "float32"
-    return "float16" if spec.dtype == "float16" else "bfloat16"
-
-
 def _kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> torch.dtype:
-    if config.kv_cache_dtype == "auto":
-        return _TORCH_DTYPES[dtype]
-    if config.kv_cache_dtype == "fp8":
+    name = kv_dtype_name(config, dtype)
+    if name == "fp8":
         if device.type == "cpu":
             raise ConfigError("kv_cache_dtype='fp8' needs a GPU: on a CPU use float16 or bfloat16, which halve float32")
         return torch.float8_e4m3fn
-    return _TORCH_DTYPES[config.kv_cache_dtype]
+    return _TORCH_DTYPES[name]
 
 
 def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:

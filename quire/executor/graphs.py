@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.executor.batch import PersistentBatch
+from quire.executor.sizing import MAX_GRAPH_SEQS
 from quire.executor.transfer import StagingRing
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.shared_prefix import (
@@ -23,9 +24,7 @@ from quire.kernels.shared_prefix import (
 from quire.models.decoder import Decoder
 from quire.sampling.transfer import to_device
 
-# A larger step computes for longer than launching it takes, and its graph would hold logits for all its rows.
-MAX_GRAPH_SEQS = 512
-_MAX_GROUPS = 8  # of sequences with a common prefix; more are served, each reading for itself
+MAX_GROUPS = 8  # of sequences with a common prefix; more are served, each reading for itself
 _COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -35,6 +34,44 @@ def padded_size(num_seqs: int) -> int:
         return 1 << (num_seqs - 1).bit_length()
     step = 8 if num_seqs <= 256 else 16 if num_seqs <= 512 else 32
     return -(-num_seqs // step) * step
+
+
+def common_sizes(max_num_seqs: int) -> list[int]:
+    """The padded sizes that are captured at start, the largest first."""
+    return [size for size in sorted(_COMMON_SIZES, reverse=True) if size <= padded_size(max_num_seqs)]
+
+
+def decode_step(
+    decoder: Decoder,
+    layers: list[Tensor],
+    *,
+    tokens: Tensor,  # [rows, positions]: the persistent batch's
+    block_tables: Tensor,  # [rows, blocks]: likewise
+    step: Tensor,  # [3, sequences] int64: rows, positions, kv_lens
+    query_starts: Tensor,  # [sequences + 1] int32: 0, 1, 2...
+    block_size: int,
+    max_model_len: int,
+    groups: Tensor | None,  # who shares a prefix, packed
+) -> Tensor:
+    """One token of each sequence, from the device's own state: what a graph captures. -> logits."""
+    rows, positions, kv_lens = step.unbind(0)
+    size = step.shape[1]
+    tables = block_tables.index_select(0, rows)
+    blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].to(torch.int64)
+    attention = AttentionBatch(
+        positions=positions,
+        slots=blocks * block_size + positions % block_size,
+        query_starts=query_starts,
+        kv_lens=kv_lens.to(torch.int32),
+        block_tables=tables,
+        max_query_len=1,
+        max_kv_len=max_model_len,
+        num_decodes=size,
+    )
+    if groups is not None:
+        attention.shared = unpack_shared_prefixes(groups, size, MAX_GROUPS)
+    hidden = decoder.forward(tokens[rows, positions], attention, layers)
+    return decoder.logits(hidden, None)
 
 
 class DecodeGraphs:
@@ -51,28 +88,21 @@ class DecodeGraphs:
         size = padded_size(self._max_num_seqs)
         # [rows, positions, kv_lens] of each sequence: what changes from step to step.
         self._step = torch.zeros((3, size), dtype=torch.int64, device=batch.device)
+        self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=batch.device)
         self._staging = StagingRing(3 * size)
         self._pool = torch.cuda.graph_pool_handle()
         # By padded size, and whether the step reads shared prefixes once for all that share them.
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._groups = torch.zeros(packed_length(size, _MAX_GROUPS), dtype=torch.int32, device=batch.device)
+        self._groups = torch.zeros(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=batch.device)
         self._grouped: tuple[int, list[int]] | None = None  # the batch's version and rows that _groups is about
         self._has_groups = False
         self.num_captures = 0
 
-    def rehearse(self) -> None:
-        """The common steps, for the sake of the kernels that they launch."""
-        for size in self._common_sizes():
-            self._forward(size, False)
-
     def capture_common(self) -> None:
         """Largest first: the smaller ones then fit into memory that the pool already has."""
-        for size in self._common_sizes():
+        for size in common_sizes(self._max_num_seqs):
             self._fill([], [], size)
             self._capture(size, False)
-
-    def _common_sizes(self) -> list[int]:
-        return [size for size in sorted(_COMMON_SIZES, reverse=True) if size <= padded_size(self._max_num_seqs)]
 
     def serves(self, num_seqs: int) -> bool:
         return num_seqs <= self._max_num_seqs
@@ -96,12 +126,12 @@ class DecodeGraphs:
         num_full_blocks = np.array(positions) // batch.block_size
         width = int(num_full_blocks.max())
         groups = find_shared_prefixes(
-            batch.host_tables[rows, :width], num_full_blocks, batch.block_size, max_groups=_MAX_GROUPS
+            batch.host_tables[rows, :width], num_full_blocks, batch.block_size, max_groups=MAX_GROUPS
         )
         self._has_groups = bool(groups)
         self._grouped = (batch.version, list(rows))
         if groups:
-            packed = pack_shared_prefixes(groups, size, _MAX_GROUPS)
+            packed = pack_shared_prefixes(groups, size, MAX_GROUPS)
             self._groups[: len(packed)].copy_(to_device(packed, batch.device))
 
     def _fill(self, rows: list[int], positions: list[int], size: int) -> None:
@@ -123,22 +153,14 @@ class DecodeGraphs:
         self.num_captures += 1
 
     def _forward(self, size: int, shares: bool) -> Tensor:
-        batch, block_size = self._batch, self._batch.block_size
-        rows, positions, kv_lens = self._step[0, :size], self._step[1, :size], self._step[2, :size]
-        tables = batch.block_tables.index_select(0, rows)
-        blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].to(torch.int64)
-        attention = AttentionBatch(
-            positions=positions,
-            slots=blocks * block_size + positions % block_size,
-            query_starts=torch.arange(size + 1, dtype=torch.int32, device=batch.device),
-            kv_lens=kv_lens.to(torch.int32),
-            block_tables=tables,
-            max_query_len=1,
-            max_kv_len=self._max_model_len,
-            num_decodes=size,
+        return decode_step(
+            self._decoder,
+            self._layers,
+            tokens=self._batch.tokens,
+            block_tables=self._batch.block_tables,
+            step=self._step[:, :size],
+            query_starts=self._query_starts[: size + 1],
+            block_size=self._batch.block_size,
+            max_model_len=self._max_model_len,
+            groups=self._groups[: packed_length(size, MAX_GROUPS)] if shares else None,
         )
-        if shares:
-            packed = self._groups[: packed_length(size, _MAX_GROUPS)]
-            attention.shared = unpack_shared_prefixes(packed, size, _MAX_GROUPS)
-        hidden = self._decoder.forward(batch.tokens[rows, positions], attention, self._layers)
-        return self._decoder.logits(hidden, None)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.executor.sizing import kv_block_bytes
 from quire.executor.transfer import Transfers
 from quire.models.spec import ModelSpec
 from quire.sampling.transfer import to_device
@@ -20,7 +21,7 @@ from quire.sampling.transfer import to_device
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
-    return spec.kv_values_per_token * block_size * dtype.itemsize
+    return kv_block_bytes(spec, block_size, dtype.itemsize)
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -77,6 +77,13 @@ class LocalExecutor:
         result.transfers_done = self.cache.take_finished(ticket)
         return result
 
+    def device_memory_bytes(self) -> tuple[int, int] | None:
+        """(in use by anyone, there is) on a GPU; None on a CPU, whose memory is the process's."""
+        if not self._on_gpu:
+            return None
+        free, total = torch.cuda.mem_get_info(self.cache.device_blocks.device)
+        return total - free, total
+
     def close(self) -> None:
         self._submitted.clear()
 

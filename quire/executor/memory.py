@@ -104,9 +104,12 @@ def check_max_model_len(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def cpu_kv_budget(config: EngineConfig, activation_bytes: int) -> int:
-    """1 GiB unless told, and never more than half of what is free: the machine has other work."""
-    free = available_host_bytes()
+def cpu_kv_budget(config: EngineConfig, activation_bytes: int, *, free_bytes: int | None = None) -> int:
+    """1 GiB unless told, and never more than half of what is free: the machine has other work.
+
+    `free_bytes`: what is free beside the weights; None asks the system, and knows that they are loaded.
+    """
+    free = available_host_bytes() if free_bytes is None else free_bytes
     if config.kv_cache_memory_bytes is not None:
         wanted = config.kv_cache_memory_bytes
         room = None if free is None else free - activation_bytes

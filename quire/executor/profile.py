@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor
 
@@ -23,20 +20,16 @@ def measure_activation_bytes(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_seq_len: int,
-    compiling: Callable[[], AbstractContextManager[None]],
 ) -> int:
-    """Bytes at the peak of a step with as many prompt tokens and as many sampled rows as there may be.
-
-    It also compiles the kernels of prompts, which the first request would otherwise wait for.
-    """
-    batch, num_blocks = _prompts(device, block_size, max_num_batched_tokens, max_seq_len)
+    """Bytes at the peak of a step with as many prompt tokens and as many sampled rows as there may be."""
+    batch, num_blocks = prompts_step(device, block_size, max_num_batched_tokens, max_seq_len)
     shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     # All layers write to the same blocks: what they hold does not matter, only what the step allocates.
     kv = torch.zeros(shape, dtype=kv_dtype, device=device)
     num_tokens = batch.positions.shape[0]
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    with compiling():
-        decoder.forward(token_ids, batch, [kv] * spec.num_layers)
+    # Once before it counts: libraries allocate workspaces of their own the first time.
+    decoder.forward(token_ids, batch, [kv] * spec.num_layers)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -61,7 +54,7 @@ def calibrate_kv_scales(
 ) -> list[tuple[float, float]]:
     """Scales for an 8-bit cache: the largest K and V of each layer, over tokens spread through the vocabulary."""
     num_tokens = min(_CALIBRATION_TOKENS, decoder.max_position)
-    batch, num_blocks = _prompts(device, block_size, num_tokens, num_tokens)
+    batch, num_blocks = prompts_step(device, block_size, num_tokens, num_tokens)
     shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     kv = torch.zeros(shape, dtype=dtype, device=device)
     token_ids = torch.arange(num_tokens, device=device) * 7919 % spec.vocab_size
@@ -75,7 +68,9 @@ def _sampling_scratch(logits: Tensor) -> Tensor:
     return torch.empty_like(logits[: max(1, len(logits) // 8)])
 
 
-def _prompts(device: torch.device, block_size: int, num_tokens: int, max_seq_len: int) -> tuple[AttentionBatch, int]:
+def prompts_step(
+    device: torch.device, block_size: int, num_tokens: int, max_seq_len: int
+) -> tuple[AttentionBatch, int]:
     """A step of whole prompts, each as long as a sequence may be."""
     lengths = [max_seq_len] * (num_tokens // max_seq_len)
     if num_tokens % max_seq_len:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.layers.rotary import ROPE_TYPES
 from quire.models.config_reader import ConfigReader
 from quire.models.spec import RopeSpec
 
@@ -14,7 +13,8 @@ DEFAULT_THETA = 10_000.0
 # Keys beside a type's own numbers that change nothing here.
 _COMMON_KEYS = {"type", "rope_type", "rope_theta", "finetuned", "original_max_position_embeddings"}
 _YARN_KEYS = {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-_KEYS_BY_TYPE = {
+# By the names of layers/rotary.py, which is not imported: a config is read without torch.
+KEYS_BY_TYPE = {
     "default": set[str](),
     "linear": {"factor"},
     "dynamic": {"factor"},
@@ -22,7 +22,6 @@ _KEYS_BY_TYPE = {
     "yarn": _YARN_KEYS,
     "factors": {"factors"},
 }
-assert _KEYS_BY_TYPE.keys() == ROPE_TYPES.keys() | {"default"}
 
 
 def read_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
@@ -66,10 +65,10 @@ def _read_entry(config: ConfigReader, entry: ConfigReader | None, theta: float, 
     if entry is None:
         return RopeSpec(theta)
     rope_type = entry.text("rope_type", entry.get("type") or "default")
-    if rope_type not in _KEYS_BY_TYPE:
-        served = ", ".join(sorted(_KEYS_BY_TYPE))
+    if rope_type not in KEYS_BY_TYPE:
+        served = ", ".join(sorted(KEYS_BY_TYPE))
         raise entry.error(f"rope_type {rope_type!r} is not served (there are {served})")
-    unknown = entry.values.keys() - _COMMON_KEYS - _KEYS_BY_TYPE[rope_type]
+    unknown = entry.values.keys() - _COMMON_KEYS - KEYS_BY_TYPE[rope_type]
     if entry.number("partial_rotary_factor", 1.0) == 1.0:
         unknown -= {"partial_rotary_factor"}
     if unknown:

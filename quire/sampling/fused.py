@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from quire.sampling.transfer import to_device
 
 
 class DrawKernel(Protocol):
@@ -29,12 +26,7 @@ def find_kernel(vocab_size: int, device: torch.device) -> DrawKernel | None:
 
     if unavailable_reason(device) is not None:
         return None
-    from quire.kernels.triton.sampling_filter import sample_rows
+    from quire.kernels.triton.sampling_filter import draw_each_way, sample_rows
 
-    logits = torch.zeros((1, vocab_size), device=device)
-    params = to_device(np.array([[1.0, 0.5, 0.5, 1.0]]), device)
-    keys = to_device(np.zeros((1, 2), dtype=np.int32), device)
-    sample_rows(logits, params, keys, filters=True)
-    sample_rows(logits, params, keys, filters=False)
-    sample_rows(logits, params, None, filters=False)
+    draw_each_way(vocab_size, device)
     return sample_rows

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from quire.executor.clock import StepClock, Timeline
+from quire.executor.clock import StepClock
+from quire.executor.timeline import Timeline
 
 
 def test_parts_add_up() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import models_harness as harness
 import torch
 
-from quire.executor.profile import _prompts, calibrate_kv_scales
+from quire.executor.profile import prompts_step, calibrate_kv_scales
 from quire.kernels.reference import ReferenceOps
 
 CPU = torch.device("cpu")
 
 
-def test_the_largest_step_is_whole_prompts_in_blocks_of_their_own() -> None:
-    batch, num_blocks = _prompts(CPU, block_size=4, num_tokens=26, max_seq_len=10)
+def test_the_largest_step_is_wholeprompts_step_in_blocks_of_their_own() -> None:
+    batch, num_blocks = prompts_step(CPU, block_size=4, num_tokens=26, max_seq_len=10)
     assert batch.query_starts.tolist() == [0, 10, 20, 26]
     assert batch.kv_lens.tolist() == [10, 10, 6]
     assert batch.positions.tolist() == [*range(10), *range(10), *range(6)]

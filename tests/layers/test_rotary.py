@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from quire.errors import ConfigError
 from quire.layers.rotary import ROPE_TYPES, rotary_frequencies, rotary_table
 from quire.models.architectures import spec_from_config
+from quire.models.rope_config import KEYS_BY_TYPE
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -83,6 +84,7 @@ def test_dynamic_ends_at_the_trained_length():
 
 def test_every_type_is_tested_here():
     assert {case["rope_type"] for case in CASES.values()} - {"default"} | {"factors"} == ROPE_TYPES.keys()
+    assert KEYS_BY_TYPE.keys() == ROPE_TYPES.keys() | {"default"}
 
 
 def _tiny_config(**changes):

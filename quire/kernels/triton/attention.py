@@ -31,7 +31,7 @@ def attention(
     prefix: PrefixConfig | None = None,
 ) -> Tensor:
     """q: [tokens, heads * head_dim] -> the same shape. The configurations are the table's unless given."""
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = spec.num_heads // spec.num_kv_heads
     num_seqs = batch.kv_lens.shape[0]
     if batch.num_decodes:

@@ -62,23 +62,23 @@ def tile_rows_of(tile, n, MODE: tl.constexpr, TILE_N: tl.constexpr, HALF_DIM: tl
 
 
 @triton.jit
-def load_square_sums(scale, m, ROWS: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):
+def load_square_sums(scale, m, num_rows, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):
     """The parts of the sums of squares of x's rows m. On their way while the product runs; added up after it."""
     part = tl.arange(0, PARTS_PAD)
-    mask = (part < PARTS)[:, None] & (m < ROWS)[None, :]
-    return tl.load(scale.square_sums + part[:, None] * ROWS + m[None, :], mask=mask, other=0.0)
+    mask = (part < PARTS)[:, None] & (m < num_rows)[None, :]
+    return tl.load(scale.square_sums + part[:, None] * num_rows + m[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def store(out_ptr, sums, rows, m, n, ROWS: tl.constexpr):
-    mask = (rows < n)[:, None] & (m < ROWS)[None, :]
+def store(out_ptr, sums, rows, m, n, num_rows):
+    mask = (rows < n)[:, None] & (m < num_rows)[None, :]
     tl.store(out_ptr + m[None, :] * n + rows[:, None], sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def add(out_ptr, to, sums, rows, m, tile, n, ROWS: tl.constexpr):
+def add(out_ptr, to, sums, rows, m, tile, n, num_rows):
     """residual += sums; out = residual * norm, whose rows' factors are left to the next product."""
-    mask = (rows < n)[:, None] & (m < ROWS)[None, :]
+    mask = (rows < n)[:, None] & (m < num_rows)[None, :]
     offsets = m[None, :] * n + rows[:, None]
     total = tl.load(to.residual + offsets, mask=mask, other=0.0).to(tl.float32) + sums
     total = total.to(to.residual.dtype.element_ty)
@@ -87,31 +87,31 @@ def add(out_ptr, to, sums, rows, m, tile, n, ROWS: tl.constexpr):
         total = tl.where(mask, total.to(tl.float32), 0.0)  # as the next layer will read it, rounded
         norm = tl.load(to.norm + rows, mask=rows < n, other=0.0).to(tl.float32)
         tl.store(out_ptr + offsets, (total * norm[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(to.square_sums + tile * ROWS + m, tl.sum(total * total, axis=0), mask=m < ROWS)
+        tl.store(to.square_sums + tile * num_rows + m, tl.sum(total * total, axis=0), mask=m < num_rows)
 
 
 @triton.jit
-def gate(out_ptr, low, high, tile, m, n, SILU: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr):
+def gate(out_ptr, low, high, tile, m, n, num_rows, SILU: tl.constexpr, STRIP: tl.constexpr):
     cols = tile * STRIP + tl.arange(0, STRIP)
     if SILU:
         low = low * tl.sigmoid(low)
     else:
         # 0.5 * (1 + tanh(u)) is sigmoid(2 * u), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
         low = low * tl.sigmoid(1.5957691216057308 * (low + 0.044715 * low * low * low))
-    mask = (cols < n // 2)[:, None] & (m < ROWS)[None, :]
+    mask = (cols < n // 2)[:, None] & (m < num_rows)[None, :]
     tl.store(out_ptr + m[None, :] * (n // 2) + cols[:, None], (low * high).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def rope(q_ptr, to, low, high, tile, m, ROWS: tl.constexpr, STRIP: tl.constexpr, HEADS: tl.constexpr,
+def rope(q_ptr, to, low, high, tile, m, num_rows, STRIP: tl.constexpr, HEADS: tl.constexpr,
          KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """A strip lies within one half of one head."""
     head = tile * STRIP // HALF_DIM
     dims = tile * STRIP % HALF_DIM + tl.arange(0, STRIP)
     HEAD_DIM: tl.constexpr = 2 * HALF_DIM
-    exists = (m < ROWS)[None, :] & (dims >= 0)[:, None]
+    exists = (m < num_rows)[None, :] & (dims >= 0)[:, None]
     if head < HEADS + KV_HEADS:
-        position = tl.load(to.positions + m, mask=m < ROWS, other=0)
+        position = tl.load(to.positions + m, mask=m < num_rows, other=0)
         angles = to.cos_sin + position[None, :] * HEAD_DIM + dims[:, None]
         cos = tl.load(angles, mask=exists, other=0.0)
         sin = tl.load(angles + HALF_DIM, mask=exists, other=0.0)
@@ -119,11 +119,11 @@ def rope(q_ptr, to, low, high, tile, m, ROWS: tl.constexpr, STRIP: tl.constexpr,
         high = high * cos + low * sin
         low = turned
     if head < HEADS:
-        target = q_ptr + m[None, :] * (HEADS * HEAD_DIM) + head * HEAD_DIM + dims[:, None]
-        tl.store(target, low.to(q_ptr.dtype.element_ty), mask=exists)
-        tl.store(target + HALF_DIM, high.to(q_ptr.dtype.element_ty), mask=exists)
+        q_out = q_ptr + m[None, :] * (HEADS * HEAD_DIM) + head * HEAD_DIM + dims[:, None]
+        tl.store(q_out, low.to(q_ptr.dtype.element_ty), mask=exists)
+        tl.store(q_out + HALF_DIM, high.to(q_ptr.dtype.element_ty), mask=exists)
     else:
-        slot = tl.load(to.slots + m, mask=m < ROWS, other=-1)[None, :]
+        slot = tl.load(to.slots + m, mask=m < num_rows, other=-1)[None, :]
         inverse = to.k_inverse
         if head >= HEADS + KV_HEADS:
             inverse = to.v_inverse

@@ -48,7 +48,9 @@ class TritonOps(ComposedOps):
         # Kernels are imported when a device is chosen, not when Quire is: Triton alone costs most of a second.
         from quire.kernels.triton.decode import DecodeScratch
         from quire.kernels.triton.skinny import SkinnyScratch
+        from quire.kernels.triton.stable_keys import settle_keys
 
+        settle_keys()
         self.device = torch.device(device)
         self.dtype = dtype
         self._decode_scratch = DecodeScratch.allocate(max_seqs, max_kv_heads, self.device)
@@ -143,8 +145,7 @@ class TritonOps(ComposedOps):
         if config is None:
             return super().linear_rope_write(x, weight, cos_sin, kv, batch, spec, q_norm, k_norm, eps)
         scratch = self._skinny_scratch
-        # An 8-bit cache is written by the kernel of its own, whose conversion is the tested one.
-        if q_norm is None and k_norm is None and kv.element_size() > 1 and can_rope(spec, config):
+        if q_norm is None and k_norm is None and can_rope(spec, config):
             return skinny_rope_write(x, weight.weight, weight.bias, cos_sin, kv, batch, spec, config, scratch)
         qkv = skinny_linear(x, weight.weight, weight.bias, config, scratch)
         return self.rope_and_write(qkv, cos_sin, kv, batch, spec, q_norm, k_norm, eps)
@@ -175,6 +176,11 @@ class TritonOps(ComposedOps):
         if config is None:
             return super().linear_act(x, weight, activation)
         return skinny_act(x, weight.weight, weight.bias, activation, config, self._skinny_scratch)
+
+    def is_skinny(self, x: Tensor | Unscaled, weight: LinearWeight) -> bool:
+        """Whether an own kernel multiplies these."""
+        assert isinstance(weight, DenseLinear)
+        return self._skinny_config(x, weight) is not None
 
     def _skinny_config(self, x: Tensor | Unscaled, weight: DenseLinear) -> SkinnyConfig | None:
         """How an own kernel multiplies these, or None: then cuBLAS does."""

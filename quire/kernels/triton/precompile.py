@@ -1,31 +1,103 @@
-"""Compiling many kernels at once: what starting on a fresh machine would otherwise do one after the other."""
+"""Compiling kernels before they are needed, in as many processes as there are cores.
+
+Triton compiles a kernel when it is first launched, and most of that runs under Python's lock: threads do not help.
+So launches are rehearsed on tensors that have shapes and no memory (torch's meta device), the kernels they would need
+are noted down, and forked processes compile them into Triton's cache on disk, for whoever launches them later.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import multiprocessing
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+KernelKey = tuple[str, str]  # a kernel's name, and the types and constants of a launch
+
+
+@dataclass(slots=True, frozen=True)
+class KernelJob:
+    """One kernel with the types and constants that a launch gave it."""
+
+    kernel: Any
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: Any
+
+    @property
+    def source_length(self) -> int:
+        return len(inspect.getsource(self.kernel.fn))
+
+
+class _NoDevice:
+    """Stands in for Triton's driver where kernels are compiled and never run."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 @contextlib.contextmanager
-def compiling_only() -> Iterator[None]:
-    """Inside, launches compile and do not run; on leaving, all are compiled, in as many threads as there are cores.
+def collecting(target: GPUTarget) -> Iterator[dict[KernelKey, KernelJob]]:
+    """Inside, launches are noted down, each kernel once, and neither compile nor run."""
+    jobs: dict[KernelKey, KernelJob] = {}
+    launch, compile_kernel = JITFunction.run, JITFunction._do_compile
 
-    So a step can be rehearsed on tensors whose contents do not matter, and its kernels are there when it runs.
-    """
-    launch = JITFunction.run
-
-    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def only_look(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
-        JITFunction.run = only_compile
-        try:
-            yield
-        finally:
-            JITFunction.run = launch
+    def note_down(
+        self: Any, key: str, signature: Any, device: int, constants: Any, options: Any, attributes: Any, warmup: bool
+    ) -> None:
+        jobs.setdefault((self.__name__, key), KernelJob(self, signature, constants, attributes, options))
+
+    driver.set_active(_NoDevice(target))
+    JITFunction.run, JITFunction._do_compile = only_look, note_down
+    try:
+        yield jobs
+    finally:
+        JITFunction.run, JITFunction._do_compile = launch, compile_kernel
+
+
+# What the forked processes take their work from: they inherit it, since kernels cannot be pickled.
+_jobs: list[KernelJob] = []
+_target: GPUTarget | None = None
+
+
+def compile_jobs(jobs: Collection[KernelJob], target: GPUTarget) -> None:
+    """Compile them all. For a process with a single thread and no CUDA context: it forks."""
+    global _jobs, _target
+    # The long ones first, so that none of them starts when the others are done.
+    _jobs, _target = sorted(jobs, key=lambda job: job.source_length, reverse=True), target
+    num_processes = min(len(jobs), os.cpu_count() or 1)
+    if num_processes:
+        with multiprocessing.get_context("fork").Pool(num_processes) as pool:
+            pool.map(_compile, range(len(jobs)), chunksize=1)
+
+
+def _compile(index: int) -> None:
+    job = _jobs[index]
+    source = ASTSource(job.kernel, job.signature, job.constants, job.attributes)
+    compiled = compile(source, target=_target, options=job.options.__dict__)
+    # The piece of C that launches it is compiled too, and needs the driver's library: without it, at the launch.
+    with contextlib.suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(source, compiled.metadata)

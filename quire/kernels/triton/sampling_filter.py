@@ -356,3 +356,13 @@ def sample_rows(
         CHUNKS_PAD=next_power_of_2(num_chunks), BLOCK=min(_FINISH_BLOCK, next_power_of_2(vocab_size)), num_warps=16,
     )  # fmt: skip
     return out
+
+
+def draw_each_way(vocab_size: int, device: torch.device) -> None:
+    """One row by each path of `sample_rows`, so that no request waits for a compiler."""
+    logits = torch.zeros((1, vocab_size), device=device)
+    params = torch.ones((1, NUM_PARAMS.value), dtype=torch.float64, device=device)
+    keys = torch.zeros((1, 2), dtype=torch.int32, device=device)
+    sample_rows(logits, params, keys, filters=True)
+    sample_rows(logits, params, keys, filters=False)
+    sample_rows(logits, params, None, filters=False)

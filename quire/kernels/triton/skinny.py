@@ -34,8 +34,8 @@ def _load_weights(w_ptr, rows, exists, cols, K: tl.constexpr, TILE_K: tl.constex
 
 
 @triton.jit
-def _finish(sums, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, squares, K: tl.constexpr,
-            MODE: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, SILU: tl.constexpr,
+def _finish(sums, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, num_rows, squares, K: tl.constexpr,
+            MODE: tl.constexpr, ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, SILU: tl.constexpr,
             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr,
             BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """sums: [TILE_N, ROWS_PAD]. Scale, add the bias, and do what MODE says."""
@@ -44,16 +44,16 @@ def _finish(sums, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, square
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(tl.float32)[:, None]
     if MODE == STORE:
-        epilogue.store(out_ptr, sums, rows, m, n, ROWS)
+        epilogue.store(out_ptr, sums, rows, m, n, num_rows)
     elif MODE == ADD:
-        epilogue.add(out_ptr, to, sums, rows, m, tile, n, ROWS)
+        epilogue.add(out_ptr, to, sums, rows, m, tile, n, num_rows)
     else:
         STRIP: tl.constexpr = TILE_N // 2
         low, high = tl.split(tl.permute(tl.reshape(sums, [2, STRIP, ROWS_PAD]), [1, 2, 0]))
         if MODE == GATE:
-            epilogue.gate(out_ptr, low, high, tile, m, n, SILU, ROWS, STRIP)
+            epilogue.gate(out_ptr, low, high, tile, m, n, num_rows, SILU, STRIP)
         else:
-            epilogue.rope(out_ptr, to, low, high, tile, m, ROWS, STRIP, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)
+            epilogue.rope(out_ptr, to, low, high, tile, m, num_rows, STRIP, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -78,13 +78,13 @@ def vector_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, scale, to, n, K: tl.constexpr
         w = _load_weights(w_ptr, rows, exists, start + cols, K, TILE_K, EVEN_N).to(tl.float32)
         acc += w * tl.load(x_ptrs + start, mask=start + cols[None, :] < K, other=0.0).to(tl.float32)
     sums = tl.sum(acc, axis=1)[:, None]
-    _finish(sums, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, squares, K, MODE, 1, 1, TILE_N, SILU, HEADS,
+    _finish(sums, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, 1, squares, K, MODE, 1, TILE_N, SILU, HEADS,
             KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n"])
-def tile_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, scale, to, partial_ptr, arrivals_ptr, n, K: tl.constexpr,
-                ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "num_rows"])
+def tile_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, scale, to, partial_ptr, arrivals_ptr, n, num_rows,
+                K: tl.constexpr, ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
                 SPLIT_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
                 PARTS_PAD: tl.constexpr, MODE: tl.constexpr, SILU: tl.constexpr, HEADS: tl.constexpr,
                 KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
@@ -98,30 +98,30 @@ def tile_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, scale, to, partial_ptr, arrival
     last = (part + 1) * STEPS // SPLIT_K
     squares = None
     if scale is not None:
-        squares = epilogue.load_square_sums(scale, m, ROWS, PARTS, PARTS_PAD)
+        squares = epilogue.load_square_sums(scale, m, num_rows, PARTS, PARTS_PAD)
     acc = tl.zeros([TILE_N, ROWS_PAD], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         k = step * TILE_K + cols
         w = _load_weights(w_ptr, rows, exists, k, K, TILE_K, EVEN_N)
-        # Rows past ROWS are masked, so they cost no traffic.
-        x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=(m < ROWS)[None, :] & (k < K)[:, None], other=0.0)
+        # Rows past the last are masked, so they cost no traffic.
+        x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=(m < num_rows)[None, :] & (k < K)[:, None], other=0.0)
         acc = tl.dot(w, x, acc, input_precision="ieee")
     if SPLIT_K == 1:
-        _finish(acc, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, squares, K, MODE, ROWS, ROWS_PAD, TILE_N,
-                SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
+        _finish(acc, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, num_rows, squares, K, MODE, ROWS_PAD,
+                TILE_N, SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
     else:
         offsets = m[None, :] * n + rows[:, None]
-        mask = (m < ROWS)[None, :] & exists[:, None]
-        tl.store(partial_ptr + part * ROWS * n + offsets, acc, mask=mask)
+        mask = (m < num_rows)[None, :] & exists[:, None]
+        tl.store(partial_ptr + part * num_rows * n + offsets, acc, mask=mask)
         tl.debug_barrier()  # every thread's part is stored before one thread announces it
         if tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
             tl.store(arrivals_ptr + tile, 0)  # ready for the next launch
             acc = tl.zeros([TILE_N, ROWS_PAD], tl.float32)
             for other_part in tl.static_range(SPLIT_K):
                 # Bypasses L1: other multiprocessors wrote it in this launch.
-                other = partial_ptr + other_part * ROWS * n + offsets
+                other = partial_ptr + other_part * num_rows * n + offsets
                 acc += tl.load(other, mask=mask, other=0.0, cache_modifier=".cg")
-            _finish(acc, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, squares, K, MODE, ROWS, ROWS_PAD,
+            _finish(acc, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, num_rows, squares, K, MODE, ROWS_PAD,
                     TILE_N, SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def skinny_add_norm(
         _launch(x, weight, bias, residual, Add(residual, None, None), config, scratch, mode=ADD.value)
         return residual
     tiles = -(-weight.shape[0] // config.tile_n)
-    out = torch.empty_like(residual)
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     square_sums = torch.empty((tiles, residual.shape[0]), dtype=torch.float32, device=residual.device)
     _launch(x, weight, bias, out, Add(residual, norm, square_sums), config, scratch, mode=ADD.value)
     return Unscaled(out, square_sums, eps)
@@ -259,6 +259,6 @@ def _launch(
         partial = torch.empty(config.split_k * rows * n, dtype=torch.float32, device=x.device)
         assert tiles <= scratch.arrivals.numel()
     tile_kernel[(tiles, config.split_k)](
-        x, weight, out, bias, scale, to, partial, scratch.arrivals, n, ROWS=rows,
+        x, weight, out, bias, scale, to, partial, scratch.arrivals, n, rows,
         ROWS_PAD=max(16, next_power_of_2(rows)), SPLIT_K=config.split_k, **constants,
     )  # fmt: skip

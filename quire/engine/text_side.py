@@ -1,0 +1,121 @@
+"""The text side of an engine: tokenizer, chat template, sampling defaults. Needs no torch, so that a server's own
+process is up at once while the tokens' side loads elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.inputs import InputProcessor
+from quire.engine.outputs import OutputProcessor
+from quire.errors import BadRequestError
+from quire.models.architectures import spec_from_config
+from quire.models.spec import ModelSpec
+from quire.params import SamplingParams
+from quire.text import ChatTemplate, Tokenizer, read_chat_template
+from quire.weights import Checkpoint, open_checkpoint, resolve_model
+
+# Fields of generation_config.json that set a model's own sampling defaults, as vLLM takes them.
+_GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(slots=True, frozen=True)
+class OpenedModel:
+    """A model's config and headers; no tensor has been read."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+
+
+def open_model(config: EngineConfig) -> OpenedModel:
+    """Find the model, fetching it where it has to be, and read what it says of itself."""
+    path = resolve_model(config.model, revision=config.revision, load_format=config.load_format)
+    checkpoint = open_checkpoint(path, load_format=config.load_format, hf_overrides=config.hf_overrides)
+    return OpenedModel(checkpoint, spec_from_config(checkpoint.config, source=str(path)))
+
+
+class TextSide:
+    """Everything that turns text into tokens and back. Any thread may use it."""
+
+    def __init__(self, config: EngineConfig, opened: OpenedModel) -> None:
+        self.config = config
+        self.spec = opened.spec
+        self.tokenizer = _tokenizer(config, opened)
+        # The user's own; without it the tokenizer's.
+        self.chat_template = config.chat_template and read_chat_template(config.chat_template)
+        self.default_sampling = _default_sampling(opened.checkpoint.generation_config)
+        self.eos_token_ids = _eos_ids(opened, self.tokenizer)
+        self._compiled_template: ChatTemplate | None = None
+
+    def make_inputs(self, max_model_len: int, max_num_seqs: int | None = None) -> InputProcessor:
+        """The length is what the KV cache can serve, which only the tokens' side knows."""
+        return InputProcessor(
+            self.tokenizer,
+            vocab_size=self.spec.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            seed=self.config.seed,
+            max_num_seqs=max_num_seqs,
+        )
+
+    def make_outputs(self) -> OutputProcessor:
+        cached_block_size = self.config.block_size if self.config.enable_prefix_caching else None
+        return OutputProcessor(self.tokenizer, cached_block_size=cached_block_size)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """A conversation as a prompt: the template's text, tokenized without adding what the template already wrote."""
+        if self.tokenizer is None:
+            raise BadRequestError("a chat needs a tokenizer, and skip_tokenizer_init=True was set", param="messages")
+        if chat_template is not None:
+            text = ChatTemplate(chat_template, self.tokenizer).render(messages, **kwargs)
+        else:
+            if self._compiled_template is None:  # by the first chat, not at start
+                self._compiled_template = ChatTemplate(self.chat_template, self.tokenizer)
+            text = self._compiled_template.render(messages, **kwargs)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+
+def _tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:
+    checkpoint = opened.checkpoint
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        other = resolve_model(config.tokenizer, load_format="dummy")  # its weights are not needed
+        if other.suffix == ".gguf":
+            tokenizer = Tokenizer.from_gguf(open_checkpoint(other).gguf_metadata or {}, source=str(other))
+        else:
+            tokenizer = Tokenizer.from_directory(other)
+    elif checkpoint.gguf_metadata is not None:
+        tokenizer = Tokenizer.from_gguf(checkpoint.gguf_metadata, source=str(checkpoint.path))
+    else:
+        tokenizer = Tokenizer.from_directory(checkpoint.path)
+    tokenizer.check_fits(opened.spec.vocab_size, source=str(checkpoint.path))
+    return tokenizer
+
+
+def _eos_ids(opened: OpenedModel, tokenizer: Tokenizer | None) -> set[int]:
+    """Models name their end tokens in up to three places; any of them ends a sequence."""
+    ids = set(opened.spec.eos_token_ids)
+    told: Any = opened.checkpoint.generation_config.get("eos_token_id")
+    if isinstance(told, int):
+        ids.add(told)
+    elif isinstance(told, list):
+        ids.update(told)
+    if tokenizer is not None:
+        ids.update(tokenizer.end_token_ids)
+    return ids
+
+
+def _default_sampling(generation_config: dict[str, Any]) -> SamplingParams:
+    """The model's own defaults where it brings any; what cannot be used is left out."""
+    values = {k: generation_config[k] for k in _GENERATION_DEFAULTS if generation_config.get(k) is not None}
+    if generation_config.get("do_sample") is False:
+        values = {"temperature": 0.0}
+    try:
+        return SamplingParams(**values)
+    except BadRequestError:
+        return SamplingParams()

@@ -1,0 +1,139 @@
+"""A helper process that has the GPU kernels compiled by the time they are launched.
+
+It starts before torch is imported and the weights are loaded, and works while they are: the first start on a machine
+takes little longer than the next. What it compiles is in Triton's cache on disk; without it, or where it misses a
+kernel, the first launch compiles. This module needs neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype
+from quire.models.spec import ModelSpec
+
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
+_READY = b"ready\n"
+# Whose code decides which kernels are launched, and how.
+_SOURCES = ("kernels/triton", "executor", "models", "sampling")
+
+
+class Precompile:
+    """The helper, seen from the process that will launch the kernels."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._is_ready = threading.Event()
+        threading.Thread(target=self._attend, args=(process,), name="quire-precompile", daemon=True).start()
+
+    @classmethod
+    def start(cls, config: EngineConfig, spec: ModelSpec) -> Precompile | None:
+        """None where there is no NVIDIA GPU to compile for."""
+        if config.device == "cpu" or not any(os.path.exists(path) for path in _GPU_DEVICES):
+            return None
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "quire.executor.precompile"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C is for the engine
+            )
+            assert process.stdin is not None
+            with process.stdin as pipe:
+                pickle.dump((config, spec), pipe)
+        except OSError:
+            return None  # no more processes, or a closed pipe: the kernels compile when launched
+        return cls(process)
+
+    def wait(self) -> None:
+        """Until the kernels of the start-up are compiled, or the helper gave up. It goes on with the others."""
+        self._is_ready.wait()
+
+    def _attend(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout as pipe:
+            pipe.readline()  # ready, or nothing: then it ended
+            self._is_ready.set()
+            process.wait()
+
+
+def main() -> None:
+    config, spec = pickle.load(sys.stdin.buffer)
+    index = int(config.device.partition(":")[2] or 0)
+    capability = _compute_capability(index)
+    if capability is None:
+        return
+    marker = _cache_dir() / f"quire-{_key(config, spec, capability)}"
+    if not marker.exists():
+        from triton.backends.compiler import GPUTarget
+
+        from quire.executor.rehearsal import needed_kernels
+        from quire.kernels.triton.precompile import compile_jobs
+
+        target = GPUTarget("cuda", capability, 32)
+        at_start, later = needed_kernels(config, spec, target)
+        compile_jobs(at_start, target)
+        _say_ready()
+        os.nice(10)  # from here on the engine goes first
+        compile_jobs(later, target)
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    else:
+        _say_ready()
+
+
+def _say_ready() -> None:
+    sys.stdout.buffer.write(_READY)
+    sys.stdout.buffer.flush()
+
+
+def _compute_capability(index: int) -> int | None:
+    """90 for 9.0, asked of the driver: torch would take seconds to import."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
+        return None
+    # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+    return major.value * 10 + minor.value
+
+
+def _cache_dir() -> Path:
+    """Where Triton keeps what it compiled: the marker goes when the cache does."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+
+
+def _key(config: EngineConfig, spec: ModelSpec, capability: int) -> str:
+    """Of everything that decides which kernels there are."""
+    dtype = activation_dtype(config, spec, "cuda")
+    settings = (
+        dtype,
+        kv_dtype(config, dtype),
+        config.block_size,
+        config.max_model_len,
+        batch_limits(config, spec, "cuda"),
+    )
+    digest = hashlib.sha256(repr((settings, spec, capability, importlib.metadata.version("triton"))).encode())
+    root = Path(__file__).parent.parent
+    for folder in _SOURCES:
+        for path in sorted((root / folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The steps that an engine will run, gone through on tensors without memory: it shows which kernels they need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from quire.config import EngineConfig
+from quire.executor.graphs import MAX_GROUPS, common_sizes, padded_size
+from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype
+from quire.kernels.interface import AttentionBatch, LinearWeight, Unscaled
+from quire.kernels.shared_prefix import packed_length, unpack_shared_prefixes
+from quire.kernels.triton import TritonOps
+from quire.kernels.triton.precompile import KernelJob, collecting
+from quire.kernels.triton.sampling_filter import draw_each_way
+from quire.models.decoder import Decoder
+from quire.models.spec import LayerSpec, ModelSpec
+
+_META = torch.device("meta")
+_SHORT_PROMPT = 64
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> tuple[list[KernelJob], list[KernelJob]]:
+    """What the start-up launches itself, and what requests may need after it."""
+    steps = _Rehearsal(config, spec)
+    with collecting(target) as at_start:
+        steps.prompts(steps.max_len)
+        for size in common_sizes(steps.max_num_seqs):
+            steps.decode(size, shares=False)
+        draw_each_way(spec.vocab_size, _META)
+    with collecting(target) as later:
+        steps.prompts(_SHORT_PROMPT)
+        for size in (16, 128, steps.max_num_seqs):  # a kernel for each class of batch sizes
+            steps.decode(min(size, steps.max_num_seqs), shares=True)
+            for num_tokens in (2, 16, 128):  # short chunks have smaller tiles
+                steps.mixed(size - 1, num_tokens)
+    return list(at_start.values()), [job for key, job in later.items() if key not in at_start]
+
+
+class _RehearsedOps(TritonOps):
+    """Launches kernels only. What torch would compute is left out: it works out shapes with a symbolic algebra, which
+    takes a second or two to import."""
+
+    def embed(self, token_ids: Tensor, weight: LinearWeight, scale: float | None = None) -> Tensor:
+        return self._empty(len(token_ids), weight.in_features)
+
+    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        if self.is_skinny(x, weight):
+            return super().linear(x, weight)
+        return self._empty(len(x), weight.out_features)
+
+    def linear_add_norm(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        residual: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        branch_norm: Tensor | None = None,
+    ) -> Tensor | Unscaled:
+        if norm is None and branch_norm is None and not self.is_skinny(x, weight):
+            return residual
+        return super().linear_add_norm(x, weight, residual, norm, eps, branch_norm)
+
+    def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
+        if self.is_skinny(hidden, weight):
+            return super().logits(hidden, weight)
+        return self._empty(len(hidden), weight.out_features)
+
+    def _empty(self, rows: int, width: int) -> Tensor:
+        return torch.empty((rows, width), dtype=self.dtype, device=self.device)
+
+
+class _Rehearsal:
+    """The model on the meta device, with as few layers as show all that they launch."""
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
+        name = activation_dtype(config, spec, "cuda")
+        dtype = _DTYPES[name]
+        self.config = config
+        self.max_len = config.max_model_len or spec.max_position
+        self.max_num_seqs, self.max_tokens = batch_limits(config, spec, "cuda")
+        kept = _one_of_each(spec)
+        self.spec = replace(spec, num_layers=len(kept), layers=kept)
+        self.decoder = Decoder(
+            self.spec,
+            _RehearsedOps(_META, dtype),
+            device=_META,
+            dtype=dtype,
+            max_position=self.max_len,
+        )
+        shape = (self.max_tokens // config.block_size + 1, 2, spec.num_kv_heads, config.block_size, spec.head_dim)
+        self.wide_cache = torch.empty(shape, dtype=dtype, device=_META)
+        self.cache = torch.empty(shape, dtype=_DTYPES[kv_dtype(config, name)], device=_META)
+
+    def prompts(self, length: int) -> None:
+        """As many prompts of a length as a step takes."""
+        length = min(length, self.max_len)
+        num_seqs = -(-self.max_tokens // length)
+        self._run(self._batch(self.max_tokens, num_seqs, length), self.cache)
+        if self.cache.element_size() == 1:  # its scales are found with a cache that needs none
+            self._run(self._batch(self.max_tokens, num_seqs, length), self.wide_cache)
+
+    def mixed(self, num_decodes: int, num_tokens: int) -> None:
+        """Decodes beside one chunk of a prompt."""
+        self._run(self._batch(num_decodes + num_tokens, num_decodes + 1, num_tokens, num_decodes), self.cache)
+
+    def decode(self, size: int, *, shares: bool) -> None:
+        batch = self._batch(size, size, 1, size)
+        # As it lies in the graphs' own tensor: whether a row is aligned decides which kernel is compiled.
+        batch.positions = torch.empty((3, padded_size(self.max_num_seqs)), dtype=torch.int64, device=_META)[1, :size]
+        if shares:
+            packed = torch.empty(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=_META)
+            batch.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
+        self._run(batch, self.cache)
+
+    def _batch(self, num_tokens: int, num_seqs: int, max_query_len: int, num_decodes: int = 0) -> AttentionBatch:
+        num_blocks = -(-self.max_len // self.config.block_size)
+        return AttentionBatch(
+            positions=torch.empty(num_tokens, dtype=torch.int64, device=_META),
+            slots=torch.empty(num_tokens, dtype=torch.int64, device=_META),
+            query_starts=torch.empty(num_seqs + 1, dtype=torch.int32, device=_META),
+            kv_lens=torch.empty(num_seqs, dtype=torch.int32, device=_META),
+            block_tables=torch.empty((num_seqs, num_blocks), dtype=torch.int32, device=_META),
+            max_query_len=max_query_len,
+            max_kv_len=self.max_len,
+            num_decodes=num_decodes,
+        )
+
+    def _run(self, batch: AttentionBatch, cache: Tensor) -> None:
+        token_ids = torch.empty(batch.positions.shape, dtype=torch.int64, device=_META)
+        hidden = self.decoder.forward(token_ids, batch, [cache] * self.spec.num_layers)
+        self.decoder.logits(hidden[: len(batch.kv_lens)], None)
+
+
+def _one_of_each(spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    """Each kind of layer, twice: what a layer is followed by matters too, and the last is followed by nothing."""
+    kinds: list[LayerSpec] = []
+    for layer in spec.layers:
+        if layer not in kinds:
+            kinds.append(layer)
+    return (*kinds, *kinds)

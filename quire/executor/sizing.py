@@ -1,0 +1,92 @@
+"""Arithmetic that turns a model's shape into bytes. No torch: the executor sizes itself with it, the planner foretells.
+
+Dtypes are names here: float32, bfloat16, float16, and fp8 for a cache.
+"""
+
+from __future__ import annotations
+
+from quire.config import EngineConfig
+from quire.models.spec import ModelSpec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+# Of a captured decode step. A larger one computes for longer than launching it takes, and its graph would hold logits
+# for all its rows.
+MAX_GRAPH_SEQS = 512
+
+
+def activation_dtype(config: EngineConfig, spec: ModelSpec, device: str) -> str:
+    """What `dtype="auto"` means on a device ("cpu" or "cuda")."""
+    if config.dtype != "auto":
+        return config.dtype
+    if device == "cpu":
+        return "float32"
+    return "float16" if spec.dtype == "float16" else "bfloat16"
+
+
+def kv_dtype(config: EngineConfig, dtype: str) -> str:
+    return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def kv_block_bytes(spec: ModelSpec, block_size: int, value_bytes: int) -> int:
+    """Bytes of one block over all layers."""
+    return spec.kv_values_per_token * block_size * value_bytes
+
+
+def batch_limits(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[int, int]:
+    """max_num_seqs and max_num_batched_tokens, chosen by device where the user did not.
+
+    On a CPU a step of 512 tokens already multiplies at full speed, and shorter steps keep decodes smooth.
+    """
+    on_gpu = device == "cuda"
+    tokens = config.max_num_batched_tokens
+    max_num_seqs = config.max_num_seqs or min(1024 if on_gpu else 64, tokens or 1024)
+    if tokens is None:
+        tokens = max(8192 if on_gpu else 512, max_num_seqs)
+        if not config.enable_chunked_prefill:
+            tokens = max(tokens, config.max_model_len or spec.max_position)
+    return max_num_seqs, tokens
+
+
+def step_bytes(spec: ModelSpec, device: str, value_bytes: int, max_num_seqs: int, max_tokens: int) -> int:
+    """An upper bound from shapes: what one layer holds at once for every token, and float32 logits for every row."""
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    per_token = 4 * spec.hidden_size + qkv + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
+    logits = max_num_seqs * spec.vocab_size * 4
+    if device == "cpu":
+        logits *= 3  # a scaled copy and scratch while sampling
+    return max_tokens * per_token * value_bytes + logits
+
+
+def num_matrix_values(spec: ModelSpec) -> int:
+    """Numbers in the matrices, biases included: embedding, head, and each layer's four fused ones."""
+    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    qkv_width = q_width + 2 * kv_width
+    layer = qkv_width * hidden + hidden * q_width + 2 * inner * hidden + hidden * inner
+    layer += spec.qkv_bias * qkv_width + spec.output_bias * hidden + spec.mlp_bias * (2 * inner + hidden)
+    vocabulary = spec.vocab_size * hidden * (1 if spec.tie_embeddings else 2)
+    return vocabulary + spec.num_layers * layer
+
+
+def num_norm_values(spec: ModelSpec) -> int:
+    """Numbers in the norms, which stay in float32."""
+    layer = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm + 2 * spec.hidden_size * spec.sandwich_norms
+    return spec.hidden_size + spec.num_layers * layer
+
+
+def rotary_table_bytes(spec: ModelSpec, max_position: int) -> int:
+    """One float32 table for each way of turning that the layers have."""
+    kinds: list[object] = []
+    for layer in spec.layers:
+        if layer.rope not in kinds:
+            kinds.append(layer.rope)
+    return len(kinds) * max_position * spec.head_dim * 4
+
+
+def weight_bytes(spec: ModelSpec, dtype: str, max_position: int) -> int:
+    """All that a model keeps on its device when its matrices are dense in `dtype`.
+
+    The native CPU kernels take a little more: they pad matrices to whole panels, and int8 has a scale for each row.
+    """
+    matrices = num_matrix_values(spec) * DTYPE_BYTES[dtype]
+    return matrices + num_norm_values(spec) * 4 + rotary_table_bytes(spec, max_position)

@@ -1,0 +1,35 @@
+"""Keys of compiled kernels that do not depend on which kernel a process launches first.
+
+Triton 3.6 computes a function's key when it is first needed, and takes into it the constants that the functions it
+calls use, as far as their own keys are known by then. So two processes that launch in different orders look for the
+same kernel under different names. Asking for all keys in one fixed order, callees first, makes them the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from triton.runtime.jit import JITFunction
+
+# Callees before callers; within a module that is the order of the text.
+_MODULES = (
+    "common",
+    "rope",
+    "epilogue",
+    "norm",
+    "activation",
+    "prefill",
+    "prefix",
+    "decode",
+    "skinny",
+    "sampling",
+    "sampling_filter",
+)
+
+
+def settle_keys() -> None:
+    for name in _MODULES:
+        module = importlib.import_module(f"quire.kernels.triton.{name}")
+        for value in list(vars(module).values()):
+            if isinstance(value, JITFunction):
+                _ = value.cache_key  # computed once, kept by the function

@@ -1,0 +1,55 @@
+"""The text side alone: no torch, no weights, and everything that is about text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import fakes
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.text_side import TextSide, open_model
+from quire.errors import BadRequestError, TokenizerError
+
+
+def text_side(path: Path, **kwargs: object) -> TextSide:
+    config = EngineConfig.from_kwargs(model=str(path), load_format="dummy", **kwargs)
+    return TextSide(config, open_model(config))
+
+
+def test_it_needs_no_torch(tiny_model: Path) -> None:
+    code = (
+        "import sys; from quire.config import EngineConfig; from quire.engine.text_side import TextSide, open_model;"
+        f"config = EngineConfig.from_kwargs(model={str(tiny_model)!r}, load_format='dummy');"
+        "text = TextSide(config, open_model(config)); text.make_inputs(100); text.make_outputs();"
+        "text.render_chat([{'role': 'user', 'content': 'hi'}]);"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_chats(tiny_model: Path) -> None:
+    text = text_side(tiny_model)
+    messages = [{"role": "user", "content": "hi"}]
+    rendered = text.render_chat(messages)
+    assert text.tokenizer is not None
+    assert text.tokenizer.decode(rendered["prompt_token_ids"], skip_special_tokens=False) == rendered["prompt"]
+    assert text.render_chat(messages, chat_template="{{ messages[0]['content'] }}!")["prompt"] == "hi!"
+    own = text_side(tiny_model, chat_template="own {{ messages[0]['content'] }}")
+    assert own.render_chat(messages)["prompt"] == "own hi"
+    with pytest.raises(BadRequestError, match="tokenizer"):
+        text_side(tiny_model, skip_tokenizer_init=True).render_chat(messages)
+
+
+def test_what_the_model_says_of_itself(tmp_path: Path) -> None:
+    path = fakes.write_tiny_model(tmp_path / "m")
+    text = text_side(path)
+    assert text.eos_token_ids == {257}
+    assert text.default_sampling.temperature == 1.0
+    (path / "config.json").write_text(json.dumps(fakes.TINY_LLAMA | {"vocab_size": 100}))
+    with pytest.raises(TokenizerError):
+        text_side(path)
