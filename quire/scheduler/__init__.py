@@ -5,6 +5,14 @@ from __future__ import annotations
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.preemption import PreemptionKind
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.types import SchedulerStats, SequenceUpdate, WaitReason
+from quire.scheduler.types import SchedulerStats, SequenceUpdate, TenantLoad, WaitReason
 
-__all__ = ["PreemptionKind", "Scheduler", "SchedulerConfig", "SchedulerStats", "SequenceUpdate", "WaitReason"]
+__all__ = [
+    "PreemptionKind",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerStats",
+    "SequenceUpdate",
+    "TenantLoad",
+    "WaitReason",
+]

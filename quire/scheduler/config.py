@@ -22,6 +22,9 @@ class SchedulerConfig:
     target_step_ms: float | None = None  # steps that hold decodes give prompts only what keeps them near this
     policy: str = "fcfs"  # or "priority": the smaller number first
     priority_ageing_s: float = 60.0  # each so many seconds of waiting raise a priority by one; inf: never
+    # What tenants are charged for a token, each tenant's share of the engine being counted in these.
+    prompt_token_weight: float = 1.0
+    output_token_weight: float = 2.0
     preemption: str = "auto"  # the cheaper one; or "recompute" or "swap"
     # What "auto" weighs. The prefill rate is only where it starts: steps refine it.
     kv_bytes_per_block: int = 2 * 1024 * 1024
@@ -35,7 +38,13 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be >= 2 (a prompt and a token), got {self.max_model_len}")
-        for name in ("priority_ageing_s", "swap_bytes_per_s", "prefill_tokens_per_s"):
+        for name in (
+            "priority_ageing_s",
+            "swap_bytes_per_s",
+            "prefill_tokens_per_s",
+            "prompt_token_weight",
+            "output_token_weight",
+        ):
             value = getattr(self, name)
             if not value > 0 or (math.isinf(value) and name != "priority_ageing_s"):
                 raise ConfigError(f"{name} must be a number > 0, got {value}")

@@ -34,6 +34,9 @@ class Draft:
     def has_scheduled(self, seq: Sequence) -> bool:
         return seq in self.decodes or seq in self.chunks or seq in self.forked
 
+    def scheduled(self) -> set[Sequence]:
+        return {*self.decodes, *self.chunks, *self.forked}
+
     def add_chunk(self, seq: Sequence, start: int, size: int, samples: bool) -> None:
         self.budget -= size
         if size == 1 and samples:

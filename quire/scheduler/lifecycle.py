@@ -9,12 +9,14 @@ WAITING ----------> RUNNING ----------> FINISHED        from every state there i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from quire.kv import KVManager
 from quire.plan import Admission, Fork, StepPlan
 from quire.request import FinishReason, Request, Sequence, SequenceState
 from quire.scheduler.config import SchedulerConfig
+from quire.scheduler.fairness import FairQueue
 from quire.scheduler.preemption import PreemptionKind
 from quire.scheduler.queue import OrderedSequences, place
 from quire.scheduler.rows import RowPool
@@ -33,23 +35,30 @@ class Lifecycle:
 
     def __init__(self, config: SchedulerConfig, kv: KVManager, clock: Callable[[], float]) -> None:
         self.requests: dict[str, Request] = {}
-        self.queue = OrderedSequences()
+        # A step's worth of tokens is what a tenant may be ahead of others when a queue forms.
+        self.queue = FairQueue(
+            prompt_token_weight=config.prompt_token_weight,
+            output_token_weight=config.output_token_weight,
+            max_credit=config.max_num_batched_tokens * config.prompt_token_weight,
+        )
         self.running = OrderedSequences()
         self.num_swapped = 0
         self.rows = RowPool(config.max_num_seqs)
         # By seq_id, for n > 1 until the prompt is done: the rows of the sequences that will be forked from this one.
         self.reserved_rows: dict[int, list[int]] = {}
         self.lost_tokens: dict[int, int] = {}  # by seq_id: tokens whose KV a preemption dropped
+        # By seq_id, until they are computed again: tokens that its tenant was charged for before the KV was dropped.
+        self.paid_tokens: dict[int, int] = {}
         self.stats = SchedulerStats()
-        self._config = config
+        self.config = config
         self._kv = kv
         self._clock = clock
         self._num_added = 0
 
     def enqueue(self, request: Request) -> None:
         seq = Sequence(request, 0, list(request.prompt_token_ids))
-        seq.order = (*place(self._config, request, self._num_added), seq.index)
-        seq.max_len = min(request.num_prompt_tokens + request.max_tokens, self._config.max_model_len)
+        seq.order = (*place(self.config, request, self._num_added), seq.index)
+        seq.max_len = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
         request.sequences = [seq]
         self._num_added += 1
         self.requests[request.request_id] = request
@@ -65,6 +74,7 @@ class Lifecycle:
         row, *reserved = self.rows.take(self.num_rows_for(seq))
         if reserved:
             self.reserved_rows[seq.seq_id] = reserved
+        self.queue.on_run(seq)
         self.queue.drop(seq)
         self.running.add(seq)
         if seq.state is SequenceState.SWAPPED:
@@ -101,9 +111,20 @@ class Lifecycle:
             self._kv.fork(seq.seq_id, child.seq_id)
             request.sequences.append(child)
             self.running.add(child)
+            self.queue.on_run(child)
             plan.forks.append(Fork(seq.row, row, child.generation, request.specs[index]))
             children.append(child)
         return children
+
+    def charge_chunk(self, seq: Sequence, start: int, end: int) -> None:
+        """Charge its tenant for tokens [start, end), less what was computed and paid for before a preemption."""
+        if self.paid_tokens and seq.seq_id in self.paid_tokens:
+            num_paid = self.paid_tokens[seq.seq_id]
+            start = max(start, min(end, num_paid))
+            if end >= num_paid:
+                del self.paid_tokens[seq.seq_id]
+        num_sampled = self.num_rows_for(seq) if end == len(seq.token_ids) else 0
+        self.queue.charge(seq, num_prompt_tokens=end - start, num_output_tokens=num_sampled)
 
     def preempt(self, seq: Sequence, kind: PreemptionKind, plan: StepPlan) -> int:
         """Off its row and back into the queue, at its old place. Tokens in flight are appended when they come.
@@ -120,6 +141,7 @@ class Lifecycle:
             seq.state = SequenceState.PREEMPTED
             seq.num_computed_tokens = 0
             self.lost_tokens[seq.seq_id] = num_computed
+            self.paid_tokens[seq.seq_id] = max(num_computed, self.paid_tokens.get(seq.seq_id, 0))
             self.stats.num_recompute_preemptions += 1
         else:
             plan.swap_out.extend(pairs)
@@ -127,8 +149,8 @@ class Lifecycle:
             self.num_swapped += 1
             self.stats.num_swap_preemptions += 1
         seq.num_preemptions += 1
-        self._leave_row(seq)
         self.queue.add(seq)
+        self._leave_row(seq)
         return len(pairs or ())
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
@@ -144,22 +166,27 @@ class Lifecycle:
                 self._kv.drop_swapped(seq.seq_id)
                 self.num_swapped -= 1
         self.lost_tokens.pop(seq.seq_id, None)
+        self.paid_tokens.pop(seq.seq_id, None)
         seq.state = SequenceState.FINISHED
         seq.finish_reason = reason
         seq.finished_s = self._clock()
+        self.stats.num_finished += 1
         if seq.request.is_finished:
             del self.requests[seq.request.request_id]
 
     def check(self) -> None:
         """Prove what the class says of itself; AssertionError says what is wrong."""
         seqs = [seq for request in self.requests.values() for seq in request.sequences]
-        for here, states in ((self.running, _RUNNING), (self.queue, _QUEUED)):
+        assert self.running == sorted(self.running, key=lambda seq: seq.order), "running sequences are not in order"
+        self.queue.check()
+        num_running = Counter(seq.request.tenant for seq in self.running)
+        assert all(num_running[t.name] == t.num_running for t in self.queue.tenants.values()), "tenants do not add up"
+        for here, states in ((list(self.running), _RUNNING), (list(self.queue), _QUEUED)):
             should_be = {seq.seq_id for seq in seqs if seq.state in states}
-            assert here == sorted(here, key=lambda seq: seq.order), f"{states} are not in order"
             assert len(here) == len(should_be) and {seq.seq_id for seq in here} == should_be, f"{states} do not add up"
         rows = [seq.row for seq in self.running] + [row for rows in self.reserved_rows.values() for row in rows]
         assert None not in rows and len(set(rows)) == len(rows), f"a row is held twice, or a sequence has none: {rows}"
-        assert len(rows) + self.rows.num_free == self._config.max_num_seqs, "rows do not add up"
+        assert len(rows) + self.rows.num_free == self.config.max_num_seqs, "rows do not add up"
         assert all(seq.row is None for seq in self.queue), "a sequence in the queue has a row"
         assert {seq.seq_id for seq in self.running} == self._kv.tables.keys(), "blocks are not with those that run"
         swapped = {seq.seq_id for seq in self.queue if seq.state is SequenceState.SWAPPED}
@@ -170,4 +197,5 @@ class Lifecycle:
         self.rows.take_back(seq.row)
         self.rows.take_back_unused(self.reserved_rows.pop(seq.seq_id, []))
         self.running.drop(seq)
+        self.queue.on_leave(seq)
         seq.row = None

@@ -19,6 +19,22 @@ def pick_victim(running: list[Sequence], is_scheduled: Callable[[Sequence], bool
     return next((seq for seq in reversed(running) if not is_scheduled(seq)), None)
 
 
+def pick_victim_between_tenants(
+    running: list[Sequence], asking: Sequence, scheduled: set[Sequence], counter_of: Callable[[Sequence], float]
+) -> Sequence:
+    """As `pick_victim`, but of the tenant that has had most. Like there, nobody before the one that asks gives way."""
+    victim, most = asking, counter_of(asking)
+    for seq in reversed(running):
+        if seq is asking:
+            break
+        counter = counter_of(seq)
+        # Of one tenant the last; between tenants with equal counters the last as well.
+        is_more = counter > most or (counter == most and victim is asking)
+        if is_more and seq not in scheduled:
+            victim, most = seq, counter
+    return victim
+
+
 def choose_kind(seq: Sequence, config: SchedulerConfig, block_size: int, prefill_tokens_per_s: float) -> PreemptionKind:
     """The cheaper of copying the blocks out and back, and of computing their tokens again; or as the operator says."""
     if config.preemption == "recompute" or not seq.num_computed_tokens:

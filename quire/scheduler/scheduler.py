@@ -2,33 +2,38 @@
 
 There is no prefill phase and no decode phase: a sequence has num_computed_tokens and wants to reach the tokens it has.
 A step gives its token budget first to decodes, then to chunks of running prompts, then to who waits; within each of
-these, in the order of `queue.place`.
+these, in the order of `queue.place`. Where several tenants are about, prompts of the one that has had least go first,
+running or waiting (`fairness`).
 
 Blocks: admission takes them for every token known, so chunks never allocate. Only decodes grow, and only growth
-preempts. Hence the first of the running sequences always gets on, and nothing thrashes.
+preempts, but for a tenant that runs nothing, for which others make way. Who is preempted finds no room again before
+someone ends, so somebody always gets on and nothing thrashes.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 from quire.errors import BadRequestError
 from quire.kv import UNCHANGED, Allocation, KVManager, PrefixMatch
 from quire.plan import StepPlan, StepResult, TokenLogprobs
 from quire.request import CacheOutcome, FinishReason, Request, Sequence, SequenceState
+from quire.scheduler.blocked import BlockedHead
 from quire.scheduler.budget import StepCosts
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.draft import Draft, InFlight
 from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.preemption import choose_kind, pick_victim
+from quire.scheduler.preemption import choose_kind, pick_victim, pick_victim_between_tenants
 from quire.scheduler.refusal import refuse_if_it_never_fits
 from quire.scheduler.stops import append_until_stop
-from quire.scheduler.types import SchedulerStats, SequenceUpdate, WaitReason
+from quire.scheduler.types import SchedulerStats, SequenceUpdate, TenantLoad, WaitReason
+from quire.scheduler.yielding import who_makes_way
 
-_FINISHED = SequenceState.FINISHED
+# Looked up once: reading an enum's member costs as much as the rest of a sequence's turn in a loop.
+_RUNNING, _FINISHED = SequenceState.RUNNING, SequenceState.FINISHED
 
 
 class Scheduler:
@@ -48,7 +53,8 @@ class Scheduler:
         self._in_flight: deque[InFlight] = deque()
         self._transfers: dict[int, int] = {}  # by step, until its transfers are done: how many blocks it swaps out
         self._blocked_on: WaitReason | None = None
-        self._refusal: _Refusal | None = None
+        self._refusal: BlockedHead | None = None
+        self._prefill_limit: int | None = None
         self._prompt_logprobs_from: dict[int, int] = {}  # by seq_id: first prompt position not passed on yet
         self._failures: list[SequenceUpdate] = []
 
@@ -68,6 +74,11 @@ class Scheduler:
         return len(self._life.queue) - self._life.num_swapped
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of all sequences in the queue, preempted and swapped ones too."""
+        return self._life.queue.num_waiting_tokens
+
+    @property
     def num_running(self) -> int:
         return len(self._life.running)
 
@@ -83,6 +94,23 @@ class Scheduler:
     def waiting_by_reason(self) -> dict[str, int]:
         """The queue is strict: what its head waits for, everyone behind it waits for."""
         return {self._blocked_on.value: len(self._life.queue)} if self._life.queue and self._blocked_on else {}
+
+    @property
+    def tenant_loads(self) -> dict[str, TenantLoad]:
+        """Tenants that wait or run, by name."""
+        return {
+            name: TenantLoad(len(tenant.waiting), tenant.num_running, tenant.num_waiting_tokens, tenant.counter)
+            for name, tenant in self._life.queue.tenants.items()
+            if not tenant.is_idle
+        }
+
+    def set_prefill_limit(self, num_tokens: int | None) -> None:
+        """At most so many prompt tokens in steps that also decode; None: as many as the budget has.
+
+        Prompts that may not be split (enable_chunked_prefill=False) and are longer wait for a step without decodes.
+        """
+        assert num_tokens is None or num_tokens > 0, f"a prefill limit must be > 0 or None, not {num_tokens}"
+        self._prefill_limit = num_tokens
 
     # -- requests come and go
 
@@ -126,6 +154,9 @@ class Scheduler:
         while True:
             draft = Draft(StepPlan(self._next_step), budget=self.config.max_num_batched_tokens)
             draft.num_coming_blocks = sum(self._transfers.values())
+            if self._life.queue.is_shared and (victim := who_makes_way(self._life, self._kv, self._refusal, draft)):
+                self._preempt(victim, draft)
+                self.stats.num_yields += 1
             self._schedule_decodes(draft)
             self._schedule_chunks(draft)
             self._admit(draft)
@@ -139,8 +170,9 @@ class Scheduler:
         """Every running sequence that lacks just its last token. The one loop that runs for thousands each step."""
         grow, unforked = self._kv.grow, self._life.reserved_rows
         decodes, starts, catching_up = draft.decodes, draft.decode_starts, draft.catching_up
-        # A preemption inside takes the list's last sequence away, which iteration over a list allows.
-        for seq in self._life.running:
+        # A preemption inside takes the list's last sequence away, which iteration over a list allows. With several
+        # tenants it may be any.
+        for seq in self._still_running() if self._life.queue.is_shared else self._life.running:
             start = seq.num_computed_tokens
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens
             if start != num_tokens - 1 or (unforked and seq.seq_id in unforked):
@@ -156,14 +188,26 @@ class Scheduler:
             decodes.append(seq)
             starts.append(start)
         draft.budget -= len(decodes)
+        self._life.queue.charge_decodes(decodes, self._life.running, catching_up)
         allowance = self._costs.allowance(len(decodes))
         if allowance is not None:
             draft.budget = min(draft.budget, allowance)
+        if self._prefill_limit is not None and decodes:
+            draft.budget = min(draft.budget, self._prefill_limit)
+
+    def _still_running(self) -> Iterable[Sequence]:
+        return (seq for seq in list(self._life.running) if seq.state is _RUNNING)
 
     def _schedule_chunks(self, draft: Draft) -> None:
+        queue = self._life.queue
+        is_shared = queue.is_shared
+        if is_shared:
+            draft.catching_up.sort(key=queue.counter_of)
         for seq in draft.catching_up:
-            if seq.state is not SequenceState.RUNNING:
+            if seq.state is not _RUNNING:
                 continue  # preempted above
+            if is_shared:  # a tenant's long prompt is not before another's that has had less
+                self._admit(draft, below=queue.counter_of(seq))
             size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, draft)
             if not size:
                 continue
@@ -186,6 +230,7 @@ class Scheduler:
         seq.num_computed_tokens = end = start + size
         samples = end == len(seq.token_ids)
         draft.add_chunk(seq, start, size, samples)
+        self._life.charge_chunk(seq, start, end)
         # Committed at once: who is admitted later in this step may read what this one writes in it.
         self._kv.commit(seq.seq_id, seq.token_ids, end)
         if samples:
@@ -200,10 +245,8 @@ class Scheduler:
             if draft.num_coming_blocks > draft.num_sitting_out:
                 draft.num_sitting_out += 1
                 return False
-            victim = pick_victim(self._life.running, draft.has_scheduled)
-            assert victim is not None, "a sequence that asks for room could at least give up its own"
-            kind = choose_kind(victim, self.config, self._kv.block_size, self._costs.prefill_tokens_per_s)
-            draft.num_coming_blocks += self._life.preempt(victim, kind, draft.plan)
+            victim = self._pick_victim(seq, draft)
+            self._preempt(victim, draft)
             if victim is seq:
                 return False
             allocation = self._kv.grow(seq.seq_id, num_tokens, seq.num_computed_tokens)
@@ -215,6 +258,18 @@ class Scheduler:
         # It moves on to a new block, so the one before is full.
         self._kv.commit(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
         return True
+
+    def _pick_victim(self, asking: Sequence, draft: Draft) -> Sequence:
+        queue, running = self._life.queue, self._life.running
+        if queue.is_shared:
+            return pick_victim_between_tenants(running, asking, draft.scheduled(), queue.counter_of)
+        victim = pick_victim(running, draft.has_scheduled)
+        assert victim is not None, "a sequence that asks for room could at least give up its own"
+        return victim
+
+    def _preempt(self, victim: Sequence, draft: Draft) -> None:
+        kind = choose_kind(victim, self.config, self._kv.block_size, self._costs.prefill_tokens_per_s)
+        draft.num_coming_blocks += self._life.preempt(victim, kind, draft.plan)
 
     def _issue(self, draft: Draft) -> StepPlan:
         plan, memory = draft.issue(self._life.rows.take_released())
@@ -229,18 +284,21 @@ class Scheduler:
 
     # -- admission
 
-    def _admit(self, draft: Draft) -> None:
-        """From the head of the queue until one does not fit: nobody overtakes it."""
+    def _admit(self, draft: Draft, below: float = math.inf) -> None:
+        """From the head of the queue until one does not fit: nobody overtakes it. Tenants with counters `below`."""
         self._blocked_on = WaitReason.BLOCKS if draft.short_of_blocks else None
-        while self._life.queue and self._blocked_on is None:
-            seq = self._life.queue[0]
+        queue = self._life.queue
+        while queue and self._blocked_on is None:
+            seq = queue.head
+            if queue.counter_of(seq) >= below:
+                return
             if seq.num_pending_tokens:
                 self._blocked_on = WaitReason.IN_FLIGHT
             elif draft.budget <= 0:
                 self._blocked_on = WaitReason.BUDGET
             elif self._life.rows.num_free < self._life.num_rows_for(seq):
                 self._blocked_on = WaitReason.ROWS
-            elif self._refusal is not None and self._refusal.holds(seq, self):
+            elif self._refusal is not None and self._refusal.holds(seq, self._kv, self.stats):
                 self._blocked_on = WaitReason.BLOCKS
             elif seq.state is SequenceState.SWAPPED:
                 self._blocked_on = self._swap_in(seq, draft)
@@ -295,13 +353,13 @@ class Scheduler:
         return None
 
     def _refuse(self, seq: Sequence, match: PrefixMatch | None) -> WaitReason:
-        self._refusal = _Refusal(seq.seq_id, match, self._kv.num_free_blocks, self.stats.num_prefill_tokens)
+        self._refusal = BlockedHead(seq.seq_id, match, self._kv.num_free_blocks, self.stats.num_prefill_tokens)
         return WaitReason.BLOCKS
 
     def _give_up_head(self) -> None:
         """Nothing runs and yet the head does not fit, though `add` saw that it would: pinned blocks are in the way."""
         assert not self._life.running, "sequences run, nothing is in flight, and yet nothing can be scheduled"
-        seq = self._life.queue[0]
+        seq = self._life.queue.head
         num_needed = self._kv.num_blocks_for(len(seq.token_ids))
         error = (
             f"{len(seq.token_ids)} tokens need {num_needed} blocks, but only {self._kv.num_free_blocks} of "
@@ -373,22 +431,3 @@ class Scheduler:
         self._life.end(seq, reason)
         self._prompt_logprobs_from.pop(seq.seq_id, None)
         return SequenceUpdate(seq, [], finished=True, error=error)
-
-
-@dataclass(slots=True, frozen=True)
-class _Refusal:
-    """The head of the queue did not fit. Remembered so that a long prompt is not looked up in vain at every step."""
-
-    seq_id: int
-    match: PrefixMatch | None
-    num_free_blocks: int
-    num_prefill_tokens: int
-
-    def holds(self, seq: Sequence, scheduler: Scheduler) -> bool:
-        """True while no more blocks are free, and no prompt has filled blocks that it could share."""
-        return (
-            self.seq_id == seq.seq_id
-            and scheduler.num_running > 0
-            and scheduler._kv.num_free_blocks <= self.num_free_blocks
-            and scheduler.stats.num_prefill_tokens == self.num_prefill_tokens
-        )

@@ -37,10 +37,22 @@ class SchedulerStats:
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    num_finished: int = 0  # sequences, for whatever reason
     num_recompute_preemptions: int = 0
     num_swap_preemptions: int = 0
+    num_yields: int = 0  # of the preemptions, those that made way for a tenant that ran nothing: blocks were not short
     num_recomputed_tokens: int = 0  # tokens whose KV was dropped and, not found in the prefix cache, computed again
 
     @property
     def num_preemptions(self) -> int:
         return self.num_recompute_preemptions + self.num_swap_preemptions
+
+
+@dataclass(slots=True, frozen=True)
+class TenantLoad:
+    """One tenant's sequences, now."""
+
+    num_waiting: int
+    num_running: int
+    num_waiting_tokens: int  # prompt tokens of those that wait
+    counter: float  # virtual tokens: only differences between tenants mean something

@@ -160,7 +160,9 @@ class Rig:
         assert self.kv.num_host_free_blocks == self.kv.host.num_blocks
         life = self.scheduler._life
         assert life.rows.num_free == self.config.max_num_seqs
-        assert not (life.queue or life.running or life.requests or life.reserved_rows or life.lost_tokens)
+        assert not (life.queue or life.running or life.requests or life.reserved_rows)
+        assert not (life.lost_tokens or life.paid_tokens)
+        assert not (life.queue.num_active_tenants or life.queue.num_waiting_tokens)
         assert not (self.scheduler._transfers or self.scheduler._prompt_logprobs_from)
 
     def outputs(self, request: Request) -> list[list[int]]:

@@ -26,6 +26,8 @@ from quire.scheduler import SchedulerConfig
         ({"swap_bytes_per_s": float("inf")}, "swap_bytes_per_s"),
         ({"prefill_tokens_per_s": -1.0}, "prefill_tokens_per_s"),
         ({"kv_bytes_per_block": 0}, "kv_bytes_per_block"),
+        ({"prompt_token_weight": 0.0}, "prompt_token_weight"),
+        ({"output_token_weight": float("inf")}, "output_token_weight"),
         ({"enable_chunked_prefill": False, "target_step_ms": 5.0}, "target_step_ms splits prompts"),
         ({"enable_chunked_prefill": False, "long_prefill_token_threshold": 5}, "long_prefill_token_threshold splits"),
     ],

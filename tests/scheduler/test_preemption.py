@@ -7,7 +7,7 @@ from scheduler.harness import Rig, alone, make_request, spans
 
 from quire.request import FinishReason, Sequence, SequenceState
 from quire.scheduler import PreemptionKind, SchedulerConfig, WaitReason
-from quire.scheduler.preemption import choose_kind, pick_victim
+from quire.scheduler.preemption import choose_kind, pick_victim, pick_victim_between_tenants
 
 
 def until_preempted(rig: Rig) -> None:
@@ -192,3 +192,34 @@ def test_the_victim_is_the_last_that_this_step_does_not_run() -> None:
     assert pick_victim([a, b, c], lambda seq: False) is c
     assert pick_victim([a, b, c], lambda seq: seq is c) is b
     assert pick_victim([a], lambda seq: True) is None
+
+
+def test_between_tenants_the_victim_is_the_last_of_the_one_that_has_had_most() -> None:
+    a, b, c, d = (seq_with(1) for _ in range(4))
+    had = {a: 5.0, b: 9.0, c: 9.0, d: 5.0}  # two tenants, two sequences each
+    running = [a, b, c, d]
+
+    def victim_for(asking: Sequence, *scheduled: Sequence) -> Sequence:
+        return pick_victim_between_tenants(running, asking, set(scheduled), had.__getitem__)
+
+    assert victim_for(a) is c
+    assert victim_for(a, c) is b
+    assert victim_for(c, a, b) is c  # rather its own than of a tenant that has had less
+    assert victim_for(d, a, b, c) is d  # nobody before it
+    had.update({a: 9.0, d: 9.0})
+    assert victim_for(a) is d  # all equal: the last, as with one tenant
+
+
+def test_blocks_are_taken_from_the_tenant_that_has_had_most() -> None:
+    rig = Rig(num_blocks=24, preemption="recompute", max_num_batched_tokens=200)
+    old = [make_request(12, max_tokens=40, tenant="greedy", arrival_s=0.0) for _ in range(4)]
+    rig.add(*old)
+    for _ in range(6):
+        rig.step()
+    rig.add(late := make_request(8, max_tokens=12, tenant="modest", arrival_s=1.0))
+    rig.run()
+    assert sum(r.sequences[0].num_preemptions for r in old) > 0
+    assert late.sequences[0].num_preemptions == 0  # though it came last
+    assert rig.scheduler.stats.num_yields == 0
+    assert [rig.outputs(r) for r in [*old, late]] == [alone(r) for r in [*old, late]]
+    rig.check_idle()

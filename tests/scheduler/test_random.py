@@ -101,14 +101,32 @@ SETUPS = {
         "target_step_ms": 6.0,
         "enable_prefix_caching": False,
     },
+    "recompute, three tenants, depth 2": {"preemption": "recompute", "depth": 2, "num_tenants": 3},
+    "swap, five tenants, depth 3, slow transfers, priorities": {
+        "preemption": "swap",
+        "num_host_blocks": 60,
+        "depth": 3,
+        "transfer_steps": 2,
+        "policy": "priority",
+        "priority_ageing_s": 0.1,
+        "num_tenants": 5,
+    },
+    "whole prompts of two tenants, recompute": {
+        "preemption": "recompute",
+        "enable_chunked_prefill": False,
+        "num_tenants": 2,
+    },
 }
 
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_everyone_finishes_once_with_the_tokens_of_a_run_alone(name: str, expected: list[list[list[int]]]) -> None:
     setup = {"num_blocks": 40, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 110, **SETUPS[name]}
+    num_tenants = setup.pop("num_tenants", 1)
     rig = Rig(**setup, vocab_size=VOCAB)
     requests = make_requests()
+    for i, request in enumerate(requests):
+        request.tenant = f"tenant {i % num_tenants}"
     aborted = run_workload(rig, requests)
     rig.check_idle()
     assert len(aborted) > 20
