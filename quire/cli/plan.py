@@ -1,0 +1,186 @@
+"""`quire plan`: what fits where, with nothing loaded; the formulas stand there with the numbers in them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+from typing import Any
+
+from quire.cli.plan_text import render
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.lab.planner import make_plan
+from quire.lab.shapes import GPU_BYTES, SHAPES, read_model_spec
+from quire.lab.traffic import Kind
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+_ENGINE_FLAGS: dict[str, tuple[Any, str]] = {
+    "dtype": (str, "auto, float32, bfloat16 or float16"),
+    "quantization": (str, "int8: weights in 8 bits (CPU)"),
+    "kv_cache_dtype": (str, "auto, float32, bfloat16, float16 or fp8"),
+    "block_size": (int, "tokens per KV block: 4, 8, 16, 32, 64 or 128 (default 16)"),
+    "max_model_len": (int, "longest sequence"),
+    "max_num_seqs": (int, "sequences that run at once"),
+    "max_num_batched_tokens": (int, "tokens computed in one step"),
+    "gpu_memory_utilization": (float, "share of the GPU's memory to use (default 0.92)"),
+    "kv_cache_memory_bytes": (str, "size of the KV cache, such as 8GiB: then the block count is exact"),
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="what fits in memory: blocks, lengths, sequences at once",
+        description="KV memory by arithmetic: bytes per token and block, how many blocks, how long, how many at once, "
+        "and which flags to set. Nothing is loaded.",
+        epilog="examples:\n"
+        "  quire plan\n"
+        "  quire plan llama-3.1-8b --gpu h100 --prompt-len 1024 --output-len 256\n"
+        "  quire plan ./my-model --memory 24GiB --mix 200:400:3 --mix 6000:300:1 --concurrency 64\n\n"
+        f"shapes known by name: {', '.join(SHAPES)}\nGPUs known by name: {', '.join(GPU_BYTES)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", nargs="?", default="smollm2", help="alias, known shape, directory, config.json, GGUF file or hub id"
+    )
+    where = parser.add_argument_group("where it runs (default: this machine)")
+    where.add_argument("--memory", metavar="SIZE", help="memory of the device: 80GB (10^9), 80GiB (2^30)")
+    where.add_argument("--gpu", metavar="NAME", help="a GPU by name, such as h100")
+    where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="--memory means a GPU's")
+    traffic = parser.add_argument_group("traffic")
+    traffic.add_argument("--prompt-len", type=int, metavar="N", help="tokens of a prompt")
+    traffic.add_argument("--output-len", type=int, metavar="N", help="tokens generated")
+    traffic.add_argument(
+        "--mix",
+        action="append",
+        default=[],
+        metavar="PROMPT:OUTPUT[:SHARE]",
+        help="one kind of request and its share of all; may be repeated",
+    )
+    traffic.add_argument("--concurrency", type=int, metavar="N", help="how many should run at once")
+    engine = parser.add_argument_group("engine settings to plan with")
+    for name, (kind, text) in _ENGINE_FLAGS.items():
+        engine.add_argument("--" + name.replace("_", "-"), type=kind, metavar=name.upper(), help=text)
+    engine.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    mix = _mix(args)
+    device, memory_bytes, where = _device(args)
+    values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, "enforce_eager")}
+    if args.kv_cache_memory_bytes is not None:
+        values["kv_cache_memory_bytes"] = parse_size(args.kv_cache_memory_bytes, "kv_cache_memory_bytes")
+    config = EngineConfig.from_kwargs(model=args.model, **values)
+    _check_device(config, device)
+
+    spec = read_model_spec(args.model)
+    _check_mix(mix, config.max_model_len or spec.max_position)
+    plan = make_plan(config, spec, device=device, memory_bytes=memory_bytes, mix=mix, concurrency=args.concurrency)
+    if args.json:
+        print(json.dumps(plan.to_data(), indent=2))
+    else:
+        print(render(plan, where=where, hub_id=SHAPES[args.model].hub_id if args.model in SHAPES else args.model))
+    return 0 if plan.chosen.ledger is not None else 1
+
+
+def parse_size(text: str, name: str) -> int:
+    """Bytes. A unit with an i counts by 1,024, one without by 1,000; no unit is bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{name} must be a size such as 80GB, 80GiB or 85899345920, got {text!r}")
+    number, unit, binary = match.groups()
+    num_bytes = int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.lower()])
+    if num_bytes < 1:
+        raise ConfigError(f"{name} must be more than nothing, got {text!r}")
+    return num_bytes
+
+
+def _device(args: argparse.Namespace) -> tuple[str, int | None, str]:
+    """(cpu or cuda, its bytes where known, what to call it)."""
+    if args.gpu is not None:
+        if args.memory is not None:
+            raise ConfigError("--gpu and --memory both say how much there is: give one of them")
+        if args.device == "cpu":
+            raise ConfigError("--gpu names a GPU and --device says cpu: give one of them")
+        name = args.gpu.lower().replace("_", "-")
+        if name not in GPU_BYTES:
+            known = ", ".join(GPU_BYTES)
+            raise ConfigError(f"--gpu {args.gpu} is not known (there are {known}): give --memory instead")
+        return "cuda", GPU_BYTES[name], f"one {args.gpu.upper()}, whose driver reports about"
+    if args.memory is not None:
+        memory = parse_size(args.memory, "--memory")
+        return ("cpu", memory, "a CPU with") if args.device == "cpu" else ("cuda", memory, "a GPU with")
+    if args.device != "cpu":
+        found = local_gpu()
+        if found is not None:
+            return "cuda", found[1], f"this machine's {found[0]}, with"
+        if args.device == "cuda":
+            raise ConfigError("--device cuda, and nvidia-smi finds no GPU here: say --gpu NAME or --memory SIZE")
+    return "cpu", None, "this machine's CPU"
+
+
+def local_gpu() -> tuple[str, int] | None:
+    """Name and bytes of this machine's first GPU, from the driver's own tool; None without one."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
+        name, mebibytes = answer.splitlines()[0].rsplit(",", 1)
+        return name.strip(), int(mebibytes) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def _mix(args: argparse.Namespace) -> list[Kind]:
+    if args.concurrency is not None and args.concurrency < 1:
+        raise ConfigError(f"--concurrency must be 1 or more, got {args.concurrency}")
+    kinds = []
+    for text in args.mix:
+        parts = text.split(":")
+        try:
+            prompt_len, output_len = int(parts[0]), int(parts[1])
+            share = float(parts[2]) if len(parts) == 3 else 1.0
+            if len(parts) > 3 or min(prompt_len, output_len) < 1 or not 0 < share < 1e9:
+                raise ValueError
+        except (ValueError, IndexError):
+            raise ConfigError(
+                f"--mix must be PROMPT:OUTPUT or PROMPT:OUTPUT:SHARE, all above 0, such as 512:128:3; got {text!r}"
+            ) from None
+        kinds.append(Kind(prompt_len, output_len, share))
+    if args.prompt_len is not None or args.output_len is not None:
+        if kinds:
+            raise ConfigError("--mix and --prompt-len/--output-len both describe the traffic: give one of them")
+        if args.prompt_len is None or args.output_len is None:
+            raise ConfigError("--prompt-len and --output-len belong together: give both")
+        if min(args.prompt_len, args.output_len) < 1:
+            raise ConfigError("--prompt-len and --output-len must be 1 or more")
+        kinds.append(Kind(args.prompt_len, args.output_len))
+    if args.concurrency is not None and not kinds:
+        raise ConfigError("--concurrency needs to know of what: give --prompt-len and --output-len, or --mix")
+    return kinds
+
+
+def _check_mix(mix: list[Kind], limit: int) -> None:
+    for kind in mix:
+        length = kind.prompt_len + kind.output_len
+        if length > limit:
+            raise ConfigError(
+                f"{kind.prompt_len} prompt and {kind.output_len} output tokens are {length}, and the longest sequence "
+                f"is {limit}: shorten one of them"
+            )
+
+
+def _check_device(config: EngineConfig, device: str) -> None:
+    if device == "cpu" and config.kv_cache_dtype == "fp8":
+        raise ConfigError("kv_cache_dtype='fp8' needs a GPU: on a CPU use float16 or bfloat16, which halve float32")
+    if device == "cuda" and config.quantization:
+        raise ConfigError(f"quantization={config.quantization!r} is for the CPU: remove it, or plan with --device cpu")

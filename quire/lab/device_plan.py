@@ -1,0 +1,170 @@
+"""One device's memory, drawn up with the engine's own arithmetic (`executor/sizing.py`, `executor/memory.py`).
+
+Block counts agree with the engine's to the block wherever the size of the KV cache is known: with
+kv_cache_memory_bytes, and on a CPU. On a GPU the engine measures its largest step and takes what is left; here that
+step is bounded from shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quire.config import GIB, EngineConfig
+from quire.errors import MemoryBudgetError
+from quire.executor import sizing
+from quire.executor.memory import MemoryLedger, available_host_bytes, cpu_kv_budget, cuda_kv_budget, plan_memory
+from quire.lab.traffic import Fit, MixNeeds, fit_mix
+from quire.models.spec import ModelSpec
+
+# CUDA's context, the kernels' code and the libraries' workspaces: no shape tells them.
+DRIVER_BYTES = int(0.7 * GIB)
+
+
+@dataclass(slots=True, frozen=True)
+class DevicePlan:
+    """One device's memory under one choice of KV dtype and tensor-parallel degree."""
+
+    kv_dtype: str
+    tensor_parallel: int
+    weight_bytes: int
+    step_bytes: int
+    graph_bytes: int
+    driver_bytes: int
+    token_bytes: int  # of K and V, on this device
+    block_bytes: int
+    kv_budget_bytes: int | None  # None: nothing is left
+    ledger: MemoryLedger | None  # None: it does not fit
+    problem: str | None  # then: why
+    fit: Fit | None = None  # of the mix, where one was given
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ledger.num_blocks * self.ledger.block_size if self.ledger else 0
+
+
+def plan_device(
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    device: str,
+    memory_bytes: int | None,
+    needs: MixNeeds | None = None,
+    tensor_parallel: int = 1,
+) -> DevicePlan:
+    """One device's ledger, as the engine would draw it up."""
+    shard = shard_spec(spec, tensor_parallel)
+    assert not isinstance(shard, str), shard
+    dtype = sizing.activation_dtype(config, spec, device)
+    # The CPU backend computes in float32 whatever its weights are held in.
+    value_bytes = 4 if device == "cpu" else sizing.DTYPE_BYTES[dtype]
+    max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
+    held_bytes = sizing.weight_bytes(shard, config.quantization or dtype, config.max_model_len or spec.max_position)
+    whole_logits = replace(shard, vocab_size=spec.vocab_size)  # every rank gathers all of them
+    step_bytes = sizing.step_bytes(whole_logits, device, value_bytes, max_num_seqs, max_tokens)
+    graph_bytes = 0
+    if device == "cuda" and not config.enforce_eager:
+        largest = min(max_num_seqs, sizing.MAX_GRAPH_SEQS)
+        graph_bytes = sizing.step_bytes(whole_logits, device, value_bytes, largest, largest)
+    kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
+    block_bytes = sizing.kv_block_bytes(shard, config.block_size, kv_value_bytes)
+    driver_bytes = DRIVER_BYTES if device == "cuda" else 0
+    budget: int | None = None
+    ledger: MemoryLedger | None = None
+    problem: str | None = None
+    fit: Fit | None = None
+    try:
+        if device == "cuda":
+            assert memory_bytes is not None
+            if config.kv_cache_memory_bytes is not None:
+                _check_cuda_room(config, memory_bytes, held_bytes + driver_bytes + step_bytes + graph_bytes)
+            elif held_bytes + driver_bytes + step_bytes + graph_bytes >= memory_bytes:
+                raise MemoryBudgetError(
+                    f"weights of {size(held_bytes)} and a step of {size(step_bytes + graph_bytes)} do not fit in "
+                    f"{size(memory_bytes)}: use a larger GPU, a smaller model, or lower max_num_batched_tokens"
+                )
+            budget = cuda_kv_budget(
+                config,
+                free_bytes=memory_bytes - held_bytes - driver_bytes,
+                total_bytes=memory_bytes,
+                activation_bytes=step_bytes + graph_bytes,
+            )
+            flag = "gpu_memory_utilization"
+        else:
+            free = memory_bytes if memory_bytes is not None else available_host_bytes()
+            if free is not None and held_bytes + step_bytes >= free:
+                raise MemoryBudgetError(
+                    f"weights of {size(held_bytes)} and a step of {size(step_bytes)} do not fit in {size(free)}: use a "
+                    f"machine with more memory, a smaller model, or a smaller weight dtype"
+                )
+            budget = cpu_kv_budget(config, step_bytes, free_bytes=None if free is None else free - held_bytes)
+            flag = "kv_cache_memory_bytes"
+        ledger = plan_memory(
+            config,
+            shard,
+            device=device,
+            weight_bytes=held_bytes,
+            activation_bytes=step_bytes,
+            graph_bytes=graph_bytes,
+            block_bytes=block_bytes,
+            kv_budget_bytes=budget,
+            kv_budget_flag="kv_cache_memory_bytes" if config.kv_cache_memory_bytes is not None else flag,
+        )
+        if needs is not None:
+            fit = fit_mix(needs, ledger.num_blocks, int(config.watermark * ledger.num_blocks))
+    except MemoryBudgetError as error:
+        problem = str(error)
+    return DevicePlan(
+        kv_dtype=sizing.kv_dtype(config, dtype),
+        tensor_parallel=tensor_parallel,
+        weight_bytes=held_bytes,
+        step_bytes=step_bytes,
+        graph_bytes=graph_bytes,
+        driver_bytes=driver_bytes,
+        token_bytes=block_bytes // config.block_size,
+        block_bytes=block_bytes,
+        kv_budget_bytes=budget,
+        ledger=ledger,
+        problem=problem,
+        fit=fit,
+    )
+
+
+def shard_spec(spec: ModelSpec, degree: int) -> ModelSpec | str:
+    """One rank's part of a model split by heads and columns; a text says why it cannot be split so.
+
+    Where there are fewer KV heads than ranks, each rank keeps one of them whole.
+    """
+    if degree == 1:
+        return spec
+    if spec.num_heads % degree:
+        return f"{spec.num_heads} heads do not divide by {degree}"
+    if spec.num_kv_heads % degree and degree % spec.num_kv_heads:
+        return f"{spec.num_kv_heads} KV heads do not divide by {degree}"
+    if spec.intermediate_size % degree:
+        return f"an intermediate size of {spec.intermediate_size} does not divide by {degree}"
+    return replace(
+        spec,
+        num_heads=spec.num_heads // degree,
+        num_kv_heads=max(1, spec.num_kv_heads // degree),
+        intermediate_size=spec.intermediate_size // degree,
+        vocab_size=-(-spec.vocab_size // degree),
+    )
+
+
+def _check_cuda_room(config: EngineConfig, memory_bytes: int, taken_bytes: int) -> None:
+    """The engine takes kv_cache_memory_bytes at its word; a plan can still say that it will not go in."""
+    assert config.kv_cache_memory_bytes is not None
+    room = memory_bytes - taken_bytes
+    if config.kv_cache_memory_bytes > room:
+        raise MemoryBudgetError(
+            f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} is more than the {size(max(room, 0))} that weights "
+            f"and the largest step leave of {size(memory_bytes)}: lower it to {max(room, 0)} or less"
+        )
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.2f} {unit}"
+    return f"{num_bytes:,.0f} B"

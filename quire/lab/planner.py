@@ -1,0 +1,239 @@
+"""The planner: blocks, lengths and widths from a model's shape and a memory size, and which flags to set.
+
+Nothing is loaded and torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.executor import sizing
+from quire.executor.memory import (
+    DEFAULT_CPU_KV_BYTES,
+    check_max_model_len,
+)
+from quire.lab.device_plan import DevicePlan, plan_device, shard_spec, size
+from quire.lab.traffic import Kind, MixNeeds, mix_needs
+from quire.models.spec import ModelSpec
+
+TENSOR_PARALLEL = (1, 2, 4, 8)
+
+
+@dataclass(slots=True, frozen=True)
+class Flag:
+    """A recommended flag and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything `quire plan` says."""
+
+    model: str
+    spec: ModelSpec
+    config: EngineConfig
+    device: str  # cpu or cuda
+    memory_bytes: int | None  # None: a CPU whose free memory nobody says
+    dtype: str
+    weight_dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chosen: DevicePlan
+    choices: list[DevicePlan]
+    skipped: list[str]  # tensor-parallel degrees that do not divide the model, and why
+    mix: list[Kind]
+    needs: MixNeeds | None
+    concurrency: int | None
+    flags: list[Flag] = field(default_factory=list)
+    advised: DevicePlan | None = None  # the device with those flags
+    # For the concurrency that was asked: KV bytes, and the device's memory for it.
+    wanted_kv_bytes: int | None = None
+    wanted_memory_bytes: int | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine will have this very number of blocks, not only about."""
+        if self.config.kv_cache_memory_bytes is not None:
+            return True
+        return self.device == "cpu" and self.chosen.kv_budget_bytes == DEFAULT_CPU_KV_BYTES
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data, for --json."""
+        spec = self.spec
+        names = ("architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
+        return {
+            "model": self.model,
+            "shape": {name: getattr(spec, name) for name in (*names, "max_position")},
+            "device": self.device,
+            "memory_bytes": self.memory_bytes,
+            "dtype": self.dtype,
+            "weight_dtype": self.weight_dtype,
+            "block_size": self.config.block_size,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "exact": self.is_exact,
+            "chosen": asdict(self.chosen),
+            "choices": [asdict(choice) for choice in self.choices],
+            "skipped": self.skipped,
+            "mix": [asdict(kind) for kind in self.mix],
+            "mix_needs": asdict(self.needs) if self.needs else None,
+            "concurrency": self.concurrency,
+            "wanted_kv_bytes": self.wanted_kv_bytes,
+            "wanted_memory_bytes": self.wanted_memory_bytes,
+            "flags": [asdict(flag) for flag in self.flags],
+            "advised": asdict(self.advised) if self.advised else None,
+        }
+
+
+def make_plan(
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    device: str,
+    memory_bytes: int | None = None,
+    mix: Sequence[Kind] = (),
+    concurrency: int | None = None,
+) -> Plan:
+    """`memory_bytes`: of the GPU; or of the machine, where None asks the system what is free."""
+    check_max_model_len(config, spec)
+    assert device == "cpu" or memory_bytes is not None, "a GPU's memory has to be told"
+    dtype = sizing.activation_dtype(config, spec, device)
+    max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
+    needs = mix_needs(mix, config.block_size) if mix else None
+    wanted = sizing.kv_dtype(config, dtype)
+    chosen = plan_device(config, spec, device=device, memory_bytes=memory_bytes, needs=needs)
+    choices, skipped = [], []
+    for degree in TENSOR_PARALLEL if device == "cuda" else (1,):
+        shard = shard_spec(spec, degree)
+        if isinstance(shard, str):
+            skipped.append(f"TP {degree}: {shard}")
+            continue
+        for kv_dtype in _kv_dtypes(wanted, device):
+            changed = config.replace(kv_cache_dtype=kv_dtype)
+            choice = plan_device(
+                changed, spec, device=device, memory_bytes=memory_bytes, needs=needs, tensor_parallel=degree
+            )
+            choices.append(choice)
+    plan = Plan(
+        model=config.model,
+        spec=spec,
+        config=config,
+        device=device,
+        memory_bytes=memory_bytes,
+        dtype=dtype,
+        weight_dtype=config.quantization or dtype,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        chosen=chosen,
+        choices=choices,
+        skipped=skipped,
+        mix=list(mix),
+        needs=needs,
+        concurrency=concurrency,
+    )
+    _size_for_concurrency(plan)
+    plan.flags, plan.advised = recommend(plan)
+    return plan
+
+
+def _kv_dtypes(chosen: str, device: str) -> list[str]:
+    """Those to compare, one of each size: what was chosen stands for its size."""
+    half = chosen if chosen in ("float16", "bfloat16") else "bfloat16"
+    return ["fp8", half, "float32"] if device == "cuda" else [half, "float32"]
+
+
+def _size_for_concurrency(plan: Plan) -> None:
+    """KV bytes, and the device's memory, for as many sequences of the mix as were asked for."""
+    if plan.needs is None or plan.concurrency is None:
+        return
+    blocks = plan.concurrency * plan.needs.mean_blocks / (1 - plan.config.watermark)
+    num_blocks = max(plan.needs.max_blocks, int(blocks) + 1)
+    device = plan.chosen
+    plan.wanted_kv_bytes = num_blocks * device.block_bytes
+    other = device.weight_bytes + device.step_bytes + device.graph_bytes + device.driver_bytes
+    if plan.device == "cuda":
+        plan.wanted_memory_bytes = int((plan.wanted_kv_bytes + other) / plan.config.gpu_memory_utilization) + 1
+    else:
+        plan.wanted_memory_bytes = plan.wanted_kv_bytes + other
+
+
+def recommend(plan: Plan) -> tuple[list[Flag], DevicePlan]:
+    """Which flags to set, each with its reason out of this plan's numbers, and the device as it is with them."""
+    flags: list[Flag] = []
+    config = plan.config
+    longest = max((kind.prompt_len + kind.output_len for kind in plan.mix), default=None)
+    if longest is not None and config.max_model_len is None and longest < plan.spec.max_position:
+        length = min(plan.spec.max_position, -(-longest // 256) * 256)
+        reason = f"your longest request has {longest:,} tokens; the model would take {plan.spec.max_position:,}"
+        flags.append(Flag("--max-model-len", str(length), reason))
+        config = config.replace(max_model_len=length)
+    config = _recommend_more_room(plan, config, flags)
+    if config.max_num_seqs is None:
+        config = _recommend_width(plan, config, flags)
+    device = _replan(plan, config)
+    if plan.device == "cuda" and device.ledger is not None and config.kv_cache_memory_bytes is None:
+        # Last, at what the other flags leave.
+        reason = f"exactly {device.ledger.num_blocks:,} blocks; without it the engine measures what is left"
+        flags.append(Flag("--kv-cache-memory-bytes", str(device.ledger.kv_bytes), reason))
+        config = config.replace(kv_cache_memory_bytes=device.ledger.kv_bytes)
+    return flags, _replan(plan, config)
+
+
+def _recommend_width(plan: Plan, config: EngineConfig, flags: list[Flag]) -> EngineConfig:
+    """max_num_seqs: what fits, up to the default or to what was asked. A narrower batch needs smaller steps and leaves
+    more for the cache, so that it is looked for in rounds."""
+    limit = max(plan.max_num_seqs, plan.concurrency or 0)
+    width, fits = plan.max_num_seqs, None
+    for _ in range(4):
+        fit = _replan(plan, config.replace(max_num_seqs=width)).fit
+        if fit is None or not fit.typical:
+            return config
+        fits = fit.typical
+        if width == min(fits, limit):
+            break
+        width = min(fits, limit)
+    if width == plan.max_num_seqs:
+        return config
+    if width < plan.max_num_seqs:
+        reason = f"about {width:,} fit; the default of {plan.max_num_seqs:,} would let in more and preempt them"
+    else:
+        reason = f"you asked for {plan.concurrency:,} and {fits:,} fit; the default is {plan.max_num_seqs:,}"
+    flags.append(Flag("--max-num-seqs", str(width), reason))
+    return config.replace(max_num_seqs=width)
+
+
+def _replan(plan: Plan, config: EngineConfig) -> DevicePlan:
+    return plan_device(config, plan.spec, device=plan.device, memory_bytes=plan.memory_bytes, needs=plan.needs)
+
+
+def _is_short(plan: Plan, device: DevicePlan) -> bool:
+    if device.ledger is None:
+        return True
+    return plan.concurrency is not None and device.fit is not None and device.fit.typical < plan.concurrency
+
+
+def _recommend_more_room(plan: Plan, config: EngineConfig, flags: list[Flag]) -> EngineConfig:
+    """Where the plan falls short: on a CPU more bytes, if the machine has them; else smaller ones."""
+    device = _replan(plan, config)
+    if not _is_short(plan, device):
+        return config
+    if plan.device == "cpu" and config.kv_cache_memory_bytes is None and plan.wanted_kv_bytes is not None:
+        larger = config.replace(kv_cache_memory_bytes=plan.wanted_kv_bytes)
+        if not _is_short(plan, _replan(plan, larger)):
+            reason = f"room for {plan.concurrency:,} at once; a CPU's default is {size(DEFAULT_CPU_KV_BYTES)}"
+            flags.append(Flag("--kv-cache-memory-bytes", str(plan.wanted_kv_bytes), reason))
+            return larger
+    name = "fp8" if plan.device == "cuda" else "bfloat16"
+    smaller = config.replace(kv_cache_dtype=name)
+    after = _replan(plan, smaller)
+    if after.ledger is None or after.token_bytes >= device.token_bytes:
+        return config
+    gain = f"{device.token_bytes / after.token_bytes:g} times as many tokens in the same bytes"
+    flags.append(Flag("--kv-cache-dtype", name, gain))
+    return smaller

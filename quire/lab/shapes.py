@@ -1,0 +1,139 @@
+"""Published shapes of models and sizes of GPUs, for arithmetic that needs neither a download nor the device."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from quire.bench.model_shapes import LLAMA_8B
+from quire.config import GIB
+from quire.errors import DownloadError
+from quire.models.architectures import spec_from_config
+from quire.models.spec import ModelSpec
+from quire.weights import open_checkpoint, resolve_model
+
+_SMOLLM2 = LLAMA_8B | {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA_1B = LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+_LLAMA_3B = LLAMA_8B | {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "tie_word_embeddings": True,
+}
+_LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+_MISTRAL_7B = LLAMA_8B | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "vocab_size": 32768,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN = LLAMA_8B | {"rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151645}
+_QWEN2_7B = _QWEN | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+_QWEN3_8B = _QWEN | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+_QWEN3_06B = _QWEN3_8B | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Shape:
+    """A model by its config alone. `hub_id` is what the engine would be told to load."""
+
+    hub_id: str
+    config: dict[str, Any]
+
+
+SHAPES: dict[str, Shape] = {
+    "smollm2": Shape("smollm2", _SMOLLM2),
+    "llama-3.1-8b": Shape("meta-llama/Llama-3.1-8B-Instruct", LLAMA_8B),
+    "llama-3.1-70b": Shape("meta-llama/Llama-3.1-70B-Instruct", _LLAMA_70B),
+    "llama-3.2-1b": Shape("meta-llama/Llama-3.2-1B-Instruct", _LLAMA_1B),
+    "llama-3.2-3b": Shape("meta-llama/Llama-3.2-3B-Instruct", _LLAMA_3B),
+    "mistral-7b": Shape("mistralai/Mistral-7B-Instruct-v0.3", _MISTRAL_7B),
+    "qwen2.5-7b": Shape("Qwen/Qwen2.5-7B-Instruct", _QWEN2_7B),
+    "qwen3-0.6b": Shape("Qwen/Qwen3-0.6B", _QWEN3_06B),
+    "qwen3-8b": Shape("Qwen/Qwen3-8B", _QWEN3_8B),
+}
+
+# What the driver reports as the card's memory, about: a little less than its name says.
+GPU_BYTES: dict[str, int] = {
+    name: int(gib * GIB)
+    for name, gib in {
+        "t4": 14.6,
+        "l4": 22.0,
+        "a10g": 22.0,
+        "rtx3090": 23.6,
+        "rtx4090": 23.6,
+        "rtx5090": 31.4,
+        "a100-40gb": 39.4,
+        "l40s": 44.4,
+        "a100": 79.1,
+        "h100": 79.1,
+        "h200": 139.7,
+        "b200": 178.3,
+    }.items()
+}
+
+
+def read_model_spec(model: str) -> ModelSpec:
+    """From a shape's short name, a path, or a hub id, of which only the config is fetched. No weights are read."""
+    if model in SHAPES:
+        return spec_from_config(SHAPES[model].config, source=model)
+    try:
+        path = resolve_model(model, load_format="dummy")
+    except DownloadError as error:
+        near = difflib.get_close_matches(model.lower(), SHAPES, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise DownloadError(f"{error}. Shapes known without a network: {', '.join(SHAPES)}.{hint}") from error
+    return spec_from_config(open_checkpoint(path, load_format="dummy").config, source=str(path))

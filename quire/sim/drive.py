@@ -1,0 +1,145 @@
+"""Arrivals through the real scheduler on the simulated executor, step by step, with somebody looking on."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quire.kv import KVManager
+from quire.params import SamplingParams, SamplingSpec
+from quire.plan import StepPlan
+from quire.request import Request
+from quire.request import Sequence as TokenSequence
+from quire.scheduler import Scheduler, SchedulerConfig
+from quire.sim.cost import CostModel, SimClock
+from quire.sim.executor import SimExecutor
+from quire.sim.language import SilentLanguage
+
+
+@dataclass(slots=True, frozen=True)
+class Arrival:
+    """A request as its lengths: it generates exactly `output_len` tokens."""
+
+    arrival_s: float
+    prompt_len: int
+    output_len: int
+
+
+def poisson_arrivals(lengths: Sequence[tuple[int, int]], *, rate_per_s: float, seed: int) -> list[Arrival]:
+    """(prompt, output) lengths, arriving at random moments, so many a second on average."""
+    rng = random.Random(seed)
+    now_s, arrivals = 0.0, []
+    for prompt_len, output_len in lengths:
+        now_s += rng.expovariate(rate_per_s)
+        arrivals.append(Arrival(now_s, prompt_len, output_len))
+    return arrivals
+
+
+@dataclass(slots=True)
+class StepView:
+    """One step as it was submitted: what an observer may read, and only during the call."""
+
+    plan: StepPlan
+    start_s: float
+    running: list[TokenSequence]  # those that hold KV memory
+    num_waiting: int
+
+
+@dataclass(slots=True)
+class Served:
+    """One request's times, in seconds of the simulation."""
+
+    arrival: Arrival
+    index: int
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass(slots=True)
+class SimRun:
+    """One run. `served[i]` belongs to `arrivals[i]`."""
+
+    scheduler: Scheduler
+    kv: KVManager
+    executor: SimExecutor
+    clock: SimClock
+    served: list[Served] = field(default_factory=list)
+    num_steps: int = 0
+
+    @classmethod
+    def build(
+        cls,
+        kv: KVManager,
+        config: SchedulerConfig,
+        *,
+        cost: CostModel,
+        clock: SimClock | None = None,
+        verify: bool = False,
+    ) -> SimRun:
+        """`verify` has the executor check every read and write of KV memory: slow, and proof."""
+        clock = clock or SimClock()
+        executor = SimExecutor(
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+            max_num_seqs=config.max_num_seqs,
+            cost=cost,
+            clock=clock,
+            language=None if verify else SilentLanguage(),
+            verify=verify,
+        )
+        return cls(Scheduler(config, kv, clock=clock), kv, executor, clock)
+
+    def run(
+        self,
+        arrivals: Sequence[Arrival],
+        *,
+        on_add: Callable[[TokenSequence, Arrival], None] | None = None,
+        on_step: Callable[[StepView], None] | None = None,
+        until: Callable[[SimRun], bool] | None = None,
+    ) -> None:
+        """Serve the arrivals in their order, all of them or until `until` says so."""
+        assert all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(arrivals)), "not in order"
+        by_id: dict[int, tuple[TokenSequence, Served]] = {}
+        num_added = 0
+        while num_added < len(arrivals) or self.scheduler.has_work:
+            if not self.scheduler.has_work:
+                self.clock.advance_to(arrivals[num_added].arrival_s)
+            while num_added < len(arrivals) and arrivals[num_added].arrival_s <= self.clock.now_s:
+                seq = self._add(arrivals[num_added], num_added)
+                by_id[seq.seq_id] = (seq, self.served[-1])
+                if on_add is not None:
+                    on_add(seq, arrivals[num_added])
+                num_added += 1
+            start_s = self.clock.now_s
+            plan = self.scheduler.schedule()
+            assert plan is not None, "there is work and nothing can run"
+            ticket = self.executor.submit(plan)
+            self.num_steps += 1
+            if on_step is not None:
+                running = [by_id[seq_id][0] for seq_id in self.kv.tables]
+                on_step(StepView(plan, start_s, running, self.scheduler.num_waiting))
+            for update in self.scheduler.update(self.executor.collect(ticket)):
+                assert update.error is None, update.error
+                if update.finished:
+                    seq, served = by_id.pop(update.seq.seq_id)
+                    served.first_scheduled_s, served.first_token_s = seq.first_scheduled_s, seq.first_token_s
+                    served.finished_s = self.clock.now_s
+            if until is not None and until(self):
+                return
+
+    def _add(self, arrival: Arrival, index: int) -> TokenSequence:
+        request = Request(
+            request_id=str(index),
+            prompt_token_ids=[(index * 7919 + i * 31) % 997 for i in range(arrival.prompt_len)],
+            params=SamplingParams(temperature=0.0, max_tokens=arrival.output_len, ignore_eos=True),
+            max_tokens=arrival.output_len,
+            end_token_ids=frozenset(),
+            specs=[SamplingSpec(temperature=0.0)],
+            arrival_s=arrival.arrival_s,
+        )
+        self.scheduler.add(request)
+        self.served.append(Served(arrival, index))
+        return request.sequences[0]

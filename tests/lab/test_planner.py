@@ -1,0 +1,214 @@
+"""The planner against the engine: to the block where the cache's size is known, and the same functions elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+
+from quire import LLM
+from quire.config import GIB, EngineConfig
+from quire.errors import DownloadError
+from quire.executor.memory import cuda_kv_budget
+from quire.executor.sizing import weight_bytes
+from quire.kernels.reference import ReferenceOps
+from quire.lab import shapes
+from quire.lab.device_plan import DRIVER_BYTES, plan_device, shard_spec
+from quire.lab.planner import Plan, make_plan
+from quire.lab.shapes import SHAPES, read_model_spec
+from quire.lab.traffic import Kind
+from quire.models.architectures import spec_from_config
+from quire.models.decoder import Decoder
+from quire.models.spec import ModelSpec
+from quire.weights import open_checkpoint
+
+TINY = spec_from_config(fakes.TINY_LLAMA, source="test")
+LLAMA = spec_from_config(SHAPES["llama-3.1-8b"].config, source="llama-3.1-8b")
+FLAG_FIELDS = {"--max-model-len", "--max-num-seqs", "--kv-cache-memory-bytes", "--kv-cache-dtype"}
+
+
+def engine_blocks(model: str, **kwargs: Any) -> tuple[int, int, int]:
+    llm = LLM(model=model, device="cpu", num_threads=1, **kwargs)
+    ledger = llm.llm_engine.ledger
+    return ledger.num_blocks, ledger.max_model_len, ledger.activation_bytes
+
+
+def planned_blocks(spec: ModelSpec, **kwargs: Any) -> tuple[int, int, int]:
+    plan = make_plan(EngineConfig.from_kwargs(**kwargs), spec, device="cpu")
+    assert plan.is_exact
+    ledger = plan.chosen.ledger
+    assert ledger is not None
+    return ledger.num_blocks, ledger.max_model_len, ledger.activation_bytes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"kv_cache_memory_bytes": (4 << 20) + 12345},
+        {"kv_cache_memory_bytes": 1 << 20, "block_size": 32, "kv_cache_dtype": "bfloat16"},
+        {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 100, "max_num_seqs": 7, "max_num_batched_tokens": 33},
+        {"kv_cache_memory_bytes": 200_000, "enable_chunked_prefill": False},
+    ],
+)
+def test_blocks_are_the_engines(tiny_model: Path, settings: dict[str, Any]) -> None:
+    spec = spec_from_config(open_checkpoint(tiny_model, load_format="dummy").config, source="tiny")
+    assert planned_blocks(spec, **settings) == engine_blocks(str(tiny_model), load_format="dummy", **settings)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_memory_bytes": 100_000_000, "block_size": 8}])
+def test_blocks_are_the_engines_for_the_default_model(smollm2: Path, settings: dict[str, Any]) -> None:
+    spec = read_model_spec("smollm2")
+    assert planned_blocks(spec, **settings) == engine_blocks(str(smollm2), skip_tokenizer_init=True, **settings)
+
+
+@pytest.mark.model
+def test_the_default_models_shape_is_its_files(smollm2: Path) -> None:
+    of_file = spec_from_config(open_checkpoint(smollm2).config, source="file")
+    of_shape = spec_from_config(SHAPES["smollm2"].config, source="shape")
+    for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size"):
+        assert getattr(of_shape, name) == getattr(of_file, name), name
+    for name in ("vocab_size", "max_position", "tie_embeddings"):
+        assert getattr(of_shape, name) == getattr(of_file, name), name
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_is_served(name: str) -> None:
+    spec = spec_from_config(SHAPES[name].config, source=name)
+    billions = weight_bytes(spec, "float16", 1) / 2e9
+    stated = {"smollm2": 0.135, "qwen2.5-7b": 7.62, "mistral-7b": 7.25, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21}
+    stated |= {"llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "qwen3-8b": 8.19, "qwen3-0.6b": 0.596}
+    assert billions == pytest.approx(stated[name], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_the_decoders(changes: dict[str, Any], dtype: str) -> None:
+    config = fakes.TINY_LLAMA | changes
+    if "Qwen3ForCausalLM" in config["architectures"]:
+        del config["mlp_bias"]
+    spec = spec_from_config(config, source="test")
+    device, torch_dtype = torch.device("cpu"), getattr(torch, dtype)
+    decoder = Decoder(spec, ReferenceOps(device, torch_dtype), device=device, dtype=torch_dtype, max_position=100)
+    assert weight_bytes(spec, dtype, 100) == decoder.weight_bytes
+
+
+def test_a_gpus_budget_is_the_engines_function_of_the_same_parts() -> None:
+    config = EngineConfig()
+    device = plan_device(config, LLAMA, device="cuda", memory_bytes=80 * GIB)
+    taken = device.weight_bytes + DRIVER_BYTES
+    budget = cuda_kv_budget(
+        config,
+        free_bytes=80 * GIB - taken,
+        total_bytes=80 * GIB,
+        activation_bytes=device.step_bytes + device.graph_bytes,
+    )
+    assert device.kv_budget_bytes == budget
+    assert device.token_bytes == 2 * 32 * 8 * 128 * 2
+    assert device.ledger is not None
+    assert device.ledger.num_blocks == budget // (16 * device.token_bytes)
+
+
+def test_smaller_kv_values_make_more_blocks_and_ranks_share_heads() -> None:
+    plan = make_plan(EngineConfig(), LLAMA, device="cuda", memory_bytes=80 * GIB)
+    token_bytes = {(c.kv_dtype, c.tensor_parallel): c.token_bytes for c in plan.choices}
+    assert token_bytes[("fp8", 1)] * 2 == token_bytes[("bfloat16", 1)] == token_bytes[("float32", 1)] // 2
+    assert [token_bytes[("bfloat16", n)] for n in (1, 2, 4, 8)] == [131072, 65536, 32768, 16384]
+    assert not plan.skipped
+    assert not plan.is_exact
+
+
+def test_more_ranks_than_kv_heads_keep_one_each_and_what_does_not_divide_is_said() -> None:
+    eight = shard_spec(LLAMA, 8)
+    assert isinstance(eight, ModelSpec)
+    assert eight.num_kv_heads == 1
+    sixteen = shard_spec(LLAMA, 16)
+    assert isinstance(sixteen, ModelSpec)
+    assert sixteen.num_kv_heads == 1
+    smol = spec_from_config(SHAPES["smollm2"].config, source="s")
+    assert shard_spec(smol, 2) == "9 heads do not divide by 2"
+    plan = make_plan(EngineConfig(), smol, device="cuda", memory_bytes=8 * GIB)
+    assert [line.split(":")[0] for line in plan.skipped] == ["TP 2", "TP 4", "TP 8"]
+
+
+def with_flags(plan: Plan) -> EngineConfig:
+    values: dict[str, Any] = {}
+    for flag in plan.flags:
+        assert flag.name in FLAG_FIELDS
+        name = flag.name.removeprefix("--").replace("-", "_")
+        values[name] = flag.value if name == "kv_cache_dtype" else int(flag.value)
+    return EngineConfig.from_kwargs(**values)
+
+
+@pytest.mark.parametrize(
+    ("memory", "mix", "concurrency"),
+    [
+        (80 * GIB, [Kind(1024, 256)], None),
+        (22 * GIB, [Kind(500, 100)], 30),
+        (24 * GIB, [Kind(200, 400, 3.0), Kind(6000, 300, 1.0)], 40),
+        (80 * GIB, [Kind(100, 100)], 3000),
+    ],
+)
+def test_the_flags_make_what_they_promise(memory: int, mix: list[Kind], concurrency: int | None) -> None:
+    plan = make_plan(EngineConfig(), LLAMA, device="cuda", memory_bytes=memory, mix=mix, concurrency=concurrency)
+    again = make_plan(with_flags(plan), LLAMA, device="cuda", memory_bytes=memory, mix=mix, concurrency=concurrency)
+    assert again.is_exact
+    assert again.chosen == plan.advised
+    assert again.chosen.fit is not None
+    if concurrency is not None:
+        assert again.chosen.fit.typical >= min(concurrency, again.max_num_seqs)
+    # What was advised needs no more advice.
+    assert not again.flags
+
+
+def test_a_cpu_that_has_the_memory_is_told_to_use_it() -> None:
+    smol = spec_from_config(SHAPES["smollm2"].config, source="s")
+    mix = [Kind(256, 256)]
+    plan = make_plan(EngineConfig(), smol, device="cpu", memory_bytes=8 * GIB, mix=mix, concurrency=100)
+    assert {flag.name for flag in plan.flags} == {"--max-model-len", "--kv-cache-memory-bytes", "--max-num-seqs"}
+    assert plan.advised is not None
+    assert plan.advised.fit is not None
+    assert plan.advised.fit.typical >= 100
+    small = make_plan(EngineConfig(), smol, device="cpu", memory_bytes=2 * GIB, mix=mix, concurrency=100)
+    assert "--kv-cache-dtype" in {flag.name for flag in small.flags}
+
+
+def test_what_does_not_fit_says_why_and_what_would() -> None:
+    plan = make_plan(EngineConfig(), LLAMA, device="cuda", memory_bytes=12 * GIB)
+    assert plan.chosen.ledger is None
+    assert plan.chosen.problem is not None
+    assert "do not fit in 12.00 GiB" in plan.chosen.problem
+    assert all(c.ledger is not None for c in plan.choices if c.tensor_parallel == 8)
+    config = EngineConfig(kv_cache_memory_bytes=100 * GIB)
+    problem = plan_device(config, LLAMA, device="cuda", memory_bytes=80 * GIB).problem
+    assert problem is not None
+    assert "lower it to" in problem
+
+
+def test_the_plan_as_data_is_json() -> None:
+    plan = make_plan(EngineConfig(), LLAMA, device="cuda", memory_bytes=80 * GIB, mix=[Kind(10, 10)], concurrency=5)
+    data = json.loads(json.dumps(plan.to_data()))
+    assert data["chosen"]["ledger"]["num_blocks"] == plan.chosen.ledger.num_blocks  # type: ignore[union-attr]
+    assert len(data["choices"]) == 12
+    assert data["wanted_kv_bytes"] == plan.wanted_kv_bytes
+
+
+def test_an_unknown_name_without_a_network_lists_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> Path:
+        raise DownloadError("the hub cannot be reached")
+
+    monkeypatch.setattr(shapes, "resolve_model", refuse)
+    with pytest.raises(DownloadError, match=r"cannot be reached\. Shapes .* Did you mean llama-3\.1-8b\?"):
+        read_model_spec("Llama-3.1-8")
