@@ -29,7 +29,7 @@ lint: setup
 bench: setup
 	$(BIN)/python -m quire.bench.scheduler
 	$(BIN)/python -m quire.bench.cpu_kernels
-	$(BIN)/python -m quire.bench.offline single64 lab16 mixed64
+	$(BIN)/quire bench throughput single64 lab16 mixed64 --repeats 1 --output-json bench-results/throughput.json
 
 format: setup
 	$(BIN)/ruff check --fix quire tests

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "llm": {"text", "engine"},
     "async_llm": {"text", "engine", "llm"},
     "cli": {"llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench", "server", "lab"},
-    "bench": {"executor", "llm", "async_llm", "engine", "sim", "scheduler", "kv", "kernels", "weights", "cli", "sampling"},
+    "bench": {"executor", "text", "llm", "async_llm", "engine", "sim", "scheduler", "kv", "kernels", "weights", "cli", "sampling"},
 }
 WITHOUT_TORCH = {"kv", "scheduler", "text", "sim"} | FOUNDATION
 

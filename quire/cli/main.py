@@ -7,10 +7,10 @@ import os
 import sys
 
 import quire
-from quire.cli import chat, env, generate, models, pull
+from quire.cli import bench, chat, env, generate, lab, models, plan, pull, serve
 from quire.errors import BadRequestError, ConfigError, QuireError
 
-_COMMANDS = (generate, chat, pull, models, env)
+_COMMANDS = (generate, chat, serve, pull, models, bench, plan, lab, env)
 
 
 def main(argv: list[str] | None = None) -> int:

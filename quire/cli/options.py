@@ -9,7 +9,7 @@ from quire.config import EngineConfig
 from quire.params import SamplingParams
 
 # Flag -> (type, help). Names are EngineConfig's; values stay None unless given, so the config's defaults rule.
-_MODEL: dict[str, tuple[Any, str]] = {
+MODEL_FLAGS: dict[str, tuple[Any, str]] = {
     "tokenizer": (str, "tokenizer from another model or directory"),
     "revision": (str, "branch, tag or commit of a hub model"),
     "load_format": (str, "auto, safetensors, gguf or dummy (random weights)"),
@@ -19,7 +19,7 @@ _MODEL: dict[str, tuple[Any, str]] = {
     "max_model_len": (str, "longest sequence; auto takes what model and cache serve"),
     "seed": (int, "makes a run repeatable (default 0)"),
 }
-_RUNTIME: dict[str, tuple[Any, str]] = {
+RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "device": (str, "auto, cpu or cuda"),
     "num_threads": (int, "CPU threads (default: the physical cores)"),
     "block_size": (int, "tokens per KV block: 4, 8, 16, 32, 64 or 128 (default 16)"),
@@ -33,6 +33,11 @@ _RUNTIME: dict[str, tuple[Any, str]] = {
     "target_step_ms": (float, "shrink prefill so that steps with decodes stay near this"),
     "scheduling_policy": (str, "fcfs or priority"),
     "preemption": (str, "auto, recompute or swap"),
+}
+ENGINE_SWITCHES: dict[str, str] = {
+    "enable_prefix_caching": "find prompts' blocks in the cache (default: on)",
+    "enable_chunked_prefill": "compute long prompts in several steps (default: on)",
+    "enforce_eager": "no CUDA graphs",
 }
 _SAMPLING: dict[str, tuple[Any, str]] = {
     "max_tokens": (int, "most tokens to generate"),
@@ -48,9 +53,9 @@ _SAMPLING: dict[str, tuple[Any, str]] = {
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", default="smollm2", help="alias, directory, GGUF file or hub id (default smollm2)")
-    _add(group, _MODEL)
+    _add(group, MODEL_FLAGS)
     group = parser.add_argument_group("engine")
-    _add(group, _RUNTIME)
+    _add(group, RUNTIME_FLAGS)
     group.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false", default=None)
     group.add_argument("--no-enable-chunked-prefill", dest="enable_chunked_prefill", action="store_false", default=None)
     group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
@@ -70,7 +75,7 @@ def _add(group: argparse._ArgumentGroup, table: dict[str, tuple[Any, str]]) -> N
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    names = [*_MODEL, *_RUNTIME, "model", "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"]
+    names = [*MODEL_FLAGS, *RUNTIME_FLAGS, "model", *ENGINE_SWITCHES]
     values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     length = values.get("max_model_len")
     if isinstance(length, str) and length.isdigit():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
 from quire.kv import KVManager
-from quire.plan import StepResult
+from quire.plan import StepPlan, StepResult
 from quire.request import FinishReason, Request, Sequence
 from quire.scheduler import Scheduler, SequenceUpdate
 
@@ -31,10 +31,12 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.kv = kv
-        self._tickets: deque[int] = deque()
+        self._tickets: deque[tuple[int, int]] = deque()  # and how many tokens each step computes
         self._failure: BaseException | None = None
         self.host = HostSeconds()
-        self.last_result: StepResult | None = None  # of the step that was collected last, for the statistics
+        self.last_plan: StepPlan | None = None  # submitted last, for who asks why a step hangs
+        self.last_result: StepResult | None = None  # collected last, for the statistics
+        self.last_num_tokens = 0  # that the step collected last computed
 
     def add(self, request: Request) -> None:
         self._raise_if_dead()
@@ -60,7 +62,8 @@ class EngineCore:
             if not self._tickets:
                 return self.scheduler.take_failures()
             started = time.perf_counter()
-            self.last_result = result = self.executor.collect(self._tickets.popleft())
+            ticket, self.last_num_tokens = self._tickets.popleft()
+            self.last_result = result = self.executor.collect(ticket)
             collected = time.perf_counter()
             updates = self.scheduler.update(result)
             self.host.collect_s += collected - started
@@ -80,7 +83,8 @@ class EngineCore:
             self.host.schedule_s += planned - started
             if plan is None:
                 return
-            self._tickets.append(self.executor.submit(plan))
+            self.last_plan = plan
+            self._tickets.append((self.executor.submit(plan), sum(plan.spans.num_tokens)))
             self.host.submit_s += time.perf_counter() - planned
 
     @property

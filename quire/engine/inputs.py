@@ -15,6 +15,7 @@ from quire.text import Tokenizer
 # A prompt: text, token ids, or a dict with one of them (vLLM's TextPrompt and TokensPrompt).
 Prompt = str | Seq[int] | Mapping[str, Any]
 
+_MAX_PRIORITY = 2**31 - 1
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
@@ -29,10 +30,12 @@ class InputProcessor:
         max_model_len: int,
         eos_token_ids: Iterable[int],
         seed: int,
+        max_num_seqs: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs  # where it is known here: what asks for more is refused before it costs
         self.eos_token_ids = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)  # for requests that bring none: a run repeats when its requests do
 
@@ -44,6 +47,7 @@ class InputProcessor:
         *,
         arrival_s: float,
         priority: int = 0,
+        tenant: str = "",
     ) -> tuple[Request, str | None]:
         """The request and, where known, its prompt's text. Raises BadRequestError."""
         text, token_ids, salt = self.read_prompt(prompt)
@@ -60,8 +64,11 @@ class InputProcessor:
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         stop_ids = frozenset(params.stop_token_ids or ())
         eos_ids = frozenset() if params.ignore_eos else self.eos_token_ids
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise BadRequestError(f"priority must be a whole number, got {priority!r}", param="priority")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
+            raise BadRequestError(
+                f"priority must be a whole number between -{_MAX_PRIORITY} and {_MAX_PRIORITY}, got {priority!r}",
+                param="priority",
+            )
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -72,6 +79,7 @@ class InputProcessor:
             priority=priority,
             arrival_s=arrival_s,
             salt=salt,
+            tenant=tenant,
             # Logprobs of cached prompt tokens are not kept, so the prompt has to run.
             skip_prefix_cache_read=bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None,
         )
@@ -110,6 +118,8 @@ class InputProcessor:
     def _check_tokens(self, token_ids: list[int], param: str) -> None:
         if not token_ids:
             raise BadRequestError(f"{param} has no tokens: give at least one", param=param)
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
+            return
         for token in token_ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 raise BadRequestError(
@@ -118,6 +128,10 @@ class InputProcessor:
                 )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if self.max_num_seqs is not None and params.n > self.max_num_seqs:
+            raise BadRequestError(
+                f"n is {params.n}, but at most max_num_seqs={self.max_num_seqs} sequences run at once", param="n"
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab_size:
@@ -145,14 +159,14 @@ class InputProcessor:
             SamplingSpec(
                 temperature=params.temperature,
                 top_p=params.top_p,
-                top_k=params.top_k,
+                top_k=min(params.top_k, self.vocab_size),  # that is all: a larger number means no more
                 min_p=params.min_p,
                 presence_penalty=params.presence_penalty,
                 frequency_penalty=params.frequency_penalty,
                 repetition_penalty=params.repetition_penalty,
                 seed=seed,
                 index=index,
-                min_tokens=params.min_tokens,
+                min_tokens=min(params.min_tokens, self.max_model_len),
                 end_token_ids=tuple(sorted(end_token_ids)),
                 logit_bias=params.logit_bias,
                 allowed_token_ids=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
 
-from quire.engine.stats import Metric
-
-if TYPE_CHECKING:
-    from quire.engine.llm_engine import LLMEngine
+from quire.engine.core import EngineCore
+from quire.engine.stats import STEP_TOKEN_BOUNDS, Metric, RequestStats, StepStats
 
 
-def collect_metrics(engine: LLMEngine) -> list[Metric]:
-    """A reading of everything that is counted."""
-    stats, scheduler, kv = engine.stats, engine.core.scheduler, engine.core.kv.stats
+def step_metrics(core: EngineCore, stats: StepStats) -> list[Metric]:
+    """A reading of everything that is counted where the loop runs."""
+    scheduler, kv = core.scheduler, core.kv.stats
     found = [
         Metric("vllm:num_requests_running", "gauge", scheduler.num_running),
         Metric("vllm:num_requests_waiting", "gauge", scheduler.num_waiting),
         Metric("vllm:kv_cache_usage_perc", "gauge", kv.occupancy),
-        Metric("vllm:prompt_tokens_total", "counter", stats.prompt_tokens),
-        Metric("vllm:prompt_tokens_cached_total", "counter", stats.cached_prompt_tokens),
         Metric("vllm:generation_tokens_total", "counter", stats.generation_tokens),
         Metric("vllm:num_preemptions_total", "counter", scheduler.stats.num_preemptions),
         Metric("vllm:prefix_cache_queries_total", "counter", kv.prefix.num_query_tokens),
         Metric("vllm:prefix_cache_hits_total", "counter", kv.prefix.num_hit_tokens),
     ]
-    found += [
-        Metric("vllm:request_success_total", "counter", count, {"finished_reason": reason})
-        for reason, count in sorted(stats.finished.items())
-    ]
+    found += _waiting_by_reason(core) + _step_tokens(stats)
     ours: dict[str, tuple[str, float]] = {
         "steps_total": ("counter", stats.num_steps),
         "tokens_per_second": ("gauge", stats.tokens_per_s()),
@@ -51,6 +44,7 @@ def collect_metrics(engine: LLMEngine) -> list[Metric]:
         "kv_swapped_in_blocks_total": ("counter", kv.num_swapped_in_blocks),
         "kv_allocation_failures_total": ("counter", kv.num_allocation_failures),
         "recomputed_tokens_total": ("counter", scheduler.stats.num_recomputed_tokens),
+        "num_waiting_tokens": ("gauge", scheduler.num_waiting_tokens),
     }
     found += [Metric(f"quire:{name}", kind, value) for name, (kind, value) in ours.items()]
     found += [
@@ -61,12 +55,60 @@ def collect_metrics(engine: LLMEngine) -> list[Metric]:
         Metric("quire:prefix_lookups_total", "counter", count, {"outcome": outcome.value})
         for outcome, count in kv.prefix.outcomes.items()
     ]
+    found += [
+        Metric("quire:tenant_requests_waiting", "gauge", load.num_waiting, {"tenant": tenant})
+        for tenant, load in scheduler.tenant_loads.items()
+        if tenant
+    ]
     split = {"prepare": stats.prepare_s, "forward": stats.forward_s, "sample": stats.sample_s, "all": stats.busy_s}
     found += [Metric("quire:step_seconds_total", "counter", seconds, {"part": part}) for part, seconds in split.items()]
-    host = engine.core.host
+    host = core.host
     loop = {"schedule": host.schedule_s, "submit": host.submit_s, "collect": host.collect_s, "update": host.update_s}
     found += [Metric("quire:host_seconds_total", "counter", seconds, {"part": part}) for part, seconds in loop.items()]
-    graphs = getattr(engine.core.executor, "graphs", None)
+    return found + _device(core)
+
+
+def request_metrics(stats: RequestStats) -> list[Metric]:
+    """A reading of everything that is counted where the text is made."""
+    found = [
+        Metric("vllm:prompt_tokens_total", "counter", stats.prompt_tokens),
+        Metric("vllm:prompt_tokens_cached_total", "counter", stats.cached_prompt_tokens),
+    ]
+    found += [
+        Metric("vllm:request_success_total", "counter", count, {"finished_reason": reason})
+        for reason, count in sorted(stats.finished.items())
+    ]
+    return found
+
+
+def _waiting_by_reason(core: EngineCore) -> list[Metric]:
+    """vLLM's two reasons. What waits here waits for capacity, whatever it lacks; nothing is set aside."""
+    num_waiting = sum(core.scheduler.waiting_by_reason.values())
+    name = "vllm:num_requests_waiting_by_reason"
+    return [
+        Metric(name, "gauge", num_waiting, {"reason": "capacity"}),
+        Metric(name, "gauge", 0, {"reason": "deferred"}),
+    ]
+
+
+def _step_tokens(stats: StepStats) -> list[Metric]:
+    name, bounds = "vllm:iteration_tokens_total", [*(f"{float(b)}" for b in STEP_TOKEN_BOUNDS), "+Inf"]
+    found = [
+        Metric(name, "histogram", count, {"le": bound})
+        for bound, count in zip(bounds, itertools.accumulate(stats.steps_by_tokens), strict=True)
+    ]
+    return [*found, Metric(name, "histogram", stats.step_tokens)]
+
+
+def _device(core: EngineCore) -> list[Metric]:
+    """What only some executors have."""
+    found = []
+    graphs = getattr(core.executor, "graphs", None)
     if graphs is not None:
         found.append(Metric("quire:graph_captures_total", "counter", graphs.num_captures))
+    memory = getattr(core.executor, "device_memory_bytes", None)
+    if memory is not None and (reading := memory()) is not None:
+        used, total = reading
+        found.append(Metric("quire:device_memory_used_bytes", "gauge", used))
+        found.append(Metric("quire:device_memory_total_bytes", "gauge", total))
     return found

@@ -26,7 +26,6 @@ class _Line:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    num_sent_pieces: int = 0
     num_sent_tokens: int = 0
 
 
@@ -64,8 +63,9 @@ class OutputProcessor:
             job.prompt_logprobs = [None]  # nothing predicts the first token
         self._jobs[request.request_id] = job
 
-    def request_ids(self) -> list[str]:
-        return list(self._jobs)
+    def discard(self, request_id: str) -> None:
+        """Forget a request whose reader is gone."""
+        self._jobs.pop(request_id, None)
 
     def process(self, updates: list[SequenceUpdate]) -> tuple[list[RequestOutput], list[tuple[Sequence, str]]]:
         """What to tell the users, and the sequences that a stop string ended (for the scheduler to let go)."""
@@ -80,6 +80,7 @@ class OutputProcessor:
                 continue
             if self._take(job, line, update):
                 assert isinstance(line.stop_reason, str)
+                update.seq.finished_s = update.seq.last_token_s  # the scheduler hears of it only after this
                 stopped.append((update.seq, line.stop_reason))
             touched[job.request.request_id] = job
         outputs = [output for job in touched.values() if (output := self._output(job)) is not None]
@@ -173,15 +174,19 @@ class OutputProcessor:
     def _output(self, job: _Job) -> RequestOutput | None:
         """None where the user wants the end only and this is not it."""
         request, kind = job.request, job.request.params.output_kind
-        finished = len(job.lines) == request.params.n and all(
-            line.finish_reason is not None for line in job.lines.values()
-        )
-        if not finished and kind is OutputKind.FINAL_ONLY:
-            return None
+        lines = list(job.lines.values())
+        finished = lines[0].finish_reason is not None
+        if request.params.n > 1:
+            lines.sort(key=lambda line: line.seq.index)
+            # A request that ends before its prompt is done has one sequence, whatever its n.
+            finished = all(line.finish_reason is not None for line in lines) and (
+                len(lines) == request.params.n or request.is_finished
+            )
         if finished:
             del self._jobs[request.request_id]
+        elif kind is OutputKind.FINAL_ONLY:
+            return None
         delta = kind is OutputKind.DELTA
-        lines = [job.lines[i] for i in sorted(job.lines)]
         num_cached = request.sequences[0].num_cached_tokens
         num_created = 0
         if self.cached_block_size is not None:
@@ -190,49 +195,60 @@ class OutputProcessor:
             request_id=request.request_id,
             prompt=job.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[_completion(line, delta=delta) for line in lines],
+            outputs=[_completion(line, delta) for line in lines],
             finished=finished,
             prompt_logprobs=job.prompt_logprobs,
-            metrics=_metrics(request),
+            metrics=_metrics(request, len(lines[0].token_ids)),
             num_cached_tokens=num_cached,
             num_cache_creation_tokens=num_created,
         )
 
 
-def _completion(line: _Line, *, delta: bool) -> CompletionOutput:
-    first_piece = line.num_sent_pieces if delta else 0
-    first_token = line.num_sent_tokens if delta else 0
-    line.num_sent_pieces, line.num_sent_tokens = len(line.pieces), len(line.token_ids)
-    if not delta and len(line.pieces) > 1:
-        # Keep what is cumulative joined: else each output of a long text would join all of it again.
-        line.pieces = ["".join(line.pieces)]
+def _completion(line: _Line, delta: bool) -> CompletionOutput:
+    pieces, token_ids, logprobs = line.pieces, line.token_ids, line.logprobs
+    if delta:
+        first_token, line.num_sent_tokens = line.num_sent_tokens, len(token_ids)
+        token_ids = token_ids[first_token:]
+        line.pieces = []  # told: what comes next is told next
+        if logprobs is not None:
+            logprobs = logprobs[first_token:]
+    else:
+        token_ids = token_ids[:]
+        if logprobs is not None:
+            logprobs = logprobs[:]
+        if len(pieces) > 1:
+            # Keep what is cumulative joined: else each output of a long text would join all of it again.
+            line.pieces = pieces = ["".join(pieces)]
     return CompletionOutput(
-        index=line.seq.index,
-        text="".join(line.pieces[first_piece:]),
-        token_ids=line.token_ids[first_token:],
-        cumulative_logprob=line.cumulative_logprob,
-        logprobs=None if line.logprobs is None else line.logprobs[first_token:],
-        finish_reason=line.finish_reason,
-        stop_reason=line.stop_reason,
-        error=line.error,
+        line.seq.index,
+        pieces[0] if len(pieces) == 1 else "".join(pieces),
+        token_ids,
+        line.cumulative_logprob,
+        logprobs,
+        line.finish_reason,
+        line.stop_reason,
+        line.error,
     )
 
 
-def _metrics(request: Request) -> RequestMetrics:
-    arrival = request.arrival_s
-    seqs = request.sequences
-    metrics = RequestMetrics(arrival_s=arrival)
-    metrics.num_preemptions = sum(s.num_preemptions for s in seqs)
-    metrics.num_recomputed_tokens = sum(s.num_recomputed_tokens for s in seqs)
+def _metrics(request: Request, num_output_tokens: int) -> RequestMetrics:
+    """`num_output_tokens` are the first sequence's, whose times these are."""
+    arrival, seqs = request.arrival_s, request.sequences
     first = seqs[0]
+    metrics = RequestMetrics(arrival)
+    metrics.num_preemptions, metrics.num_recomputed_tokens = first.num_preemptions, first.num_recomputed_tokens
+    for other in seqs[1:]:
+        metrics.num_preemptions += other.num_preemptions
+        metrics.num_recomputed_tokens += other.num_recomputed_tokens
     metrics.cache_outcome = None if first.cache_outcome is None else first.cache_outcome.value
     if first.first_scheduled_s is not None:
         metrics.queue_s = first.first_scheduled_s - arrival
     if first.first_token_s is not None:
         metrics.first_token_s = first.first_token_s - arrival
-        if first.last_token_s is not None and first.num_output_tokens > 1:
-            metrics.inter_token_s = (first.last_token_s - first.first_token_s) / (first.num_output_tokens - 1)
-    ends = [s.finished_s for s in seqs if s.finished_s is not None]
-    if ends and len(ends) == request.params.n:
-        metrics.total_s = max(ends) - arrival
+        if first.last_token_s is not None and num_output_tokens > 1:
+            metrics.inter_token_s = (first.last_token_s - first.first_token_s) / (num_output_tokens - 1)
+    if first.finished_s is not None:  # nothing to look for before
+        ends = [s.finished_s for s in seqs if s.finished_s is not None]
+        if len(ends) == len(seqs):
+            metrics.total_s = max(ends) - arrival
     return metrics

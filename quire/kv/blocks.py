@@ -31,6 +31,11 @@ class Block:
     num_pins: int = 0  # pinned prefixes that hold it
     num_transfers: int = 0  # transfers from or to the host that have not been reported done
     block_hash: bytes | None = None  # set while the prefix cache knows the block
+    # Of a block with a hash, for people to look at: what it holds, where in its prefix, and what it was good for.
+    parent_hash: bytes | None = field(default=None, repr=False)
+    chain_index: int = 0  # it is the prefix's block number so-and-so
+    packed_tokens: bytes = field(default=b"", repr=False)  # int32; lists of ints would take six times the memory
+    num_hits: int = 0  # admissions that found it in the cache
     # Neighbours in the free queue; None when not in it.
     prev: Block | None = field(default=None, repr=False)
     next: Block | None = field(default=None, repr=False)

@@ -36,3 +36,12 @@ def block_hasher(block_size: int) -> Callable[[BlockHash, Sequence[int]], BlockH
         return blake2b(parent + pack(*token_ids), digest_size=HASH_BYTES).digest()
 
     return hash_block
+
+
+def token_packer(block_size: int) -> Callable[..., bytes]:
+    """A function of a block's `block_size` tokens, each an argument: the tokens as bytes, to keep them small."""
+    return struct.Struct(f"<{block_size}i").pack
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(packed) // 4}i", packed))

@@ -26,6 +26,7 @@ from quire.kv.snapshot import KVSnapshot, take_snapshot
 from quire.kv.stats import Counters, KVStats, RateMeter, read_stats
 from quire.kv.swap import HostPool, SwappedSequence, Transfers
 from quire.kv.table import NEVER, UNCHANGED, Allocation, BlockTable
+from quire.kv.watch import KVWatch
 from quire.request import CacheOutcome
 
 
@@ -67,6 +68,7 @@ class KVManager:
         self.counters = Counters()
         self.clock = clock
         self.rates = RateMeter(clock(), num_totals=2)
+        self.watch: KVWatch | None = None  # while somebody looks at the block map
 
     # -- how much there is
 
@@ -165,10 +167,13 @@ class KVManager:
         # Matched blocks first: once in use, they cannot be evicted to make the new ones.
         for block in matched:
             self.pool.acquire(block)
+            block.num_hits += 1
         block_ids = match.block_ids + self.pool.allocate(num_new)
         self._add_table(seq_id, root_hash(salt, adapter), block_ids, len(token_ids), match.hashes[:num_matched])
         counters = self.counters.recompute if recompute else self.counters.prefix
         counters.count(match.outcome, len(token_ids), match.num_tokens)
+        if self.watch is not None:
+            self.watch.took(seq_id, block_ids)
         return list(block_ids)
 
     # -- go on
@@ -207,10 +212,15 @@ class KVManager:
         self._add_table(child_seq_id, table.root, list(table.block_ids), table.num_tokens, list(table.hashes))
         self.tables[child_seq_id].writable_from = table.capacity
         self.counters.num_forks += 1
+        if self.watch is not None:
+            self.watch.took(child_seq_id, table.block_ids)
 
     def free(self, seq_id: int) -> None:
         """The sequence has ended, or is preempted to be computed again."""
-        self.pool.release_table(self.tables.pop(seq_id).block_ids)
+        block_ids = self.tables.pop(seq_id).block_ids
+        self.pool.release_table(block_ids)
+        if self.watch is not None:
+            self.watch.left(seq_id, block_ids)
 
     # -- swap
 
@@ -235,6 +245,8 @@ class KVManager:
         hashes = table.hashes[: num_computed // self.block_size]
         self.swapped[seq_id] = SwappedSequence(table.root, hashes, host_ids, num_computed)
         self.counters.num_swapped_out_blocks += num_moved
+        if self.watch is not None:
+            self.watch.left(seq_id, table.block_ids)
         return pairs
 
     def swap_in(
@@ -256,11 +268,13 @@ class KVManager:
         for host_id, device_id in reversed(pairs):
             self._start_transfer(step, device_id, host_id)
             self.host.release(host_id)
-        for block_hash, block_id in zip(swapped.hashes, block_ids, strict=False):
-            self.cache.insert(block_hash, self.pool.blocks[block_id])
+        full_blocks = [self.pool.blocks[block_id] for block_id in block_ids[: len(swapped.hashes)]]
+        self.cache.insert_chain(0, swapped.hashes, swapped.root, token_ids, full_blocks)
         self._add_table(seq_id, swapped.root, block_ids, num_tokens, swapped.hashes)
         self.commit(seq_id, token_ids, swapped.num_computed)
         self.counters.num_swapped_in_blocks += len(pairs)
+        if self.watch is not None:
+            self.watch.took(seq_id, block_ids)
         return pairs, list(block_ids)
 
     def drop_swapped(self, seq_id: int) -> None:
@@ -273,10 +287,13 @@ class KVManager:
         transfers = self.transfers.pop(step, None)
         if transfers is None:
             return
-        for device_id in transfers.device_ids:
-            self.pool.transfer_finished(self.pool.blocks[device_id])
+        moved = [self.pool.blocks[device_id] for device_id in transfers.device_ids]
+        for block in moved:
+            self.pool.transfer_finished(block)
         for host_id in transfers.host_ids:
             self.host.transfer_finished(host_id)
+        if self.watch is not None:
+            self.watch.touched(moved)
 
     # -- pins and reset
 
@@ -294,6 +311,8 @@ class KVManager:
         self.cache.extend_chain(hashes, root, token_ids, num_full)
         blocks = self.cache.longest_prefix(hashes, root, token_ids, num_full)
         self.pool.pin(self.cache.pin(hashes[-1], blocks))
+        if self.watch is not None:
+            self.watch.touched(blocks)
         return self.cache.num_pinned_by(hashes[-1]) * self.block_size
 
     def unpin(self, token_ids: Sequence[int], *, salt: str | None = None, adapter: str | None = None) -> int:
@@ -305,6 +324,8 @@ class KVManager:
         self.cache.extend_chain(hashes, root_hash(salt, adapter), token_ids, num_full)
         num_blocks, unpinned = self.cache.unpin(hashes[-1])
         self.pool.unpin(reversed(unpinned))
+        if self.watch is not None:
+            self.watch.touched(unpinned)
         return num_blocks * self.block_size
 
     def reset_prefix_cache(self, *, force: bool = False) -> bool:
@@ -314,11 +335,19 @@ class KVManager:
         """
         if not force and (self.pool.num_used_blocks or self.pool.num_in_transit_blocks):
             return False
+        if self.watch is not None:
+            self.watch.touched(self.cache.idle_blocks())
         self.pool.forget_idle(force=force)
         self.cache.forget_evictions()
         return True
 
     # -- to look at
+
+    def open_watch(self) -> int:
+        """Begin to follow the block map: the id to read it with (`watch.read_blocks`), which lasts while it is read."""
+        if self.watch is None:
+            self.watch = KVWatch(self)
+        return self.watch.open()
 
     @property
     def stats(self) -> KVStats:
@@ -377,9 +406,9 @@ class KVManager:
         if not replaced and not num_appended:
             return UNCHANGED
         own_ids = pool.allocate(len(replaced) + num_appended)
+        replaced_ids = [block_ids[index] for index in replaced]
         rewired, copies = [], []
-        for index, own_id in zip(replaced, own_ids, strict=False):
-            old_id = block_ids[index]
+        for index, old_id, own_id in zip(replaced, replaced_ids, own_ids, strict=False):
             if index * block_size < first_written:  # else no token in it is kept, so no byte either
                 copies.append((old_id, own_id))
             block_ids[index] = own_id
@@ -389,6 +418,8 @@ class KVManager:
         block_ids.extend(new_block_ids)
         table.capacity = len(block_ids) * block_size
         self.counters.num_copies += len(copies)
+        if self.watch is not None:
+            self.watch.rewired(table.seq_id, replaced_ids, own_ids)
         return Allocation(new_block_ids, rewired, copies)
 
     def _commit_table(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
@@ -397,8 +428,8 @@ class KVManager:
         assert num_full <= len(table.block_ids), f"sequence {table.seq_id} has no blocks for {num_computed} tokens"
         first = len(hashes)
         cache.extend_chain(hashes, table.root, token_ids, num_full)
-        for index in range(first, num_full):
-            cache.insert(hashes[index], self.pool.blocks[table.block_ids[index]])
+        blocks = [self.pool.blocks[block_id] for block_id in table.block_ids[first:num_full]]
+        cache.insert_chain(first, hashes, table.root, token_ids, blocks)
         num_committed = len(hashes) * block_size
         table.next_commit = num_committed + block_size
         if table.writable_from < num_committed:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.kv.blocks import Block
-from quire.kv.hashing import BlockHash, block_hasher
+from quire.kv.hashing import BlockHash, block_hasher, token_packer
 from quire.request import CacheOutcome
 
 
@@ -34,6 +34,7 @@ class PrefixCache:
         "_evicted",
         "_hash_block",
         "_max_evicted",
+        "_pack_tokens",
         "_pins",
         "block_size",
         "num_evictions",
@@ -43,6 +44,7 @@ class PrefixCache:
     def __init__(self, block_size: int, *, max_evicted: int) -> None:
         self.block_size = block_size
         self._hash_block = block_hasher(block_size)
+        self._pack_tokens = token_packer(block_size)
         self._blocks: dict[BlockHash, Block] = {}
         # A bounded memory of evictions tells "evicted" from "never seen". OrderedDict: dropping the oldest entry of a
         # dict is O(n) after many drops.
@@ -93,14 +95,30 @@ class PrefixCache:
         """It was cached once, and was evicted lately or is being moved to the host."""
         return block_hash in self._evicted or block_hash in self._blocks
 
-    def insert(self, block_hash: BlockHash, block: Block) -> None:
-        """Name the content of a block in use. The first block with a hash keeps it; an equal one stays unhashed."""
+    def insert(self, block_hash: BlockHash, block: Block) -> bool:
+        """Name the content of a block in use; False: it has its name already, or another block has it.
+
+        The first block with a hash keeps it; an equal one stays unhashed.
+        """
         holder = self._blocks.setdefault(block_hash, block)
-        if holder is block:
-            assert block.block_hash is None or block.block_hash == block_hash, (
-                f"block {block.block_id} has another hash: two sequences disagree on its tokens"
-            )
-            block.block_hash = block_hash
+        if holder is not block or block.block_hash == block_hash:
+            return False
+        assert block.block_hash is None, (
+            f"block {block.block_id} has another hash: two sequences disagree on its tokens"
+        )
+        block.block_hash = block_hash
+        return True
+
+    def insert_chain(
+        self, first: int, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], blocks: list[Block]
+    ) -> None:
+        """Name blocks of one sequence: `blocks[0]` is block `first` of the tokens, whose chain is `hashes`."""
+        block_size = self.block_size
+        for index, block in enumerate(blocks, start=first):
+            if self.insert(hashes[index], block):
+                block.parent_hash = hashes[index - 1] if index else root
+                block.chain_index = index
+                block.packed_tokens = self._pack_tokens(*token_ids[index * block_size : (index + 1) * block_size])
 
     def evict(self, block: Block) -> None:
         block_hash = self.forget(block)
@@ -116,8 +134,14 @@ class PrefixCache:
         block_hash = block.block_hash
         assert block_hash is not None and not block.num_pins, f"block {block.block_id} is unhashed or pinned"
         del self._blocks[block_hash]
-        block.block_hash = None
+        block.block_hash = block.parent_hash = None
+        block.packed_tokens = b""
+        block.num_hits = 0
         return block_hash
+
+    def blocks(self) -> Iterator[Block]:
+        """Every block whose content is known, in the order in which they became so."""
+        return iter(self._blocks.values())
 
     def idle_blocks(self) -> list[Block]:
         return [block for block in self._blocks.values() if block.is_idle]
@@ -176,6 +200,10 @@ class PrefixCache:
     def check(self, blocks: list[Block]) -> None:
         for block_hash, block in self._blocks.items():
             assert block.block_hash == block_hash, f"block {block.block_id} is cached under a hash that is not its own"
+        for block in blocks:
+            assert block.block_hash is not None or not (block.parent_hash or block.packed_tokens or block.num_hits), (
+                f"block {block.block_id} has no hash and yet a content"
+            )
         num_hashed = sum(block.block_hash is not None for block in blocks)
         assert num_hashed == len(self._blocks), f"{num_hashed} blocks have a hash, the cache knows {len(self._blocks)}"
         num_pins = dict.fromkeys(range(len(blocks)), 0)

@@ -154,6 +154,15 @@ def test_abort_frees_at_once(tiny_model: Path) -> None:
     assert engine.abort_request("a") == []
 
 
+def test_aborting_before_the_forks_ends_the_request(tiny_model: Path) -> None:
+    engine = make(tiny_model)
+    engine.add_request("n", [1, 2, 3], SamplingParams(n=4))
+    [output] = engine.abort_request("n")
+    assert output.finished
+    assert [c.finish_reason for c in output.outputs] == ["abort"]
+    assert not engine.has_unfinished_requests()
+
+
 def test_stop_string_ends_and_frees(tiny_model: Path) -> None:
     engine = make(tiny_model)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -161,8 +170,11 @@ def test_stop_string_ends_and_frees(tiny_model: Path) -> None:
     text = finish(engine)["free"].outputs[0].text
     stop = text[10:13]
     engine.add_request("stop", "hello", params.clone(stop=[stop]))
-    output = finish(engine)["stop"].outputs[0]
+    stopped = finish(engine)["stop"]
+    output = stopped.outputs[0]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert stopped.metrics is not None
+    assert stopped.metrics.total_s is not None
     assert output.text == text[: text.index(stop)]
     assert engine.core.kv.num_used_blocks == 0
     engine.add_request("kept", "hello", params.clone(stop=[stop], include_stop_str_in_output=True))
@@ -273,6 +285,12 @@ def test_metrics_count_what_happened(tiny_model: Path) -> None:
     assert values[("vllm:num_requests_running",)] == 0
     assert values[("quire:kv_blocks",)] == engine.ledger.num_blocks
     assert values[("quire:steps_total",)] == engine.stats.num_steps == 10
+    assert values[("vllm:num_requests_waiting_by_reason", "capacity")] == 0
+    # Two prompts, of 40 and (32 are cached) 8 tokens, and eight decodes.
+    assert values[("vllm:iteration_tokens_total",)] == 40 + 8 + 8
+    assert [values[("vllm:iteration_tokens_total", le)] for le in ("1.0", "8.0", "32.0", "64.0", "+Inf")] == [
+        *(8, 9, 9, 10, 10),
+    ]
 
 
 def test_request_metrics(tiny_model: Path) -> None:

@@ -111,3 +111,25 @@ def test_unpin_idle_spares_blocks_in_use_and_in_transit() -> None:
     assert cache.unpin_idle() == [blocks[1]]
     assert cache.num_pinned_by(hashes[3]) == 3
     cache.check(blocks)
+
+
+def test_a_named_block_remembers_what_it_holds() -> None:
+    from quire.kv import KVManager
+    from quire.kv.hashing import unpack_tokens
+
+    kv = KVManager(num_blocks=8, block_size=4, watermark=0)
+    tokens = list(range(100, 110))
+    kv.admit(1, tokens, kv.match(tokens))
+    kv.commit(1, tokens, 10)
+    kv.admit(2, tokens, kv.match(tokens))
+    first, second, third = (kv.pool.blocks[block_id] for block_id in kv.block_ids(1))
+    assert unpack_tokens(first.packed_tokens) + unpack_tokens(second.packed_tokens) == tokens[:8]
+    assert second.parent_hash == first.block_hash and (first.chain_index, second.chain_index) == (0, 1)
+    assert (first.num_hits, second.num_hits, third.num_hits) == (1, 1, 0)
+    assert third.packed_tokens == b""
+    kv.free(1)
+    kv.free(2)
+    assert unpack_tokens(first.packed_tokens) == tokens[:4]  # cached: still known
+    kv.reset_prefix_cache()
+    assert first.packed_tokens == b"" and first.parent_hash is None and first.num_hits == 0
+    kv.check()

@@ -1,0 +1,324 @@
+"""Writes the tables of operations.md and from-vllm.md out of the code, so that they stay true.
+
+    python -m docs.make_tables            rewrites what stands between <!-- table: NAME --> and <!-- end -->
+
+The prose around the tables is written by hand. A test fails when a table is not what the code says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import quire
+from quire.cli import serve_flags
+from quire.config import _ONLY, _SPELLINGS, EngineConfig
+from quire.engine.brownout import MAX_LEVEL, BrownoutSettings
+from quire.params import _NOT_YET, SamplingParams
+from quire.server.admission import MAX_TOKENS_HEADER
+from quire.server.metric_names import NAMES
+from quire.server.protocol import ONLY, ChatBody, CompletionBody, GenerationBody, only_fields
+
+DOCS = Path(__file__).parent
+FILES = ("operations.md", "from-vllm.md")
+_MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
+
+# Flags of `vllm serve` that Quire has under the same name. Where they differ, how.
+VLLM_FLAGS: dict[str, str] = {
+    "model": "also as the first argument, as there",
+    "served_model_name": "",
+    "tokenizer": "",
+    "revision": "",
+    "load_format": "other values are refused",
+    "dtype": "",
+    "quantization": "int8 only; GGUF files need no flag",
+    "chat_template": "",
+    "max_model_len": "auto (or -1) takes what model and cache serve, which is also the default",
+    "seed": "",
+    "hf_overrides": "",
+    "block_size": "any of these on every device",
+    "kv_cache_dtype": "",
+    "kv_cache_memory_bytes": "",
+    "gpu_memory_utilization": "",
+    "swap_space_gb": "vLLM had it as --swap-space, which is taken too",
+    "max_num_seqs": "",
+    "max_num_batched_tokens": "",
+    "long_prefill_token_threshold": "",
+    "scheduling_policy": "priorities age, so that nothing waits for ever",
+    "enable_prefix_caching": "",
+    "enable_chunked_prefill": "",
+    "enforce_eager": "",
+    "host": "127.0.0.1 by default, not every address",
+    "port": "",
+    "uds": "",
+    "ssl_certfile": "",
+    "ssl_keyfile": "",
+    "ssl_ca_certs": "",
+    "api_key": "guards every path but /health and the page's own files, not /v1 alone",
+}
+# Paths of vLLM's server that Quire has not.
+VLLM_PATHS_MISSING: dict[str, str] = {
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/messages": "use /v1/chat/completions",
+    "/v1/embeddings, /pooling, /classify, /score, /rerank": "Quire generates text only",
+    "/v1/audio/transcriptions, /v1/audio/translations": "text models only",
+    "/v1/load_lora_adapter, /v1/unload_lora_adapter": "no LoRA yet",
+    "/start_profile, /stop_profile": "see quire:step_seconds_total and quire:host_seconds_total",
+    "/sleep, /wake_up, /is_sleeping": "Quire does not sleep",
+    "/ping, /invocations": "use /health and the paths above",
+}
+# Methods of vLLM's classes that people call.
+VLLM_METHODS: dict[str, tuple[str, ...]] = {
+    "LLM": (
+        *("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "sleep", "wake_up"),
+        *("collective_rpc", "get_metrics", "get_tokenizer", "get_default_sampling_params", "reset_prefix_cache"),
+        *("start_profile", "stop_profile"),
+    ),
+    "AsyncLLM": (
+        *("from_engine_args", "generate", "abort", "encode", "check_health", "reset_prefix_cache", "shutdown"),
+        *("pause_generation", "resume_generation", "sleep", "wake_up", "add_lora", "remove_lora", "list_loras"),
+        *("start_profile", "stop_profile"),
+    ),
+    "LLMEngine": (
+        *("from_engine_args", "add_request", "step", "abort_request", "has_unfinished_requests"),
+        *("get_num_unfinished_requests", "reset_prefix_cache", "add_lora", "sleep", "wake_up"),
+    ),
+}
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def code(*names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def all_flags() -> dict[str, serve_flags.Flag]:
+    return {flag.name: flag for flags in serve_flags.GROUPS.values() for flag in flags}
+
+
+def flags_shared() -> str:
+    flags = all_flags()
+    assert not set(VLLM_FLAGS) - set(flags), "a flag has gone"
+    rows = ([code(flags[name].option), serve_flags.help_of(flags[name]), note] for name, note in VLLM_FLAGS.items())
+    return table(("flag", "meaning", "what differs"), rows)
+
+
+def flags_ours() -> str:
+    rows = (
+        [code(f"{flag.option} {flag.metavar or ''}".strip()), serve_flags.help_of(flag)]
+        for name, flag in all_flags().items()
+        if name not in VLLM_FLAGS
+    )
+    return table(("flag", "meaning"), rows)
+
+
+def flags_refused() -> str:
+    rows = [
+        [code(flag.option), f"only {_values(_ONLY[flag.name][0])}: {_ONLY[flag.name][1]}"]
+        for flag in serve_flags.ONLY_ONE_VALUE
+    ]
+    rows += [[code(option(name)), why] for name, why in serve_flags.REFUSED.items()]
+    return table(("flag of vLLM", "Quire says"), rows)
+
+
+def _values(allowed: tuple[Any, ...]) -> str:
+    given = [value for value in allowed if value is not None]
+    return code(*map(str, given)) if given else "left out"
+
+
+def arguments_refused() -> str:
+    rows = [[code(name), _values(allowed), why] for name, (allowed, why) in _ONLY.items()]
+    return table(("argument", "taken as", "otherwise refused, because"), rows)
+
+
+def arguments() -> str:
+    rows = []
+    theirs = {ours: name for name, ours in _SPELLINGS.items()}
+    for found in dataclasses.fields(EngineConfig):
+        if found.name != "given":
+            default = code(repr(found.default))
+            other = f"also {code(theirs[found.name])}" if found.name in theirs else ""
+            rows.append([code(found.name), default, other])
+    return table(("argument", "default", ""), rows)
+
+
+def sampling() -> str:
+    rows = []
+    for found in dataclasses.fields(SamplingParams):
+        refused = found.name in _NOT_YET
+        default = found.default.value if hasattr(found.default, "value") else found.default
+        rows.append([code(found.name), code(repr(default)), "refused unless left at its default" if refused else ""])
+    return table(("field", "default", ""), rows)
+
+
+def body_fields() -> str:
+    both = GenerationBody.__struct_fields__
+    bodies = {"both": GenerationBody, "completions": CompletionBody, "chat": ChatBody}
+    rows = []
+    for title, body in bodies.items():
+        left_out = {*only_fields(body), *(both if body is not GenerationBody else ())}
+        rows.append([title, code(*(name for name in body.__struct_fields__ if name not in left_out))])
+    return table(("body of", "fields"), rows)
+
+
+def body_refused() -> str:
+    import json
+
+    rows = (
+        [code(name), code(*(json.dumps(value) for value in allowed if value is not None)) or "left out", why]
+        for name, (allowed, why) in ONLY.items()
+    )
+    return table(("field", "taken as", "otherwise a 400, because"), rows)
+
+
+def methods() -> str:
+    rows = []
+    for name, theirs in VLLM_METHODS.items():
+        ours = getattr(quire, name)
+        there = [method for method in theirs if hasattr(ours, method)]
+        rows.append([code(name), code(*there), code(*(method for method in theirs if method not in there))])
+    return table(("class", "as in vLLM", "not there"), rows)
+
+
+def metrics() -> str:
+    rows = []
+    for name, known in NAMES.items():
+        where = f" (only with {known.only_with})" if known.only_with else ""
+        rows.append([code(name), known.kind, code(*known.labels), known.help + where])
+    return table(("name", "kind", "further labels", "meaning"), rows)
+
+
+def paths() -> list[tuple[str, str]]:
+    """(method, path) of everything that the server answers."""
+    from quire.server.app import create_app
+
+    found = []
+    of_the_page = ("/favicon.ico", "/static")
+    for route in create_app(_no_context()).routes:
+        methods = getattr(route, "methods", None) or {"GET"}
+        path = str(getattr(route, "path", ""))
+        if not path.startswith(of_the_page):
+            found += [(method, path) for method in sorted(methods - {"HEAD", "OPTIONS"})]
+    return found
+
+
+def _no_context() -> Any:
+    """Enough of a context to build the application, with no engine behind it."""
+    from types import SimpleNamespace
+
+    from quire.engine.api import EngineHealth, EngineLoad, EngineState
+    from quire.server.admission import Admission
+    from quire.server.context import ServerContext
+    from quire.server.life import ServerLife
+    from quire.server.logs import RequestLog
+    from quire.server.metrics import ServerMetrics
+    from quire.server.settings import ServerSettings
+
+    engine: Any = SimpleNamespace(health=lambda: EngineHealth(EngineState.STARTING), load=EngineLoad)
+    settings = ServerSettings()
+    return ServerContext(
+        engine=engine,
+        settings=settings,
+        admission=Admission(engine, settings),
+        metrics=ServerMetrics(engine, "none"),
+        logs=RequestLog(),
+        life=ServerLife(),
+    )
+
+
+# What each path is for. A path without an entry here fails the test.
+PATH_NOTES: dict[str, str] = {
+    "/v1/completions": "as in vLLM",
+    "/v1/chat/completions": "as in vLLM, without tools",
+    "/v1/models": "as in vLLM; with `max_model_len` and `root`",
+    "/v1/models/{model:path}": "one of them",
+    "/tokenize": "as in vLLM",
+    "/detokenize": "as in vLLM",
+    "/health": "JSON with a status; 503 and why while it starts, drains, is stuck or dead",
+    "/version": "as in vLLM",
+    "/metrics": "always on; guarded by the key",
+    "/load": "`server_load` as in vLLM, and the engine's numbers",
+    "/docs": "as in vLLM; works without a network",
+    "/openapi.json": "as in vLLM",
+    "/": "the live page",
+    "/live": "the live page's feed",
+    "/debug/kv": "the KV cache in numbers",
+    "/debug/kv/map": "every block's state",
+    "/debug/kv/requests": "block tables, and why each prompt found what it found in the cache",
+    "/debug/kv/sharing": "blocks that several requests use",
+    "/debug/kv/tree": "the prefix tree, with hit counts",
+    "/debug/kv/blocks/{block}": "one block: who uses it, and which text it holds",
+}
+
+
+def endpoints() -> str:
+    rows = [[code(path), method, PATH_NOTES.get(path, "")] for method, path in paths()]
+    rows += [[code(*path.split(", ")), "", f"not there: {why}"] for path, why in VLLM_PATHS_MISSING.items()]
+    return table(("path", "method", ""), rows)
+
+
+def ladder() -> str:
+    """The brownout's levels, in the numbers that rule them."""
+    at = BrownoutSettings()
+    rows = [
+        ["0", "nothing", ""],
+        [
+            "1",
+            f"prompts get {at.prefill_share:.0%} of the step's token budget while others decode",
+            "first tokens come later",
+        ],
+        [
+            "2",
+            "new requests get at most `--brownout-max-tokens` output tokens",
+            f"their response has the header `{MAX_TOKENS_HEADER}`, and `finish_reason` is `length`",
+        ],
+        [
+            "3",
+            "no new requests: 429 with `Retry-After`",
+            f"clients. Only when what waits would by itself fill {at.refusal_backlog:.0%} of the cache",
+        ],
+    ]
+    assert len(rows) == MAX_LEVEL + 1
+    return (
+        f"Pressure means that running work is undone: within {at.window_s:g} s at least {at.min_preemptions} "
+        f"preemptions, and no fewer than {at.preempted_share:.0%} of what runs, while requests hold "
+        f"{at.min_kv_usage:.0%} of the blocks or more. {at.rise_s:g} s of it are one level up; {at.fall_s:g} s of calm "
+        f"are one level down, and fewer while requests hold less than {at.low_kv_usage:.0%}.\n\n"
+    ) + table(("`quire:brownout_level`", "what is held back", "who notices"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "ladder": ladder,
+    "flags_shared": flags_shared,
+    "flags_ours": flags_ours,
+    "flags_refused": flags_refused,
+    "arguments": arguments,
+    "arguments_refused": arguments_refused,
+    "sampling": sampling,
+    "body_fields": body_fields,
+    "body_refused": body_refused,
+    "methods": methods,
+    "metrics": metrics,
+    "endpoints": endpoints,
+}
+
+
+def filled(text: str) -> str:
+    return _MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+
+if __name__ == "__main__":
+    for name in FILES:
+        path = DOCS / name
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

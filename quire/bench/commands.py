@@ -1,0 +1,226 @@
+"""What each `quire bench` command runs. A command yields its runs one by one, so that an error or Ctrl-C in a later
+one leaves the earlier ones standing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from quire.bench.client import ClientRequest, Target
+from quire.bench.dataset import read_exchanges
+from quire.bench.engines import EngineShelf, progress_bar
+from quire.bench.jobs import Job, check_workload_flags, make_jobs
+from quire.bench.machine import describe_machine
+from quire.bench.measure import measure_repeats, merge_repeats
+from quire.bench.report import Percentiles, RunReport
+from quire.bench.serve import Load, client_requests, parse_goodput, run_serve
+from quire.bench.workloads import fixed, usable_vocab
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+
+Runs = Iterator[RunReport]
+
+
+def throughput(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
+    """The workloads, one after the other."""
+    check_workload_flags(args)
+    check_counts(args, repeats=1, num_warmups=0)
+    for engine in _engines(args):
+        if engine == "hf":
+            if args.request_rate is not None or args.n != 1 or args.temperature:
+                raise ConfigError(
+                    "--engine hf runs greedy static batches: leave --request-rate, --n, --temperature out"
+                )
+            yield from _baseline_runs(args, config, shelf)
+        else:
+            yield from _quire_runs(args, config, shelf)
+
+
+def _engines(args: argparse.Namespace) -> list[str]:
+    return ["quire", "hf"] if args.engine == "both" else [args.engine]
+
+
+def _quire_runs(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
+    engine = shelf.engine(config)
+    tokenizer = engine.tokenizer
+    encode = None if tokenizer is None else tokenizer.encode
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "n": args.n}
+    for job in make_jobs(args, vocab_size=engine.spec.vocab_size, max_model_len=engine.max_model_len, encode=encode):
+        yield _measure_job(args, engine, job, sampling)
+
+
+def _measure_job(args: argparse.Namespace, engine: Any, job: Job, sampling: dict[str, Any]) -> RunReport:
+    with progress_bar(job.name, sum(num_out for _, num_out in job.workload) * sampling.get("n", 1)) as show:
+        return measure_repeats(
+            engine,
+            job.workload,
+            warm=job.warm,
+            num_warmups=args.num_warmups,
+            repeats=args.repeats,
+            name=job.name,
+            parameters=job.parameters,
+            arrivals=job.arrivals,
+            sampling=sampling,
+            progress=show,
+        )
+
+
+def _baseline_runs(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
+    encode = shelf.encoder(config) if args.dataset else None
+    baseline = shelf.baseline(config, args.hf_max_batch_size)
+    longest = min(baseline.max_model_len, config.max_model_len or baseline.max_model_len)
+    for job in make_jobs(args, vocab_size=baseline.vocab_size, max_model_len=longest, encode=encode):
+        with progress_bar(job.name, sum(num_out for _, num_out in job.workload)) as show:
+            if args.num_warmups:  # a few tokens: there is nothing to compile or capture
+                baseline.measure([(prompt, 4) for prompt, _ in job.warm[: baseline.batch_size]])
+            reports: list[RunReport] = []
+            while len(reports) < args.repeats and not (reports and reports[-1].interrupted):
+                reports.append(baseline.measure(job.workload, name=job.name, parameters=job.parameters, progress=show))
+        ranked = sorted(reports, key=lambda report: report.output_tok_s)
+        chosen = ranked[(len(ranked) - 1) // 2]
+        merge_repeats(chosen, reports)
+        yield chosen
+
+
+def latency(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
+    """One batch again and again: how long it takes from start to end."""
+    check_counts(args, num_iters=1, num_iters_warmup=0, batch_size=1, input_len=1, output_len=1)
+    shape = {"num": args.batch_size, "num_in": args.input_len, "num_out": args.output_len}
+    name = f"{args.batch_size} x ({args.input_len} in, {args.output_len} out)"
+    for which in _engines(args):
+        if which == "hf":
+            baseline = shelf.baseline(config, args.batch_size)
+            work = fixed(usable_vocab(baseline.vocab_size), **shape)
+            reports = []
+            with progress_bar(name, args.num_iters, "iter") as show:
+                for i in range(args.num_iters_warmup + args.num_iters):
+                    report = baseline.measure(work, name=name, parameters=dict(shape))
+                    if i >= args.num_iters_warmup:
+                        reports.append(report)
+                    if show is not None:
+                        show(len(reports))
+                    if report.interrupted:
+                        break
+            chosen = (reports or [report])[-1]
+            merge_repeats(chosen, reports or [report])
+        else:
+            engine = shelf.engine(config)
+            vocab = usable_vocab(engine.spec.vocab_size)
+            with progress_bar(name, args.batch_size * args.output_len) as show:
+                chosen = measure_repeats(
+                    engine,
+                    fixed(vocab, **shape),
+                    warm=fixed(vocab, seed=100_000, **shape),
+                    num_warmups=args.num_iters_warmup,
+                    repeats=args.num_iters,
+                    name=name,
+                    parameters=dict(shape),
+                    progress=show,
+                )
+        batches = Percentiles.of(chosen.repeat_values["seconds"])
+        assert batches is not None
+        chosen.values |= {f"batch_{p}_s": getattr(batches, p) for p in ("p50", "p95", "p99", "mean", "max")}
+        yield chosen
+
+
+def prefix(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
+    """The same work with prefix caching on and off."""
+    check_workload_flags(args)
+    check_counts(args, repeats=1, num_warmups=0)
+    if config.pinned_prefixes or not config.enable_prefix_caching:
+        raise ConfigError("quire bench prefix turns prefix caching on and off itself: leave it out of the flags")
+    for setting in ("on", "off"):
+        own = config.replace(enable_prefix_caching=setting == "on", given=config.given | {"enable_prefix_caching"})
+        engine = shelf.engine(own)
+        encode = None if engine.tokenizer is None else engine.tokenizer.encode
+        for job in make_jobs(
+            args, vocab_size=engine.spec.vocab_size, max_model_len=engine.max_model_len, encode=encode
+        ):
+            report = _measure_job(args, engine, job, {})
+            report.point = {"prefix-caching": setting}
+            yield report
+            if report.interrupted:
+                return
+
+
+def startup(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
+    from quire.bench.startup import measure_startup
+
+    check_counts(args, repeats=1)
+    yield measure_startup(config, repeats=args.repeats)
+
+
+def profile(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
+    from quire.bench.profile import profile_workload
+
+    check_workload_flags(args)
+    engine = shelf.engine(config)
+    encode = None if engine.tokenizer is None else engine.tokenizer.encode
+    for job in make_jobs(args, vocab_size=engine.spec.vocab_size, max_model_len=engine.max_model_len, encode=encode):
+        profile_workload(engine, job.warm, name=job.name)
+        engine.reset_prefix_cache()
+        report, _ = profile_workload(engine, job.workload, name=job.name)
+        report.parameters = job.parameters
+        yield report
+
+
+def serve(args: argparse.Namespace, shelf: EngineShelf) -> Runs:
+    """Load on a server; nothing is loaded here."""
+    check_workload_flags(args)
+    check_counts(args, repeats=1, num_warmups=0, max_concurrency=1, vocab_size=11)
+    goodput = parse_goodput(args.goodput or [])
+    if not args.base_url.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url must start with http:// or https://, got {args.base_url!r}")
+    if args.timeout <= 0:
+        raise ConfigError(f"--timeout must be more than 0 seconds, got {args.timeout:g}")
+    target = Target(
+        base_url=args.base_url,
+        endpoint=args.endpoint or ("/v1/chat/completions" if args.backend == "openai-chat" else "/v1/completions"),
+        model=args.model or "",
+        api_key=args.api_key,
+        timeout_s=args.timeout,
+        body={"temperature": args.temperature} | ({"ignore_eos": True} if args.ignore_eos else {}),
+    )
+    encode = shelf.encoder(EngineConfig(model=args.tokenizer)) if args.tokenizer and args.dataset else _estimate
+    for job in make_jobs(args, vocab_size=args.vocab_size, max_model_len=args.max_len, encode=encode):
+        requests = client_requests(job.workload, as_text=target.is_chat, seed=args.seed or 0)
+        if args.dataset:
+            requests = _texts(args, job, encode)
+        load = Load(
+            target=target,
+            requests=requests,
+            arrivals=job.arrivals or [0.0] * len(requests),
+            max_concurrency=args.max_concurrency,
+            num_warmups=args.num_warmups,
+            goodput_s=goodput,
+        )
+        parameters = job.parameters | {"max_concurrency": args.max_concurrency}
+        reports: list[RunReport] = []
+        while len(reports) < args.repeats and not (reports and reports[-1].interrupted):
+            reports.append(run_serve(load, name=job.name, parameters=parameters))
+        ranked = sorted(reports, key=lambda report: report.output_tok_s)
+        chosen = ranked[(len(ranked) - 1) // 2]
+        chosen.interrupted = reports[-1].interrupted
+        merge_repeats(chosen, reports)
+        chosen.machine = describe_machine()
+        yield chosen
+
+
+def _texts(args: argparse.Namespace, job: Job, encode: Any) -> list[ClientRequest]:
+    """The dataset's own prompts: a server counts their tokens itself."""
+    by_tokens = {tuple(encode(e.prompt)): e.prompt for e in read_exchanges(args.dataset)}
+    return [ClientRequest(by_tokens[tuple(prompt)], num_out) for prompt, num_out in job.workload]
+
+
+def _estimate(text: str) -> list[int]:
+    """Without a tokenizer: the bytes in fours, about as many as English has tokens. Only lengths are used of it."""
+    data = text.encode()
+    return [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
+
+
+def check_counts(args: argparse.Namespace, **least: int) -> None:
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        if value is not None and value < smallest:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {smallest}, got {value}")

@@ -1,0 +1,81 @@
+"""Engines for benchmarks: made when needed, kept while the settings stay the same, given back before the next."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from quire.bench.measure import Progress
+from quire.config import EngineConfig
+
+if TYPE_CHECKING:
+    from quire.bench.hf import HFBaseline
+    from quire.engine.llm_engine import LLMEngine
+
+
+Encode = Callable[[str], list[int]]
+
+
+class EngineShelf:
+    """Holds one engine at a time: two would not fit in memory. A sweep over workloads reuses it.
+
+    `encoder` gives a model's tokenizer without its weights, for what runs in other engines.
+    """
+
+    def __init__(self, encoder: Callable[[EngineConfig], Encode]) -> None:
+        self.encoder = encoder
+        self._config: EngineConfig | None = None
+        self._engine: LLMEngine | None = None
+        self._baseline: tuple[EngineConfig, int, HFBaseline] | None = None
+
+    def engine(self, config: EngineConfig) -> LLMEngine:
+        if self._engine is not None and self._config == config:
+            self._engine.reset_prefix_cache()
+            return self._engine
+        self.clear()
+        from quire.engine.llm_engine import LLMEngine
+        from quire.llm import log_start
+
+        started = time.perf_counter()
+        self._engine, self._config = LLMEngine.from_config(config, show_progress=True), config
+        log_start(self._engine, time.perf_counter() - started)
+        return self._engine
+
+    def baseline(self, config: EngineConfig, batch_size: int) -> HFBaseline:
+        if self._baseline is not None and self._baseline[:2] == (config, batch_size):
+            return self._baseline[2]
+        self.clear()
+        from quire.bench.hf import HFBaseline
+
+        self._baseline = (config, batch_size, HFBaseline(config, batch_size=batch_size))
+        return self._baseline[2]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._config = self._baseline = None
+        gc.collect()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def progress_bar(label: str, total: int, unit: str = "tok") -> Iterator[Progress | None]:
+    """A bar on a terminal; None where nobody looks. Called with the total so far."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=label, unit=unit, dynamic_ncols=True, leave=False) as bar:
+
+        def show(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield show

@@ -1,0 +1,150 @@
+"""Where a step's time goes: by kind of step, and inside it by operation."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quire.bench.drive import forced_length
+from quire.bench.interrupt import stop_on_interrupt
+from quire.bench.machine import describe_engine, describe_machine
+from quire.bench.measure import check_lengths
+from quire.bench.report import RunReport
+from quire.bench.steps import Step, watch_steps
+from quire.bench.workloads import Workload
+
+if TYPE_CHECKING:
+    from quire.engine.llm_engine import LLMEngine
+
+PARTS = ("schedule", "prepare", "products", "attention", "other ops", "sample", "update", "rest")
+# Operations by what they mostly are: the fused ones are products with something small behind them.
+_PRODUCTS = ("linear", "logits")
+
+
+@dataclass(slots=True)
+class StepKind:
+    """Steps that do the same sort of work. Seconds are totals."""
+
+    name: str
+    num_steps: int = 0
+    num_tokens: int = 0
+    wall_s: float = 0.0
+    parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    def parts_ms(self) -> dict[str, float]:
+        return {part: 1e3 * seconds / self.num_steps for part, seconds in self.parts_s.items()}
+
+
+class _TimedOps:
+    """The decoder's operations, each with a watch. Only for a device that has finished when a call returns."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not callable(found):
+            return found
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = found(*args, **kwargs)
+            self.seconds[name] += time.perf_counter() - started
+            return result
+
+        setattr(self, name, timed)  # found without __getattr__ from now on
+        return timed
+
+
+def profile_workload(engine: LLMEngine, workload: Workload, *, name: str) -> tuple[RunReport, list[StepKind]]:
+    """Run all requests at once, and divide each step. On a GPU the operations overlap with the host, so a step is
+    divided by the executor's own marks, and `quire.bench.gpu` has the split by kernels."""
+    check_lengths(workload, engine.max_model_len, name)
+    core = engine.core
+    decoder = getattr(core.executor, "decoder", None)
+    timed = None
+    # The decoder looks its operations up at each pass; there is no public way to put others in their place.
+    if decoder is not None and engine.built.executor.backend.device.type == "cpu":
+        timed = decoder._ops = _TimedOps(decoder._ops)
+    kinds: dict[str, StepKind] = {}
+    ids = [f"profile-{i}" for i in range(len(workload))]
+    started = time.perf_counter()
+    try:
+        with watch_steps(core, every_step=False) as watch, stop_on_interrupt() as stop:
+            for request_id, (prompt, num_out) in zip(ids, workload, strict=True):
+                engine.add_request(request_id, prompt, forced_length(num_out))
+            while engine.has_unfinished_requests() and not stop.is_set:
+                num_before, host = len(watch.steps), core.host
+                before = (host.schedule_s, host.update_s)
+                if timed is not None:
+                    timed.seconds.clear()
+                began = time.perf_counter()
+                engine.step()
+                wall_s = time.perf_counter() - began
+                if len(watch.steps) == num_before:
+                    continue  # nothing ran: block transfers were waited for
+                host_s = (host.schedule_s - before[0], host.update_s - before[1])
+                _add(kinds, watch.steps[-1], wall_s, host_s, timed.seconds if timed else None)
+            interrupted = stop.is_set
+            engine.abort_request(ids)
+            while core.has_work:
+                engine.step()
+    finally:
+        if timed is not None and decoder is not None:
+            decoder._ops = timed._inner
+    seconds = time.perf_counter() - started
+    found = sorted(kinds.values(), key=lambda kind: -kind.wall_s)
+    report = RunReport(
+        workload=name,
+        settings=describe_engine(engine),
+        machine=describe_machine(),
+        requests=len(workload),
+        completed=0 if interrupted else len(workload),
+        interrupted=interrupted,
+        seconds=seconds,
+        num_steps=sum(kind.num_steps for kind in found),
+    )
+    for kind in found:
+        report.values[f"{kind.name}: steps"] = float(kind.num_steps)
+        report.values[f"{kind.name}: step_ms"] = 1e3 * kind.wall_s / kind.num_steps
+        report.values |= {f"{kind.name}: {part}_ms": value for part, value in kind.parts_ms().items()}
+    if timed is None:
+        report.notes = ["the forward pass stands under other ops; python -m quire.bench.gpu divides it by kernels"]
+    return report, found
+
+
+def _add(
+    kinds: dict[str, StepKind],
+    step: Step,
+    wall_s: float,
+    host_s: tuple[float, float],
+    ops_s: dict[str, float] | None,
+) -> None:
+    name = kind_of(step)
+    kind = kinds.setdefault(name, StepKind(name))
+    kind.num_steps += 1
+    kind.num_tokens += step.num_decode_tokens + step.num_prefill_tokens
+    kind.wall_s += wall_s
+    parts, timings = kind.parts_s, step.timings
+    known = {"schedule": host_s[0], "prepare": timings.prepare_s, "sample": timings.sample_s, "update": host_s[1]}
+    if ops_s is None:
+        known["other ops"] = timings.forward_s
+    else:
+        known["products"] = sum(s for op, s in ops_s.items() if op.startswith(_PRODUCTS))
+        known["attention"] = ops_s.get("attention", 0.0)
+        # Norms, embedding, and what the decoder does between its operations.
+        known["other ops"] = max(0.0, timings.forward_s - known["products"] - known["attention"])
+    known["rest"] = max(0.0, wall_s - sum(known.values()))
+    for part, seconds in known.items():
+        parts[part] += seconds
+
+
+def kind_of(step: Step) -> str:
+    """Decodes by the power of two that their number is at most: a step's cost depends on it."""
+    if step.num_prefill_tokens:
+        return "mixed" if step.num_decode_tokens else "prefill"
+    width = 1 << (step.num_decode_tokens - 1).bit_length()
+    return f"decode, {width}" if width <= 2 else f"decode, {width // 2 + 1}-{width}"

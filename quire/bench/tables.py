@@ -1,0 +1,153 @@
+"""Runs as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.bench.compare import Comparison, Verdict
+from quire.bench.report import Percentiles, RunReport
+
+_MIB = 1 << 20
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """First column to the left, the others to the right, as wide as they need to be."""
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    lines = []
+    for row in [heads, *rows]:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
+
+
+def number(value: float | None) -> str:
+    """Three or four digits that mean something."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
+
+
+def ms(seconds: float | None) -> str:
+    return "-" if seconds is None else number(seconds * 1e3)
+
+
+def size(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / _MIB:,.0f} MiB"
+
+
+def summary(runs: Sequence[RunReport]) -> str:
+    """One line a run: how fast, how soon, how full."""
+    heads = ["run", "requests", "seconds", "out tok/s", "spread", "prefill/s", "decode/s",
+             "TTFT p50 ms", "ITL p50 ms", "ITL p99 ms", "blocks", "waste"]  # fmt: skip
+    rows = []
+    for run in runs:
+        spread = "-" if run.spread_percent is None else f"{run.spread_percent:.1f} %"
+        waste = "-" if run.kv is None else f"{run.kv.waste_percent_mean:.1f} %"
+        rows.append([
+            run.label, f"{run.completed}/{run.requests}", f"{run.seconds:.2f}", number(run.output_tok_s), spread,
+            number(run.prefill_tok_s), number(run.decode_tok_s), ms(run.ttft_s.p50 if run.ttft_s else None),
+            ms(run.itl_s.p50 if run.itl_s else None), ms(run.itl_s.p99 if run.itl_s else None),
+            "-" if run.kv is None else str(run.kv.peak_blocks), waste,
+        ])  # fmt: skip
+    return table(heads, rows)
+
+
+def details(run: RunReport) -> str:
+    """Everything about one run, in a few blocks of lines."""
+    lines = [f"{run.label}: {run.completed} of {run.requests} requests, {run.prompt_tokens:,} tokens in, "
+             f"{run.output_tokens:,} out, {run.seconds:.2f} s"]  # fmt: skip
+    if run.interrupted:
+        lines[0] += " (interrupted: numbers are of what was done until then)"
+    speed = f"  speed      {number(run.output_tok_s)} output tok/s, {number(run.total_tok_s)} with prompts"
+    if run.spread_percent is not None:
+        values = ", ".join(number(value) for value in run.repeats)
+        speed += f"; repeats {values} (spread {run.spread_percent:.1f} %)"
+    lines.append(speed)
+    if run.prefill_tok_s is not None or run.decode_tok_s is not None:
+        width = f" of {run.running_mean:.1f} sequences" if run.running_mean else ""
+        rates = f"prefill {number(run.prefill_tok_s)} tok/s, decode {number(run.decode_tok_s)} tok/s"
+        lines.append(f"  steps      {rates}; {run.num_steps:,} steps{width}")
+    lines += [f"  {text}" for text in _latency_table(run)]
+    lines += [f"  {text}" for text in _kv_lines(run)]
+    memory = [f"{name} {size(value)}" for name, value in
+              (("peak RSS", run.peak_rss_bytes), ("peak GPU", run.peak_gpu_bytes)) if value is not None]  # fmt: skip
+    busy = [f"{name} {value:.0f} %" for name, value in
+            (("CPU", run.cpu_percent), ("device busy", run.device_percent)) if value is not None]  # fmt: skip
+    if memory or busy:
+        lines.append(f"  machine    {', '.join(memory + busy)}")
+    # A batch's latency has a table of its own.
+    more = [f"{name} {number(value)}" for name, value in run.values.items() if not name.startswith("batch_")]
+    if more:
+        lines.append(f"  more       {', '.join(more)}")
+    if run.errors:
+        lines.append("  errors     " + ", ".join(f"{count} x {what}" for what, count in run.errors.items()))
+    lines += [f"  note       {note}" for note in run.notes]
+    return "\n".join(lines)
+
+
+def _latency_table(run: RunReport) -> list[str]:
+    kinds = [("first token", run.ttft_s), ("inter-token", run.itl_s), ("end to end", run.e2e_s)]
+    rows = [[name, *_percentiles(p)] for name, p in kinds if p is not None]
+    return table(["latency, ms", "p50", "p95", "p99", "mean", "max"], rows).splitlines() if rows else []
+
+
+def _percentiles(p: Percentiles) -> list[str]:
+    return [ms(value) for value in (p.p50, p.p95, p.p99, p.mean, p.max)]
+
+
+def _kv_lines(run: RunReport) -> list[str]:
+    kv = run.kv
+    if kv is None:
+        return []
+    lines = [
+        f"KV cache   {kv.num_blocks:,} blocks of {kv.block_size}: {100 * kv.occupancy_mean:.1f} % in use on average, "
+        f"{kv.peak_blocks:,} ({100 * kv.occupancy_max:.1f} %) at most, {kv.min_available:,} free at least",
+        f"waste      {kv.waste_percent_mean:.1f} % of the slots on average, {kv.waste_percent_max:.1f} % at most",
+        f"churn      {kv.blocks_allocated:,} blocks taken, {kv.blocks_freed:,} given back: "
+        f"{number(kv.churn_per_s)} per s; {kv.evictions:,} evicted, {kv.copies:,} copied on write",
+    ]
+    if kv.prefix_hit_tokens:
+        lines.append(f"prefix     {kv.prefix_hit_tokens:,} of {kv.prefix_query_tokens:,} prompt tokens were cached "
+                     f"({100 * kv.prefix_hit_rate:.0f} %)")  # fmt: skip
+    if any(kv.preemptions.values()):
+        kinds = ", ".join(f"{count} by {kind}" for kind, count in kv.preemptions.items() if count)
+        lines.append(f"preempted  {kinds}; {kv.recomputed_tokens:,} tokens computed again")
+    return lines
+
+
+def comparison(found: Comparison) -> str:
+    """What changed first; what stayed the same in one line."""
+    told = [c for c in found.changes if c.verdict not in (Verdict.SAME, Verdict.CANNOT_TELL)]
+    same = [c.metric for c in found.changes if c.verdict is Verdict.SAME]
+    unknown = [c for c in found.changes if c.verdict is Verdict.CANNOT_TELL]
+    lines = [f"{found.label} ({found.num_repeats[0]} and {found.num_repeats[1]} repeats)"]
+    lines += [f"  different: {text}" for text in found.differences]
+    shown = told or unknown
+    if shown:
+        rows = []
+        for change in shown:
+            scaled = _scale(change.metric)
+            percent = "-" if change.percent is None else f"{change.percent:+.1f} %"
+            noise = "-" if change.noise_percent is None else f"± {change.noise_percent:.1f} %"
+            rows.append([change.metric, scaled(change.before), scaled(change.after), percent, noise, change.verdict])
+        heads = ["metric", "before", "after", "change", "noise", "verdict"]
+        lines += [f"  {line}" for line in table(heads, rows).splitlines()]
+    if same:
+        lines.append(f"  same within noise: {', '.join(same)}")
+    if unknown:
+        lines.append("  cannot tell: one repeat says nothing about noise; run both with --repeats 3 or more")
+    elif not told:
+        lines.append("  nothing changed beyond the noise")
+    return "\n".join(lines)
+
+
+def _scale(metric: str) -> Callable[[float], str]:
+    if metric.endswith("_bytes"):
+        return size
+    if metric.endswith("_s") and not metric.endswith(("tok_s", "req_s")):
+        return lambda value: f"{ms(value)} ms"
+    return number

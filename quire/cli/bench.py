@@ -1,0 +1,304 @@
+"""quire bench: how fast, how much memory, which settings."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quire.cli.options import add_engine_flags, engine_config
+from quire.config import EngineConfig
+from quire.errors import ConfigError, QuireError
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a command has brought, however it ended."""
+
+    runs: list[Any]
+    failure: QuireError | None = None
+    interrupted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        return 130 if self.interrupted else 0
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure throughput, latency, memory; compare runs",
+        description="Benchmarks. Tables go to stdout, progress to stderr; --output-json keeps everything.",
+    )
+    add_commands(parser)
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    _add_offline(commands)
+    _add_serve(commands)
+    _add_sweep(commands)
+    _add_compare(commands)
+
+
+def _add_offline(commands: Any) -> None:
+    from quire.bench.jobs import add_workload_flags
+
+    parser = _command(commands, "throughput", "tokens per second on seeded workloads, with everything around them")
+    add_workload_flags(parser, default="lab16")
+    _repeat_flags(parser, repeats=3, num_warmups=1)
+    _baseline_flags(parser)
+    parser.add_argument("--n", type=int, default=1, help="continuations per prompt (default 1)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    add_engine_flags(parser)
+
+    parser = _command(commands, "latency", "one batch, again and again")
+    parser.add_argument("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (default 32)")
+    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (default 128)")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="requests in the batch (default 8)")
+    parser.add_argument("--num-iters-warmup", type=int, default=1, metavar="N", help="untimed (default 1)")
+    parser.add_argument("--num-iters", type=int, default=5, metavar="N", help="timed (default 5)")
+    _baseline_flags(parser)
+    add_engine_flags(parser)
+
+    parser = _command(commands, "prefix", "prefix caching on against off")
+    add_workload_flags(parser, default="shared16")
+    _repeat_flags(parser, repeats=3, num_warmups=1)
+    add_engine_flags(parser)
+
+    parser = _command(commands, "startup", "from nothing to the first token, in fresh processes")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="processes (default 3)")
+    add_engine_flags(parser)
+
+    parser = _command(commands, "profile", "where a step's time goes")
+    add_workload_flags(parser, default="lab16")
+    add_engine_flags(parser)
+
+
+def _add_serve(commands: Any) -> None:
+    from quire.bench.jobs import add_workload_flags
+
+    parser = _command(commands, "serve", "load on an OpenAI-compatible server")
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="default http://127.0.0.1:8000")
+    parser.add_argument("--backend", choices=["openai", "openai-chat"], default="openai", help="completions or chat")
+    parser.add_argument("--endpoint", help="default /v1/completions, with --backend openai-chat /v1/chat/completions")
+    parser.add_argument("--model", help="default: the first that the server lists")
+    parser.add_argument("--tokenizer", help="to count a dataset's tokens (default: four bytes are one)")
+    parser.add_argument("--api-key", help="sent as a bearer token")
+    parser.add_argument("--max-concurrency", type=int, metavar="N", help="requests under way at once (default: no cap)")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="per request (default 600)")
+    parser.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="also count requests within ttft:200 tpot:50")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default 0")
+    parser.add_argument("--vocab-size", type=int, default=32_000, metavar="N", help="prompts' token ids are below this")
+    parser.add_argument("--max-len", type=int, default=2048, metavar="N", help="longest exchange taken from a dataset")
+    parser.add_argument("--seed", type=int, help="of prompts and arrivals")
+    parser.add_argument(
+        "--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end its answers"
+    )
+    add_workload_flags(parser, default="random")
+    _repeat_flags(parser, repeats=1, num_warmups=0)
+
+
+def _add_sweep(commands: Any) -> None:
+    parser = commands.add_parser(
+        "sweep",
+        help="any flag over a list, with any of these inside",
+        description="Run a benchmark at every point. Example: "
+        "quire bench sweep --vary block-size=8,16,32 --vary max-num-seqs=4,16 throughput lab16",
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        required=True,
+        metavar="FLAG=A,B,…",
+        help="a flag and its values; workload=… names workloads, switches take on,off; may be repeated",
+    )
+    parser.add_argument(
+        "benchmark", choices=[*_OFFLINE, "serve"], metavar="BENCHMARK", help=", ".join([*_OFFLINE, "serve"])
+    )
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the benchmark's own flags, --output-json and --plot")
+    parser.set_defaults(run=_run_sweep)
+
+
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser("compare", help="what changed between two --output-json files, beyond the noise")
+    parser.add_argument("before", metavar="A.json")
+    parser.add_argument("after", metavar="B.json")
+    parser.add_argument("--fail-on-worse", action="store_true", help="exit with 1 if anything is worse")
+    parser.add_argument("--plot", metavar="FILE", help="a chart (.png, .svg, .pdf)")
+    parser.set_defaults(run=_run_compare)
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+    parser.add_argument("--output-json", metavar="FILE", help="keep every number")
+    parser.add_argument("--plot", metavar="FILE", help="a chart (.png, .svg, .pdf)")
+    parser.set_defaults(run=_run, benchmark=name)
+    return parser
+
+
+def _repeat_flags(parser: argparse.ArgumentParser, *, repeats: int, num_warmups: int) -> None:
+    parser.add_argument("--repeats", type=int, default=repeats, metavar="N", help=f"timed runs (default {repeats})")
+    text = f"untimed runs before, of other prompts (default {num_warmups})"
+    if not num_warmups:
+        text = "requests sent before the timed ones (default 0)"
+    parser.add_argument("--num-warmups", type=int, default=num_warmups, metavar="N", help=text)
+
+
+def _baseline_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine",
+        choices=["quire", "hf", "both"],
+        default="quire",
+        help="hf: transformers' generate(), static batches",
+    )
+    parser.add_argument("--hf-max-batch-size", type=int, default=16, metavar="N", help="of --engine hf (default 16)")
+
+
+# -- running
+
+
+def _run(args: argparse.Namespace) -> int:
+    from quire.bench.engines import EngineShelf
+
+    _check_outputs(args)
+    found = _collect(_produce(args, EngineShelf(_encoder)))
+    return _finish(args, args.benchmark, found)
+
+
+def _produce(args: argparse.Namespace, shelf: Any) -> Iterator[Any]:
+    from quire.bench import commands
+
+    if args.benchmark == "serve":
+        return commands.serve(args, shelf)
+    produce: Callable[..., Iterator[Any]] = getattr(commands, args.benchmark)
+    return produce(args, engine_config(args), shelf)
+
+
+def _encoder(config: EngineConfig) -> Callable[[str], list[int]]:
+    """A model's tokenizer, without its weights."""
+    from quire.text import Tokenizer
+    from quire.weights import open_checkpoint, resolve_model
+
+    path = resolve_model(config.tokenizer or config.model, revision=config.revision, load_format="dummy")
+    if path.suffix == ".gguf":
+        return Tokenizer.from_gguf(open_checkpoint(path).gguf_metadata or {}, source=str(path)).encode
+    return Tokenizer.from_directory(path).encode
+
+
+_OFFLINE = ("throughput", "latency", "prefix", "startup", "profile")
+
+
+def _collect(produced: Iterator[Any]) -> _Found:
+    found = _Found([])
+    try:
+        for report in produced:
+            found.runs.append(report)
+            if report.interrupted:
+                found.interrupted = True
+                break
+    except KeyboardInterrupt:
+        found.interrupted = True
+    except QuireError as error:
+        if not found.runs:
+            raise
+        found.failure = error  # told when what is there has been kept
+    return found
+
+
+def _run_sweep(args: argparse.Namespace) -> int:
+    from quire.bench.engines import EngineShelf
+    from quire.bench.report import RunReport
+    from quire.bench.sweep import parse_axes, point_arguments, points
+
+    inner = argparse.ArgumentParser(prog=f"quire bench sweep … {args.benchmark}")
+    commands = inner.add_subparsers(required=True)
+    _add_offline(commands)
+    _add_serve(commands)
+    # All points are read before the first one runs: a mistake in the last would come late.
+    planned = [
+        (point, inner.parse_args([args.benchmark, *args.flags, *point_arguments(point)]))
+        for point in points(parse_axes(args.vary))
+    ]
+    outputs = planned[0][1]
+    _check_outputs(outputs)
+    shelf, found = EngineShelf(_encoder), _Found([])
+    for point, own in planned:
+        text = ", ".join(f"{flag}={value}" for flag, value in point.items())
+        print(f"quire: sweep: {text}", file=sys.stderr)
+        try:
+            one = _collect(_produce(own, shelf))
+        except QuireError as error:
+            # One value that does not work says nothing about the others.
+            print(f"quire: sweep: {text}: {error}", file=sys.stderr)
+            one = _Found([RunReport(workload="failed", errors={str(error): 1})], failure=error)
+        for report in one.runs:
+            report.point = point | report.point
+        found.runs += one.runs
+        found.failure = one.failure or found.failure
+        if outputs.output_json:
+            _write(outputs.output_json, f"sweep {args.benchmark}", found.runs)
+        if one.interrupted:
+            found.interrupted = True
+            break
+    if found.failure is not None and all(run.workload == "failed" for run in found.runs):
+        raise found.failure
+    return _finish(outputs, args.benchmark, found, is_sweep=True)
+
+
+def _run_compare(args: argparse.Namespace) -> int:
+    from quire.bench.compare import Verdict, compare_files
+    from quire.bench.report import BenchFile
+    from quire.bench.tables import comparison
+
+    found, alone = compare_files(BenchFile.read(args.before), BenchFile.read(args.after))
+    print("\n\n".join(comparison(one) for one in found))
+    if alone:
+        print(f"\nin one file only: {', '.join(alone)}")
+    if args.plot:
+        from quire.bench.charts import plot_comparison
+
+        plot_comparison(args.plot, found, f"{args.before} -> {args.after}")
+    is_worse = any(change.verdict is Verdict.WORSE for one in found for change in one.changes)
+    return 1 if args.fail_on_worse and is_worse else 0
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Before a long run: a chart that cannot be drawn or a folder that cannot be written to."""
+    if args.plot:
+        from quire.bench.charts import check_plot
+
+        check_plot(args.plot)
+    if args.output_json:
+        from pathlib import Path
+
+        if Path(args.output_json).is_dir():
+            raise ConfigError(f"--output-json {args.output_json} is a folder: name a file")
+
+
+def _finish(args: argparse.Namespace, benchmark: str, found: _Found, *, is_sweep: bool = False) -> int:
+    """Show, keep and draw what there is; then say what went wrong."""
+    from quire.bench.show import draw, show
+
+    name = f"sweep {benchmark}" if is_sweep else benchmark
+    if found.runs:
+        print(show(benchmark, found.runs, is_sweep=is_sweep))
+        if args.output_json:
+            _write(args.output_json, name, found.runs)
+        if args.plot:
+            draw(args.plot, benchmark, found.runs, is_sweep=is_sweep)
+    if found.failure is not None and not is_sweep:
+        raise found.failure
+    if found.interrupted:
+        print("quire: interrupted" + (": what was measured until then is above" if found.runs else ""), file=sys.stderr)
+    failed = sum(run.requests for run in found.runs) and not any(run.completed for run in found.runs)
+    return found.exit_code or (1 if failed else 0)
+
+
+def _write(path: str, name: str, runs: list[Any]) -> None:
+    from quire.bench.report import BenchFile
+
+    BenchFile(name, runs).write(path)

@@ -1,0 +1,243 @@
+"""One flag, three places to set it: the command line, a QUIRE_ variable, a YAML file. The first that has it wins.
+
+    quire serve --max-num-seqs 64
+    QUIRE_MAX_NUM_SEQS=64 quire serve
+    echo "max-num-seqs: 64" > quire.yaml; quire serve --config quire.yaml        (or QUIRE_CONFIG=quire.yaml)
+
+A value is read the same way wherever it stands, and an error names the place. A list on the command line replaces
+one in the file, it does not add to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+
+PREFIX = "QUIRE_"
+# Read by other parts of Quire, so no flags.
+_OTHER_VARIABLES = {"QUIRE_HOME", "QUIRE_CPU_ISA"}
+# What Kubernetes sets in every pod beside a service named "quire".
+_KUBERNETES = re.compile(r"QUIRE_(SERVICE_.*|PORT_\d+_.*)")
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def read_text(text: str) -> str:
+    return text
+
+
+def read_count(text: str) -> int:
+    """A whole number; 8k is 8000 and 8K is 8192, as vLLM reads them."""
+    found = re.fullmatch(r"([+-]?\d+)([kmgKMG]?)", text.strip())
+    if found is None:
+        raise ValueError("a whole number, like 4096 or 4K")
+    return int(found[1]) * _SUFFIXES[found[2]]
+
+
+def read_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number") from None
+
+
+def read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError("JSON") from None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Flag:
+    """A setting under its one name; `drain_timeout` is --drain-timeout, QUIRE_DRAIN_TIMEOUT, and drain-timeout: in
+    a file. `read` turns text into the value, or raises a ValueError that says what it wants."""
+
+    name: str
+    help: str = argparse.SUPPRESS
+    read: Callable[[str], Any] = read_text
+    metavar: str | None = None
+    aliases: tuple[str, ...] = ()  # further spellings on the command line
+    is_switch: bool = False
+    is_list: bool = False  # given several times; in a variable, with spaces between
+    takes_several: bool = False  # a list that also takes several values after one flag
+    is_secret: bool = False  # an empty variable is then a mistake, not "not given"
+
+    @property
+    def names(self) -> list[str]:
+        """Its name and its other long spellings, as a file or a variable may have them."""
+        return [self.name, *(a.removeprefix("--").replace("-", "_") for a in self.aliases if a.startswith("--"))]
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def add_to(self, group: argparse._ArgumentGroup) -> None:
+        """Values stay text here, and are read with those of the other places."""
+        names = (*self.aliases, self.option)
+        common: dict[str, Any] = {"dest": self.name, "default": argparse.SUPPRESS, "help": self.help}
+        if self.is_switch:
+            group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+            return
+        if self.is_list:
+            common |= {"action": "extend", "nargs": "+"} if self.takes_several else {"action": "append"}
+        group.add_argument(*names, metavar=self.metavar or self.name.upper(), **common)
+
+    def from_text(self, text: str, source: str) -> Any:
+        """What a variable holds, or one value of the command line."""
+        if self.is_switch:
+            if text.strip().lower() not in _SWITCH:
+                raise ConfigError(f"{source} must be true or false, got {text!r}")
+            return _SWITCH[text.strip().lower()]
+        try:
+            return self.read(text)
+        except ValueError as error:
+            got = "" if self.is_secret else f", got {text!r}"
+            raise ConfigError(f"{source} must be {error}{got}") from None
+
+    def from_yaml(self, value: Any, source: str) -> Any:
+        if self.is_list:
+            values = value if isinstance(value, list) else [value]
+            return [self._one_from_yaml(one, source) for one in values]
+        return self._one_from_yaml(value, source)
+
+    def _one_from_yaml(self, value: Any, source: str) -> Any:
+        if self.is_switch:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{source} must be true or false, got {value!r}")
+            return value
+        if self.read is read_json and not isinstance(value, str):
+            return value
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise ConfigError(f"{source} must be one value, got {value!r}: put text in quotes")
+        return self.from_text(str(value), source)
+
+
+@dataclass(slots=True)
+class Gathered:
+    values: dict[str, Any] = field(default_factory=dict)  # only what was given somewhere
+    sources: dict[str, str] = field(default_factory=dict)  # name -> where, for messages
+    warnings: list[str] = field(default_factory=list)
+
+
+def gather(
+    flags: Iterable[Flag],
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    *,
+    refused: Mapping[str, str] | None = None,
+) -> Gathered:
+    """Everything that was given: command line over environment over file. `refused` maps flags of other engines, by
+    name, to the reason why Quire has none."""
+    by_name = {name: flag for flag in flags for name in flag.names}
+    refused = refused or {}
+    found = Gathered()
+    path = getattr(args, "config", None) or environ.get(PREFIX + "CONFIG")
+    if path:
+        _take_file(found, path, by_name, refused)
+    _take_environment(found, environ, by_name, refused)
+    for name, value in vars(args).items():
+        if name in by_name:
+            flag = by_name[name]
+            if isinstance(value, list):
+                value = [flag.from_text(one, flag.option) for one in value]
+            elif isinstance(value, str):
+                value = flag.from_text(value, flag.option)
+            found.values[name] = value
+            found.sources[name] = flag.option
+    return found
+
+
+def _take_file(found: Gathered, path: str, flags: Mapping[str, Flag], refused: Mapping[str, str]) -> None:
+    for key, value in read_yaml(path).items():
+        name = str(key).replace("-", "_")
+        source = f"{key} in {path}"
+        if name in refused:
+            raise ConfigError(f"{source} is not supported: {refused[name]}")
+        if name not in flags:
+            near = difflib.get_close_matches(name, flags, n=1)
+            hint = f": did you mean {near[0].replace('_', '-')}?" if near else ""
+            raise ConfigError(f"{source} is no flag of quire serve{hint}")
+        flag = flags[name]
+        if flag.name in found.values:
+            raise ConfigError(f"{source} is given twice")
+        if value is not None:
+            found.values[flag.name] = flag.from_yaml(value, source)
+            found.sources[flag.name] = source
+
+
+def _take_environment(
+    found: Gathered, environ: Mapping[str, str], flags: Mapping[str, Flag], refused: Mapping[str, str]
+) -> None:
+    by_variable = {PREFIX + name.upper(): flag for name, flag in flags.items()}
+    refused_variables = {PREFIX + name.upper(): why for name, why in refused.items()}
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(PREFIX) or variable in _OTHER_VARIABLES or variable == PREFIX + "CONFIG":
+            continue
+        if variable in refused_variables:
+            raise ConfigError(f"{variable} is not supported: {refused_variables[variable]}")
+        flag = by_variable.get(variable)
+        if flag is None:
+            if not _KUBERNETES.fullmatch(variable):
+                near = difflib.get_close_matches(variable, by_variable, n=1)
+                hint = f": did you mean {near[0]}?" if near else ""
+                found.warnings.append(f"{variable} is set, but no flag has that name{hint}")
+            continue
+        if variable == "QUIRE_PORT" and text.startswith("tcp://"):
+            found.warnings.append(
+                f"QUIRE_PORT={text} is what Kubernetes sets beside a service named quire, and is left out: "
+                "set enableServiceLinks: false in the pod, or use --port"
+            )
+            continue
+        if not text.strip():
+            if flag.is_secret:
+                raise ConfigError(f"{variable} is set but empty: unset it, or give it a value")
+            continue
+        value: Any
+        if flag.is_list:
+            value = [flag.from_text(one, variable) for one in text.split()]
+        else:
+            value = flag.from_text(text, variable)
+        found.values[flag.name] = value
+        found.sources[flag.name] = variable
+
+
+def read_yaml(path: str) -> dict[Any, Any]:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError("--config needs PyYAML: pip install 'quire[server]'") from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Plain YAML takes the last of two equal keys in silence."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = [key for key in keys if keys.count(key) > 1]
+            if twice:
+                raise ConfigError(f"{twice[0]} in {path} is given twice")
+            return dict(super().construct_mapping(node, deep))
+
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        # A subclass of SafeLoader, so it makes nothing but plain values.
+        found = yaml.load(text, Loader=Loader)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"--config {path} is not valid YAML{where}: {getattr(error, 'problem', error)}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"--config {path} must hold lines like `port: 8000`")
+    return found

@@ -1,0 +1,57 @@
+"""Named inspections of a running engine: run between two steps, at a server's request.
+
+Each takes the core and keyword arguments, and gives builtins that msgpack can carry. It holds up the next step, so it
+should be quick. What it raises goes to who asked; the engine goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quire.engine.core import EngineCore
+from quire.engine.inspect import INSPECTIONS
+from quire.errors import BadRequestError
+from quire.params import SamplingParams, SamplingSpec
+from quire.request import Request
+
+_PINNING = "pinned-prefix"
+
+
+def reset_prefix_cache(core: EngineCore, *, force: bool = False) -> bool:
+    """Forget cached prefixes. False, and nothing changed, while requests hold blocks; spares pinned ones."""
+    return core.kv.reset_prefix_cache(force=force)
+
+
+def pin_prefix(core: EngineCore, *, token_ids: list[int], salt: str | None = None) -> int:
+    """Compute a prefix and keep its full blocks from eviction; returns the number of tokens pinned."""
+    if core.has_work:
+        raise BadRequestError("a prefix can be pinned while no request runs", param="prefix")
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    core.add(
+        Request(
+            request_id=_PINNING,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=1,
+            end_token_ids=frozenset(),
+            specs=[SamplingSpec(temperature=0.0)],
+            salt=salt,
+        )
+    )
+    while core.has_work:
+        core.step()
+    return core.kv.pin(token_ids, salt=salt)
+
+
+def unpin_prefix(core: EngineCore, *, token_ids: list[int], salt: str | None = None) -> int:
+    """Let a pinned prefix be evicted again; returns the number of tokens unpinned."""
+    return core.kv.unpin(token_ids, salt=salt)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "reset_prefix_cache": reset_prefix_cache,
+    "pin_prefix": pin_prefix,
+    "unpin_prefix": unpin_prefix,
+    **INSPECTIONS,
+}

@@ -1,0 +1,363 @@
+"""EngineClient: an engine in another process, as a server uses it. Text is made here, tokens there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
+from quire.engine.inputs import Prompt
+from quire.engine.launch import ChildProcess, EngineProcessOptions, describe_exit
+from quire.engine.link import EngineLink
+from quire.engine.messages import (
+    Add,
+    Call,
+    CallDone,
+    CallFailed,
+    Failed,
+    Heartbeat,
+    Hello,
+    Launch,
+    LoadReport,
+    News,
+    Ready,
+    Refused,
+    StepNews,
+    Stop,
+    encode,
+)
+from quire.engine.metrics import request_metrics
+from quire.engine.stats import Metric
+from quire.engine.streams import Streams
+from quire.engine.text_side import TextSide, open_model
+from quire.errors import EngineDeadError, QuireError
+from quire.log import get_logger
+from quire.outputs import RequestOutput
+from quire.params import SamplingParams
+from quire.text import Tokenizer
+
+_TICK_S = 1.0
+_LAST_WORDS_S = 2.0  # what has failed may hang while it cleans up
+_SHUT_DOWN = "the engine was shut down"
+
+
+class EngineClient:
+    """Implements `quire.engine.api.ServingEngine`. Belongs to one event loop."""
+
+    def __init__(self, config: EngineConfig, options: EngineProcessOptions | None = None) -> None:
+        self.config = config
+        self.options = options or EngineProcessOptions()
+        self._state = EngineState.STARTING
+        self._stuck_reason = ""
+        self._death_reason = ""
+        self._on_death: list[Callable[[str], None]] = []
+        self._child: ChildProcess | None = None
+        self._failure: QuireError | None = None  # what the engine said before it ended
+        self._is_closing = False
+        self._load = EngineLoad()
+        self._heartbeat_s = 0.0
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._tick: asyncio.TimerHandle | None = None
+
+    # -- life
+
+    async def start(self) -> None:
+        """Start the engine's process; returns at once."""
+        assert self._child is None, "an EngineClient starts once"
+        self._loop = loop = asyncio.get_running_loop()
+        self._started_s = time.perf_counter()
+        self._info: asyncio.Future[EngineInfo] = loop.create_future()
+        self._exited = asyncio.Event()
+        self._link = EngineLink(loop, self._on_news, self._on_bug)
+        launch = Launch(
+            config=self.config,
+            outputs_address=self._link.news_address,
+            commands_address=self._link.commands_address,
+            parent_pid=os.getpid(),
+            dies_with_parent_thread=threading.current_thread() is threading.main_thread(),
+            step_timeout_s=self.options.step_timeout_s,
+            heartbeat_s=self.options.heartbeat_s,
+            dump_dir=self.options.dump_dir,
+            log_level=get_logger().getEffectiveLevel(),
+            brownout=self.options.brownout,
+        )
+        self._child = ChildProcess(self.options, encode(launch), self._on_exit)
+        self._readying = asyncio.create_task(self._become_ready())
+        # Whoever awaits ready() gets the error; nobody has to.
+        self._readying.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def ready(self) -> None:
+        """Wait until it can serve. Raises the QuireError that the same config would raise offline."""
+        await asyncio.shield(self._readying)
+
+    async def _become_ready(self) -> None:
+        try:
+            # Here and in the child at once; what is wrong with a model is found here first, as it would be offline.
+            self._text = await asyncio.to_thread(lambda: TextSide(self.config, open_model(self.config)))
+            info = await self._info
+            self._inputs = self._text.make_inputs(info.max_model_len, info.max_num_seqs)
+            self._streams = Streams(self._text.make_outputs(), self._link.send)
+            for prefix in self.config.pinned_prefixes:
+                token_ids = self._inputs.encode(prefix) if isinstance(prefix, str) else list(prefix)
+                await self._call("pin_prefix", token_ids=token_ids)
+            if self._state is EngineState.DEAD or self._is_closing:  # meanwhile
+                raise EngineDeadError(self._death_reason or _SHUT_DOWN)
+        except Exception as error:
+            self._state, self._death_reason = EngineState.DEAD, str(error)
+            if self._child is not None:
+                self._child.signal(signal.SIGKILL)
+            raise
+        self._engine_info = replace(info, ready_s=time.perf_counter() - self._started_s)
+        self._heartbeat_s = time.monotonic()
+        self._state = EngineState.READY
+        self._tick = self._loop.call_later(_TICK_S, self._on_tick)
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """Called once, with the reason, if an engine that was ready dies. A failed start is `ready()`'s to tell."""
+        self._on_death.append(callback)
+
+    async def close(self, grace_s: float = 10.0) -> None:
+        """Ask the engine to stop; after `grace_s` make it. Requests still running get an error. Safe to call twice."""
+        self._is_closing = True
+        if self._child is None:
+            return
+        child, self._child = self._child, None
+        if not self._exited.is_set():
+            if self._state is EngineState.READY:
+                self._link.send(Stop())
+            else:
+                child.signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self._exited.wait(), grace_s)
+            except TimeoutError:
+                child.signal(signal.SIGKILL)
+                await self._exited.wait()
+        shut_down = EngineDeadError(_SHUT_DOWN)
+        if not self._info.done():
+            self._info.set_exception(shut_down)
+            self._info.exception()  # ready() tells it, to who asks
+        self._fail_all(shut_down)
+        if self._state is not EngineState.DEAD:
+            self._state, self._death_reason = EngineState.DEAD, str(shut_down)
+        if self._tick is not None:
+            self._tick.cancel()
+        self._link.close()
+        await asyncio.to_thread(child.release)
+
+    # -- what there is
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine_info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._text.tokenizer
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        return self._text.default_sampling
+
+    def health(self) -> EngineHealth:
+        if self._state is EngineState.DEAD:
+            return EngineHealth(EngineState.DEAD, self._death_reason)
+        if self._state is EngineState.STARTING:
+            return EngineHealth(EngineState.STARTING, "the model is being loaded")
+        if self._stuck_reason:
+            return EngineHealth(EngineState.STUCK, self._stuck_reason)
+        return EngineHealth(EngineState.READY)
+
+    def load(self) -> EngineLoad:
+        return self._load
+
+    # -- requests
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> PreparedRequest:
+        """Tokenize and check. Any thread may call it."""
+        self._raise_if_not_ready()
+        request, text = self._inputs.make_request(
+            request_id, prompt, params, arrival_s=time.monotonic(), priority=priority, tenant=tenant
+        )
+        return PreparedRequest(request, text)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        self._raise_if_not_ready()
+        return self._text.render_chat(messages, chat_template=chat_template, **kwargs)
+
+    async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request. Outputs that its reader was too slow for are joined into one."""
+        self._raise_if_not_ready()
+        streams = self._streams
+        stream = streams.open(prepared.request, prepared.prompt)
+        try:
+            self._link.send(Add.of(prepared.request, stream.key))
+            while not stream.is_finished:
+                output = streams.take(stream)
+                if output is None:
+                    await stream.wait()
+                    continue
+                yield output
+        finally:
+            streams.close(stream)
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """Run one of `quire.engine.calls.CALLS` between two steps."""
+        self._raise_if_not_ready()
+        return await self._call(name, **arguments)
+
+    async def _call(self, name: str, **arguments: Any) -> Any:
+        if self._is_closing:
+            raise EngineDeadError(_SHUT_DOWN)
+        call_id = next(self._call_ids)
+        self._calls[call_id] = future = self._loop.create_future()
+        try:
+            self._link.send(Call(call_id, name, arguments))
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
+
+    async def metrics(self) -> list[Metric]:
+        """The engine's counters, and those of the requests that were read here."""
+        found = msgspec.convert(await self.call("metrics"), list[Metric])
+        return found + request_metrics(self._streams.stats)
+
+    def _raise_if_not_ready(self) -> None:
+        if self._state is EngineState.DEAD or self._is_closing:
+            raise EngineDeadError(self._death_reason or _SHUT_DOWN)
+        if self._state is EngineState.STARTING:
+            raise EngineDeadError("the engine is still starting")
+
+    # -- what the engine says
+
+    def _on_news(self, news: News) -> None:
+        match news:
+            case StepNews():
+                self._streams.on_step(news)
+            case Heartbeat():
+                self._on_heartbeat(news)
+            case LoadReport():
+                self._load = news.load
+            case Refused():
+                self._streams.on_refused(news.key, news.error.to_error())
+            case CallDone():
+                self._answer(news.call_id, news.value, None)
+            case CallFailed():
+                self._answer(news.call_id, None, news.error.to_error())
+            case Hello():
+                self._link.connect()
+            case Ready():
+                if not self._info.done():
+                    self._info.set_result(news.info)
+            case Failed():
+                self._failure = news.error.to_error()
+                if self._child is not None:
+                    self._loop.call_later(_LAST_WORDS_S, self._child.signal, signal.SIGKILL)
+
+    def _on_bug(self, error: Exception) -> None:
+        """A message could not be taken: nobody knows any more what the others have missed."""
+        get_logger().error("news of the engine could not be taken", exc_info=error)
+        self._failure = EngineDeadError(f"news of the engine could not be taken: {error!r}")
+        if self._child is not None:
+            self._child.signal(signal.SIGKILL)
+
+    def _answer(self, call_id: int, value: Any, error: QuireError | None) -> None:
+        future = self._calls.get(call_id)
+        if future is None or future.done():
+            return  # whoever asked has gone
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    # -- is it well?
+
+    def _on_heartbeat(self, beat: Heartbeat) -> None:
+        self._heartbeat_s = time.monotonic()
+        for_s = 0.0 if beat.step_started_s is None else beat.now_s - beat.step_started_s
+        if for_s <= self.options.step_timeout_s:
+            self._set_stuck("")
+            return
+        where = f"; what it was doing is in {beat.dump_path}" if beat.dump_path else ""
+        self._set_stuck(f"step {beat.num_steps + 1} has run for {for_s:.0f} s{where}")
+
+    def _on_tick(self) -> None:
+        self._link.read()  # what came while this loop was busy counts
+        if self._state is not EngineState.READY:
+            return
+        silent_s = time.monotonic() - self._heartbeat_s
+        if silent_s > self.options.step_timeout_s + self.options.heartbeat_s:
+            if not self._stuck_reason and self._child is not None:
+                self._child.signal(signal.SIGUSR1)  # its stacks, on stderr
+            self._set_stuck(f"the engine process has given no sign of life for {silent_s:.0f} s")
+        self._tick = self._loop.call_later(_TICK_S, self._on_tick)
+
+    def _set_stuck(self, reason: str) -> None:
+        if bool(reason) != bool(self._stuck_reason):
+            level, text = (
+                (logging.ERROR, f"the engine is stuck: {reason}") if reason else (logging.WARNING, "the engine goes on")
+            )
+            get_logger().log(level, "%s", text)
+        self._stuck_reason = reason
+
+    # -- its end
+
+    def _on_exit(self, status: int) -> None:
+        """From the thread that waits for the process."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._end, status)
+
+    def _end(self, status: int) -> None:
+        self._link.read_all()  # its last words
+        self._exited.set()
+        if self._is_closing or self._state is EngineState.DEAD:
+            return
+        error = self._failure
+        if error is None:
+            tail = self._child.stderr_tail() if self._child is not None else ""
+            error = EngineDeadError(describe_exit(status) + (f"; its last words:\n{tail}" if tail else ""))
+        was_ready = self._state is EngineState.READY
+        self._state, self._death_reason = EngineState.DEAD, str(error)
+        if not self._info.done():
+            self._info.set_exception(error)
+            return
+        dead = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        self._fail_all(dead)
+        if was_ready:
+            get_logger().error("the engine died: %s", error)
+            for callback in self._on_death:
+                callback(str(error))
+
+    def _fail_all(self, error: QuireError) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        if hasattr(self, "_streams"):
+            self._streams.fail_all(error)

@@ -1,0 +1,131 @@
+"""Starting the engine's process, and hearing of its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import quire
+from quire.engine.brownout import BrownoutSettings
+from quire.errors import ConfigError
+from quire.log import get_logger
+
+# Begins a line on the engine's stderr that is a log record in JSON: [level, text].
+LOG_MARK = "\x1e"
+_NUM_TAIL_LINES = 20
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EngineProcessOptions:
+    """What a server may set about the engine's process, beside what it runs."""
+
+    step_timeout_s: float = 60.0  # a step that takes longer is stuck
+    dump_dir: str = field(default_factory=tempfile.gettempdir)  # where the watchdog writes what it saw
+    heartbeat_s: float = 1.0
+    brownout: BrownoutSettings = field(default_factory=BrownoutSettings)
+    # What to run instead of this interpreter's quire.engine.process. It gets the same input.
+    command: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("step_timeout_s", "heartbeat_s"):
+            if not 0 < getattr(self, name) <= 1e9:
+                raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(self, name):g}")
+
+
+class ChildProcess:
+    """A running engine process. `on_exit` is called once, from a thread of its own, with the exit status."""
+
+    def __init__(self, options: EngineProcessOptions, launch: bytes, on_exit: Callable[[int], None]) -> None:
+        command = options.command or (sys.executable, "-P", "-m", "quire.engine.process")
+        # A process group of its own: Ctrl-C in a terminal goes to the server alone.
+        grouping: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(), **grouping
+        )
+        self._on_exit = on_exit
+        self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
+        self._reader = threading.Thread(target=self._read_stderr, name="quire-engine-stderr", daemon=True)
+        self._waiter = threading.Thread(target=self._wait, name="quire-engine-wait", daemon=True)
+        self._reader.start()
+        self._waiter.start()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then it has died already, and on_exit says so
+            self._process.stdin.write(struct.pack("<Q", len(launch)) + launch)
+            self._process.stdin.flush()  # and it stays open: its end tells the child that we are gone
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.returncode is None
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def stderr_tail(self) -> str:
+        """The last lines that were no log lines: a traceback, or what a library had to say."""
+        return "\n".join(self._tail)
+
+    def release(self) -> None:
+        """After the exit: close what is left open."""
+        self._waiter.join()
+        self._reader.join(timeout=1.0)  # a grandchild may still hold it open
+        assert self._process.stdin is not None and self._process.stderr is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        if not self._reader.is_alive():
+            self._process.stderr.close()
+
+    def _wait(self) -> None:
+        status = self._process.wait()
+        self._reader.join(timeout=0.5)  # its last words
+        self._on_exit(status)
+
+    def _read_stderr(self) -> None:
+        assert self._process.stderr is not None
+        for raw in self._process.stderr:
+            line = raw.decode("utf-8", "replace").rstrip("\n")
+            if not line.startswith(LOG_MARK):
+                self._tail.append(line)
+                print(line, file=sys.stderr, flush=True)
+                continue
+            try:
+                level, text = json.loads(line.removeprefix(LOG_MARK))
+            except ValueError:
+                level, text = logging.INFO, line
+            get_logger().log(level, "%s", text)
+
+
+def describe_exit(status: int) -> str:
+    """An exit status for people."""
+    if status >= 0:
+        return f"the engine process exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = " (the kernel does that when memory runs out)" if -status == signal.SIGKILL else ""
+    return f"the engine process was killed by {name}{hint}"
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the way to the same quire: the child does not look into the working directory."""
+    root = str(Path(quire.__file__).parent.parent)
+    others = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([root, others] if others else [root])}

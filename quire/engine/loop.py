@@ -1,0 +1,250 @@
+"""The engine's loop in a process of its own: commands in, steps, news out. Knows neither text nor sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quire.engine.api import EngineLoad
+from quire.engine.brownout import Brownout, PressureReading
+from quire.engine.calls import CALLS
+from quire.engine.core import EngineCore
+from quire.engine.messages import (
+    Abort,
+    Add,
+    Call,
+    CallDone,
+    CallFailed,
+    Command,
+    Ended,
+    ErrorInfo,
+    Finish,
+    LoadReport,
+    Logprobs,
+    Preempted,
+    Refused,
+    Started,
+    StepNews,
+    Stop,
+    decode_command,
+    encode,
+)
+from quire.engine.metrics import step_metrics
+from quire.engine.stats import Metric, StepStats
+from quire.engine.watchdog import Progress
+from quire.errors import BadRequestError, QuireError
+from quire.log import get_logger
+from quire.request import Request, Sequence
+from quire.scheduler import SequenceUpdate
+
+_REPORT_EVERY_S = 0.1
+_IDLE_REPORT_S = 1.0
+
+_BROWNOUT = (
+    "memory suffices again",
+    "prompts get less of each step",
+    "and new requests get shorter answers",
+    "and no new requests are taken",
+)
+
+# Waits so many seconds for a command (None: until one comes); None where there is none.
+Receive = Callable[[float | None], bytes | None]
+
+
+class EngineLoop:
+    """Drives a core until it is told to stop. One thread calls it."""
+
+    def __init__(
+        self, core: EngineCore, receive: Receive, send: Callable[[bytes], None], brownout: Brownout | None = None
+    ) -> None:
+        self.core = core
+        self.progress = Progress()
+        self.stats = StepStats()
+        self._receive = receive
+        self._send = send
+        self._requests: dict[int, Request] = {}  # by key
+        self._keys: dict[str, int] = {}  # by request_id
+        self._seq_keys: dict[int, int] = {}  # by seq_id, of the sequences that there has been news of
+        self._preemptions: dict[int, tuple[int, int]] = {}  # by seq_id: what was told of them
+        self._is_stopping = False
+        self._next_report_s = 0.0
+        self._last_load: EngineLoad | None = None
+        self._brownout = brownout or Brownout()
+
+    def run(self) -> None:
+        """Raises EngineDeadError when a step fails."""
+        core, progress = self.core, self.progress
+        while True:
+            progress.step_started_s = time.monotonic()
+            self._take_commands()
+            if self._is_stopping:
+                return
+            if core.has_work:
+                updates = core.step()
+                self.stats.on_step(core.last_result, core.last_num_tokens, updates)
+                if updates:
+                    self._send(encode(self._news(updates)))
+                progress.num_steps = self.stats.num_steps
+            if time.monotonic() >= self._next_report_s:
+                self._report()
+
+    def live_requests(self) -> list[Request]:
+        """For the watchdog, from its thread."""
+        return list(self._requests.values())
+
+    # -- commands
+
+    def _take_commands(self) -> None:
+        """Everything that has come; sleeps while there is nothing to do."""
+        message = self._receive(0.0)
+        while message is None and not self.core.has_work and not self._is_stopping:
+            self._report()
+            self.progress.step_started_s = None
+            # Rates and brownout fall with time alone.
+            is_settled = self._last_load is not None and not self._last_load.tokens_per_s and not self._brownout.level
+            message = self._receive(None if is_settled else _IDLE_REPORT_S)
+            self.progress.step_started_s = time.monotonic()
+        while message is not None:
+            self._obey(decode_command(message))
+            message = None if self._is_stopping else self._receive(0.0)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Add():
+                self._add(command)
+            case Abort():
+                self._abort(command.key)
+            case Finish():
+                self._finish(command)
+            case Call():
+                self._call(command)
+            case Stop():
+                self._is_stopping = True
+
+    def _add(self, command: Add) -> None:
+        request = command.to_request()
+        try:
+            self.core.add(request)
+        except BadRequestError as error:
+            self._send(encode(Refused(command.key, ErrorInfo.of(error))))
+            return
+        self._requests[command.key] = request
+        self._keys[request.request_id] = command.key
+
+    def _abort(self, key: int) -> None:
+        request = self._requests.get(key)
+        if request is None:
+            return  # it ended while the command was on its way
+        for update in self.core.abort(request.request_id):
+            self._forget(update.seq)
+
+    def _finish(self, command: Finish) -> None:
+        request = self._requests.get(command.key)
+        for seq in request.sequences if request is not None else ():
+            if seq.index == command.index:
+                self.core.finish(seq, command.stop)
+                self._forget(seq)
+
+    def _call(self, command: Call) -> None:
+        try:
+            if command.name == "metrics":
+                value: Any = self._metrics()
+            elif command.name in CALLS:
+                value = CALLS[command.name](self.core, **command.arguments)
+            else:
+                raise BadRequestError(f"there is no engine call {command.name!r}", param="name")
+            reply = encode(CallDone(command.call_id, value))
+        except Exception as error:
+            if self.core.is_dead:
+                raise
+            if not isinstance(error, QuireError):
+                get_logger().exception("the engine call %s failed", command.name)
+            reply = encode(CallFailed(command.call_id, ErrorInfo.of(error)))
+        self._send(reply)
+
+    # -- news
+
+    def _news(self, updates: list[SequenceUpdate]) -> StepNews:
+        """The one place that runs for every sequence of every step."""
+        seq_keys = self._seq_keys
+        news = StepNews(time.monotonic(), [], [], [], [], [], [])
+        keys, tokens = news.keys, news.tokens
+        for update in updates:
+            seq = update.seq
+            key = seq_keys.get(seq.seq_id)
+            if key is None:
+                key = self._start(seq, news)
+            for token in update.new_token_ids:
+                keys.append(key)
+                tokens.append(token)
+            if update.logprobs is not None or update.prompt_logprobs is not None:
+                news.logprobs.append(Logprobs(key, update.logprobs, update.prompt_logprobs))
+            if seq.num_preemptions:
+                self._tell_preemptions(key, seq, news)
+            if update.finished:
+                assert seq.finish_reason is not None
+                news.ended.append(Ended(key, seq.finish_reason.value, seq.stop_reason, update.error))
+        if news.ended:  # not before: a request's last sequences may end in one step
+            for update in updates:
+                if update.finished:
+                    self._forget(update.seq)
+        return news
+
+    def _start(self, seq: Sequence, news: StepNews) -> int:
+        key = self._keys[seq.request.request_id] + seq.index
+        self._seq_keys[seq.seq_id] = key
+        outcome = None if seq.cache_outcome is None else seq.cache_outcome.value
+        news.started.append(Started(key, seq.index, seq.first_scheduled_s, seq.num_cached_tokens, outcome))
+        return key
+
+    def _tell_preemptions(self, key: int, seq: Sequence, news: StepNews) -> None:
+        counts = (seq.num_preemptions, seq.num_recomputed_tokens)
+        if self._preemptions.get(seq.seq_id) != counts:
+            self._preemptions[seq.seq_id] = counts
+            news.preempted.append(Preempted(key, *counts))
+
+    def _forget(self, seq: Sequence) -> None:
+        """A sequence has ended; with its last one, the request is gone."""
+        self._seq_keys.pop(seq.seq_id, None)
+        self._preemptions.pop(seq.seq_id, None)
+        if seq.request.is_finished:
+            key = self._keys.pop(seq.request.request_id, None)
+            if key is not None:
+                del self._requests[key]
+
+    # -- reports
+
+    def _report(self) -> None:
+        """Between steps, a few times a second, and whenever the loop goes to sleep."""
+        now_s = time.monotonic()
+        self._next_report_s = now_s + _REPORT_EVERY_S
+        self._update_brownout(now_s)
+        load = self._load()
+        if load != self._last_load:
+            self._last_load = load
+            self._send(encode(LoadReport(load)))
+
+    def _update_brownout(self, now_s: float) -> None:
+        brownout, scheduler = self._brownout, self.core.scheduler
+        before = brownout.level
+        level = brownout.update(now_s, PressureReading.of(scheduler, self.core.kv))
+        if level != before:
+            scheduler.set_prefill_limit(brownout.prefill_limit(scheduler.config.max_num_batched_tokens))
+            get_logger().warning("brownout level %d -> %d: %s", before, level, _BROWNOUT[level])
+
+    def _load(self) -> EngineLoad:
+        scheduler, kv = self.core.scheduler, self.core.kv
+        return EngineLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            kv_usage=kv.num_used_blocks / kv.num_blocks,
+            num_steps=self.stats.num_steps,
+            tokens_per_s=self.stats.tokens_per_s(),
+            brownout_level=self._brownout.level,
+        )
+
+    def _metrics(self) -> list[Metric]:
+        level = Metric("quire:brownout_level", "gauge", self._brownout.level)
+        return [*step_metrics(self.core, self.stats), level]

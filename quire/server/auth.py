@@ -1,0 +1,119 @@
+"""API keys: who may ask, and under which tenant's name.
+
+With at least one key everything is guarded except `/health`, which a supervisor must reach, and the live page's own
+files (`/`, `/static/…`), which hold no data. That includes `/docs`, `/openapi.json` and `/metrics`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.errors import ConfigError
+from quire.server.errors import ApiError
+from quire.server.settings import ApiKey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+_NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64}):(.+)")
+_KEY = re.compile(r"[\x21-\x7e]{1,512}")  # what a header can carry
+
+
+def make_key(key: str, *, name: str | None = None, source: str) -> ApiKey:
+    """A key that a header can carry. Without a name its tenant is a short hash, so that logs tell keys apart."""
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{source}: an API key must be 1 to 512 visible ASCII characters without spaces")
+    if name is None:
+        name = "key-" + hashlib.sha256(b"quire tenant\0" + key.encode()).hexdigest()[:8]
+    return ApiKey(name, key)
+
+
+def read_key_file(path: str) -> list[ApiKey]:
+    """One key a line, as `key` or `name:key`; empty lines and lines that begin with # are skipped."""
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"api_key_file {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"api_key_file {path}: not a text file in UTF-8") from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        named = _NAMED.fullmatch(line)
+        source = f"api_key_file {path}, line {number}"  # never the line itself: it is a secret
+        keys.append(make_key(named[2], name=named[1], source=source) if named else make_key(line, source=source))
+    if not keys:
+        raise ConfigError(f"api_key_file {path} holds no key: the server would be open to anyone")
+    return keys
+
+
+def is_open(path: str, method: str) -> bool:
+    """What anyone may read."""
+    return method in ("GET", "HEAD") and (path in ("/health", "/", "/favicon.ico") or path.startswith("/static/"))
+
+
+class UnauthorizedError(ApiError):
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            401,
+            message,
+            type="authentication_error",
+            code="invalid_api_key",
+            headers={"www-authenticate": 'Bearer realm="quire"'},
+        )
+
+
+class Auth:
+    """ASGI middleware: refuses what carries no known key, and notes the tenant in scope["state"]["tenant"]."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
+        self._app = app
+        # Digests have one length, so that comparing them does not tell a key's.
+        self._digests = [(_digest(key.key.encode()), key.tenant) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        tenant: str | None = ""
+        if self._digests and not is_open(scope["path"], scope["method"]):
+            given = _bearer(scope)
+            if given is None:
+                await UnauthorizedError("no API key: send the header Authorization: Bearer KEY").respond(send)
+                return
+            tenant = self.tenant_of(given)
+            if tenant is None:
+                await UnauthorizedError("this API key is not known here").respond(send)
+                return
+        scope.setdefault("state", {})["tenant"] = tenant
+        await self._app(scope, receive, send)
+
+    def tenant_of(self, key: bytes) -> str | None:
+        """Whose key it is. Every key is compared, whichever matches: the time taken tells nothing."""
+        digest = _digest(key)
+        found = None
+        for known, tenant in self._digests:
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _bearer(scope: Scope) -> bytes | None:
+    """The key of the Authorization header; None without one. Two of them are as good as none."""
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(values) != 1:
+        return None
+    scheme, _, key = bytes(values[0]).partition(b" ")
+    return key.strip() or None if scheme.lower() == b"bearer" else None

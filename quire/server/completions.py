@@ -1,0 +1,195 @@
+"""POST /v1/completions: text or token ids in, their continuation out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from quire.engine.api import PreparedRequest
+from quire.engine.inputs import Prompt
+from quire.outputs import CompletionOutput, RequestOutput
+from quire.params import SamplingParams
+from quire.server.endpoint import Exchange
+from quire.server.errors import bad_request
+from quire.server.generation import Generation, engine_ids, prepared_in_time
+from quire.server.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
+from quire.server.models import check_model, fingerprint
+from quire.server.protocol import MAX_PROMPTS, CompletionBody
+from quire.server.replies import CachedTokens, Completion, CompletionChoice, CompletionLogprobs, Usage
+from quire.server.sampling import completion_params
+from quire.server.sse import StreamWriter, stream_reply
+
+
+async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
+    engine = exchange.context.engine
+    model = check_model(exchange.context, body.model)
+    prompts = read_prompts(body.prompt)
+    params = completion_params(body, engine.default_sampling)
+    ids = engine_ids(exchange, "cmpl", len(prompts))
+
+    def prepare() -> list[PreparedRequest]:
+        return [
+            engine.prepare(
+                request_id,
+                _engine_prompt(exchange, body, prompt),
+                params,
+                priority=body.priority or 0,
+                tenant=exchange.tenant,
+            )
+            for request_id, prompt in zip(ids, prompts, strict=True)
+        ]
+
+    num_chars = sum(len(prompt) for prompt in prompts)
+    prepared = await prepared_in_time(prepare, num_chars)
+    shown = _Shown(exchange, body, params, prepared)
+    head: dict[str, Any] = {
+        "id": f"cmpl-{exchange.request_id}",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": fingerprint(engine.info),
+    }
+    async with Generation(exchange, body, prepared, model) as generation:
+        if body.stream:
+            await stream_reply(exchange, generation, _Writer(head, body, shown, num_prompts=len(prepared)))
+            return
+        outputs: dict[int, RequestOutput] = {}
+        while len(outputs) < len(prepared):
+            outputs |= dict(await generation.take())
+        await exchange.reply(_whole(head, body, shown, outputs), generation.headers)
+
+
+def read_prompts(given: str | list[Any]) -> list[str | list[int]]:
+    """One or several prompts; which, the types tell."""
+    if isinstance(given, str):
+        return [given]
+    kinds = set(map(type, given))
+    if kinds == {int}:
+        return [given]
+    if len(given) > MAX_PROMPTS:
+        raise bad_request(f"prompt holds {len(given)} prompts, and at most {MAX_PROMPTS} go into one request", "prompt")
+    if int in kinds:
+        raise bad_request("prompt mixes token ids with whole prompts: send one kind", "prompt")
+    return given
+
+
+def _engine_prompt(exchange: Exchange, body: CompletionBody, prompt: str | list[int]) -> Prompt:
+    made: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    if isinstance(prompt, str) and body.add_special_tokens is False:
+        tokenizer = exchange.context.engine.tokenizer
+        if tokenizer is None:
+            raise bad_request("this server has no tokenizer: send token ids", "prompt")
+        made["prompt_token_ids"] = tokenizer.encode(prompt, add_special_tokens=False)
+    if body.cache_salt is not None:
+        made["cache_salt"] = body.cache_salt
+    return made
+
+
+class _Shown:
+    """What a request wants to see of an output, for answers and chunks alike."""
+
+    def __init__(
+        self, exchange: Exchange, body: CompletionBody, params: SamplingParams, prepared: list[PreparedRequest]
+    ) -> None:
+        self.body = body
+        self.is_echo_only = body.max_tokens == 0
+        self._tokenizer = exchange.context.engine.tokenizer
+        self._names = TokenNames(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._skip_special = params.skip_special_tokens
+        self.echoes = [self._echo_of(one) if body.echo else "" for one in prepared]
+
+    def _echo_of(self, prepared: PreparedRequest) -> str:
+        if prepared.prompt is not None:
+            return prepared.prompt
+        if self._tokenizer is None:
+            raise bad_request("echo needs a tokenizer, and this server has none", "echo")
+        return self._tokenizer.decode(prepared.request.prompt_token_ids, skip_special_tokens=False)
+
+    def offsets(self) -> TextOffsets:
+        stripped = self._tokenizer.num_spaces_stripped if self._tokenizer is not None and self.body.echo else 0
+        return TextOffsets(self._tokenizer, skip_special_tokens=self._skip_special, num_spaces_stripped=stripped)
+
+    def logprobs(
+        self, completion: CompletionOutput, output: RequestOutput, offsets: TextOffsets, *, with_prompt: bool
+    ) -> CompletionLogprobs | None:
+        if self.body.logprobs is None:
+            return None
+        token_ids: list[int] = []
+        entries: list[Any] = []
+        if with_prompt and self.body.echo:
+            assert output.prompt_logprobs is not None
+            token_ids += output.prompt_token_ids
+            entries += output.prompt_logprobs
+        if not self.is_echo_only:
+            token_ids += completion.token_ids
+            entries += completion.logprobs or ()
+        return completion_logprobs(token_ids, entries, num_top=self.body.logprobs, names=self._names, offsets=offsets)
+
+
+def _whole(head: dict[str, Any], body: CompletionBody, shown: _Shown, outputs: dict[int, RequestOutput]) -> Completion:
+    choices: list[CompletionChoice] = []
+    usage = Usage(0, 0, 0, CachedTokens(0))
+    for prompt in range(len(outputs)):
+        output = outputs[prompt]
+        usage.prompt_tokens += len(output.prompt_token_ids)
+        usage.prompt_tokens_details.cached_tokens += output.num_cached_tokens
+        for completion in output.outputs:
+            text, finish_reason = completion.text, completion.finish_reason
+            if shown.is_echo_only:
+                text, finish_reason = "", "length"
+            else:
+                usage.completion_tokens += len(completion.token_ids)
+            choice = CompletionChoice(
+                index=len(choices),
+                text=shown.echoes[prompt] + text,
+                logprobs=shown.logprobs(completion, output, shown.offsets(), with_prompt=True),
+                finish_reason=finish_reason,
+                stop_reason=None if shown.is_echo_only else completion.stop_reason,
+            )
+            if body.prompt_logprobs is not None:
+                assert output.prompt_logprobs is not None
+                choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+            if body.return_token_ids:
+                choice.token_ids = [] if shown.is_echo_only else completion.token_ids
+                choice.prompt_token_ids = output.prompt_token_ids
+            choices.append(choice)
+    usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
+    return Completion(**head, choices=choices, usage=usage)
+
+
+class _Writer(StreamWriter):
+    OBJECT = "text_completion"
+    TAIL = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
+
+    def __init__(self, head: dict[str, Any], body: CompletionBody, shown: _Shown, *, num_prompts: int) -> None:
+        n = body.n or 1
+        is_plain = body.logprobs is None and not body.echo and not body.return_token_ids
+        super().__init__(head, num_prompts=num_prompts, n=n, options=body.stream_options, is_plain=is_plain)
+        self._shown = shown
+        self._offsets = [shown.offsets() for _ in range(num_prompts * n)] if body.logprobs is not None else None
+
+    def start(self, index: int, *, is_first: bool) -> bytes:
+        return b'{"index":%d,"text":' % index
+
+    def num_counted(self, completion: CompletionOutput) -> int:
+        return 0 if self._shown.is_echo_only else len(completion.token_ids)
+
+    def choice(
+        self, index: int, prompt: int, completion: CompletionOutput, output: RequestOutput, *, is_first: bool
+    ) -> dict[str, Any]:
+        shown, body = self._shown, self._shown.body
+        text = "" if shown.is_echo_only else completion.text
+        logprobs = None
+        if self._offsets is not None:
+            logprobs = shown.logprobs(completion, output, self._offsets[index], with_prompt=is_first)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": shown.echoes[prompt] + text if is_first else text,
+            "logprobs": logprobs,
+            "finish_reason": "length" if shown.is_echo_only else completion.finish_reason,
+            "stop_reason": None if shown.is_echo_only else completion.stop_reason,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = [] if shown.is_echo_only else completion.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice

@@ -1,0 +1,22 @@
+"""ServerContext: what every handler is given. Made once, when the server starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.engine.api import ServingEngine
+from quire.server.admission import Admission
+from quire.server.life import ServerLife
+from quire.server.logs import RequestLog
+from quire.server.metrics import ServerMetrics
+from quire.server.settings import ServerSettings
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerContext:
+    engine: ServingEngine
+    settings: ServerSettings
+    admission: Admission
+    metrics: ServerMetrics
+    logs: RequestLog
+    life: ServerLife

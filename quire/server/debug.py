@@ -1,0 +1,264 @@
+"""`/debug/kv`: the KV cache as JSON, for people with a question.
+
+    /debug/kv                 the counts, and the first page of everything below
+    /debug/kv/map             every block: state, users, hits              ?first= &limit=
+    /debug/kv/requests        block tables, and why each hit or missed     ?offset= &limit=
+    /debug/kv/sharing         which blocks which requests share            ?limit=
+    /debug/kv/tree            cached prefixes with hit counts              ?node= &depth= &offset= &limit=
+    /debug/kv/blocks/{id}     one block: who uses it, what text it holds
+
+Where several keys are in use, text is shown only to the key whose running request holds it: a prompt is its sender's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.errors import BadRequestError
+from quire.server.errors import ApiError, bad_request
+from quire.server.prefix_tree import Link, Node, PrefixTree, Shown
+
+if TYPE_CHECKING:
+    from quire.server.context import ServerContext
+
+_PIECE_BLOCKS = 4_096  # of one question to the engine
+_MAX_BLOCKS = 1 << 17  # of one answer
+_MAX_REQUESTS = 1_024
+_MAX_NODES = 1_000
+_TEXT_BLOCKS = 4  # whose text stands for a tree's node
+_TEXT_CHARS = 400
+
+
+class KVDebug:
+    """Answers for one server."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._engine = context.engine
+        self._has_tenants = len({key.tenant for key in context.settings.api_keys}) > 1
+
+    def routes(self) -> list[Route]:
+        paths = {
+            "": self.index,
+            "/map": self.block_map,
+            "/requests": self.requests,
+            "/sharing": self.sharing,
+            "/tree": self.tree,
+            "/blocks/{block}": self.block,
+        }
+        return [Route(f"/debug/kv{path}", handler, methods=["GET"]) for path, handler in paths.items()]
+
+    async def index(self, request: HttpRequest) -> Response:
+        _numbers(request, {})
+        overview = await self._engine.call("kv_overview")
+        blocks = await self._map(0, 1_024)
+        tables = await self._engine.call("kv_tables", offset=0, limit=32)
+        tree = await self._tree(request, None, depth=2, offset=0, limit=32)
+        return _json(
+            {
+                "overview": overview,
+                "map": blocks,
+                "requests": self._with_recent(tables),
+                "sharing": _sharing(tables["sequences"]),
+                "tree": tree,
+            }
+        )
+
+    async def block_map(self, request: HttpRequest) -> Response:
+        asked = _numbers(request, {"first": (0, None), "limit": (1, _MAX_BLOCKS)})
+        return _json(await self._map(asked.get("first", 0), asked.get("limit", _PIECE_BLOCKS)))
+
+    async def requests(self, request: HttpRequest) -> Response:
+        asked = _numbers(request, {"offset": (0, None), "limit": (1, _MAX_REQUESTS)})
+        tables = await self._engine.call("kv_tables", offset=asked.get("offset", 0), limit=asked.get("limit", 128))
+        return _json(self._with_recent(tables))
+
+    async def sharing(self, request: HttpRequest) -> Response:
+        asked = _numbers(request, {"limit": (1, _MAX_REQUESTS)})
+        tables = await self._engine.call("kv_tables", offset=0, limit=asked.get("limit", 256))
+        return _json(_sharing(tables["sequences"]) | {"num_requests_in_all": tables["num_requests_in_all"]})
+
+    async def tree(self, request: HttpRequest) -> Response:
+        limits = {"depth": (1, 16), "offset": (0, None), "limit": (1, _MAX_NODES)}
+        asked = _numbers(request, limits, texts=("node",))
+        node = request.query_params.get("node")
+        found = await self._tree(
+            request, node, depth=asked.get("depth", 4), offset=asked.get("offset", 0), limit=asked.get("limit", 100)
+        )
+        return _json(found)
+
+    async def block(self, request: HttpRequest) -> Response:
+        _numbers(request, {})
+        block_id = _whole_number(request.path_params["block"], "block")
+        try:
+            found = await self._engine.call("kv_block", block_id=block_id)
+        except BadRequestError as error:
+            raise ApiError(404, str(error), param=error.param, code="no_block") from None
+        token_ids: list[int] = found.pop("token_ids")
+        may_read = self._may_read(request, {user["tenant"] for user in found["users"]})
+        for user in found["users"]:
+            del user["tenant"]
+        found |= {"num_tokens": len(token_ids), "is_readable": may_read}
+        found["token_ids"] = token_ids if may_read else None
+        found["tokens"] = self._pieces(token_ids) if may_read else None
+        found["text"] = self._decode(token_ids) if may_read else None
+        return _json(found)
+
+    # -- inside
+
+    def _may_read(self, request: HttpRequest, tenants: set[str]) -> bool:
+        """`tenants`: of the requests that hold it now. What only the cache holds is nobody's."""
+        return not self._has_tenants or request.scope.get("state", {}).get("tenant") in tenants
+
+    def _decode(self, token_ids: list[int]) -> str | None:
+        tokenizer = self._engine.tokenizer
+        return None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _pieces(self, token_ids: list[int]) -> list[str] | None:
+        """Each token's own text; where it is part of a character, its bytes."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            return None
+        pieces = []
+        for token_id in token_ids:
+            data = tokenizer.token_bytes(token_id)
+            try:
+                pieces.append(data.decode())
+            except UnicodeDecodeError:
+                pieces.append("".join(f"\\x{byte:02x}" for byte in data))
+        return pieces
+
+    async def _map(self, first: int, limit: int) -> dict[str, Any]:
+        """Put together from pieces, between which the engine steps."""
+        num_blocks = self._engine.info.num_blocks
+        end = min(num_blocks, first + limit)
+        found: dict[str, Any] = {"first": first, "num_blocks": num_blocks, "next": end if end < num_blocks else None}
+        while True:
+            piece = await self._engine.call("kv_map", first=first, limit=max(1, min(end - first, _PIECE_BLOCKS)))
+            del piece["first"]
+            for name, column in piece.items():
+                found.setdefault(name, []).extend(column)
+            first += _PIECE_BLOCKS
+            if first >= end:
+                return found
+
+    def _with_recent(self, tables: dict[str, Any]) -> dict[str, Any]:
+        for entry in tables["sequences"]:
+            del entry["tenant"]
+        finished = [asdict(summary) for summary in reversed(self._context.metrics.recent)]
+        for entry in finished:
+            del entry["tenant"]
+        return tables | {"finished": finished}
+
+    async def _tree(
+        self, request: HttpRequest, name: str | None, *, depth: int, offset: int, limit: int
+    ) -> dict[str, Any]:
+        links: list[Link] = []
+        first, num_blocks = 0, min(self._engine.info.num_blocks, _MAX_BLOCKS)
+        while first < num_blocks:
+            piece = await self._engine.call("kv_tree", first=first, limit=_PIECE_BLOCKS)
+            first = piece.pop("end")
+            links += map(Link, *piece.values())
+        tree = await asyncio.to_thread(PrefixTree, links)
+        if name is not None and name not in tree.nodes:
+            raise ApiError(404, "the cache has no such node: it may have been evicted", param="node", code="no_node")
+        under = tree.roots if name is None else tree.nodes[name].children
+        shown = Shown(depth, limit)
+        nodes = shown.pick(under[offset:], self._engine.info.block_size)
+        if self._may_read(request, set()):
+            await self._add_text(nodes, shown.picked)
+        following = offset + len(nodes)
+        return {
+            "num_cached_blocks": tree.num_blocks,
+            "num_nodes": len(tree.nodes),
+            "num_siblings": len(under),
+            "nodes": nodes,
+            "next": following if following < len(under) else None,
+        }
+
+    async def _add_text(self, nodes: list[dict[str, Any]], picked: list[Node]) -> None:
+        """What each node begins with."""
+        texts: dict[str, str | None] = {}
+        for first in range(0, len(picked), 64):
+            some = picked[first : first + 64]
+            block_ids = [block_id for node in some for block_id in node.block_ids[:_TEXT_BLOCKS]]
+            tokens = iter(await self._engine.call("kv_tokens", block_ids=block_ids))
+            for node in some:
+                held = [token for _ in node.block_ids[:_TEXT_BLOCKS] for token in next(tokens)]
+                text = self._decode(held)
+                texts[node.name] = None if text is None else text[:_TEXT_CHARS]
+        todo = list(nodes)
+        while todo:
+            entry = todo.pop()
+            entry["text"] = texts[entry["node"]]
+            todo += entry.get("children", ())
+
+
+def _sharing(sequences: list[dict[str, Any]]) -> dict[str, Any]:
+    """Blocks by the set of sequences that hold them, the most shared first."""
+    holders: dict[int, list[int]] = {}
+    for number, entry in enumerate(sequences):
+        runs = entry.get("blocks", [])
+        for first, count in zip(runs[::2], runs[1::2], strict=True):
+            for block_id in range(first, first + count):
+                holders.setdefault(block_id, []).append(number)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for block_id, numbers in holders.items():
+        if len(numbers) > 1:
+            groups.setdefault(tuple(numbers), []).append(block_id)
+    shared = sorted(groups.items(), key=lambda item: (-len(item[0]) * len(item[1]), item[1][0]))
+    return {
+        "num_shared_blocks": sum(map(len, groups.values())),
+        "num_blocks_saved": sum((len(numbers) - 1) * len(block_ids) for numbers, block_ids in groups.items()),
+        "groups": [
+            {
+                "sequences": [[sequences[n]["request_id"], sequences[n]["index"]] for n in numbers],
+                "block_ids": block_ids,
+            }
+            for numbers, block_ids in shared
+        ],
+    }
+
+
+def _numbers(
+    request: HttpRequest, limits: Mapping[str, tuple[int, int | None]], texts: tuple[str, ...] = ()
+) -> dict[str, int]:
+    """The query's parameters, checked: an unknown one, or one given twice, is refused like a wrong one."""
+    known = [*limits, *texts]
+    found = {}
+    for name, text in request.query_params.multi_items():
+        if name not in known:
+            hint = f"it has {', '.join(known)}" if known else "it has none"
+            raise bad_request(f"{request.url.path} has no parameter {name}: {hint}", param=name, code="unknown_field")
+        if name in found or len(request.query_params.getlist(name)) > 1:
+            raise bad_request(f"{name} is given twice", param=name)
+        if name in limits:
+            least, most = limits[name]
+            found[name] = _whole_number(text, name, least, most)
+    return found
+
+
+def _whole_number(text: str, name: str, least: int = 0, most: int | None = None) -> int:
+    # Length first: Python takes long over very long numbers.
+    if len(text) <= 12 and text.isascii() and text.isdigit():
+        number = int(text)
+        if number >= least and (most is None or number <= most):
+            return number
+    limit = f"between {least} and {most}" if most is not None else f">= {least}"
+    raise bad_request(f"{name} must be a whole number {limit}", param=name, code="invalid_value")
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def routes(context: ServerContext) -> list[Route]:
+    return KVDebug(context).routes()

@@ -1,0 +1,127 @@
+"""What every POST has in common: a JSON body in, an answer or an error in OpenAI's shape out, with the request's id."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from quire.server.context import ServerContext
+from quire.server.errors import ApiError, to_api_error
+from quire.server.protocol import BodyDecoder
+
+REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what is safe in a header and in a log
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody is left to answer."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One HTTP request and its answer, at the level of ASGI: a streamed token passes through nothing else."""
+
+    context: ServerContext
+    scope: Scope
+    receive: Receive
+    send: Send
+    request_id: str
+    tenant: str
+    endpoint: str
+    has_begun: bool = False  # the status is out: a later error can only be a part of the body
+    is_admitted: bool = False  # the log's line is then written where the tokens were counted
+
+    def header(self, name: str) -> str | None:
+        return header_of(self.scope, name)
+
+    async def read_body(self) -> bytes:
+        kind = (self.header("content-type") or "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise ApiError(415, f"the body must be application/json, not {kind}", code="unsupported_media_type")
+        parts: list[bytes] = []
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def wait_until_gone(self) -> None:
+        """Returns when the client has closed its connection. For after the body."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def begin(
+        self, status: int, content_type: bytes, headers: Mapping[str, str], *more: tuple[bytes, bytes]
+    ) -> None:
+        lines = [(b"content-type", content_type), (REQUEST_ID_HEADER.encode(), self.request_id.encode()), *more]
+        lines += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        self.has_begun = True
+        await self.send({"type": "http.response.start", "status": status, "headers": lines})
+
+    async def reply(self, body: Any, headers: Mapping[str, str] | None = None, *, status: int = 200) -> None:
+        """A whole answer, as JSON."""
+        encoded = msgspec.json.encode(body)
+        await self.begin(status, b"application/json", headers or {}, (b"content-length", b"%d" % len(encoded)))
+        await self.send({"type": "http.response.body", "body": encoded})
+
+
+Handler = Callable[[Exchange, Any], Awaitable[None]]
+
+
+class JsonEndpoint:
+    """An ASGI application for one path."""
+
+    def __init__(self, context: ServerContext, body_type: type[msgspec.Struct], handler: Handler) -> None:
+        self._context = context
+        self._decoder = BodyDecoder(body_type)
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context, arrived_s = self._context, time.monotonic()
+        tenant = scope.get("state", {}).get("tenant", "")
+        exchange = Exchange(context, scope, receive, send, request_id_of(scope), tenant, scope["path"])
+        context.metrics.on_request_start(exchange.endpoint)
+        try:
+            await self._handler(exchange, self._decoder.decode(await exchange.read_body()))
+        except ClientGone:
+            return
+        except Exception as failure:
+            error = to_api_error(failure)
+            if not exchange.is_admitted:
+                context.metrics.on_refused(error.code or "invalid_request")
+                context.logs.refused(
+                    exchange.request_id,
+                    endpoint=exchange.endpoint,
+                    status=error.status,
+                    error_code=error.code,
+                    param=error.param,
+                    tenant=tenant,
+                    total_s=time.monotonic() - arrived_s,
+                )
+            if not exchange.has_begun:
+                await exchange.reply(error.body(), error.headers, status=error.status)
+
+
+def header_of(scope: Scope, name: str) -> str | None:
+    wanted = name.encode()
+    for key, value in scope["headers"]:
+        if key == wanted:
+            return bytes(value).decode("latin-1")
+    return None
+
+
+def request_id_of(scope: Scope) -> str:
+    """The client's own id where it can be shown as it is, else a new one."""
+    given = header_of(scope, REQUEST_ID_HEADER)
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given
+    return uuid.uuid4().hex

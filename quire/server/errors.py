@@ -1,0 +1,138 @@
+"""Errors as OpenAI's clients read them: {"error": {"message", "type", "param", "code"}}.
+
+    ApiError                 an answer with a status; whoever raises it words the message
+    ├── (from a BadRequestError)   400, naming the field
+    ├── (from an EngineDeadError)  503
+    └── (from anything else)       500, without details: those go to the log
+
+`to_api_error` makes one of any exception, so that every way out of a handler ends here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.errors import BadRequestError, EngineDeadError, QuireError
+from quire.log import get_logger
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+    from starlette.types import Send
+
+# What OpenAI's servers say for a status.
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+_AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+_FIELD = re.compile(r"^Object (contains unknown|missing required) field `(.*?)`")
+
+
+class ApiError(Exception):
+    """Ends a request with a status and a message for the person who sent it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self.body())
+
+    async def respond(self, send: Send) -> None:
+        """Send it as a whole response, straight to an ASGI server."""
+        body = self.encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def response(self) -> Response:
+        from starlette.responses import Response
+
+        return Response(self.encode(), self.status, headers=self.headers, media_type="application/json")
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """The answer to any exception. What is not ours is logged, and told without details."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, BadRequestError):
+        return ApiError(400, str(error), param=error.param)
+    if isinstance(error, EngineDeadError):
+        get_logger().error("a request met a dead engine: %s", error)
+        return ApiError(503, "the engine has stopped: the server needs a restart", code="engine_dead")
+    if isinstance(error, QuireError):  # may name files, so its text stays here
+        get_logger().error("a request failed: %s", error)
+    else:
+        get_logger().error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+
+
+def from_decode_error(error: Exception, known_fields: Sequence[str] = ()) -> ApiError:
+    """A 400 for a body that is not JSON, or not the JSON that was wanted; names the field."""
+    if isinstance(error, RecursionError):
+        return bad_request("the body is nested too deeply")
+    if not isinstance(error, msgspec.ValidationError):
+        return bad_request(f"the body is not valid JSON: {error}", code="invalid_json")
+    text = str(error)
+    where = ""
+    if at := _AT.search(text):
+        text, where = text[: at.start()], at[1]
+    if field := _FIELD.match(text):
+        param = f"{where}.{field[2]}" if where else field[2]
+        if field[1] == "missing required":
+            return bad_request(f"{param} is required", param, "missing_field")
+        near = get_close_matches(field[2], known_fields, n=1) if not where else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return bad_request(f"{param} is not a field of this request{hint}", param, "unknown_field")
+    text = text[0].lower() + text[1:]
+    return bad_request(f"{where or 'the body'}: {text}", where or None, "invalid_value")
+
+
+async def http_error(request: HttpRequest, error: Exception) -> Response:
+    """For Starlette's own errors: no such path, no such method."""
+    from starlette.exceptions import HTTPException
+
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is no {path} here: GET /openapi.json lists what there is"
+    elif error.status_code == 405:
+        message = f"{path} does not take {request.method}"
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
+async def any_error(request: HttpRequest, error: Exception) -> Response:
+    return to_api_error(error).response()

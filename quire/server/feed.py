@@ -1,0 +1,276 @@
+"""The live feed: one reader of the engine for however many pages are open.
+
+It asks the engine what changed, at most five times a second, keeps a copy of the block map, and hands the same lines to
+every viewer. Who comes later gets the copy first; who reads too slowly gets it again instead of everything missed.
+Nothing is asked while nobody looks.
+
+Lines are JSON objects; columns of numbers in them are base64 of little-endian integers:
+    hello    what is served, and the names of a row's fields
+    status   the engine's state, when it changes
+    blocks   blocks [first, first + n), and then `block_ids`, as they are now
+    tick     rows of requests, block tables that changed, numbers for the charts
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from array import array
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quire.engine.api import EngineState, ServingEngine
+from quire.engine.inspect import ROW_FIELDS
+from quire.errors import EngineDeadError
+from quire.server.errors import ApiError
+from quire.server.life import LifeState, ServerLife
+from quire.server.metrics import ServerMetrics
+from quire.server.rolling import Rolling
+
+TICK_S = 0.2
+IDLE_TICK_S = 0.5  # while nothing changes
+CHART_S = 0.5  # between two numbers of the charts
+CHART_POINTS = 180  # kept for who comes later
+PIECE_BLOCKS = 2_048  # of one question to the engine
+PIECE_GAP_S = 0.01  # between two such questions, in which the engine can step
+COPY_BLOCKS = 16_384  # of one line of the copy
+MAX_ROWS = 200
+MAX_VIEWERS = 64
+MAX_LINES_BEHIND = 32
+ANSWER_S = 2.0  # an engine that takes longer to answer has its state shown meanwhile
+
+
+@dataclass(slots=True, eq=False)
+class _Viewer:
+    lines: deque[bytes] = field(default_factory=deque)
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+    is_behind: bool = True  # the next thing it needs is the copy
+    is_over: bool = False
+
+
+class LiveFeed:
+    """Belongs to the event loop. `view()` is what one page reads."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        metrics: ServerMetrics,
+        life: ServerLife,
+        *,
+        hello: Callable[[], dict[str, Any]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._life = life
+        self._hello = hello
+        self._clock = clock
+        self._rolling = Rolling(metrics)
+        self._viewers: set[_Viewer] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._watch: int | None = None
+        self._codes = bytearray()
+        self._ref_counts = bytearray()
+        self._seq_ids = array("I")
+        self._tables: dict[int, list[int]] = {}
+        self._last_tick = b""
+        self._chart: deque[dict[str, Any]] = deque(maxlen=CHART_POINTS)
+        self._charted_s = 0.0
+        self._status: tuple[str, str] = ("", "")
+
+    @property
+    def num_viewers(self) -> int:
+        return len(self._viewers)
+
+    async def view(self) -> AsyncIterator[bytes]:
+        """Lines for one viewer, until it leaves or the engine ends."""
+        viewer = _Viewer()
+        self._viewers.add(viewer)
+        try:
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._run())
+            yield _line({"type": "hello", "row_fields": ROW_FIELDS, **self._hello()})
+            while True:
+                if viewer.is_behind:
+                    for line in self._copy(viewer):
+                        yield line
+                while viewer.lines:
+                    yield viewer.lines.popleft()
+                if viewer.is_over:
+                    return
+                viewer.filled.clear()
+                await viewer.filled.wait()
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    def check_room(self) -> None:
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise ApiError(
+                429, f"{MAX_VIEWERS} pages are open already", code="too_many_viewers", headers={"retry-after": "5"}
+            )
+
+    # -- what the viewers are told
+
+    def _copy(self, viewer: _Viewer) -> list[bytes]:
+        """All that is known now. Lines that the viewer did not read yet are part of it."""
+        viewer.lines.clear()
+        viewer.is_behind = False
+        lines = [self._status_line()] if self._status[0] else []
+        for first in range(0, len(self._codes), COPY_BLOCKS):
+            end = first + COPY_BLOCKS
+            lines.append(
+                _line(
+                    {
+                        "type": "blocks",
+                        "first": first,
+                        "num_scanned": len(self._codes[first:end]),
+                        "block_ids": b"",
+                        "codes": bytes(self._codes[first:end]),
+                        "ref_counts": bytes(self._ref_counts[first:end]),
+                        "seq_ids": _pack(self._seq_ids[first:end]),
+                    }
+                )
+            )
+        if self._last_tick:
+            lines.append(_line({"type": "tables", "tables": list(self._tables.items()), "chart": list(self._chart)}))
+            lines.append(self._last_tick)
+        return lines
+
+    def _tell(self, line: bytes) -> None:
+        for viewer in self._viewers:
+            if len(viewer.lines) >= MAX_LINES_BEHIND:
+                viewer.is_behind = True
+                viewer.lines.clear()
+            if not viewer.is_behind:  # else the copy will hold it
+                viewer.lines.append(line)
+            viewer.filled.set()
+
+    def _status_line(self) -> bytes:
+        return _line({"type": "status", "state": self._status[0], "reason": self._status[1]})
+
+    # -- what is asked of the engine
+
+    async def _run(self) -> None:
+        self._forget()
+        try:
+            while self._tell_status():
+                changed = await self._look()
+                await asyncio.sleep(TICK_S if changed else IDLE_TICK_S)
+        except EngineDeadError:
+            self._tell_status()
+        finally:
+            for viewer in self._viewers:
+                viewer.is_over = True
+                viewer.filled.set()
+
+    def _forget(self) -> None:
+        """What was known when the last viewer left is old."""
+        self._watch = None
+        self._codes.clear()
+        self._ref_counts.clear()
+        del self._seq_ids[:]
+        self._tables.clear()
+        self._chart.clear()
+        self._last_tick = b""
+        self._status = ("", "")
+
+    def _tell_status(self) -> bool:
+        """The engine's state, where it changed. False: it is dead, and nothing will follow."""
+        health = self._engine.health()
+        state, reason = health.state.value, health.reason
+        if health.state is EngineState.READY and self._life.state is LifeState.DRAINING:
+            state = LifeState.DRAINING.value
+        if health.state is EngineState.DEAD:
+            reason = ""  # its text may name files; the log has it
+        if (state, reason) != self._status:
+            self._status = (state, reason)
+            self._tell(self._status_line())
+        return health.state is not EngineState.DEAD
+
+    async def _look(self) -> bool:
+        """One round. True: something is going on."""
+        now_s = self._clock()
+        with_gauges = now_s - self._charted_s >= CHART_S
+        found = await self._ask(max_rows=MAX_ROWS, with_gauges=with_gauges)
+        num_changed = self._take_blocks(found["blocks"])
+        num_left = found["blocks"]["num_left"]
+        self._take_tick(found, now_s)
+        while num_left:
+            await asyncio.sleep(PIECE_GAP_S)
+            more = await self._ask(max_rows=0, with_gauges=False)
+            num_changed += self._take_blocks(more["blocks"])
+            # Where blocks change faster than they are read, the rest waits for the next round.
+            if more["blocks"]["num_left"] >= num_left:
+                break
+            num_left = more["blocks"]["num_left"]
+        return bool(num_changed or found["rows"])
+
+    async def _ask(self, **arguments: Any) -> dict[str, Any]:
+        call = asyncio.ensure_future(
+            self._engine.call("kv_changes", watch=self._watch, limit=PIECE_BLOCKS, **arguments)
+        )
+        try:
+            while not (await asyncio.wait({call}, timeout=ANSWER_S))[0]:
+                self._tell_status()  # a step takes long, or hangs: the page should say so
+        finally:
+            call.cancel()
+        found: dict[str, Any] = call.result()
+        self._watch = found["watch"]
+        return found
+
+    def _take_blocks(self, blocks: dict[str, Any]) -> int:
+        """Into the copy, and on to the viewers."""
+        first, num_scanned = blocks["first"], blocks["num_scanned"]
+        codes, ref_counts = blocks["codes"], blocks["ref_counts"]
+        seq_ids = struct.unpack(f"<{len(codes)}I", blocks["seq_ids"])
+        if not codes:
+            return 0
+        if first + num_scanned > len(self._codes):
+            num_missing = first + num_scanned - len(self._codes)
+            self._codes.extend(bytes(num_missing))
+            self._ref_counts.extend(bytes(num_missing))
+            self._seq_ids.extend([0] * num_missing)
+        self._codes[first : first + num_scanned] = codes[:num_scanned]
+        self._ref_counts[first : first + num_scanned] = ref_counts[:num_scanned]
+        self._seq_ids[first : first + num_scanned] = array("I", seq_ids[:num_scanned])
+        changed = struct.unpack(f"<{len(blocks['block_ids']) // 4}I", blocks["block_ids"])
+        for i, block_id in enumerate(changed, start=num_scanned):
+            self._codes[block_id] = codes[i]
+            self._ref_counts[block_id] = ref_counts[i]
+            self._seq_ids[block_id] = seq_ids[i]
+        self._tell(_line({"type": "blocks", **blocks}))
+        return len(codes)
+
+    def _take_tick(self, found: dict[str, Any], now_s: float) -> None:
+        rows = found["rows"]
+        here = {row[0] for row in rows}
+        self._tables = {seq_id: runs for seq_id, runs in self._tables.items() if seq_id in here}
+        self._tables.update((seq_id, runs) for seq_id, runs in found["tables"])
+        gauges = found["gauges"]
+        if gauges is not None:
+            self._charted_s = now_s
+            load = self._engine.load()
+            gauges |= self._rolling.read(now_s, gauges) | {"brownout_level": load.brownout_level}
+            self._chart.append(gauges)
+        tick = {"type": "tick", "rows": rows, "host_tables": found["host_tables"], "gauges": gauges}
+        self._tell(_line(tick | {"tables": found["tables"]}))
+        # The copy brings all tables and the chart's numbers by itself.
+        self._last_tick = _line(tick | {"tables": [], "gauges": None})
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return _encoder.encode(message) + b"\n"
+
+
+def _pack(numbers: array[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)

@@ -1,0 +1,209 @@
+"""A request's way through the server, the same for completions and chats:
+
+    prepare  tokenized and checked, in a thread where the text is long
+    admit    refused with a 429 while too much waits
+    run      one engine stream per prompt, under the deadline, until the end or until the client hangs up
+    tell     metrics and one line in the log, however it ended
+
+One prompt's stream is read by the connection's own task: while that sends, new tokens gather with the engine's client
+and come as one output. Several prompts have a task each, which put their outputs into one mailbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from quire.engine.api import PreparedRequest
+from quire.outputs import RequestOutput
+from quire.request import FinishReason
+from quire.server.admission import Ticket
+from quire.server.deadline import TIMEOUT_HEADER, Deadline, timeout_s
+from quire.server.endpoint import ClientGone, Exchange
+from quire.server.errors import ApiError, to_api_error
+from quire.server.protocol import GenerationBody
+
+T = TypeVar("T")
+
+# Tokenizing takes about a microsecond per character: up to here a thread costs more than the wait.
+_LONG_TEXT_CHARS = 2_000
+_CLIENT_GONE = 499  # for the log alone: nobody reads the status
+
+_next_number = itertools.count(1)
+
+
+def engine_ids(exchange: Exchange, kind: str, num_prompts: int) -> list[str]:
+    """Ids that the engine has not seen: clients send the same x-request-id again, for a retry or a whole trace."""
+    name = f"{kind}-{exchange.request_id}-{next(_next_number):x}"
+    return [name] if num_prompts == 1 else [f"{name}-{i}" for i in range(num_prompts)]
+
+
+async def prepared_in_time(make: Callable[[], T], num_chars: int) -> T:
+    """Run what tokenizes: here when it is short, else in a thread, so that no other stream waits for it."""
+    return make() if num_chars <= _LONG_TEXT_CHARS else await asyncio.to_thread(make)
+
+
+class Generation:
+    """An admitted request while it runs. `async with` ends what is left of it.
+
+    After `take` has given an output with `finished` for every prompt, nothing more comes.
+    """
+
+    def __init__(self, exchange: Exchange, body: GenerationBody, prepared: list[PreparedRequest], model: str) -> None:
+        self._exchange = exchange
+        self._context = exchange.context
+        self._metrics = exchange.context.metrics
+        self._prepared = prepared
+        self._model = model
+        self._is_stream = bool(body.stream)
+        seconds = timeout_s(self._context.settings, field=body.timeout, header=exchange.header(TIMEOUT_HEADER))
+        self._deadline = Deadline(seconds, self._context.life)
+        self._places = AsyncExitStack()
+        self._tickets: list[Ticket] = []
+        self._last: list[RequestOutput | None] = [None] * len(prepared)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reader = asyncio.current_task()
+        self._only: AsyncGenerator[RequestOutput, None] | None = None  # the stream, where there is one
+        self._is_reading = False
+        self._mailbox = Mailbox()  # where there are several
+        self.headers: dict[str, str] = {}  # for the response
+
+    async def __aenter__(self) -> Generation:
+        async with self._places:  # all of its prompts, or none
+            for prepared in self._prepared:
+                ticket = await self._places.enter_async_context(
+                    self._context.admission.admit(prepared, self._exchange.tenant)
+                )
+                self.headers |= ticket.headers
+                self._tickets.append(ticket)
+            self._places = self._places.pop_all()
+        self._exchange.is_admitted = True
+        streams = [self._deadline.watch(self._context.engine.stream(prepared)) for prepared in self._prepared]
+        if len(streams) == 1:
+            self._only = streams[0]
+        else:
+            self._tasks = [asyncio.create_task(self._read(i, stream)) for i, stream in enumerate(streams)]
+        self._tasks.append(asyncio.create_task(self._watch_client()))
+        return self
+
+    async def take(self) -> list[tuple[int, RequestOutput]]:
+        """Outputs that have come, each with its prompt's number; waits for the first. Raises what ended it."""
+        if self._only is None:
+            return await self._mailbox.take()
+        if self._mailbox.failure is not None:
+            raise self._mailbox.failure
+        self._is_reading = True
+        try:
+            output = await self._only.__anext__()
+            self._note(0, output)
+        except asyncio.CancelledError:
+            # Ours, unless somebody else cancelled the task too: their wish goes first.
+            if self._mailbox.failure is None or self._reader is None or self._reader.uncancel() > 0:
+                raise
+            raise self._mailbox.failure from None
+        except Exception as failure:
+            raise to_api_error(failure) from None
+        finally:
+            self._is_reading = False
+        return [(0, output)]
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._only is not None:
+                await self._only.aclose()
+        finally:
+            await self._places.aclose()
+            self._tell(error)
+
+    async def _read(self, index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async for output in stream:
+                self._note(index, output)
+                self._mailbox.put(index, output)
+        except Exception as failure:
+            self._mailbox.fail(to_api_error(failure))
+
+    def _note(self, index: int, output: RequestOutput) -> None:
+        if self._last[index] is None:
+            self._tickets[index].started()
+        self._last[index] = output
+        self._metrics.on_output(self._prepared[index], output, time.monotonic())
+        if output.finished:
+            _check_ends(output)
+
+    async def _watch_client(self) -> None:
+        await self._exchange.wait_until_gone()
+        self._mailbox.fail(ClientGone())
+        # Never while it sends: that ends by itself on a closed connection.
+        if self._is_reading and self._reader is not None:
+            self._reader.cancel()
+
+    def _tell(self, error: BaseException | None) -> None:
+        status, code, reason = 200, None, FinishReason.ABORT
+        if isinstance(error, ApiError):
+            status, code, reason = error.status, error.code, FinishReason.ERROR
+        elif isinstance(error, Exception) and not isinstance(error, ClientGone):
+            status, code, reason = 500, "internal_error", FinishReason.ERROR
+        elif error is not None:
+            status, code = _CLIENT_GONE, "client_gone"
+        for prepared, last in zip(self._prepared, self._last, strict=True):
+            summary = self._metrics.on_finished(prepared, last, reason.value)
+            self._context.logs.finished(
+                dataclasses.replace(summary, request_id=self._exchange.request_id),
+                endpoint=self._exchange.endpoint,
+                model=self._model,
+                status=status,
+                stream=self._is_stream,
+                error_code=code,
+            )
+
+
+class Mailbox:
+    """Outputs of several streams for one reader, and what ended them."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self._mail: list[tuple[int, RequestOutput]] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, index: int, output: RequestOutput) -> None:
+        self._mail.append((index, output))
+        self._wake()
+
+    def fail(self, failure: Exception) -> None:
+        """The first failure is told, after the outputs that came before it."""
+        if self.failure is None:
+            self.failure = failure
+        self._wake()
+
+    async def take(self) -> list[tuple[int, RequestOutput]]:
+        if not self._mail and self.failure is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        if not self._mail:
+            assert self.failure is not None
+            raise self.failure
+        mail, self._mail = self._mail, []
+        return mail
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _check_ends(output: RequestOutput) -> None:
+    """An end that is no answer is an error. A client's own abort never gets here: its stream is closed."""
+    for completion in output.outputs:
+        if completion.finish_reason == FinishReason.ABORT:
+            raise ApiError(503, "the server ended this request", code="aborted")
+        if completion.finish_reason == FinishReason.ERROR:
+            raise RuntimeError(f"request {output.request_id} failed: {completion.error}")

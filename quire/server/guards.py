@@ -1,0 +1,36 @@
+"""What stands between a connection and the application, outermost first: CORS, keys, the gate, the body's limits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from quire.server.admission import MAX_TOKENS_HEADER
+from quire.server.auth import Auth
+from quire.server.gate import Gate
+from quire.server.limits import BodyLimits
+
+if TYPE_CHECKING:
+    from quire.server.context import ServerContext
+
+
+def middleware(context: ServerContext) -> list[Middleware]:
+    settings = context.settings
+    guards = [
+        Middleware(Auth, keys=settings.api_keys),
+        Middleware(Gate, life=context.life, on_refused=context.metrics.on_refused),
+        Middleware(BodyLimits, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s),
+    ]
+    if settings.cors_origins:
+        # Outermost: a browser asks beforehand without the key, and must be able to read errors too.
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", MAX_TOKENS_HEADER],
+        )
+        guards.insert(0, cors)
+    return guards

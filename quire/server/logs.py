@@ -1,0 +1,189 @@
+"""The server's log on stderr: one line per request at its end, one per event of the engine's life, as text or JSON.
+
+    2026-01-31T12:00:00.123Z info request request_id=cmpl-1 endpoint=/v1/completions status=200 ... total_s=0.412
+    {"time": "2026-01-31T12:00:00.123Z", "level": "info", "event": "request", "request_id": "cmpl-1", ...}
+
+A line has numbers, names and reasons; never a prompt, an answer, a key, or an error's text, which may quote them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from typing import Any, TextIO
+
+from quire.engine.api import EngineHealth, EngineState, ServingEngine
+from quire.server.metrics import RequestSummary
+
+_EVENT = "quire_event"  # the attribute of a LogRecord that holds (event, fields)
+_LOGGERS = ("quire", "uvicorn")  # uvicorn's own lines look like ours
+
+BROWNOUT_STEPS = (
+    "none",
+    "smaller prefills while others decode",
+    "shorter answers for new requests",
+    "new requests are refused",
+)
+
+
+class LineFormatter(logging.Formatter):
+    """`time level event key=value ...`, or `time level message` for what has no fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        event, fields = _parts(record)
+        line = f"{_time(record)} {record.levelname.lower()} {event or record.getMessage()}"
+        line += "".join(f" {name}={_quoted(value)}" for name, value in fields.items())
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, tracebacks included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        event, fields = _parts(record)
+        line: dict[str, Any] = {"time": _time(record), "level": record.levelname.lower(), "event": event or "log"}
+        if not event:
+            line["message"] = record.getMessage()
+        line |= fields
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up_logs(log_format: str, log_level: str, stream: TextIO | None = None) -> RequestLog:
+    """Give Quire's and uvicorn's loggers one handler of this format, on stderr unless told otherwise."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else LineFormatter())
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(log_level.upper())
+        logger.propagate = False
+    return RequestLog()
+
+
+class RequestLog:
+    """Writes the lines. Cheap when the level leaves them out."""
+
+    def __init__(self, logger: logging.Logger | None = None) -> None:
+        self._logger = logger or logging.getLogger("quire.server")
+
+    def finished(
+        self,
+        summary: RequestSummary,
+        *,
+        endpoint: str,
+        model: str,
+        status: int,
+        stream: bool = False,
+        error_code: str | None = None,
+    ) -> None:
+        """A request that reached the engine has ended. `status` is what its client got; `error_code` is ours."""
+        if not self._logger.isEnabledFor(_level(status)):
+            return
+        self._write(
+            _level(status),
+            "request",
+            {
+                "request_id": summary.request_id,
+                "tenant": summary.tenant or None,
+                "endpoint": endpoint,
+                "model": model,
+                "stream": stream,
+                "status": status,
+                "error": error_code,
+                "finish_reason": summary.finish_reason,
+                "prompt_tokens": summary.num_prompt_tokens,
+                "cached_tokens": summary.num_cached_tokens,
+                "output_tokens": summary.num_output_tokens,
+                "cache": summary.cache_outcome,
+                "preemptions": summary.num_preemptions,
+                "queue_s": summary.queue_s,
+                "first_token_s": summary.first_token_s,
+                "inter_token_s": summary.inter_token_s,
+                "total_s": summary.total_s,
+            },
+        )
+
+    def refused(
+        self,
+        request_id: str,
+        *,
+        endpoint: str,
+        status: int,
+        error_code: str | None = None,
+        param: str | None = None,
+        tenant: str = "",
+        total_s: float | None = None,
+    ) -> None:
+        """A request that the engine never saw: malformed, over a limit, or at the wrong time."""
+        if not self._logger.isEnabledFor(_level(status)):
+            return
+        fields = {"request_id": request_id, "tenant": tenant or None, "endpoint": endpoint, "status": status}
+        self._write(_level(status), "request", fields | {"error": error_code, "param": param, "total_s": total_s})
+
+    def event(self, event: str, severity: int = logging.INFO, **fields: Any) -> None:
+        """Something in the life of server or engine."""
+        if self._logger.isEnabledFor(severity):
+            self._write(severity, event, fields)
+
+    def _write(self, level: int, event: str, fields: dict[str, Any]) -> None:
+        known = {
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in fields.items()
+            if value is not None
+        }
+        self._logger.log(level, event, extra={_EVENT: (event, known)})
+
+
+async def watch_engine(engine: ServingEngine, log: RequestLog, *, interval_s: float = 0.5) -> None:
+    """Log each change of the engine's state and of its brownout, until cancelled."""
+    health, level = EngineHealth(EngineState.STARTING), 0
+    while True:
+        found = engine.health()
+        if found.state is not health.state:
+            bad = found.state in (EngineState.STUCK, EngineState.DEAD)
+            log.event(
+                f"engine_{found.state.value}", logging.ERROR if bad else logging.INFO, reason=found.reason or None
+            )
+        health = found
+        if found.state is EngineState.READY:
+            load = engine.load()
+            if load.brownout_level != level:
+                log.event(
+                    "brownout",
+                    logging.WARNING if load.brownout_level > level else logging.INFO,
+                    brownout_level=load.brownout_level,
+                    was=level,
+                    means=BROWNOUT_STEPS[load.brownout_level],
+                    kv_usage=load.kv_usage,
+                    num_waiting=load.num_waiting,
+                )
+            level = load.brownout_level
+        await asyncio.sleep(interval_s)
+
+
+def _level(status: int) -> int:
+    return logging.WARNING if status >= 500 else logging.INFO
+
+
+def _parts(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
+    event, fields = getattr(record, _EVENT, ("", {}))
+    return event, fields
+
+
+def _time(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+def _quoted(value: Any) -> str:
+    """As it is where that reads back as one word, else as a JSON text: no value can forge a field or a line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = str(value)
+    plain = text and text.isascii() and text.isprintable() and not any(c in text for c in ' "=\\')
+    return text if plain else json.dumps(text)

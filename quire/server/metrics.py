@@ -1,0 +1,355 @@
+"""What Prometheus reads. Requests are counted here, in this process; blocks and steps by the engine, which is asked
+when somebody scrapes.
+
+Observing a token costs two look-ups and a bisection; everything that Prometheus wants as text waits for the scrape.
+Every prepared request that was given to `on_output` must be given to `on_finished` once, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector, CollectorRegistry
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+import quire
+from quire.engine.api import EngineInfo, EngineState, PreparedRequest, ServingEngine
+from quire.engine.stats import Metric
+from quire.errors import QuireError
+from quire.outputs import RequestOutput
+from quire.params import OutputKind
+from quire.request import FinishReason
+from quire.server.histogram import FIRST_TOKEN_S, INTER_TOKEN_S, REQUEST_S, SEQUENCES, TOKENS, Histogram
+from quire.server.metric_names import NAMES
+
+if TYPE_CHECKING:
+    from quire.server.context import ServerContext
+
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MAX_TENANTS = 256  # further ones are summed up as "other": a label must not grow without end
+_NUM_RECENT = 256
+_READING_TIMEOUT_S = 5.0  # a scrape waits no longer for the engine; Prometheus gives up after 10
+_READING_FRESH_S = 0.2  # scrapes closer together share a reading: asking often must not cost steps
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that has given output."""
+
+    has_deltas: bool
+    num_tokens: list[int]  # by completion
+    last_s: list[float]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RequestSummary:
+    """A request at its end, for its line in the log and for /debug/kv. None: did not happen."""
+
+    request_id: str
+    tenant: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    queue_s: float | None
+    first_token_s: float | None
+    inter_token_s: float | None
+    total_s: float
+    finish_reason: str
+    cache_outcome: str | None
+    num_preemptions: int
+
+
+class ServerMetrics(Collector):
+    """Counters of one server, in the event loop's thread."""
+
+    def __init__(self, engine: ServingEngine, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._labels = (model_name, "0")
+        self._clock = clock
+        self._live: dict[str, _Live] = {}
+        self._reading: list[Metric] = []
+        self._read_s: float | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._process = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self._process)
+
+        self.recent: deque[RequestSummary] = deque(maxlen=_NUM_RECENT)  # ended last, the newest at the end
+        self.first_token = Histogram(FIRST_TOKEN_S)
+        self.inter_token = Histogram(INTER_TOKEN_S)
+        self._per_token = Histogram(INTER_TOKEN_S)
+        self._total, self._queue, self._prefill = Histogram(REQUEST_S), Histogram(REQUEST_S), Histogram(REQUEST_S)
+        self._decode, self._inference = Histogram(REQUEST_S), Histogram(REQUEST_S)
+        self._prompt_tokens, self._output_tokens = Histogram(TOKENS), Histogram(TOKENS)
+        self._longest_output, self._max_tokens = Histogram(TOKENS), Histogram(TOKENS)
+        self._n = Histogram(SEQUENCES)
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
+        self._started: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._tenant_requests: Counter[str] = Counter()
+        self._tenant_prompt_tokens: Counter[str] = Counter()
+        self._tenant_output_tokens: Counter[str] = Counter()
+
+    # -- told by the request's way
+
+    def on_request_start(self, endpoint: str) -> None:
+        self._started[endpoint] += 1
+
+    def on_refused(self, reason: str) -> None:
+        """A request that got an error instead of text. `reason` is one of a few words, never the user's text."""
+        self._refused[reason] += 1
+
+    def on_output(self, prepared: PreparedRequest, output: RequestOutput, now_s: float) -> None:
+        """News of a request, read at `now_s`."""
+        live = self._live.get(output.request_id)
+        if live is None:
+            live = self._begin(prepared, output)
+        counts, last_s, has_deltas = live.num_tokens, live.last_s, live.has_deltas
+        for completion in output.outputs:
+            index = completion.index
+            before = counts[index]
+            num_new = len(completion.token_ids) if has_deltas else len(completion.token_ids) - before
+            if not num_new:
+                continue
+            counts[index] = before + num_new
+            if before:
+                # Several at once: the reader was late, not the engine, which gave them out one by one.
+                self.inter_token.observe((now_s - last_s[index]) / num_new, num_new)
+            else:
+                self._on_first_token(prepared, output, now_s, num_new)
+            last_s[index] = now_s
+
+    def _begin(self, prepared: PreparedRequest, output: RequestOutput) -> _Live:
+        params = prepared.request.params
+        live = _Live(params.output_kind is OutputKind.DELTA, [0] * params.n, [0.0] * params.n)
+        self._live[output.request_id] = live
+        self._num_prompt_tokens += prepared.num_prompt_tokens
+        self._num_cached_tokens += output.num_cached_tokens
+        return live
+
+    def _on_first_token(self, prepared: PreparedRequest, output: RequestOutput, now_s: float, num_new: int) -> None:
+        measured = output.metrics
+        if num_new == 1 or measured is None or measured.first_token_s is None:
+            self.first_token.observe(now_s - prepared.request.arrival_s)
+            return
+        # The whole text at once: only the engine knows when its tokens came.
+        self.first_token.observe(measured.first_token_s)
+        if measured.inter_token_s is not None:
+            self.inter_token.observe(measured.inter_token_s, num_new - 1)
+
+    def on_finished(
+        self, prepared: PreparedRequest, last_output: RequestOutput | None, finish_reason: str | None
+    ) -> RequestSummary:
+        """A request ended: with its last output, or without one where it failed or its reader left.
+
+        `finish_reason` is for sequences that the last output does not say it of.
+        """
+        request = prepared.request
+        live = self._live.pop(request.request_id, None)
+        total_s = self._clock() - request.arrival_s
+        counts = live.num_tokens if live is not None else [0] * request.params.n
+        reasons = [finish_reason or FinishReason.ABORT.value] * request.params.n
+        for completion in last_output.outputs if last_output is not None else ():
+            reasons[completion.index] = completion.finish_reason or reasons[completion.index]
+        self._finished.update(reasons)
+        self._n.observe(request.params.n)
+        if request.params.max_tokens is not None:
+            self._max_tokens.observe(request.params.max_tokens)
+        self._prompt_tokens.observe(prepared.num_prompt_tokens)
+        for count in counts:
+            self._output_tokens.observe(count)
+        self._longest_output.observe(max(counts))
+        self._total.observe(total_s)
+        num_output_tokens = sum(counts)
+        self._on_tenant(request.tenant, prepared.num_prompt_tokens if live is not None else 0, num_output_tokens)
+        measured = last_output.metrics if last_output is not None else None
+        queue_s = measured.queue_s if measured is not None else None
+        first_token_s = measured.first_token_s if measured is not None else None
+        inter_token_s = measured.inter_token_s if measured is not None else None
+        self._on_phases(queue_s, first_token_s, inter_token_s, measured.total_s if measured is not None else None)
+        summary = RequestSummary(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            num_prompt_tokens=prepared.num_prompt_tokens,
+            num_cached_tokens=last_output.num_cached_tokens if last_output is not None else 0,
+            num_output_tokens=num_output_tokens,
+            queue_s=queue_s,
+            first_token_s=first_token_s,
+            inter_token_s=inter_token_s,
+            total_s=total_s,
+            finish_reason=reasons[0] if len(set(reasons)) == 1 else ",".join(reasons),
+            cache_outcome=measured.cache_outcome if measured is not None else None,
+            num_preemptions=measured.num_preemptions if measured is not None else 0,
+        )
+        self.recent.append(summary)
+        return summary
+
+    def _on_phases(
+        self, queue_s: float | None, first_token_s: float | None, inter_token_s: float | None, total_s: float | None
+    ) -> None:
+        if queue_s is not None:
+            self._queue.observe(queue_s)
+        if inter_token_s is not None:
+            self._per_token.observe(inter_token_s)
+        if queue_s is not None and first_token_s is not None:
+            self._prefill.observe(first_token_s - queue_s)
+            if total_s is not None:
+                self._decode.observe(total_s - first_token_s)
+                self._inference.observe(total_s - queue_s)
+
+    def _on_tenant(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        if not tenant:
+            return
+        if tenant not in self._tenant_requests and len(self._tenant_requests) >= _MAX_TENANTS:
+            tenant = "other"
+        self._tenant_requests[tenant] += 1
+        self._tenant_prompt_tokens[tenant] += num_prompt_tokens
+        self._tenant_output_tokens[tenant] += num_output_tokens
+
+    # -- asked by Prometheus
+
+    async def scrape(self) -> bytes:
+        """The page. Answers within seconds even when the engine does not: its part is then that of the last time."""
+        if self._read_s is None or self._clock() - self._read_s >= _READING_FRESH_S:
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask())
+            await asyncio.wait([self._asking], timeout=_READING_TIMEOUT_S)
+        return generate_latest(self) + generate_latest(self._process)
+
+    async def _ask(self) -> None:
+        if self._engine.health().state not in (EngineState.READY, EngineState.STUCK):
+            return
+        try:
+            self._reading = await self._engine.metrics()
+        except QuireError:
+            return  # it died meanwhile: engine_state says so
+        self._read_s = self._clock()
+
+    def collect(self) -> Iterator[Family]:
+        yield from self._server_families()
+        state = self._engine.health().state
+        yield self._family("quire:engine_state", *(((s.value,), float(s is state)) for s in EngineState))
+        if state not in (EngineState.READY, EngineState.STUCK):
+            return  # what a dead engine counted last is not how things are
+        yield from self._info_families(self._engine.info)
+        if self._read_s is not None:
+            yield from self._engine_families(self._engine.info)
+
+    def _server_families(self) -> Iterator[Family]:
+        for name, histogram in {
+            "vllm:time_to_first_token_seconds": self.first_token,
+            "vllm:inter_token_latency_seconds": self.inter_token,
+            "vllm:request_time_per_output_token_seconds": self._per_token,
+            "vllm:e2e_request_latency_seconds": self._total,
+            "vllm:request_queue_time_seconds": self._queue,
+            "vllm:request_prefill_time_seconds": self._prefill,
+            "vllm:request_decode_time_seconds": self._decode,
+            "vllm:request_inference_time_seconds": self._inference,
+            "vllm:request_prompt_tokens": self._prompt_tokens,
+            "vllm:request_generation_tokens": self._output_tokens,
+            "vllm:request_max_num_generation_tokens": self._longest_output,
+            "vllm:request_params_n": self._n,
+            "vllm:request_params_max_tokens": self._max_tokens,
+        }.items():
+            family = HistogramMetricFamily(name, NAMES[name].help, labels=("model_name", "engine"))
+            histogram.add_to(family, self._labels)
+            yield family
+        yield self._family("vllm:prompt_tokens_total", ((), self._num_prompt_tokens))
+        yield self._family("vllm:prompt_tokens_cached_total", ((), self._num_cached_tokens))
+        yield self._family("vllm:request_success_total", *_by_label(self._finished))
+        yield self._family("quire:requests_started_total", *_by_label(self._started))
+        yield self._family("quire:requests_refused_total", *_by_label(self._refused))
+        yield self._family("quire:tenant_requests_total", *_by_label(self._tenant_requests))
+        tokens = {"prompt": self._tenant_prompt_tokens, "output": self._tenant_output_tokens}
+        yield self._family(
+            "quire:tenant_tokens_total",
+            *(((tenant, kind), n) for kind, counts in tokens.items() for tenant, n in counts.items()),
+        )
+
+    def _info_families(self, info: EngineInfo) -> Iterator[Family]:
+        num_kv_tokens = info.num_blocks * info.block_size
+        cache = (
+            *(str(info.block_size), info.kv_dtype, str(info.enable_prefix_caching), str(info.num_blocks)),
+            *(str(info.num_host_blocks), str(num_kv_tokens), f"{num_kv_tokens / info.max_model_len:.2f}"),
+        )
+        yield self._family("vllm:cache_config_info", (cache, 1))
+        yield self._family("quire:build_info", ((quire.__version__, info.device, info.dtype), 1))
+        yield self._family("quire:engine_ready_seconds", ((), info.ready_s))
+        yield self._family("quire:engine_start_seconds", *(((part,), s) for part, s in info.timeline_s.items()))
+
+    def _engine_families(self, info: EngineInfo) -> Iterator[Family]:
+        """What the engine counted, under its names, and what follows from it."""
+        readings: dict[str, list[Metric]] = {}
+        for metric in self._reading:
+            readings.setdefault(metric.name, []).append(metric)
+        load = self._engine.load()
+        for name, value in (
+            ("quire:brownout_level", load.brownout_level),
+            ("quire:num_waiting_tokens", load.num_waiting_tokens),
+        ):
+            readings.setdefault(name, [Metric(name, "gauge", value)])
+        for name, metrics in readings.items():
+            if name not in _OWN:
+                yield self._engine_family(name, metrics)
+        moved = [
+            ((direction,), metric.value * info.block_bytes)
+            for direction in ("in", "out")
+            for metric in readings.get(f"quire:kv_swapped_{direction}_blocks_total", ())
+        ]
+        yield self._family("quire:swap_bytes_total", *moved)
+        yield self._family("quire:engine_metrics_age_seconds", ((), self._clock() - (self._read_s or 0.0)))
+
+    def _engine_family(self, name: str, metrics: list[Metric]) -> Family:
+        """One name of the engine's. A histogram comes as its cumulative buckets, labelled `le`, and its sum."""
+        kind, help_ = metrics[0].kind, NAMES[name].help if name in NAMES else name
+        if kind == "histogram":
+            buckets = [(metric.labels["le"], metric.value) for metric in metrics if "le" in metric.labels]
+            total = next(metric.value for metric in metrics if "le" not in metric.labels)
+            histogram = HistogramMetricFamily(name, help_, labels=("model_name", "engine"))
+            histogram.add_metric(self._labels, buckets, total)
+            return histogram
+        extra = tuple(metrics[0].labels)
+        return self._make(name, kind, help_, extra, ((tuple(m.labels.values()), m.value) for m in metrics))
+
+    def _family(self, name: str, *samples: tuple[tuple[str, ...], float]) -> Family:
+        known = NAMES[name]
+        return self._make(name, known.kind, known.help, known.labels, samples)
+
+    def _make(
+        self, name: str, kind: str, help_: str, extra: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], float]]
+    ) -> Family:
+        labels = ("model_name", "engine", *extra)
+        family: CounterMetricFamily | GaugeMetricFamily
+        if kind == "counter":
+            family = CounterMetricFamily(name, help_, labels=labels)
+        else:
+            family = GaugeMetricFamily(name, help_, labels=labels)
+        for values, value in samples:
+            family.add_metric((*self._labels, *values), value)
+        return family
+
+
+# Counted here and by the engine, which sees a stop string as an abort and knows no request that came as text.
+_OWN = {"vllm:prompt_tokens_total", "vllm:prompt_tokens_cached_total", "vllm:request_success_total"}
+
+
+def _by_label(counts: Counter[str]) -> Iterator[tuple[tuple[str], int]]:
+    return (((label,), count) for label, count in counts.items())
+
+
+def routes(context: ServerContext) -> list[Route]:
+    async def metrics(_: HttpRequest) -> Response:
+        return Response(await context.metrics.scrape(), headers={"content-type": _CONTENT_TYPE})
+
+    return [Route("/metrics", metrics, methods=["GET"])]

@@ -1,0 +1,249 @@
+"""The OpenAPI 3.1 document: made from the very types that decode and encode the bodies, so that it cannot drift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+import quire
+from quire.server import protocol, replies
+from quire.server.deadline import TIMEOUT_HEADER
+from quire.server.endpoint import REQUEST_ID_HEADER
+
+_REF = "#/components/schemas/{name}"
+_TEXT = "text/plain"
+_STREAM = "text/event-stream"
+
+_ERRORS = {
+    400: "A field is wrong, unknown or not supported; `param` names it.",
+    401: "No API key, or one that is not known.",
+    404: "No such model or path.",
+    405: "The path does not take this method.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too much waits; `Retry-After` says when to come back.",
+    500: "The server failed. Its log says why.",
+    503: "The server is starting, draining, or has lost its engine.",
+    504: "The request did not finish within its timeout.",
+}
+_ALWAYS = (401, 405, 500, 503)
+_WITH_BODY = (400, 404, 408, 413, 415)
+_GENERATING = (429, 504)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Operation:
+    method: str
+    path: str
+    tag: str
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    reply: type[msgspec.Struct] | None = None
+    reply_type: str = "application/json"  # where the reply has no type of ours
+    statuses: tuple[int, ...] = _ALWAYS
+    parameters: tuple[tuple[str, str, str], ...] = ()  # (name, where, meaning)
+    generates: bool = False
+
+
+_LIMIT = ("limit", "query", "How many at most.")
+_OFFSET = ("offset", "query", "How many to pass over.")
+_ID = (REQUEST_ID_HEADER, "header", "Up to 128 visible ASCII characters; returned, and in the log.")
+_TIMEOUT = (TIMEOUT_HEADER, "header", "As the field `timeout`, which goes first.")
+
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/v1/completions",
+        tag="OpenAI",
+        summary="Continue a text. With `stream`, as server-sent events that end with `data: [DONE]`.",
+        body=protocol.CompletionBody,
+        reply=replies.Completion,
+        statuses=(*_ALWAYS, *_WITH_BODY, *_GENERATING),
+        parameters=(_ID, _TIMEOUT),
+        generates=True,
+    ),
+    Operation(
+        method="post",
+        path="/v1/chat/completions",
+        tag="OpenAI",
+        summary="Answer a conversation. With `stream`, as server-sent events that end with `data: [DONE]`.",
+        body=protocol.ChatBody,
+        reply=replies.ChatCompletion,
+        statuses=(*_ALWAYS, *_WITH_BODY, *_GENERATING),
+        parameters=(_ID, _TIMEOUT),
+        generates=True,
+    ),
+    Operation(method="get", path="/v1/models", tag="OpenAI", summary="The names to ask for.", reply=replies.ModelList),
+    Operation(
+        method="get",
+        path="/v1/models/{model}",
+        tag="OpenAI",
+        summary="One of them.",
+        reply=replies.Model,
+        statuses=(*_ALWAYS, 404),
+        parameters=(("model", "path", "Its name."),),
+    ),
+    Operation(
+        method="post",
+        path="/tokenize",
+        tag="Tokens",
+        summary="Token ids of a text or a conversation.",
+        body=protocol.TokenizeBody,
+        reply=replies.Tokens,
+        statuses=(*_ALWAYS, *_WITH_BODY),
+        parameters=(_ID,),
+    ),
+    Operation(
+        method="post",
+        path="/detokenize",
+        tag="Tokens",
+        summary="Text of token ids.",
+        body=protocol.DetokenizeBody,
+        reply=replies.Text,
+        statuses=(*_ALWAYS, *_WITH_BODY),
+        parameters=(_ID,),
+    ),
+    Operation(
+        method="get",
+        path="/health",
+        tag="Operation",
+        summary="200 while the engine is idle or makes progress, else 503.",
+    ),
+    Operation(method="get", path="/version", tag="Operation", summary="Quire's version.", reply=replies.Version),
+    Operation(method="get", path="/load", tag="Operation", summary="How busy the server is, in one small object."),
+    Operation(
+        method="get", path="/metrics", tag="Operation", summary="For Prometheus, under vLLM's names.", reply_type=_TEXT
+    ),
+    Operation(
+        method="get",
+        path="/live",
+        tag="Cache",
+        summary="What the page at `/` draws from: one JSON object a line, without end.",
+        reply_type="application/x-ndjson",
+        statuses=(*_ALWAYS, 400, 429),
+    ),
+    Operation(
+        method="get", path="/debug/kv", tag="Cache", summary="The KV cache in numbers, and the start of the rest."
+    ),
+    Operation(
+        method="get",
+        path="/debug/kv/map",
+        tag="Cache",
+        summary="Every block: its state, users and hits.",
+        statuses=(*_ALWAYS, 400),
+        parameters=(("first", "query", "The first block."), _LIMIT),
+    ),
+    Operation(
+        method="get",
+        path="/debug/kv/requests",
+        tag="Cache",
+        summary="Block tables, and why each request hit or missed.",
+        statuses=(*_ALWAYS, 400),
+        parameters=(_OFFSET, _LIMIT),
+    ),
+    Operation(
+        method="get",
+        path="/debug/kv/sharing",
+        tag="Cache",
+        summary="Which blocks which requests share.",
+        statuses=(*_ALWAYS, 400),
+        parameters=(_LIMIT,),
+    ),
+    Operation(
+        method="get",
+        path="/debug/kv/tree",
+        tag="Cache",
+        summary="Cached prefixes with their hit counts.",
+        statuses=(*_ALWAYS, 400, 404),
+        parameters=(("node", "query", "Where to begin."), ("depth", "query", "How deep."), _OFFSET, _LIMIT),
+    ),
+    Operation(
+        method="get",
+        path="/debug/kv/blocks/{block}",
+        tag="Cache",
+        summary="One block: who uses it, and what text it holds.",
+        statuses=(*_ALWAYS, 400, 404),
+        parameters=(("block", "path", "Its number."),),
+    ),
+)
+
+
+@lru_cache(maxsize=1)
+def openapi_document() -> dict[str, Any]:
+    types = [type_ for op in OPERATIONS for type_ in (op.body, op.reply) if type_ is not None]
+    _, schemas = msgspec.json.schema_components([*types, replies.Error], ref_template=_REF)
+    for type_ in types:
+        _say_what_is_refused(type_, schemas)
+    paths: dict[str, Any] = {}
+    for op in OPERATIONS:
+        paths.setdefault(op.path, {})[op.method] = _operation(op)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Quire",
+            "version": quire.__version__,
+            "summary": "LLM inference on paged KV memory, behind OpenAI's API.",
+        },
+        "security": [{}, {"key": []}],
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "Where the operator set API keys."}
+            },
+            "responses": {
+                str(status): {"description": meaning, "content": {"application/json": {"schema": _ref("Error")}}}
+                for status, meaning in _ERRORS.items()
+            },
+        },
+    }
+
+
+def _operation(op: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {op.reply_type: {"schema": _ref(op.reply.__name__) if op.reply is not None else {}}}
+    if op.generates:
+        content[_STREAM] = {"schema": {"type": "string"}}
+    described: dict[str, Any] = {
+        "tags": [op.tag],
+        "summary": op.summary,
+        "operationId": op.method + op.path.replace("/", "_").replace("{", "").replace("}", ""),
+        "responses": {
+            "200": {"description": "As asked for.", "content": content},
+            **{str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(op.statuses)},
+        },
+    }
+    if op.parameters:
+        described["parameters"] = [
+            {
+                "name": name,
+                "in": where,
+                "required": where == "path",
+                "description": meaning,
+                "schema": {"type": "string"},
+            }
+            for name, where, meaning in op.parameters
+        ]
+    if op.body is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(op.body.__name__)}},
+        }
+    return described
+
+
+def _say_what_is_refused(type_: type[msgspec.Struct], schemas: dict[str, Any]) -> None:
+    for name in protocol.only_fields(type_):
+        allowed, why = protocol.ONLY[name]
+        schemas[type_.__name__]["properties"][name] = {
+            "enum": list(allowed),
+            "default": None,
+            "description": f"Not supported: {why}.",
+        }
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": _REF.format(name=name)}

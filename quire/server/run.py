@@ -1,0 +1,274 @@
+"""`serve`: a server's life from an open socket to its exit code.
+
+    0    drained after SIGTERM or SIGINT
+    1    the engine died, or could not start
+    130  SIGINT came twice
+
+The socket opens first, so that `/health` can say "starting" while the engine loads the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from quire.config import EngineConfig
+from quire.engine.api import EngineInfo, ServingEngine
+from quire.errors import EngineDeadError
+from quire.log import get_logger
+from quire.server.admission import Admission
+from quire.server.app import create_app
+from quire.server.context import ServerContext
+from quire.server.http_server import HttpServer
+from quire.server.life import LifeState, ServerLife, UnavailableError
+from quire.server.listen import address_of, open_socket
+from quire.server.logs import set_up_logs, watch_engine
+from quire.server.metrics import ServerMetrics
+from quire.server.settings import ServerSettings
+from quire.server.tls import make_ssl_context
+
+_DEATH_S = 3.0  # in which open requests are told that the engine died
+_DEATH_SHOWN_S = 0.5  # /health says so at least this long
+_CUT_S = 2.0  # in which requests that were cut off are told so
+_CLOSE_S = 5.0  # for the engine's process to end by itself
+_WATCH_S = 1.0
+_MAX_FILES = 65_536
+
+
+class StartableEngine(ServingEngine, Protocol):
+    """A ServingEngine whose process is ours to start and to end."""
+
+    async def start(self) -> None: ...
+
+    async def ready(self) -> None: ...
+
+    def on_death(self, callback: Callable[[str], None]) -> None: ...
+
+    async def close(self, grace_s: float) -> None: ...
+
+
+MakeEngine = Callable[[EngineConfig, ServerSettings], StartableEngine]
+
+
+def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEngine | None = None) -> int:
+    """Serve until told to stop, and return the exit code. Raises a QuireError where it cannot start."""
+    ssl_context = make_ssl_context(settings)
+    listener = open_socket(settings)
+    logs = set_up_logs(settings.log_format, settings.log_level)
+    # Its lines about itself say nothing that ours do not.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    _raise_file_limit()
+    model = (*settings.served_model_names, config.model)[0]
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+
+            async def run() -> int:
+                engine = (make_engine or _make_engine)(config, settings)
+                life = ServerLife()
+                context = ServerContext(
+                    engine=engine,
+                    settings=settings,
+                    admission=Admission(engine, settings),
+                    metrics=ServerMetrics(engine, model),
+                    logs=logs,
+                    life=life,
+                )
+                return await _Run(context, engine, model, listener, ssl_context).run()
+
+            return runner.run(run())
+    finally:
+        listener.close()
+        if settings.uds is not None:
+            Path(settings.uds).unlink(missing_ok=True)
+
+
+class _Run:
+    """One server: HTTP, the engine, and the signals that end them."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        engine: StartableEngine,
+        model: str,
+        listener: socket.socket,
+        ssl_context: ssl.SSLContext | None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._context = context
+        self._engine = engine
+        self._model = model
+        self._life = context.life
+        self._settings = context.settings
+        self._address = address_of(listener, context.settings)
+        self._listener = listener
+        self._http = HttpServer(create_app(context), context.settings, ssl_context)
+        self._log = get_logger()
+        self._num_interrupts = 0
+        self._drain_wanted: asyncio.Future[None] = loop.create_future()
+        self._stop_wanted: asyncio.Future[None] = loop.create_future()
+        self._death: asyncio.Future[str] = loop.create_future()
+
+    async def run(self) -> int:
+        self._take_signals()
+        self._engine.on_death(self._on_death)
+        http = asyncio.create_task(self._http.run_on(self._listener))
+        watch = asyncio.create_task(watch_engine(self._engine, self._context.logs, interval_s=_WATCH_S))
+        grace_s = 0.0
+        try:
+            await self._start()
+            code = await self._serve()
+            grace_s = _CLOSE_S if code == 0 else 0.0
+            return code
+        finally:
+            # What is still open now (a page's live feed, a client that does not read) is closed, not waited for.
+            logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+            watch.cancel()
+            self._http.stop()
+            await asyncio.gather(http, self._engine.close(grace_s))
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+            self._log.info("stopped")
+
+    async def _start(self) -> None:
+        """Until the engine is ready, or somebody wants to stop. Raises what kept the engine from starting."""
+        self._log.info("listening at %s, loading %s", self._address, self._model)
+        start = asyncio.create_task(self._start_engine())
+        try:
+            await _first_of(start, self._drain_wanted, self._death)
+            if self._death.done():  # ready() knows better why, and says so in a moment
+                await asyncio.wait({start}, timeout=_DEATH_S)
+                if not start.done():
+                    raise EngineDeadError(self._death.result())
+            if start.done():
+                start.result()
+                self._life.ready()
+                self._log.info("%s", ready_line(self._address, self._model, self._engine.info))
+                self._warn_if_open()
+        finally:
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+
+    async def _start_engine(self) -> None:
+        await self._engine.start()
+        await self._engine.ready()
+
+    async def _serve(self) -> int:
+        await _first_of(self._drain_wanted, self._death)
+        if self._death.done():
+            return await self._die(self._death.result())
+        return await self._drain()
+
+    async def _drain(self) -> int:
+        """No new requests; those under way may finish."""
+        self._life.begin_drain()
+        timeout_s = self._settings.drain_timeout_s
+        if self._life.num_in_flight:
+            self._log.info("draining: %d requests under way, at most %g s", self._life.num_in_flight, timeout_s)
+        idle = asyncio.create_task(self._life.idle(timeout_s))
+        await _first_of(idle, self._stop_wanted, self._death)
+        if self._stop_wanted.done():
+            idle.cancel()
+            self._life.cut(UnavailableError(LifeState.DRAINING))
+            await asyncio.sleep(0)  # so that those that can be told are
+            return 130
+        if self._death.done():
+            idle.cancel()
+            return await self._die(self._death.result())
+        if not idle.result():
+            num_cut = self._life.cut(UnavailableError(LifeState.DRAINING))
+            self._log.warning("drain timeout of %g s is over: %d requests are cut off", timeout_s, num_cut)
+            await self._life.idle(_CUT_S)
+        return 0
+
+    async def _die(self, reason: str) -> int:
+        """Tell everybody who waits, and exit so that a supervisor can start a new server."""
+        self._life.died(reason)
+        self._log.error("%d open requests get an error, then the server exits", self._life.num_in_flight)
+        shown = asyncio.create_task(asyncio.sleep(_DEATH_SHOWN_S))
+        if not await self._life.idle(_DEATH_S):
+            self._life.cut(UnavailableError(LifeState.DEAD))
+            await self._life.idle(1.0)
+        await shown
+        return 1
+
+    def _on_death(self, reason: str) -> None:
+        if not self._death.done():
+            self._life.died(reason)  # from this moment, not when our turn comes
+            self._death.set_result(reason)
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        loop.add_signal_handler(signal.SIGINT, self._on_sigint)
+
+    def _on_sigterm(self) -> None:
+        self._want_drain()
+
+    def _on_sigint(self) -> None:
+        self._num_interrupts += 1
+        if self._num_interrupts == 1:
+            self._log.info("interrupted: running requests may finish; Ctrl+C again stops at once")
+            self._want_drain()
+        elif not self._stop_wanted.done():
+            self._log.info("interrupted again: stopping at once")
+            self._stop_wanted.set_result(None)
+
+    def _want_drain(self) -> None:
+        if not self._drain_wanted.done():
+            self._drain_wanted.set_result(None)
+
+    def _warn_if_open(self) -> None:
+        if not self._settings.is_local and not self._settings.api_keys:
+            self._log.warning(
+                "anyone who reaches %s may use this server: --api-key or --api-key-file guard it", self._settings.host
+            )
+
+
+async def _first_of(*waited: asyncio.Future[Any]) -> None:
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+
+
+def ready_line(address: str, model: str, info: EngineInfo) -> str:
+    """What people look for: where it is, what it serves, and where the memory went."""
+    kind = f"{info.architecture}, {info.dtype} on {info.device}"
+    parts = [f"ready at {address} in {info.ready_s:.1f} s: {model} ({kind})", info.ledger_summary, info.blocks_line]
+    return "; ".join(" ".join(part.split()) for part in parts if part)
+
+
+def _raise_file_limit() -> None:
+    """A connection is an open file, and many systems allow a process 1,024 unless it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # what there is must do, then
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _make_engine(config: EngineConfig, settings: ServerSettings) -> StartableEngine:
+    from quire.engine.brownout import BrownoutSettings
+    from quire.engine.client import EngineClient
+    from quire.engine.launch import EngineProcessOptions
+
+    options = EngineProcessOptions(
+        step_timeout_s=settings.step_timeout_s,
+        dump_dir=settings.dump_dir,
+        brownout=BrownoutSettings(enabled=settings.brownout),
+    )
+    return EngineClient(config, options)

@@ -1,0 +1,110 @@
+"""From a body's fields to SamplingParams. What a request leaves out is the model's own default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.params import OutputKind, SamplingParams
+from quire.server.errors import bad_request
+from quire.server.protocol import ChatBody, CompletionBody, GenerationBody
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_PLAIN = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "seed",
+    "logit_bias",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+)
+
+
+def completion_params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
+    """The engine makes at least one token; with max_tokens=0 the caller drops it."""
+    check_options(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_request(
+            f"best_of={body.best_of} is not supported: Quire gives every text that it makes, so it must equal "
+            f"n={body.n or 1}. Leave it out",
+            "best_of",
+            "unsupported",
+        )
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0:
+        if not body.echo:
+            raise bad_request("max_tokens=0 asks for nothing: set it to 1 or more, or set echo", "max_tokens")
+        if body.min_tokens:
+            raise bad_request(f"min_tokens ({body.min_tokens}) must be <= max_tokens (0)", "min_tokens")
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:  # the prompt's come with it
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    return _params(
+        body, defaults, max_tokens=max(max_tokens, 1), logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
+    )
+
+
+def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
+    check_options(body)
+    max_tokens = body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = body.max_tokens
+    elif body.max_tokens is not None and body.max_tokens != max_tokens:
+        raise bad_request(
+            f"max_tokens={body.max_tokens} and max_completion_tokens={max_tokens} contradict each other: send one",
+            "max_tokens",
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _params(body, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+
+
+def check_options(body: GenerationBody) -> None:
+    """What contradicts itself, whatever is sampled."""
+    if body.stream_options is not None:
+        if not body.stream:
+            raise bad_request("stream_options needs stream=true", "stream_options")
+        if body.stream_options.include_obfuscation:
+            raise bad_request(
+                "include_obfuscation is not supported: Quire pads no chunks",
+                "stream_options.include_obfuscation",
+                "unsupported",
+            )
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs are not given in a stream: set stream=false", "prompt_logprobs")
+
+
+def _params(
+    body: GenerationBody,
+    defaults: SamplingParams,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    values: dict[str, Any] = {name: getattr(defaults, name) for name in _MODEL_DEFAULTS}
+    for name in _PLAIN:
+        value = getattr(body, name)
+        if value is not None:
+            values[name] = value
+    return SamplingParams(
+        **values,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,133 @@
+"""ServerSettings: what an operator asked of the server, checked once. The engine's own settings are EngineConfig."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import gettempdir
+from urllib.parse import urlsplit
+
+from quire.errors import ConfigError
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MIB = 1 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class ApiKey:
+    """One key and whose it is. The tenant's name goes into logs and metrics; the key never does."""
+
+    tenant: str
+    key: str = field(repr=False)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ServerSettings:
+    """Everything but the engine. `None` means "no limit" or "choose for me", as each comment says."""
+
+    # Where it listens
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one, told in the ready line
+    uds: str | None = None  # a Unix socket's path, instead of host and port
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None  # None: the certificate's file holds it too
+    ssl_keyfile_password: str | None = field(default=None, repr=False)
+    ssl_ca_certs: str | None = None  # given: clients must show a certificate that one of these signed
+    # What clients see
+    served_model_names: tuple[str, ...] = ()  # empty: the model as the operator named it
+    # Who may ask
+    api_keys: tuple[ApiKey, ...] = ()  # empty: anyone
+    cors_origins: tuple[str, ...] = ()  # empty: no other site's page may
+    max_body_bytes: int = 32 * MIB
+    max_header_bytes: int = 64 << 10
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    keep_alive_s: float = 60.0
+    # How much may wait, and how long
+    max_waiting_requests: int | None = None  # None: from the engine's size
+    max_waiting_tokens: int | None = None  # None: from the engine's size
+    default_timeout_s: float | None = None  # for requests that name no timeout; None: no limit
+    max_timeout_s: float | None = None  # the most that a request may name; None: no limit
+    brownout: bool = True
+    brownout_max_tokens: int = 256  # output tokens of new requests while memory is short
+    # Life
+    drain_timeout_s: float = 60.0
+    step_timeout_s: float = 60.0  # a step that takes longer is stuck
+    dump_dir: str = field(default_factory=gettempdir)  # where the watchdog writes what it saw
+    # Logs
+    log_format: str = "text"
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("host must be an address or a name: 0.0.0.0 listens on every IPv4 address")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+        self._check_tls()
+        self._check_positive()
+        for origin in self.cors_origins:
+            _check_origin(origin)
+        if len({key.key for key in self.api_keys}) != len(self.api_keys):
+            raise ConfigError("the same API key is given twice")
+        if any(not name for name in self.served_model_names):
+            raise ConfigError("served_model_name must not be empty")
+        if self.default_timeout_s and self.max_timeout_s and self.default_timeout_s > self.max_timeout_s:
+            raise ConfigError(
+                f"default_timeout ({self.default_timeout_s:g} s) must be <= max_timeout ({self.max_timeout_s:g} s)"
+            )
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
+        object.__setattr__(self, "log_level", self.log_level.lower())
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
+        if not Path(self.dump_dir).is_dir():
+            raise ConfigError(f"dump_dir must be a directory that exists, got {self.dump_dir!r}")
+
+    def _check_tls(self) -> None:
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ConfigError(f"{name} needs ssl_certfile, the server's own certificate")
+
+    def _check_positive(self) -> None:
+        for name in (
+            "max_body_bytes",
+            "max_header_bytes",
+            "max_waiting_requests",
+            "max_waiting_tokens",
+            "brownout_max_tokens",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be a whole number >= 1, got {value}")
+        for name in (
+            "header_timeout_s",
+            "body_timeout_s",
+            "keep_alive_s",
+            "default_timeout_s",
+            "max_timeout_s",
+            "step_timeout_s",
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1e9:
+                raise ConfigError(f"{name.removesuffix('_s')} must be more than 0 seconds, got {value:g}")
+        if not 0 <= self.drain_timeout_s <= 1e9:
+            raise ConfigError(f"drain_timeout must be 0 seconds or more, got {self.drain_timeout_s:g}")
+
+    @property
+    def is_tls(self) -> bool:
+        return self.ssl_certfile is not None
+
+    @property
+    def is_local(self) -> bool:
+        """Only this machine's users can reach it."""
+        return self.uds is not None or self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+def _check_origin(origin: str) -> None:
+    """An origin is scheme://host[:port] and nothing else; with a path the browser's would never equal it."""
+    if origin == "*":
+        return
+    parts = urlsplit(origin)
+    if not parts.scheme or not parts.netloc or parts.path or parts.query or parts.fragment:
+        raise ConfigError(f"cors_origin must be like https://example.org or *, got {origin!r}")

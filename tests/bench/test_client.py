@@ -1,0 +1,134 @@
+"""The load generator against a server that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+from bench_server import FakeServer, serving
+
+from quire.bench.client import ClientRequest, Outcome, Target, find_model, run_load
+from quire.errors import QuireError
+
+
+def load(
+    server: FakeServer, requests: list[ClientRequest], arrivals: list[float] | None = None, **options: Any
+) -> list[Outcome]:
+    chat = options.pop("chat", False)
+    body = options.pop("body", {})
+    timeout_s = options.pop("timeout_s", 5.0)
+
+    async def go() -> list[Outcome]:
+        async with serving(server):
+            target = Target(
+                base_url=server.url,
+                endpoint="/v1/chat/completions" if chat else "/v1/completions",
+                model="m",
+                api_key="secret",
+                timeout_s=timeout_s,
+                body=body,
+            )
+            return await run_load(target, requests, arrivals or [0.0] * len(requests), **options)
+
+    return asyncio.run(go())
+
+
+def test_tokens_and_times_of_a_stream() -> None:
+    server = FakeServer(first_s=0.05, token_s=0.01)
+    [outcome] = load(server, [ClientRequest([11, 12, 13], 5)], body={"temperature": 0.0, "ignore_eos": True})
+    assert outcome.error is None
+    assert (outcome.prompt_tokens, outcome.output_tokens) == (7, 5)  # the server's own count
+    assert outcome.ttft_s is not None and outcome.e2e_s is not None
+    assert 0.05 <= outcome.ttft_s < outcome.e2e_s
+    assert len(outcome.itl_s) == 4 and min(outcome.itl_s) >= 0.005
+    assert outcome.e2e_s == pytest.approx(outcome.ttft_s + sum(outcome.itl_s))
+    [body] = server.bodies
+    assert body["prompt"] == [11, 12, 13] and body["max_tokens"] == 5 and body["ignore_eos"] is True
+    assert body["stream_options"] == {"include_usage": True}
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_a_chats_role_is_no_token() -> None:
+    server = FakeServer(first_s=0.08)
+    [outcome] = load(server, [ClientRequest("hello you", 3)], chat=True)
+    assert outcome.error is None and outcome.output_tokens == 3
+    assert outcome.ttft_s is not None and outcome.ttft_s >= 0.08
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "hello you"}]
+    assert server.bodies[0]["max_completion_tokens"] == 3
+
+
+def test_without_usage_chunks_are_counted() -> None:
+    [outcome] = load(FakeServer(sends_usage=False), [ClientRequest([1, 2], 4)])
+    assert (outcome.prompt_tokens, outcome.output_tokens) == (2, 4)
+
+
+def test_every_kind_of_failure_is_counted_and_the_others_go_on() -> None:
+    faults = [429, None, "disconnect", 503, "early end", "garbage", "error event", None]
+    outcomes = load(FakeServer(faults=list(faults)), [ClientRequest([1], 3)] * 8, max_concurrency=1)
+    assert len(outcomes) == 8
+    errors = [outcome.error for outcome in outcomes]
+    assert [error is None for error in errors] == [fault is None for fault in faults]
+    assert errors[0] == "HTTP 429" and outcomes[0].detail == "slow down, please"
+    assert errors[2] in ("disconnected in the stream", "connection reset", "disconnected")
+    assert errors[3] == "HTTP 503"
+    assert errors[4] == "the stream ended early"
+    assert errors[5] == "not a stream of JSON"
+    assert errors[6] == "error in the stream" and outcomes[6].detail == "out of blocks"
+    assert all(outcome.e2e_s is None for outcome in outcomes if outcome.error)
+
+
+def test_a_slow_server_times_out() -> None:
+    [outcome] = load(FakeServer(first_s=5.0), [ClientRequest([1], 3)], timeout_s=0.1)
+    assert outcome.error == "timeout"
+
+
+def test_concurrency_is_capped() -> None:
+    server = FakeServer(token_s=0.005)
+    assert len(load(server, [ClientRequest([1], 3)] * 12, max_concurrency=3)) == 12
+    assert server.max_running == 3
+
+
+def test_requests_are_sent_at_their_times() -> None:
+    outcomes = load(FakeServer(), [ClientRequest([1], 1)] * 3, [0.0, 0.1, 0.2])
+    assert [outcome.sent_s for outcome in outcomes] == pytest.approx([0.0, 0.1, 0.2], abs=0.08)
+
+
+def test_stopping_keeps_what_came_back() -> None:
+    server = FakeServer(token_s=0.002)
+
+    async def go() -> list[Outcome]:
+        async with serving(server):
+            stop = asyncio.Event()
+            requests = [ClientRequest([1], 2)] * 3 + [ClientRequest([1], 100_000)]
+
+            def done(outcome: Outcome) -> None:
+                if not stop.is_set() and len(seen) == 2:
+                    stop.set()
+                seen.append(outcome)
+
+            seen: list[Outcome] = []
+            return await run_load(Target(base_url=server.url), requests, [0.0] * 4, stop=stop, on_done=done)
+
+    outcomes = asyncio.run(go())
+    assert len(outcomes) == 3 and all(outcome.error is None for outcome in outcomes)
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        base = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(QuireError, match=f"no server answers at {base} \\(connection refused\\)"):
+            asyncio.run(find_model(Target(base_url=base)))
+        [outcome] = asyncio.run(run_load(Target(base_url=base), [ClientRequest([1], 1)], [0.0]))
+    assert outcome.error == "connection refused"
+
+
+def test_the_model_is_the_first_that_is_listed() -> None:
+    async def go() -> tuple[str, str]:
+        async with serving(FakeServer()) as server:
+            first = await find_model(Target(base_url=server.url))
+            return first, await find_model(Target(base_url=server.url, model="mine"))
+
+    assert asyncio.run(go()) == ("fake-model", "mine")

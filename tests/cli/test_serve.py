@@ -1,0 +1,196 @@
+"""quire serve as an operator runs it: its flags, and one real server from its first line to its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from serve_fakes import running
+
+from quire.cli import serve
+from quire.cli.main import main
+from quire.cli.serve_flags import GROUPS, ONLY_ONE_VALUE, REFUSED, engine_names, help_of, settings_field
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.server.settings import ServerSettings
+
+SHOWN = [flag for flags in GROUPS.values() for flag in flags]
+
+
+def read(*arguments: str, environ: dict[str, str] | None = None) -> tuple[EngineConfig, ServerSettings, list[str]]:
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    return serve.read(parser.parse_args(["serve", *arguments]), environ or {})
+
+
+def test_without_flags_it_is_the_default_model_on_this_machine_alone() -> None:
+    config, settings, warnings = read()
+    assert config == EngineConfig()
+    assert settings == ServerSettings()
+    assert warnings == []
+
+
+def test_vllms_names_reach_the_engine() -> None:
+    config, settings, _ = read(
+        *("org/model", "--max-model-len", "4K", "-tp", "1", "--kv-cache-dtype", "float32", "--dtype", "float32"),
+        *("--no-enable-prefix-caching", "--max-num-batched-tokens", "2048", "--gpu-memory-utilization", "0.5"),
+        *("--scheduling-policy", "priority", "--swap-space", "1", "--hf-overrides", '{"a": 1}', "--seed", "7"),
+        *("--served-model-name", "one", "two", "--host", "0.0.0.0", "--port", "9000"),
+    )
+    assert config.model == "org/model"
+    assert config.max_model_len == 4096
+    assert not config.enable_prefix_caching
+    assert config.swap_space_gb == 1.0
+    assert config.hf_overrides == {"a": 1}
+    assert config.seed == 7
+    assert settings.served_model_names == ("one", "two")
+    assert (settings.host, settings.port) == ("0.0.0.0", 9000)
+    assert read("--max-model-len", "auto")[0].max_model_len is None
+    assert read("--max-model-len", "-1")[0].max_model_len is None
+
+
+def test_the_model_may_be_positional_or_a_flag_or_a_variable() -> None:
+    assert read("m")[0].model == "m"
+    assert read("--model", "m")[0].model == "m"
+    assert read("m", "--model", "m")[0].model == "m"
+    assert read("m", environ={"QUIRE_MODEL": "other"})[0].model == "m"
+    assert read(environ={"QUIRE_MODEL": "other"})[0].model == "other"
+    with pytest.raises(ConfigError, match="two models are given"):
+        read("m", "--model", "other")
+
+
+def test_keys_from_flags_variables_and_a_file(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice:sk-1\n")
+    _, settings, _ = read("--api-key", "a,b", "--api-key", "c", "--api-key-file", str(tmp_path / "keys"))
+    assert [key.key for key in settings.api_keys] == ["a,b", "c", "sk-1"]
+    assert settings.api_keys[2].tenant == "alice"
+    assert [key.key for key in read(environ={"QUIRE_API_KEY": "a b"})[1].api_keys] == ["a", "b"]
+    with pytest.raises(ConfigError, match="--api-key: an API key must be"):
+        read("--api-key", "two words")
+
+
+def test_seconds_and_sizes_reach_the_settings() -> None:
+    flags = ["--drain-timeout", "5", "--max-body-bytes", "1M", "--cors-origin", "*", "--no-brownout"]
+    _, settings, _ = read(*flags, "--max-waiting-requests", "9", "--log-format", "json")
+    assert settings.drain_timeout_s == 5.0
+    assert settings.max_body_bytes == 1 << 20
+    assert settings.cors_origins == ("*",)
+    assert not settings.brownout
+    assert settings.max_waiting_requests == 9
+    assert settings.log_format == "json"
+
+
+def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
+    reached = {settings_field(flag.name) for flag in SHOWN} - engine_names() - {"api_key", "api_key_file"}
+    assert reached == {field.name for field in dataclasses.fields(ServerSettings)} - {"api_keys"}
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert {flag.name for flag in SHOWN} & engine_names() <= known
+    assert not set(REFUSED) & ({flag.name for flag in SHOWN} | {flag.name for flag in ONLY_ONE_VALUE})
+
+
+def test_help_is_grouped_and_tells_defaults_and_precedence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert [title for title in GROUPS if f"\n{title}:\n" in text] == list(GROUPS)
+    assert all(flag.option in text and flag.help in text for flag in SHOWN)
+    assert "(default 127.0.0.1)" in text
+    assert "the first that has it wins" in text
+    assert "--lora-modules" not in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert "(default 60)" in help_of(next(flag for flag in SHOWN if flag.name == "drain_timeout"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tensor-parallel-size", "2"], "tensor_parallel_size is not supported"),
+        (["-tp", "2"], "tensor_parallel_size is not supported"),
+        (["--enable-lora"], "enable_lora is not supported"),
+        (["--lora-modules", "a=b", "c=d"], "--lora-modules is not supported: Quire has no LoRA yet"),
+        (["--enable-auto-tool-choice", "--tool-call-parser", "hermes"], "is not supported"),
+        (["--allowed-origins", '["*"]'], "use --cors-origin"),
+        (["--speculative-config", "{}"], "speculative_config is not supported"),
+        (["--port", "many"], "--port must be a whole number"),
+        (["--port", "99999"], "port must be between 0 and 65535"),
+        (["--max-model-len", "long"], "max_model_len must be auto or a whole number"),
+        (["--block-size", "24"], "block_size must be one of"),
+        (["--api-key-file", "/no/such/file"], "api_key_file /no/such/file: No such file"),
+        (["--ssl-certfile", "/no/such/cert"], "ssl_certfile /no/such/cert: No such file"),
+        (["--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
+        (["--model", "./nowhere", "--port", "0"], "nowhere"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("QUIRE_")]:
+        if name not in ("QUIRE_HOME", "QUIRE_CPU_ISA"):
+            monkeypatch.delenv(name)
+    if "nowhere" in words:
+        return _a_missing_model_is_one_line(arguments, words)
+    assert main(["serve", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert len(err.splitlines()) == 1
+    return None
+
+
+def _a_missing_model_is_one_line(arguments: list[str], words: str) -> None:
+    """In a process of its own: it gets as far as the engine."""
+    with running(["-m", "quire.cli.main", "serve", *arguments]) as server:
+        assert server.exit_code(60) == 1
+        last = server.lines[-1]
+        assert last.startswith("quire: error:")
+        assert words in last
+        assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
+    assert "is in use" in capsys.readouterr().err
+
+
+def test_a_real_engine_serves_dies_and_takes_the_server_with_it(tiny_model: Path) -> None:
+    small = ["--load-format", "dummy", "--device", "cpu", "--num-threads", "1", "--kv-cache-memory-bytes", "4M"]
+    with running(["-m", "quire.cli.main", "serve", str(tiny_model), "--port", "0", *small]) as server:
+        assert server.get("/health")[1]["status"] == "starting"
+        ready = server.wait_for("ready at").string
+        assert "blocks" in ready
+        body = {"model": str(tiny_model), "prompt": "hello", "max_tokens": 4, "temperature": 0}
+        status, answer, _ = server.post("/v1/completions", body)
+        assert status == 200, answer
+        assert answer["usage"]["completion_tokens"] == 4
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        began_s = time.monotonic()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        assert server.exit_code() == 1
+        assert time.monotonic() - began_s < 5.0
+        assert any("SIGKILL" in line for line in server.lines)
+
+
+def test_other_commands_and_the_help_need_none_of_the_servers_packages() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('starlette', 'uvicorn', 'zmq', 'msgspec', 'prometheus_client', 'yaml', 'httptools'):\n"
+        "    sys.modules[name] = None\n"
+        "from quire.cli.main import main\n"
+        "sys.exit(main(['serve', '--port', '0']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'quire[server]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

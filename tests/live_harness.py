@@ -1,0 +1,174 @@
+"""For tests of what the live page shows: an engine in the test's own hands, and a whole server in two processes.
+
+Run as a program it serves, with the simulated engine: `python tests/live_harness.py MODEL_DIR SETTINGS_JSON SIM_JSON`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sim_engine
+
+from quire.config import EngineConfig
+from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState
+from quire.engine.core import EngineCore
+from quire.engine.inspect import INSPECTIONS
+from quire.errors import EngineDeadError
+from quire.params import SamplingParams, SamplingSpec
+from quire.request import Request
+from quire.server.settings import ApiKey, ServerSettings
+
+ROOT = Path(__file__).parent.parent
+
+
+def make_core(*, num_blocks: int = 64, num_host_blocks: int = 0, **scheduling: Any) -> EngineCore:
+    """Blocks of 4 tokens, and a step that takes many."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 400}
+    sizes |= {name: scheduling.pop(name) for name in sizes if name in scheduling}
+    settings = sim_engine.SimSettings(num_blocks=num_blocks, num_host_blocks=num_host_blocks, verify=False, **sizes)
+    return sim_engine.make_core(settings, **scheduling)
+
+
+def make_request(request_id: str, token_ids: list[int], *, max_tokens: int = 8, n: int = 1, **fields: Any) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        params=SamplingParams(n=n, max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        end_token_ids=frozenset(),
+        specs=[SamplingSpec(seed=0, index=i) for i in range(n)],
+        **fields,
+    )
+
+
+def run_to_end(core: EngineCore) -> None:
+    while core.has_work:
+        core.step()
+
+
+class CoreEngine:
+    """As much of a ServingEngine as the feed and /debug need, over a core that the test steps itself."""
+
+    def __init__(self, core: EngineCore, tokenizer: Any = None) -> None:
+        self.core = core
+        self.tokenizer = tokenizer
+        self.default_sampling = SamplingParams()
+        self.state = EngineState.READY
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.info = EngineInfo(
+            model="tiny",
+            architecture="Sim",
+            device="cpu",
+            dtype="float32",
+            kv_dtype="float32",
+            kernels="simulated",
+            vocab_size=320,
+            max_model_len=400,
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            block_size=core.kv.block_size,
+            num_blocks=core.kv.num_blocks,
+            num_host_blocks=0,
+            block_bytes=1024,
+            enable_prefix_caching=True,
+            ledger_summary="",
+            blocks_line="",
+            ready_s=0.0,
+        )
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(self.state, "killed at /some/path" if self.state is EngineState.DEAD else "")
+
+    def load(self) -> EngineLoad:
+        return EngineLoad()
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        if self.state is EngineState.DEAD:
+            raise EngineDeadError("dead")
+        self.calls.append((name, arguments))
+        return INSPECTIONS[name](self.core, **arguments)
+
+    async def metrics(self) -> list[Any]:
+        return []
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("nobody asks")
+
+    render_chat = stream = prepare
+
+
+# -- a whole server
+
+
+@contextmanager
+def page_server(command: list[str]) -> Iterator[str]:
+    """A server in processes of its own; gives its address. It must end with 0 when told to."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    seen = []
+    try:
+        for line in process.stderr:
+            seen.append(line)
+            if found := re.search(r"ready at (http://\S+) ", line):
+                yield found[1]
+                break
+        else:
+            raise AssertionError("the server did not start:\n" + "".join(seen))
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        assert process.wait(20) == 0, rest
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def sim_command(model: Path, sim: dict[str, Any], **settings: Any) -> list[str]:
+    settings = {"port": 0, "drain_timeout_s": 0.5, **settings}
+    return [sys.executable, __file__, str(model), json.dumps(settings), json.dumps(sim)]
+
+
+def get_json(url: str, path: str, **headers: str) -> Any:
+    host = url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=20)
+    try:
+        connection.request("GET", path, headers=headers)
+        return json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
+def eventually(condition: Any, timeout_s: float = 20.0) -> Any:
+    """The first thing that is true, or a failure."""
+    until_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < until_s, "it never happened"
+        time.sleep(0.05)
+    return found
+
+
+def main() -> int:
+    from quire.engine.client import EngineClient
+    from quire.server.run import serve
+
+    model, settings, sim = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    settings["api_keys"] = tuple(ApiKey(**key) for key in settings.get("api_keys", ()))
+    options = sim_engine.sim_options(sim_engine.SimSettings(**sim))
+    config = EngineConfig(model=model, load_format="dummy")
+    return serve(config, ServerSettings(**settings), make_engine=lambda config, _: EngineClient(config, options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

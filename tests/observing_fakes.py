@@ -1,0 +1,111 @@
+"""A serving engine that says what a test tells it to, and requests and outputs without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
+from quire.engine.stats import Metric
+from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.params import OutputKind, SamplingParams
+from quire.request import Request
+
+INFO = EngineInfo(
+    model="smollm2",
+    architecture="LlamaForCausalLM",
+    device="cpu",
+    dtype="float32",
+    kv_dtype="float32",
+    kernels="native",
+    vocab_size=320,
+    max_model_len=256,
+    max_num_seqs=16,
+    max_num_batched_tokens=512,
+    block_size=16,
+    num_blocks=64,
+    num_host_blocks=8,
+    block_bytes=1024,
+    enable_prefix_caching=True,
+    ledger_summary="memory: a little",
+    blocks_line="# CPU blocks: 64",
+    ready_s=1.5,
+    timeline_s={"weights": 1.0, "tokenizer": 0.5},
+)
+
+
+class ToldEngine:
+    """quire.engine.api.ServingEngine as far as watching goes."""
+
+    info = INFO
+    tokenizer = None
+    default_sampling = SamplingParams()
+
+    def __init__(self) -> None:
+        self.state = EngineState.READY
+        self.now_load = EngineLoad()
+        self.reading: list[Metric] = []
+        self.hangs = False
+        self.num_asked = 0
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(self.state, "" if self.state is EngineState.READY else "as the test said")
+
+    def load(self) -> EngineLoad:
+        return self.now_load
+
+    def prepare(self, *_: Any, **__: Any) -> PreparedRequest:
+        raise AssertionError("nobody prepares here")
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
+        raise AssertionError("nobody chats here")
+
+    def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+        raise AssertionError("nobody streams here")
+
+    async def call(self, name: str, **_: Any) -> Any:
+        raise AssertionError("nobody calls here")
+
+    async def metrics(self) -> list[Metric]:
+        self.num_asked += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+        return self.reading
+
+
+def prepared(
+    request_id: str = "r1", *, num_prompt_tokens: int = 10, arrival_s: float = 100.0, tenant: str = "", **params: Any
+) -> PreparedRequest:
+    params.setdefault("output_kind", OutputKind.DELTA)
+    request = Request(
+        request_id=request_id,
+        prompt_token_ids=list(range(num_prompt_tokens)),
+        params=SamplingParams(**params),
+        max_tokens=16,
+        end_token_ids=frozenset(),
+        arrival_s=arrival_s,
+        tenant=tenant,
+    )
+    return PreparedRequest(request, None)
+
+
+def output(
+    request_id: str = "r1",
+    *token_lists: list[int],
+    finish_reason: str | None = None,
+    metrics: RequestMetrics | None = None,
+    num_cached_tokens: int = 0,
+) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id,
+        prompt=None,
+        prompt_token_ids=[],
+        outputs=[
+            CompletionOutput(index=i, text="secret text", token_ids=tokens, finish_reason=finish_reason)
+            for i, tokens in enumerate(token_lists)
+        ],
+        finished=finish_reason is not None,
+        metrics=metrics,
+        num_cached_tokens=num_cached_tokens,
+    )

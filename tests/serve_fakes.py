@@ -1,0 +1,265 @@
+"""A server with an engine that needs no model: a real process to signal and to kill, for the tests of its life.
+
+Run as a program, it serves: `python tests/serve_fakes.py '{"port": 0, "drain_timeout_s": 5}' [ready_delay_s]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
+from quire.errors import EngineDeadError, QuireError
+from quire.outputs import CompletionOutput, RequestOutput
+from quire.params import OutputKind, SamplingParams
+from quire.request import Request
+from quire.server.settings import ServerSettings
+
+ROOT = Path(__file__).parent.parent
+INFO = EngineInfo(
+    model="fake",
+    architecture="FakeForCausalLM",
+    device="cpu",
+    dtype="float32",
+    kv_dtype="float32",
+    kernels="none",
+    vocab_size=256,
+    max_model_len=100_000,
+    max_num_seqs=8,
+    max_num_batched_tokens=256,
+    block_size=16,
+    num_blocks=64,
+    num_host_blocks=0,
+    block_bytes=1024,
+    enable_prefix_caching=True,
+    ledger_summary="memory: 1 MiB weights,\n 2 MiB KV cache",
+    blocks_line="KV cache: 64 blocks of 16 tokens",
+    ready_s=0.1,
+)
+
+
+class FakeEngine:
+    """Gives "x" every `token_s` seconds. Its process is a `cat`, which ends with us; its death is the engine's."""
+
+    def __init__(self, *, ready_delay_s: float = 0.0, token_s: float = 0.01, error: QuireError | None = None) -> None:
+        self.info = INFO
+        self.tokenizer = None
+        self.default_sampling = SamplingParams()
+        self.state = EngineState.STARTING
+        self.current_load = EngineLoad()
+        self.num_open_streams = 0
+        self.closed_grace_s: float | None = None
+        self._ready_delay_s = ready_delay_s
+        self._token_s = token_s
+        self._error = error
+        self._dead = asyncio.Event()
+        self._callbacks: list[Callable[[str], None]] = []
+        self._child: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
+        self._waiter = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        assert self._child is not None
+        await self._child.wait()
+        self.state = EngineState.DEAD
+        self._dead.set()
+        for callback in self._callbacks:
+            callback("killed")
+
+    async def ready(self) -> None:
+        await asyncio.sleep(self._ready_delay_s)
+        if self._error is not None:
+            raise self._error
+        self.state = EngineState.READY
+        assert self._child is not None
+        print(f"engine pid {self._child.pid}", file=sys.stderr, flush=True)
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        self._callbacks.append(callback)
+
+    async def close(self, grace_s: float) -> None:
+        self.closed_grace_s = grace_s
+        self._callbacks.clear()
+        if self._child is not None:
+            if self._child.returncode is None:
+                self._child.kill()
+            await self._waiter
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(self.state)
+
+    def load(self) -> EngineLoad:
+        return self.current_load
+
+    def prepare(
+        self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0, tenant: str = ""
+    ) -> PreparedRequest:
+        ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else [1] * len(prompt)
+        return prepared(request_id, len(ids), params=params, tenant=tenant)
+
+    async def stream(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+        self.num_open_streams += 1
+        dead = asyncio.ensure_future(self._dead.wait())
+        try:
+            number = request.request.max_tokens
+            is_final_only = request.request.params.output_kind is OutputKind.FINAL_ONLY
+            for i in range(number):
+                await asyncio.wait({dead}, timeout=self._token_s)
+                if self._dead.is_set():
+                    raise EngineDeadError("killed, says /a/path")
+                is_last = i == number - 1
+                if is_final_only and not is_last:
+                    continue
+                count = number if is_final_only else 1
+                yield output_of(request, "x" * count, [120] * count, "length" if is_last else None)
+        finally:
+            dead.cancel()
+            self.num_open_streams -= 1
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        return {}
+
+    async def metrics(self) -> list[Any]:
+        return []
+
+
+def prepared(
+    request_id: str = "r", num_tokens: int = 4, *, params: SamplingParams | None = None, tenant: str = ""
+) -> PreparedRequest:
+    params = params or SamplingParams()
+    request = Request(
+        request_id=request_id,
+        prompt_token_ids=[1] * num_tokens,
+        params=params,
+        max_tokens=params.max_tokens or 1000,
+        end_token_ids=frozenset(),
+        arrival_s=time.monotonic(),
+        tenant=tenant,
+    )
+    return PreparedRequest(request, "p")
+
+
+def output_of(request: PreparedRequest, text: str, ids: list[int], finish_reason: str | None) -> RequestOutput:
+    completion = CompletionOutput(0, text, ids, finish_reason=finish_reason)
+    return RequestOutput(
+        request.request.request_id, "p", request.request.prompt_token_ids, [completion], finish_reason is not None
+    )
+
+
+# -- a real process
+
+
+@dataclasses.dataclass
+class Server:
+    process: subprocess.Popen[str]
+    port: int
+    lines: list[str] = dataclasses.field(default_factory=list)
+    responses: list[http.client.HTTPResponse] = dataclasses.field(default_factory=list)
+    connections: list[http.client.HTTPConnection] = dataclasses.field(default_factory=list)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first line on stderr that matches."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"no line with {pattern!r} in: {''.join(self.lines)}")
+
+    def connect(self, timeout_s: float = 10.0) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        self.connections.append(connection)
+        return connection
+
+    def get(self, path: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+        return self._answer("GET", path, None)
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any], dict[str, str]]:
+        return self._answer("POST", path, body)
+
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any, dict[str, str]]:
+        connection = self.connect()
+        content = None if body is None else json.dumps(body)
+        connection.request(method, path, content, {"content-type": "application/json"})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read()), dict(response.getheaders())
+
+    def begin_stream(self, num_tokens: int) -> http.client.HTTPResponse:
+        """A streamed completion whose first chunk is here."""
+        body = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": num_tokens, "stream": True}
+        connection = self.connect()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        self.responses.append(response)
+        assert response.status == 200, response.read()
+        assert response.readline().startswith(b"data: ")
+        return response
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def exit_code(self, timeout_s: float = 10.0) -> int:
+        code = self.process.wait(timeout_s)
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr.readlines()
+        return code
+
+
+@contextmanager
+def serving(ready_delay_s: float = 0.0, **settings: Any) -> Iterator[Server]:
+    """The program below, in a process of its own, with its socket open."""
+    with running([str(Path(__file__)), json.dumps({"port": 0, **settings}), str(ready_delay_s)]) as server:
+        yield server
+
+
+@contextmanager
+def running(command: list[str], listening: str = r"listening at http://127\.0\.0\.1:(\d+)") -> Iterator[Server]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True)
+    server = Server(process, 0)
+    try:
+        found = server.wait_for(listening)
+        server.port = int(found[1]) if found.groups() else 0
+        yield server
+    finally:
+        for opened in (*server.responses, *server.connections):
+            opened.close()
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def main() -> int:
+    from quire.server.run import serve
+
+    settings = ServerSettings(**json.loads(sys.argv[1]))
+    ready_delay_s = float(sys.argv[2])
+    return serve(
+        EngineConfig(model="fake"),
+        settings,
+        make_engine=lambda config, settings: FakeEngine(ready_delay_s=ready_delay_s),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

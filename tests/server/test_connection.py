@@ -1,0 +1,166 @@
+"""Raw bytes against a real listening server: what HTTP clients never send and attackers do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from quire.server.http_server import HttpServer
+from quire.server.listen import open_socket
+from quire.server.settings import ServerSettings
+
+Client = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+
+
+def served(use: Callable[[Client], Awaitable[None]], **settings: Any) -> None:
+    """Run `use` against a server that answers with the number of its request's headers."""
+
+    async def answer(request: Request) -> JSONResponse:
+        await request.body()
+        if request.url.path == "/slow":
+            await asyncio.sleep(0.4)
+        return JSONResponse(len(request.headers))
+
+    async def run() -> None:
+        wanted = ServerSettings(port=0, **settings)
+        app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"]) for path in ("/", "/slow")])
+        listener = open_socket(wanted)
+        port = listener.getsockname()[1]
+        http = HttpServer(app, wanted, None)
+        task = asyncio.create_task(http.run_on(listener))
+        writers = []
+
+        async def client() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(writer)
+            return reader, writer
+
+        try:
+            await asyncio.wait_for(use(client), 10)
+        finally:
+            for writer in writers:
+                writer.close()
+            http.stop()
+            await task
+
+    asyncio.run(run())
+
+
+async def answer_to(client: Client, data: bytes) -> tuple[int, Any]:
+    """Sends, and reads until the server closes."""
+    reader, writer = await client()
+    writer.write(data)
+    reply = await reader.read()
+    head, _, body = reply.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+def test_a_plain_request_passes_and_the_server_does_not_name_itself() -> None:
+    async def use(client: Client) -> None:
+        reader, writer = await client()
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"uvicorn" not in head
+        assert re.search(rb"date: \w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT\r\n", head)
+
+    served(use)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nx: " + b"a" * 3000 + b"\r\n\r\n",  # one piece
+        b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 500 + b"\r\n",
+        b"GET /" + b"a" * 3000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx: " + b"a" * 300_000,  # never ends
+    ],
+)
+def test_headers_over_the_limit_are_a_431(data: bytes) -> None:
+    async def use(client: Client) -> None:
+        status, body = await answer_to(client, data)
+        assert status == 431
+        assert body["error"]["code"] == "headers_too_large"
+
+    served(use, max_header_bytes=2048)
+
+
+def test_the_limit_is_for_one_request_and_not_for_a_connections_sum() -> None:
+    async def use(client: Client) -> None:
+        reader, writer = await client()
+        for _ in range(10):
+            head = b"POST / HTTP/1.1\r\nx: " + b"a" * 800 + b"\r\ncontent-length: 3000\r\n\r\n"
+            for piece in (head[:400], head[400:], b"b" * 1500, b"b" * 1500):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            await reader.readexactly(1)
+
+    served(use, max_header_bytes=1024)
+
+
+def test_headers_that_trickle_in_are_a_408_and_silence_is_closed() -> None:
+    async def use(client: Client) -> None:
+        reader, writer = await client()
+        silent, _ = await client()
+
+        async def trickle() -> None:
+            for byte in b"GET / HTTP/1.1\r\nx: aaaaaaaaaaaaaaaaaaaaaaaaaaaa":
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(trickle())
+        assert (await reader.read(20)).startswith(b"HTTP/1.1 408")
+        dripping.cancel()
+        assert await silent.read() == b""
+
+    served(use, header_timeout_s=0.2)
+
+
+def test_a_next_request_has_a_deadline_of_its_own_that_a_running_one_does_not_lose_to() -> None:
+    async def use(client: Client) -> None:
+        reader, writer = await client()
+        writer.write(b"GET /slow HTTP/1.1\r\n\r\nGET / HT")
+        reply = await reader.read()
+        assert reply.startswith(b"HTTP/1.1 200")
+        assert reply.count(b"HTTP/1.1 408") == 1
+
+    served(use, header_timeout_s=0.15)
+
+
+def test_an_idle_connection_is_closed_after_keep_alive() -> None:
+    async def use(client: Client) -> None:
+        reader, writer = await client()
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), 3)).startswith(b"HTTP/1.1 200")
+
+    served(use, keep_alive_s=0.1, header_timeout_s=60.0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",  # TLS to a plain port
+        b"nonsense\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_a_400_in_the_shape_of_every_error(data: bytes) -> None:
+    async def use(client: Client) -> None:
+        status, body = await answer_to(client, data)
+        assert status == 400
+        assert body["error"]["code"] == "invalid_http"
+
+    served(use)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from quire.engine.api import EngineHealth, EngineState
+from quire.server import health
+from quire.server.life import ServerLife
+
+
+def client(state: EngineState, life: ServerLife) -> TestClient:
+    engine = SimpleNamespace(health=lambda: EngineHealth(state, "see /var/dumps/secret"))
+    context: Any = SimpleNamespace(engine=engine, life=life)
+    return TestClient(Starlette(routes=health.routes(context)))
+
+
+@pytest.fixture
+def life() -> ServerLife:
+    life = ServerLife()
+    life.ready()
+    return life
+
+
+def test_200_while_the_engine_is_idle_or_makes_progress(life: ServerLife) -> None:
+    answer = client(EngineState.READY, life).get("/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    assert answer.headers["cache-control"] == "no-store"
+    assert client(EngineState.READY, life).head("/health").status_code == 200
+
+
+@pytest.mark.parametrize("state", [EngineState.STUCK, EngineState.DEAD])
+def test_503_and_why_for_an_engine_that_is_not_well(state: EngineState, life: ServerLife) -> None:
+    answer = client(state, life).get("/health")
+    assert answer.status_code == 503
+    assert answer.json()["status"] == state.value
+    assert answer.json()["reason"]
+    assert "secret" not in answer.text
+    assert int(answer.headers["retry-after"]) > 0
+
+
+def test_503_while_starting_draining_and_after_death() -> None:
+    life = ServerLife()
+    seen = []
+    for change in (lambda: None, life.ready, life.begin_drain, lambda: life.died("/path")):
+        change()
+        answer = client(EngineState.READY, life).get("/health")
+        seen.append((answer.status_code, answer.json()["status"]))
+        assert "/path" not in answer.text
+    assert seen == [(503, "starting"), (200, "ok"), (503, "draining"), (503, "dead")]

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+from prometheus_client.core import HistogramMetricFamily
+
+from quire.server.histogram import (
+    FIRST_TOKEN_S,
+    INTER_TOKEN_S,
+    REQUEST_S,
+    TOKENS,
+    Histogram,
+    one_two_five,
+    quantile,
+)
+
+
+def test_bounds_are_inclusive_and_buckets_cumulative() -> None:
+    histogram = Histogram((1.0, 2.0, 5.0))
+    for value in (0.5, 1.0, 1.5, 5.0, 9.0):
+        histogram.observe(value)
+    family = HistogramMetricFamily("x", "help", labels=("who",))
+    histogram.add_to(family, ("me",))
+    found = {(s.name, s.labels.get("le")): s.value for s in family.samples}
+    assert found == {
+        ("x_bucket", "1.0"): 2,
+        ("x_bucket", "2.0"): 3,
+        ("x_bucket", "5.0"): 4,
+        ("x_bucket", "+Inf"): 5,
+        ("x_count", None): 5,
+        ("x_sum", None): 17.0,
+    }
+
+
+def test_an_observation_may_stand_for_several() -> None:
+    histogram = Histogram((1.0,))
+    histogram.observe(0.5, 4)
+    assert (histogram.num_observed, histogram.total) == (4, 2.0)
+
+
+@pytest.mark.parametrize("bounds", [FIRST_TOKEN_S, INTER_TOKEN_S, REQUEST_S, TOKENS])
+def test_bounds_rise(bounds: tuple[float, ...]) -> None:
+    assert list(bounds) == sorted(set(bounds))
+
+
+def test_vllms_bounds_are_among_ours() -> None:
+    """So that a dashboard's heat map or threshold at one of its bounds means the same."""
+    assert {0.001, 0.02, 0.06, 0.25, 0.75, 7.5, 160.0, 2560.0} <= set(FIRST_TOKEN_S)
+    assert {0.01, 0.025, 0.05, 0.075, 0.15, 0.3, 0.4, 2.5, 80.0} <= set(INTER_TOKEN_S)
+    assert {0.3, 0.8, 1.5, 15.0, 50.0, 120.0, 7680.0} <= set(REQUEST_S)
+
+
+def test_one_two_five() -> None:
+    assert one_two_five(100) == (1, 2, 5, 10, 20, 50, 100)
+
+
+def test_quantiles_are_linear_inside_a_bucket() -> None:
+    bounds = (10.0, 20.0, 40.0)
+    assert quantile(bounds, [0, 0, 0, 0], 0.5) is None
+    assert quantile(bounds, [4, 4, 0, 0], 0.5) == 10.0
+    assert quantile(bounds, [0, 4, 0, 0], 0.25) == 12.5
+    assert quantile(bounds, [0, 0, 0, 7], 0.99) == 40.0  # above every bound: as far as is known

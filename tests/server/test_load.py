@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from observing_fakes import ToldEngine
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from quire.engine.api import EngineLoad
+from quire.server.load import routes
+
+
+def test_load_says_how_busy_server_and_engine_are() -> None:
+    engine = ToldEngine()
+    engine.now_load = EngineLoad(num_running=3, num_waiting=2, num_waiting_tokens=90, kv_usage=0.25, brownout_level=1)
+    context = SimpleNamespace(engine=engine, life=SimpleNamespace(num_in_flight=5))
+    with TestClient(Starlette(routes=routes(context))) as client:  # type: ignore[arg-type]
+        assert client.get("/load").json() == {
+            "server_load": 5,
+            "state": "ready",
+            "num_running": 3,
+            "num_waiting": 2,
+            "num_waiting_tokens": 90,
+            "kv_usage": 0.25,
+            "tokens_per_s": 0.0,
+            "brownout_level": 1,
+        }

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+from observing_fakes import ToldEngine, output, prepared
+
+from quire.engine.api import EngineLoad, EngineState
+from quire.outputs import RequestMetrics
+from quire.server.logs import RequestLog, set_up_logs, watch_engine
+from quire.server.metrics import RequestSummary, ServerMetrics
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("quire", "uvicorn")]
+    before = [(logger, list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, handlers, level, propagate in before:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+def a_summary(request_id: str = "cmpl-1", tenant: str = "team-a") -> RequestSummary:
+    metrics = ServerMetrics(ToldEngine(), "m", clock=lambda: 100.5)
+    request = prepared(request_id, tenant=tenant, stop=["my secret stop"])
+    measured = RequestMetrics(
+        arrival_s=100.0, queue_s=0.0123456789, first_token_s=0.2, total_s=0.4, cache_outcome="cold", num_preemptions=1
+    )
+    last = output(request_id, [1, 2], finish_reason="length", metrics=measured, num_cached_tokens=3)
+    metrics.on_output(request, last, 100.4)
+    return metrics.on_finished(request, last, "length")
+
+
+def finish(log: RequestLog, summary: RequestSummary, status: int = 200) -> None:
+    log.finished(summary, endpoint="/v1/completions", model="smollm2", status=status, stream=True)
+
+
+def test_a_request_is_one_json_line() -> None:
+    stream = io.StringIO()
+    finish(set_up_logs("json", "info", stream), a_summary())
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 1
+    line = json.loads(lines[0])
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "info",
+        "event": "request",
+        "request_id": "cmpl-1",
+        "tenant": "team-a",
+        "endpoint": "/v1/completions",
+        "model": "smollm2",
+        "stream": True,
+        "status": 200,
+        "finish_reason": "length",
+        "prompt_tokens": 10,
+        "cached_tokens": 3,
+        "output_tokens": 2,
+        "cache": "cold",
+        "preemptions": 1,
+        "queue_s": 0.012346,
+        "first_token_s": 0.2,
+        "total_s": 0.5,
+    }
+
+
+def test_the_same_line_as_text() -> None:
+    stream = io.StringIO()
+    finish(set_up_logs("text", "info", stream), a_summary(tenant=""))
+    line = stream.getvalue()
+    assert " info request request_id=cmpl-1 endpoint=/v1/completions model=smollm2 stream=true status=200 " in line
+    assert line.endswith(" total_s=0.5\n")
+    assert "tenant" not in line and "inter_token_s" not in line  # what is not known is left out
+    assert "secret" not in line
+
+
+def test_no_value_can_forge_a_field_or_a_line() -> None:
+    stream = io.StringIO()
+    log = set_up_logs("text", "info", stream)
+    log.refused('a b" status=200\nfake', endpoint="/v1/completions", status=400, error_code="x", param="prompt")
+    assert stream.getvalue().count("\n") == 1
+    assert 'request_id="a b\\" status=200\\nfake" endpoint=/v1/completions status=400 error=x param=prompt' in (
+        stream.getvalue()
+    )
+
+
+@pytest.mark.parametrize(("level", "statuses"), [("info", [200, 429, 500]), ("warning", [500]), ("error", [])])
+def test_levels(level: str, statuses: list[int]) -> None:
+    stream = io.StringIO()
+    log = set_up_logs("json", level, stream)
+    finish(log, a_summary())
+    log.refused("r", endpoint="/v1/completions", status=429)
+    finish(log, a_summary(), status=500)
+    assert [json.loads(line)["status"] for line in stream.getvalue().splitlines()] == statuses
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_plain_messages_and_tracebacks(log_format: str) -> None:
+    stream = io.StringIO()
+    set_up_logs(log_format, "info", stream)
+    logging.getLogger("uvicorn.error").info("started %d", 1)
+    try:
+        raise ValueError("oops")
+    except ValueError:
+        logging.getLogger("quire").exception("it failed")
+    if log_format == "text":
+        first, second, *rest = stream.getvalue().splitlines()
+        assert first.endswith(" info started 1") and second.endswith(" error it failed")
+        assert rest[0].startswith("Traceback") and rest[-1] == "ValueError: oops"
+    else:
+        first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+        assert (first["event"], first["message"]) == ("log", "started 1")
+        assert second["exception"].endswith("ValueError: oops")
+
+
+def test_the_engines_life_is_logged_once_per_change() -> None:
+    stream = io.StringIO()
+    log = set_up_logs("json", "info", stream)
+    engine = ToldEngine()
+
+    async def live() -> None:
+        engine.state = EngineState.STARTING
+        watch = asyncio.create_task(watch_engine(engine, log, interval_s=0.001))
+        for state, level in [
+            (EngineState.STARTING, 0),
+            (EngineState.READY, 0),
+            (EngineState.READY, 2),
+            (EngineState.READY, 0),
+            (EngineState.STUCK, 0),
+            (EngineState.DEAD, 0),
+        ]:
+            engine.state, engine.now_load = state, EngineLoad(brownout_level=level, kv_usage=0.97)
+            await asyncio.sleep(0.02)
+        watch.cancel()
+
+    asyncio.run(live())
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(line["event"], line["level"]) for line in lines] == [
+        ("engine_ready", "info"),
+        ("brownout", "warning"),
+        ("brownout", "info"),
+        ("engine_stuck", "error"),
+        ("engine_dead", "error"),
+    ]
+    assert (lines[1]["brownout_level"], lines[1]["was"], lines[1]["kv_usage"]) == (2, 0, 0.97)
+    assert lines[1]["means"] == "shorter answers for new requests"

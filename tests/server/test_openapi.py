@@ -1,0 +1,156 @@
+"""The document, and what it promises: whatever is sent, the answer is one of those that it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openapi_strategies import mutated, of_schema
+from server_harness import Reply, ScriptedEngine, Server, make_context, running
+from starlette.routing import Route
+
+from quire.server.app import create_app
+from quire.server.openapi import openapi_document
+from quire.server.protocol import ONLY, ChatBody, only_fields
+
+DOCUMENT = openapi_document()
+SCHEMAS = DOCUMENT["components"]["schemas"]
+BODIES = {
+    path: methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+    for path, methods in DOCUMENT["paths"].items()
+    if "post" in methods
+}
+FUZZ = settings(
+    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tiny_model: Path) -> Iterator[Server]:
+    with running(ScriptedEngine(tiny_model, max_model_len=48)) as server:
+        yield server
+
+
+def routes_of_the_app(tiny_model: Path) -> set[tuple[str, str]]:
+    app = create_app(make_context(ScriptedEngine(tiny_model)))
+    return {
+        (route.path.replace(":path", ""), method.lower())
+        for route in app.routes
+        if isinstance(route, Route) and route.include_in_schema
+        for method in (route.methods or ())
+        if method != "HEAD"
+    }
+
+
+def test_every_route_is_in_the_document(tiny_model: Path) -> None:
+    import asyncio
+
+    async def made() -> set[tuple[str, str]]:
+        return routes_of_the_app(tiny_model)
+
+    described = {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    assert asyncio.run(made()) - {("/openapi.json", "get"), ("/docs", "get")} == described
+
+
+def test_the_document_hangs_together(server: Server) -> None:
+    reply = server.get("/openapi.json")
+    assert reply.json() == json.loads(json.dumps(DOCUMENT))
+    assert DOCUMENT["openapi"] == "3.1.0"
+
+    def check(node: Any) -> None:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                target: Any = DOCUMENT
+                for key in node["$ref"].removeprefix("#/").split("/"):
+                    target = target[key]
+            for value in node.values():
+                check(value)
+        elif isinstance(node, list):
+            for value in node:
+                check(value)
+
+    check(DOCUMENT)
+    names = [op["operationId"] for methods in DOCUMENT["paths"].values() for op in methods.values()]
+    assert len(set(names)) == len(names)
+
+
+def test_it_says_what_is_refused() -> None:
+    for name in only_fields(ChatBody):
+        described = SCHEMAS["ChatBody"]["properties"][name]
+        assert described["enum"] == list(ONLY[name][0])
+        assert described["description"].startswith("Not supported")
+    assert SCHEMAS["ChatBody"]["additionalProperties"] is False
+
+
+def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
+    return of_schema(SCHEMAS[BODIES[path]], SCHEMAS).map(_small)
+
+
+def _small(body: dict[str, Any]) -> dict[str, Any]:
+    """Few choices: the engine here is slow, and their number is not the point."""
+    if isinstance(body.get("n"), int):
+        body["n"] = min(body["n"], 3)
+    body.pop("timeout", None)  # a tiny one is rightly a 504
+    return body
+
+
+def check(server: Server, path: str, body: bytes) -> Reply:
+    reply = server.request("POST", path, body, content_type="application/json")
+    assert reply.status < 500, (body, reply.text)
+    assert str(reply.status) in DOCUMENT["paths"][path]["post"]["responses"], (body, reply.text)
+    if reply.status != 200:
+        error = reply.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert error["type"] == ("not_found_error" if reply.status == 404 else "invalid_request_error")
+    elif reply.headers["content-type"].startswith("text/event-stream"):
+        assert all("error" not in event for event in reply.events()), (body, reply.text)
+    else:
+        assert set(reply.json()) >= set(SCHEMAS[_reply_of(path)]["required"])
+    return reply
+
+
+def _reply_of(path: str) -> str:
+    answer = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]
+    return str(answer["schema"]["$ref"].rsplit("/", 1)[1])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_allowed_bodies(fuzzed: Server, path: str) -> None:
+    statuses: list[int] = []
+
+    @FUZZ
+    @given(bodies(path))
+    def run(body: dict[str, Any]) -> None:
+        body["model"] = "tiny"
+        statuses.append(check(fuzzed, path, json.dumps(body).encode()).status)
+
+    run()
+    assert 200 in statuses, "every one was refused: the test tests nothing"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_other_bodies(fuzzed: Server, path: str) -> None:
+    statuses: list[int] = []
+    names = sorted(SCHEMAS[BODIES[path]]["properties"])
+
+    @FUZZ
+    @given(mutated(bodies(path), names))
+    def run(body: bytes) -> None:
+        statuses.append(check(fuzzed, path, body).status)
+
+    run()
+    assert 400 in statuses
+
+
+@pytest.mark.parametrize("path", ["/v1/models/{}", "/debug/kv/blocks/{}", "/static/{}", "/{}"])
+def test_other_paths(fuzzed: Server, path: str) -> None:
+    for name in ("%00", "..%2f..%2fetc%2fpasswd", "%ff", "a" * 2000, "%F0%9F%92%A9"):
+        reply = fuzzed.get(path.format(name))
+        assert 400 <= reply.status < 500, reply.text
+        assert set(reply.json()["error"]) == {"message", "type", "param", "code"}

@@ -1,0 +1,400 @@
+"""The page's files, and the page itself in a real browser against a real server in two processes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_harness import CoreEngine, eventually, get_json, make_core, page_server, sim_command
+from server_harness import Server, running
+
+from quire.server.page import read_files
+
+CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+in_browser = pytest.mark.skipif(
+    not (CHROMIUM and CHROMEDRIVER), reason="needs chromium and chromedriver, which are not installed here"
+)
+# Slow steps, so that a browser can look on.
+SIM = {
+    "num_blocks": 300,
+    "block_size": 16,
+    "max_model_len": 1_500,
+    "max_num_batched_tokens": 1_024,
+    "step_s": 0.012,
+    "verify": False,
+}
+
+
+# -- files
+
+
+@pytest.fixture(scope="module")
+def files_server() -> Iterator[Server]:
+    with running(CoreEngine(make_core())) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("path", "media_type"),
+    [
+        ("/", "text/html; charset=utf-8"),
+        ("/static/page.css", "text/css; charset=utf-8"),
+        ("/static/app.js", "text/javascript; charset=utf-8"),
+        ("/static/icon.svg", "image/svg+xml"),
+        ("/favicon.ico", "image/svg+xml"),
+    ],
+)
+def test_files_and_their_types(files_server: Server, path: str, media_type: str) -> None:
+    reply = files_server.get(path)
+    assert reply.status == 200 and reply.headers["content-type"] == media_type
+    policy = reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    again = files_server.request("GET", path, if_none_match=f'"other", W/{reply.headers["etag"]}')
+    assert again.status == 304 and again.text == "" and again.headers["etag"] == reply.headers["etag"]
+    assert files_server.request("GET", path, if_none_match='"other"').status == 200
+
+
+@pytest.mark.parametrize("path", ["/static/", "/static/nothing.js", "/static/__init__.py", "/static/..%2fapp.py"])
+def test_nothing_else_is_served(files_server: Server, path: str) -> None:
+    assert files_server.get(path).status == 404
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    files = {name: file.body.decode() for name, file in read_files().items()}
+    named = set(re.findall(r'/static/([\w.-]+)"', files["index.html"]))
+    for text in files.values():
+        named |= set(re.findall(r'from "\./([\w.-]+)"', text))
+    assert named | {"index.html"} == set(files)
+
+
+def test_nothing_is_inline_and_nothing_comes_from_elsewhere() -> None:
+    files = {name: file.body.decode() for name, file in read_files().items()}
+    page = files["index.html"]
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", page)
+    for name, text in files.items():
+        addresses = [url for url in re.findall(r"https?://[\w./-]+", text) if "w3.org" not in url]
+        assert not addresses, f"{name} names {addresses}"
+        assert "innerHTML" not in text and "eval(" not in text, name
+        assert "@import" not in text and "url(" not in text, name
+
+
+def test_the_files_are_in_the_package() -> None:
+    project = (Path(__file__).parent.parent.parent / "pyproject.toml").read_text()
+    assert '"server/page/*"' in project
+
+
+# -- in a browser
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, driver: Any, url: str) -> None:
+        self.driver, self.url = driver, url
+
+    def open(self, *, width: int = 1400, height: int = 1000, scheme: str = "light") -> None:
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.driver.get(self.url)
+        self.driver.execute_script("localStorage.clear()")
+
+    def ready(self) -> Page:
+        eventually(lambda: self.text("#status") == "ready" and "free" in self.text("#blocks-summary"))
+        return self
+
+    def find(self, selector: str) -> Any:
+        return self.driver.find_element("css selector", selector)
+
+    def text(self, selector: str) -> str:
+        return str(self.find(selector).text)
+
+    def script(self, code: str) -> Any:
+        return self.driver.execute_script(code)
+
+    def state(self, expression: str) -> Any:
+        """A value out of the page's own state."""
+        return self.script(f"return import('/static/state.js').then(({{ state }}) => {expression})")
+
+    def ask(self, chat: str, text: str, button: str = ".send") -> None:
+        self.find(f"#chat-{chat} form textarea").send_keys(text)
+        self.find(f"#chat-{chat} {button}").click()
+
+    def set_max_tokens(self, count: int) -> None:
+        self.find("#max-tokens").clear()
+        self.find("#max-tokens").send_keys(str(count))
+
+    def answer(self, chat: str) -> str:
+        return str(
+            self.script(f"return document.querySelector('#chat-{chat} .assistant:last-child .body').textContent")
+        )
+
+    def is_busy(self, chat: str) -> bool:
+        return bool(self.script(f"return document.querySelector('#chat-{chat} .busy') !== null"))
+
+    def wait_until_done(self, chat: str) -> None:
+        eventually(lambda: not self.is_busy(chat))
+
+    def picture(self) -> str:
+        return str(self.script("return document.getElementById('grid').toDataURL()"))
+
+    def click_block(self, block: int) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        marks = self.find("#grid-marks")
+        pitch, columns = (int(marks.get_attribute(f"data-{name}")) for name in ("pitch", "columns"))
+        self.script("document.getElementById('grid-marks').scrollIntoView({ block: 'center' })")
+        x = block % columns * pitch + pitch // 3 - marks.size["width"] // 2
+        y = block // columns * pitch + pitch // 3 - marks.size["height"] // 2
+        ActionChains(self.driver).move_to_element_with_offset(marks, x, y).click().perform()
+
+    def log(self) -> list[str]:
+        """What the browser complained about since the last look."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def url(tiny_model: Path) -> Iterator[str]:
+    with page_server(sim_command(tiny_model, SIM)) as url:
+        yield url
+
+
+@pytest.fixture
+def page(driver: Any, url: str) -> Iterator[Page]:
+    page = Page(driver, url)
+    page.open()
+    yield page.ready()
+    assert page.log() == []
+    driver.get("about:blank")  # closes the feed and what still streams
+    eventually(lambda: get_json(url, "/load")["num_running"] == 0)
+
+
+@in_browser
+def test_a_chat_streams(page: Page) -> None:
+    page.ask("a", "Which book has the most pages?")
+    short = eventually(lambda: page.answer("a"))
+    longer = eventually(lambda: len(page.answer("a")) > len(short) and page.answer("a"))
+    assert page.is_busy("a") and longer.startswith(short)
+    page.wait_until_done("a")
+    assert "160 tokens" in page.text("#chat-a footer") and "prompt tokens from the cache" in page.text("#chat-a footer")
+    page.ask("a", "And the fewest?")  # the next turn: what was said before is in the cache
+    page.wait_until_done("a")
+    cached = re.search(r"(\d+) of (\d+) prompt tokens", page.text("#chat-a .assistant:last-child footer"))
+    assert cached and int(cached[1]) > 300
+
+
+@in_browser
+def test_a_chat_can_be_stopped(page: Page, url: str) -> None:
+    page.ask("a", "Tell me everything.")
+    eventually(lambda: page.answer("a"))
+    page.find("#chat-a .stop").click()
+    page.wait_until_done("a")
+    assert "stopped" in page.text("#chat-a footer")
+    eventually(lambda: get_json(url, "/load")["num_running"] == 0)
+    assert page.find("#chat-a .send").is_displayed()
+
+
+@in_browser
+def test_the_grid_changes_while_requests_run(page: Page) -> None:
+    before = page.picture()
+    page.ask("a", "Tell me about the sea.")
+    eventually(lambda: re.match(r"[1-9]\d* in use", page.text("#blocks-summary")))
+    during = page.picture()
+    assert during != before
+    first = page.state("[...state.rows.values()][0].num_output_tokens")
+    eventually(lambda: page.state("[...state.rows.values()][0]?.num_output_tokens") != first)
+    assert re.search(r"chat-a-1-\w+\s+running \d+ \d+ \d+", page.text("#request-rows"))
+    page.wait_until_done("a")
+    eventually(lambda: page.text("#blocks-summary").startswith("0 in use"))
+    assert page.picture() != during
+    assert "done" in page.text("#request-rows")
+
+
+@in_browser
+def test_sharing_is_visible_and_a_block_shows_its_text(page: Page) -> None:
+    page.find("#system").clear()
+    page.find("#system").send_keys("You keep the lighthouse at the end of the world, and you write down every ship.")
+    page.set_max_tokens(900)
+    page.find("#second-chat").click()
+    page.ask("a", "Who passed today?", button=".both")
+    eventually(lambda: "of them shared" in page.text("#blocks-summary"))
+    shared = page.state("[...state.codes.keys()].filter((block) => (state.codes[block] & 7) === 3)")
+    assert len(shared) >= 5  # 80 characters of one token each, in blocks of 16
+    eventually(lambda: page.text("#request-rows").count("shared") == 2)
+    page.click_block(shared[1])
+    text = eventually(lambda: page.script("return document.querySelector('#inspector .text')?.textContent"))
+    assert len(text) == 16 and text in page.script("return document.getElementById('system').value") + "system↵\n"
+    assert "shared by 2 sequences" in page.text("#inspector")
+    users = page.text("#inspector .users")
+    assert "chat-a-1" in users and "chat-b-1" in users
+
+    # A request's own blocks: select it, and its table is shown.
+    page.find("#request-rows button").click()
+    eventually(lambda: page.find("#table-view").is_displayed())
+    cells = page.script("return [...document.querySelectorAll('#table-view .cell')].map((cell) => cell.className)")
+    assert len(cells) > 6 and cells[0] == "cell shared" and cells[-1] == "cell"
+    for chat in "ab":
+        page.script(f"document.querySelector('#chat-{chat} .stop').click()")  # a slow machine may find it ended
+        page.wait_until_done(chat)
+    # Nobody uses it any more, but what it holds is still known.
+    eventually(lambda: "cached, nobody uses it" in page.text("#inspector"))
+    assert page.script("return document.querySelector('#inspector .text').textContent") == text
+
+
+@in_browser
+def test_it_works_by_keyboard(page: Page) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page.ask("a", "A word, please." + Keys.ENTER, button=".clear")  # Enter has sent it; Clear stops it
+    page.find(".skip").send_keys(Keys.ENTER)
+    marks = page.find("#grid-marks")
+    for _ in range(3):
+        page.driver.switch_to.active_element.send_keys(Keys.TAB)
+        if page.driver.switch_to.active_element == marks:
+            break
+    assert page.driver.switch_to.active_element == marks
+    marks.send_keys(Keys.HOME + Keys.ARROW_RIGHT + Keys.ARROW_RIGHT + Keys.ARROW_DOWN)
+    columns = int(marks.get_attribute("data-columns"))
+    said = page.script("return document.getElementById('grid-said').textContent")
+    assert said.startswith(f"block {columns + 2},")
+    marks.send_keys(Keys.ENTER)
+    eventually(lambda: f"Block {columns + 2}" in page.text("#inspector"))
+    marks.send_keys(Keys.ESCAPE)
+    eventually(lambda: "Click a block" in page.text("#inspector"))
+    marks.send_keys(Keys.END)
+    assert "block 299," in page.script("return document.getElementById('grid-said').textContent")
+    unnamed = page.script(
+        "return [...document.querySelectorAll('button, input, textarea')]"
+        ".filter((e) => !(e.textContent.trim() || e.labels?.length || e.ariaLabel)).map((e) => e.outerHTML)"
+    )
+    assert unnamed == []
+
+
+def brightness(page: Page) -> int:
+    colour = page.script("return getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", colour)[:3]))
+
+
+@in_browser
+def test_light_and_dark(page: Page) -> None:
+    assert brightness(page) > 600
+    light = page.picture()
+    page.open(scheme="dark")
+    page.ready()
+    assert brightness(page) < 150 and page.picture() != light
+    button = page.find("#theme-button")
+    assert button.text == "Auto"
+    button.click()
+    assert button.text == "Light" and brightness(page) > 600
+    eventually(lambda: page.picture() == light)
+    button.click()
+    assert button.text == "Dark" and brightness(page) < 150
+    page.driver.refresh()
+    assert page.find("#theme-button").text == "Dark"  # it is remembered
+    page.script("localStorage.clear()")
+
+
+@in_browser
+def test_it_fits_a_phone(page: Page) -> None:
+    page.open(width=400, height=800)
+    page.ready()
+    assert page.script("return document.documentElement.scrollWidth") <= 400
+    assert page.find("#grid").size["width"] <= 376
+
+
+@in_browser
+def test_everything_comes_from_the_server_itself(page: Page, url: str) -> None:
+    loaded = page.script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert len(loaded) > 8 and all(name.startswith(url) for name in loaded)
+
+
+@in_browser
+def test_a_key_is_asked_for(driver: Any, tiny_model: Path) -> None:
+    keys = [{"tenant": "one", "key": "key-of-one-1"}]
+    with page_server(sim_command(tiny_model, SIM, api_keys=keys)) as url:
+        page = Page(driver, url)
+        page.open()
+        eventually(lambda: page.find("#key-form").is_displayed())
+        assert "API key" in page.text("#status")
+        page.find("#key").send_keys("wrong\n")
+        eventually(lambda: "not known" in page.text("#key-form"))
+        page.find("#key").send_keys("key-of-one-1\n")
+        page.ready()
+        assert not page.find("#key-form").is_displayed()
+        page.ask("a", "May I?")
+        eventually(lambda: page.answer("a"))
+        assert "key-of-one-1" not in driver.current_url
+        assert page.script("return localStorage.length") == 0
+        page.find("#chat-a .stop").click()
+        page.log()  # the browser notes each 401
+        driver.get("about:blank")
+
+
+@in_browser
+def test_a_hundred_thousand_blocks(driver: Any, tiny_model: Path) -> None:
+    with page_server(sim_command(tiny_model, SIM | {"num_blocks": 100_000, "step_s": 0.005})) as url:
+        page = Page(driver, url)
+        page.open()
+        eventually(lambda: "100,000 free" in page.text("#blocks-summary"))
+        assert page.driver.execute_script("return document.querySelectorAll('*').length") < 400
+        page.ask("a", "Tell me about the sea.")
+        eventually(lambda: page.answer("a"))
+        eventually(lambda: re.match(r"[1-9]\d* in use", page.text("#blocks-summary")))
+        drawing_ms = page.script(
+            "return import('/static/grid.js').then(() => {"
+            " const started = performance.now(); dispatchEvent(new CustomEvent('quire-theme'));"
+            " return performance.now() - started; })"
+        )
+        assert drawing_ms < 2_000  # 60 on a quiet machine; it happens on a change of theme or size alone
+        page.wait_until_done("a")
+        assert page.log() == []
+        driver.get("about:blank")
+
+
+@in_browser
+@pytest.mark.model
+def test_with_the_default_model(driver: Any, smollm2: Path) -> None:
+    flags = ["--port", "0", "--kv-cache-memory-bytes", "100000000", "--drain-timeout", "0.5"]
+    command = [sys.executable, "-m", "quire.cli.main", "serve", *flags]
+    with page_server(command) as url:
+        page = Page(driver, url)
+        page.open()
+        page.ready()
+        page.set_max_tokens(24)
+        page.find("#second-chat").click()
+        page.ask("a", "What is a book?", button=".both")
+        eventually(lambda: "of them shared" in page.text("#blocks-summary"))
+        shared = page.state("[...state.codes.keys()].filter((block) => (state.codes[block] & 7) === 3)")
+        page.click_block(shared[0])
+        eventually(lambda: "librarian" in page.text("#inspector"))
+        for chat in "ab":
+            page.wait_until_done(chat)
+            assert len(page.answer(chat)) > 10
+        started = time.monotonic()
+        eventually(lambda: page.text("#chart-rate") != "–" and page.text("#chart-inter") != "–")
+        assert time.monotonic() - started < 10
+        assert page.log() == []
+        driver.get("about:blank")

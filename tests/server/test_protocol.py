@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.server.errors import ApiError
+from quire.server.protocol import ONLY, BodyDecoder, ChatBody, CompletionBody, TokenizeBody, only_fields
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"prompt": "hi"}
+TYPES = {ChatBody: CHAT, CompletionBody: COMPLETION, TokenizeBody: COMPLETION}
+
+
+def decode(type_: Any, body: dict[str, Any]) -> Any:
+    return BodyDecoder(type_).decode(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("type_", "name", "value"),
+    [(type_, name, value) for type_ in TYPES for name in only_fields(type_) for value in ONLY[name][0]],
+)
+def test_what_means_nothing_is_taken(type_: Any, name: str, value: Any) -> None:
+    decode(type_, TYPES[type_] | {name: value})
+
+
+@pytest.mark.parametrize(("type_", "name"), [(type_, name) for type_ in TYPES for name in only_fields(type_)])
+@pytest.mark.parametrize("value", ["other", 7, True, {"type": "json_object"}, [1]])
+def test_what_would_mean_something_is_refused_by_name(type_: Any, name: str, value: Any) -> None:
+    if any(value == allowed and type(value) is type(allowed) for allowed in ONLY[name][0]):
+        return
+    with pytest.raises(ApiError, match="not supported") as caught:
+        decode(type_, TYPES[type_] | {name: value})
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_every_rule_is_of_a_field_that_exists() -> None:
+    assert set(ONLY) == {name for type_ in TYPES for name in only_fields(type_)}
+
+
+@pytest.mark.parametrize(
+    ("type_", "change", "param"),
+    [
+        (CompletionBody, {"prompt": None}, "prompt"),
+        (CompletionBody, {"prompt": []}, "prompt"),
+        (CompletionBody, {"prompt": [[]]}, "prompt[0]"),
+        (CompletionBody, {"prompt": [True]}, "prompt[0]"),
+        (CompletionBody, {"prompt": [-1]}, "prompt[0]"),
+        (CompletionBody, {"max_tokens": "5"}, "max_tokens"),
+        (CompletionBody, {"max_tokens": 1.5}, "max_tokens"),
+        (CompletionBody, {"max_tokens": -1}, "max_tokens"),
+        (CompletionBody, {"n": 0}, "n"),
+        (CompletionBody, {"n": 10**9}, "n"),
+        (CompletionBody, {"temperature": -0.1}, "temperature"),
+        (CompletionBody, {"top_p": 0}, "top_p"),
+        (CompletionBody, {"top_k": 10**30}, "top_k"),
+        (CompletionBody, {"stop": [""]}, "stop[0]"),
+        (CompletionBody, {"logprobs": 21}, "logprobs"),
+        (CompletionBody, {"logprobs": True}, "logprobs"),
+        (CompletionBody, {"stream": "yes"}, "stream"),
+        (CompletionBody, {"stream_options": {"usage": True}}, "stream_options.usage"),
+        (CompletionBody, {"cache_salt": ""}, "cache_salt"),
+        (CompletionBody, {"timeout": 0}, "timeout"),
+        (CompletionBody, {"messages": []}, "messages"),
+        (ChatBody, {"messages": []}, "messages"),
+        (ChatBody, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (ChatBody, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        (ChatBody, {"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio"),
+        (ChatBody, {"logprobs": 3}, "logprobs"),
+        (ChatBody, {"prompt": "x"}, "prompt"),
+        (ChatBody, {"max_tokens": 0}, "max_tokens"),
+        (ChatBody, {"frobnicate": 1}, "frobnicate"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(type_: Any, change: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode(type_, TYPES[type_] | change)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert param.split(".")[-1] in caught.value.message
+
+
+def test_null_means_not_given() -> None:
+    for type_, least in TYPES.items():
+        names = [name for name in type_.__struct_fields__ if name not in least]
+        decode(type_, least | dict.fromkeys(names))
+
+
+def test_an_answer_may_be_sent_back_as_it_came() -> None:
+    answer = {
+        "role": "assistant",
+        "content": "hello",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    decode(ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, answer]})
+
+
+def test_nesting_without_end_is_a_400() -> None:
+    deep = b'{"prompt":"x","response_format":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with pytest.raises(ApiError) as caught:
+        BodyDecoder(CompletionBody).decode(deep)
+    assert caught.value.status == 400

@@ -1,0 +1,210 @@
+"""A server's life, in real processes: start, drain, two interrupts, the engine's death, and failures to start."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import serve_fakes
+from serve_fakes import INFO, serving
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.server.run import ready_line, serve
+from quire.server.settings import ServerSettings
+
+
+@pytest.fixture
+def _logs_as_they_were() -> Iterator[None]:
+    """`serve` sets up the process's logs; here the process is the test's."""
+    loggers = [logging.getLogger(name) for name in ("quire", "uvicorn")]
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
+
+
+def test_health_says_starting_until_the_engine_is_ready_and_then_a_line_says_where() -> None:
+    with serving(ready_delay_s=1.0) as server:
+        status, body, headers = server.get("/health")
+        assert (status, body["status"]) == (503, "starting")
+        assert int(headers["retry-after"]) > 0
+        status, body, headers = server.post("/v1/completions", {"prompt": "x"})
+        assert (status, body["error"]["code"]) == (503, "starting")
+        assert "retry-after" in headers
+        assert server.get("/v1/models")[0] == 503
+        line = server.wait_for("ready at").string
+        assert f"http://127.0.0.1:{server.port}" in line
+        assert "fake" in line
+        assert "2 MiB KV cache" in line
+        status, body, headers = server.get("/health")
+        assert (status, body) == (200, {"status": "ok"})
+        assert "server" not in headers
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+
+
+def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones() -> None:
+    with serving(drain_timeout_s=20.0) as server:
+        server.wait_for("ready at")
+        stream = server.begin_stream(num_tokens=60)
+        server.signal(signal.SIGTERM)
+        server.wait_for("draining: 1 requests under way")
+        status, body, headers = server.post("/v1/completions", {"prompt": "x"})
+        assert (status, body["error"]["code"]) == (503, "draining")
+        assert int(headers["retry-after"]) > 0
+        assert server.get("/health")[1]["status"] == "draining"
+        assert server.get("/load")[0] == 200
+        rest = stream.read().decode()
+        assert rest.count('"text":"x"') == 59
+        assert rest.rstrip().endswith("data: [DONE]")
+        assert server.exit_code() == 0
+
+
+def test_after_the_drain_timeout_what_still_runs_is_told_and_the_server_exits() -> None:
+    with serving(drain_timeout_s=0.3) as server:
+        server.wait_for("ready at")
+        stream = server.begin_stream(num_tokens=100_000)
+        server.signal(signal.SIGTERM)
+        rest = stream.read().decode()
+        assert '"code":"draining"' in rest
+        assert server.exit_code() == 0
+        assert any("1 requests are cut off" in line for line in server.lines)
+
+
+def test_one_interrupt_drains_and_says_so_and_a_second_stops_at_once() -> None:
+    with serving(drain_timeout_s=60.0) as server:
+        server.wait_for("ready at")
+        server.begin_stream(num_tokens=100_000)
+        server.signal(signal.SIGINT)
+        server.wait_for("Ctrl[+]C again stops at once")
+        assert server.get("/health")[1]["status"] == "draining"
+        began_s = time.monotonic()
+        server.signal(signal.SIGINT)
+        assert server.exit_code() == 130
+        assert time.monotonic() - began_s < 3.0
+
+
+def test_a_signal_while_starting_ends_it() -> None:
+    with serving(ready_delay_s=60.0) as server:
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+
+
+def test_killing_the_engine_tells_every_client_and_ends_the_server_with_a_failure() -> None:
+    with serving() as server:
+        pid = int(server.wait_for(r"engine pid (\d+)")[1])
+        server.wait_for("ready at")
+        streams = [server.begin_stream(num_tokens=100_000) for _ in range(3)]
+        began_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        deadline_s = began_s + 5.0
+        while (answer := server.get("/health"))[1]["status"] != "dead":
+            assert time.monotonic() < deadline_s
+        assert answer[0] == 503
+        for stream in streams:
+            rest = stream.read().decode()
+            assert '"error":' in rest
+            assert "/a/path" not in rest
+        assert time.monotonic() < deadline_s
+        assert server.exit_code() == 1
+
+
+def test_a_live_page_does_not_hold_up_the_exit() -> None:
+    with serving(drain_timeout_s=30.0) as server:
+        server.wait_for("ready at")
+        connection = server.connect()
+        connection.request("GET", "/live")
+        server.responses.append(connection.getresponse())
+        assert server.responses[0].status == 200
+        server.signal(signal.SIGTERM)
+        began_s = time.monotonic()
+        assert server.exit_code() == 0
+        assert time.monotonic() - began_s < 5.0
+        assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.usefixtures("_logs_as_they_were")
+def test_an_engine_that_cannot_start_raises_its_own_error() -> None:
+    def make(config: EngineConfig, settings: ServerSettings) -> serve_fakes.FakeEngine:
+        return serve_fakes.FakeEngine(error=ConfigError("block_size is odd"))
+
+    with pytest.raises(ConfigError, match="block_size is odd"):
+        serve(EngineConfig(model="fake"), ServerSettings(port=0), make_engine=make)
+
+
+def test_a_port_in_use_and_a_bad_certificate_are_told_before_the_engine_starts(tmp_path: Path) -> None:
+    def never(config: EngineConfig, settings: ServerSettings) -> serve_fakes.FakeEngine:
+        raise AssertionError("the engine was made")
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="in use"):
+            serve(EngineConfig(), ServerSettings(port=taken.getsockname()[1]), make_engine=never)
+    (tmp_path / "cert.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"cert\.pem"):
+        serve(EngineConfig(), ServerSettings(port=0, ssl_certfile=str(tmp_path / "cert.pem")), make_engine=never)
+
+
+def test_a_unix_socket_is_served_and_removed(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    with serve_fakes.running([serve_fakes.__file__, json.dumps({"uds": str(path)}), "0"], "ready at unix:") as server:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.1 200 OK")
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+    assert not path.exists()
+
+
+def test_the_ready_line_is_one_line() -> None:
+    line = ready_line("http://127.0.0.1:8000", "fake", INFO)
+    assert "\n" not in line
+    assert "1 MiB weights, 2 MiB KV cache" in line
+
+
+def test_a_server_may_have_more_connections_than_a_shells_default_allows() -> None:
+    with serving() as server:
+        limits = Path(f"/proc/{server.process.pid}/limits")
+        if not limits.exists():
+            pytest.skip("needs /proc")
+        line = next(line for line in limits.read_text().splitlines() if line.startswith("Max open files"))
+        soft, hard = line.split()[3:5]
+        assert soft == hard or int(soft) >= 65_536
+
+
+def test_a_deadline_ends_a_stream_with_an_error_and_a_reply_with_a_504() -> None:
+    with serving() as server:
+        server.wait_for("ready at")
+        body = {"model": "fake", "prompt": [1], "max_tokens": 100_000, "timeout": 0.2}
+        status, answer, _ = server.post("/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        connection = server.connect()
+        headers = {"content-type": "application/json", "x-request-timeout": "0.2"}
+        del body["timeout"]
+        connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), headers)
+        response = connection.getresponse()
+        server.responses.append(response)
+        text = response.read().decode()
+        assert response.status == 200
+        assert '"text":"x"' in text
+        assert '"code":"timeout"' in text
+
+
+def test_too_much_that_waits_is_a_429_with_retry_after() -> None:
+    with serving(max_waiting_requests=2) as server:
+        server.wait_for("ready at")
+        body = {"model": "fake", "prompt": [[1]] * 3, "max_tokens": 1}  # three requests at once
+        status, answer, headers = server.post("/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (429, "waiting_requests")
+        assert int(headers["retry-after"]) >= 1
+        assert server.post("/v1/completions", body | {"prompt": [[1]] * 2})[0] == 200

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.errors import BadRequestError
+from quire.params import OutputKind, SamplingParams
+from quire.server.errors import ApiError
+from quire.server.protocol import ChatBody, CompletionBody, Message, StreamOptions
+from quire.server.sampling import chat_params, completion_params
+
+DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=50, repetition_penalty=1.1)
+MESSAGES = [Message(role="user", content="hi")]
+
+
+def completion(**fields: Any) -> SamplingParams:
+    return completion_params(CompletionBody(prompt="x", **fields), DEFAULTS)
+
+
+def chat(**fields: Any) -> SamplingParams:
+    return chat_params(ChatBody(messages=MESSAGES, **fields), DEFAULTS)
+
+
+def test_what_is_left_out_is_the_models_default() -> None:
+    params = completion()
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 0.9, 50, 1.1)
+    assert params.max_tokens == 16
+    assert chat().max_tokens is None
+
+
+def test_every_sampling_field_arrives() -> None:
+    fields = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.5,
+        "stop": ["a", "b"],
+        "seed": 5,
+        "min_tokens": 3,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "allowed_token_ids": [1, 2],
+        "bad_words": ["no"],
+    }
+    params = completion(**fields, logit_bias={"4": 1.0}, max_tokens=9)
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert params.logit_bias == {4: 1.0}
+
+
+def test_only_a_stream_wants_deltas() -> None:
+    assert completion(stream=True).output_kind is OutputKind.DELTA
+    assert chat().output_kind is OutputKind.FINAL_ONLY
+
+
+def test_echo_brings_the_prompts_logprobs() -> None:
+    assert completion(echo=True, logprobs=3).prompt_logprobs == 3
+    assert completion(echo=True).prompt_logprobs is None
+    assert completion(logprobs=3).prompt_logprobs is None
+    assert completion(echo=True, max_tokens=0).max_tokens == 1
+
+
+def test_chats_ask_for_logprobs_in_two_fields() -> None:
+    assert chat(logprobs=True, top_logprobs=4).logprobs == 4
+    assert chat(logprobs=True).logprobs == 0
+    assert chat(logprobs=False).logprobs is None
+
+
+def test_both_names_of_the_length() -> None:
+    assert chat(max_completion_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=5).max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "param"),
+    [
+        (completion, {"max_tokens": 0}, "max_tokens"),
+        (completion, {"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+        (completion, {"best_of": 2}, "best_of"),
+        (completion, {"best_of": 1, "n": 2}, "best_of"),
+        (completion, {"stream_options": StreamOptions()}, "stream_options"),
+        (completion, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (
+            completion,
+            {"stream": True, "stream_options": StreamOptions(include_obfuscation=True)},
+            "stream_options.include_obfuscation",
+        ),
+        (completion, {"logit_bias": {"x": 1.0}}, "logit_bias"),
+        (completion, {"min_tokens": 20}, "min_tokens"),
+        (chat, {"top_logprobs": 2}, "top_logprobs"),
+        (chat, {"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
+    ],
+)
+def test_contradictions_are_refused_by_name(make: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises((ApiError, BadRequestError)) as caught:
+        make(**fields)
+    assert caught.value.param == param
+
+
+def test_best_of_that_means_nothing_is_taken() -> None:
+    assert completion(best_of=1).n == 1
+    assert completion(best_of=3, n=3).n == 3

@@ -1,0 +1,233 @@
+"""What is shipped for operators, held against the code: names of metrics, flags, endpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from observing_fakes import ToldEngine
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.server.metric_names import NAMES
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+FROM_PROMETHEUS = {"up", "process_start_time_seconds", "process_resident_memory_bytes"}
+# vLLM's names that the documents name to say so.
+NOT_THERE = ("vllm:spec_decode_", "vllm:lora_requests_info", "vllm:engine_sleep_state")
+FUNCTIONS = {
+    *("sum", "max", "rate", "increase", "changes", "histogram_quantile", "time"),
+    *("by", "on", "and", "or"),
+}
+COMMON_LABELS = {"model_name", "engine", "instance", "job"}
+# A metric's name, then its selector if it has one.
+SELECTOR = re.compile(r"\b((?:vllm|quire):\w+|up|process_\w+)\s*(?:\{([^}]*)\})?")
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((DEPLOY / "grafana/quire.json").read_text())
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((DEPLOY / "prometheus/quire-alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def expressions() -> list[tuple[str, str]]:
+    """(where, PromQL) of everything that is shipped."""
+    found = [
+        (f"panel {panel['title']}", target["expr"])
+        for panel in dashboard()["panels"]
+        for target in panel.get("targets", ())
+    ]
+    found += [(f"alert {rule['alert']}", rule["expr"]) for rule in alerts()]
+    return found
+
+
+def balanced(text: str) -> bool:
+    pairs = {")": "(", "]": "[", "}": "{"}
+    stack: list[str] = []
+    for letter in re.sub(r'"[^"]*"', "", text):
+        if letter in pairs.values():
+            stack.append(letter)
+        elif letter in pairs and (not stack or stack.pop() != pairs[letter]):
+            return False
+    return not stack and text.count('"') % 2 == 0
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_model: Path) -> set[str]:
+    """Names of families that a server shows with a real engine behind it."""
+    import asyncio
+
+    from quire import LLM, SamplingParams
+    from quire.server.metrics import ServerMetrics
+
+    llm = LLM(str(tiny_model), load_format="dummy", kv_cache_memory_bytes=1 << 20, device="cpu", num_threads=1)
+    llm.generate("hello", SamplingParams(max_tokens=2), use_tqdm=False)
+    told = ToldEngine()
+    told.reading = llm.get_metrics()
+    llm.llm_engine.close()
+    metrics = ServerMetrics(told, "tiny")
+    metrics.on_request_start("/v1/completions")
+    metrics.on_refused("brownout")
+    page = asyncio.run(metrics.scrape()).decode()
+    names = set()
+    for family in text_string_to_metric_families(page):
+        names.add(family.name + ("_total" if family.type == "counter" else ""))
+    return names
+
+
+def test_every_name_in_the_table_is_exported_and_no_other(exported: set[str]) -> None:
+    ours = {name for name in exported if name.startswith(("vllm:", "quire:"))}
+    always = {name for name, known in NAMES.items() if not known.only_with}
+    assert ours == always
+    source = (ROOT / "quire/engine/metrics.py").read_text()
+    for name in set(NAMES) - always:
+        assert f'"{name}"' in source, f"{name}: no engine reports it"
+
+
+@pytest.mark.parametrize(("where", "expr"), expressions())
+def test_queries_use_what_the_server_exports(where: str, expr: str) -> None:
+    assert balanced(expr), f"{where}: {expr}"
+    used = SELECTOR.findall(expr)
+    assert used, f"{where} asks for nothing of ours"
+    for name, selector in used:
+        labels = set(re.findall(r"(\w+)\s*(?:=~|!=|!~|=)\s*\"", selector))
+        if name in FROM_PROMETHEUS:
+            assert labels <= {"job", "instance"}, f"{where}: {name} has no {labels}"
+            continue
+        base = name
+        if name not in NAMES:
+            base = re.sub(r"_(bucket|sum|count)$", "", name)
+            assert base in NAMES and NAMES[base].kind == "histogram", f"{where}: nobody exports {name}"
+        elif NAMES[name].kind == "histogram":
+            raise AssertionError(f"{where}: {name} is a histogram and has no value of its own")
+        assert labels <= COMMON_LABELS | set(NAMES[base].labels), f"{where}: {name} has no {labels}"
+        if NAMES[base].kind == "counter":
+            assert re.search(rf"(rate|increase|changes)\({re.escape(name)}\b", expr) or "captures" in name, (
+                f"{where}: {name} is a counter: take its rate"
+            )
+    words = re.findall(r"(?<![\w:$\"{{])([a-z_]+)\s*\(", re.sub(r'"[^"]*"|\{[^}]*\}', "", expr))
+    assert set(words) <= FUNCTIONS, f"{where}: {set(words) - FUNCTIONS}"
+
+
+def test_legends_use_labels_that_are_there() -> None:
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
+                assert re.search(rf"by \([^)]*\b{label}\b", target["expr"]), f"{panel['title']}: {label}"
+
+
+def test_the_dashboard_is_what_its_source_makes() -> None:
+    made = runpy.run_path(str(DEPLOY / "grafana/make_dashboard.py"))["dashboard"]()
+    assert made == dashboard(), "run: python deploy/grafana/make_dashboard.py"
+
+
+def test_the_dashboards_panels_do_not_overlap() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: dict[tuple[int, int], str] = {}
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert (x, y) not in taken, f"{panel['title']} lies on {taken[x, y]}"
+                taken[x, y] = panel["title"]
+
+
+def test_alerts_say_what_they_mean_and_are_documented() -> None:
+    operations = (ROOT / "docs/operations.md").read_text()
+    names = [rule["alert"] for rule in alerts()]
+    assert len(set(names)) == len(names)
+    for rule in alerts():
+        assert rule["annotations"].keys() >= {"summary", "description"}
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert re.fullmatch(r"\d+[sm]", rule.get("for", "0s"))
+        assert f"### {rule['alert']}\n" in operations, (
+            f"docs/operations.md does not say what to do about {rule['alert']}"
+        )
+    assert set(re.findall(r"^### (Quire\w+)$", operations, re.M)) == set(names)
+
+
+def test_the_scrape_config_finds_the_rules() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    for file in config["rule_files"]:
+        assert (DEPLOY / "prometheus" / file).is_file()
+    assert [job["job_name"] for job in config["scrape_configs"]] == ["quire"]
+
+
+def test_the_example_configuration_is_one() -> None:
+    import argparse
+
+    from quire.cli.serve_flags import GROUPS
+    from quire.cli.settings_file import gather
+
+    args = argparse.Namespace(config=str(DEPLOY / "quire.yaml"))
+    found = gather([flag for flags in GROUPS.values() for flag in flags], args, {})
+    assert found.values["drain_timeout"] == 60 and not found.warnings
+    # What is commented out would be taken too.
+    text = (DEPLOY / "quire.yaml").read_text()
+    names = {flag.option[2:] for flags in GROUPS.values() for flag in flags}
+    assert set(re.findall(r"^#? ?([a-z-]+): ", text, re.M)) <= names
+
+
+def test_the_unit_waits_for_the_drain_and_knows_its_flags() -> None:
+    unit = (DEPLOY / "systemd/quire.service").read_text()
+    drain_s = yaml.safe_load((DEPLOY / "quire.yaml").read_text())["drain-timeout"]
+    assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.M)[0]) > drain_s
+    start = re.findall(r"^ExecStart=(.*)$", unit, re.M)[0]
+    assert set(re.findall(r"--[a-z-]+", start)) <= known_options()
+
+
+def known_options() -> set[str]:
+    import argparse
+
+    from quire.cli import serve
+
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    serve.add_parser(subparsers)
+    return {option for action in subparsers.choices["serve"]._actions for option in action.option_strings}
+
+
+@pytest.mark.parametrize("file", ["docs/operations.md", "docs/from-vllm.md", "deploy/README.md"])
+def test_documents_name_real_flags_metrics_and_anchors(file: str) -> None:
+    text = (ROOT / file).read_text()
+    other_programs = {"--config.file", "--now", "--backend", "--user"}
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", re.sub(r"<!--.*?-->", "", text))) - other_programs
+    assert flags <= known_options(), flags - known_options()
+    for name in re.findall(r"\b(?:vllm|quire):[a-z0-9_]+", text):
+        assert name in NAMES or name.startswith(NOT_THERE), f"{file}: nobody exports {name}"
+    headings = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
+    for anchor in re.findall(r"\]\(#([\w-]+)\)", text):
+        assert anchor in headings, f"{file} has no heading for #{anchor}"
+    for target, anchor in re.findall(r"\]\(([\w./-]+\.md)(?:#([\w-]+))?\)", text):
+        other = (ROOT / file).parent / target
+        assert other.is_file(), f"{file} links to {target}"
+        if anchor:
+            named = re.findall(r"^#+ (.*)$", other.read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in named}
+
+
+def test_the_documents_tables_are_what_the_code_says() -> None:
+    made = runpy.run_path(str(ROOT / "docs/make_tables.py"))
+    for name in made["FILES"]:
+        text = (ROOT / "docs" / name).read_text()
+        assert made["filled"](text) == text, "run: python -m docs.make_tables"
+    paths = {path for _, path in made["paths"]()}
+    assert paths <= set(made["PATH_NOTES"]), f"docs/make_tables.py says nothing of {paths - set(made['PATH_NOTES'])}"
+    assert paths.isdisjoint(path for paths in made["VLLM_PATHS_MISSING"] for path in paths.split(", "))
+
+
+def test_every_level_of_the_brownout_has_words() -> None:
+    from quire.engine.brownout import MAX_LEVEL
+    from quire.server.logs import BROWNOUT_STEPS
+
+    assert len(BROWNOUT_STEPS) == MAX_LEVEL + 1
