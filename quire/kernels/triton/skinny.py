@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""x @ w.T for 1..16 rows of x: the weights are read once, and that read is the whole cost.
+"""x @ w.T for 1..32 rows of x: the weights are read once, and that read is the whole cost.
 
 One row multiplies in plain float32, a few rows of w to a program, so that even a small matrix fills the chip. More
 rows use the tensor cores: w's tile is their left operand, x's rows their right one, and where n is small the programs
