@@ -87,7 +87,8 @@ class SamplingParams:
         _integer(self.n, "n", at_least=1)
         for name in ("presence_penalty", "frequency_penalty"):
             _number(getattr(self, name), name, -2.0, 2.0)
-        _number(self.repetition_penalty, "repetition_penalty", 0.0, math.inf, open_low=True)
+        # Far from 1 the division by it leaves the floats' range.
+        _number(self.repetition_penalty, "repetition_penalty", 0.01, 100.0)
         _number(self.temperature, "temperature", 0.0, math.inf)
         _number(self.top_p, "top_p", 0.0, 1.0, open_low=True)
         _number(self.min_p, "min_p", 0.0, 1.0)

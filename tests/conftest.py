@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fakes
+import hypothesis  # noqa: F401 - before an engine freezes what the collector looks at: hypothesis counts references
 import pytest
 
 

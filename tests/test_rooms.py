@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "llm": {"text", "engine"},
     "async_llm": {"text", "engine", "llm"},
     "cli": {"llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench", "server", "lab"},
-    "bench": {"executor", "text", "llm", "async_llm", "engine", "sim", "scheduler", "kv", "kernels", "weights", "cli", "sampling"},
+    "bench": {"llm", "async_llm", "engine", "sim", "scheduler", "kv", "kernels", "weights", "cli", "sampling", "text"}
+    | {"executor", "models"},
 }
 WITHOUT_TORCH = {"kv", "scheduler", "text", "sim"} | FOUNDATION
 

@@ -23,7 +23,7 @@ RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "device": (str, "auto, cpu or cuda"),
     "num_threads": (int, "CPU threads (default: the physical cores)"),
     "block_size": (int, "tokens per KV block: 4, 8, 16, 32, 64 or 128 (default 16)"),
-    "kv_cache_dtype": (str, "auto, float32, bfloat16 or float16"),
+    "kv_cache_dtype": (str, "auto, float32, bfloat16, float16, or fp8 on a GPU"),
     "kv_cache_memory_bytes": (int, "size of the KV cache (CPU default 1 GiB)"),
     "gpu_memory_utilization": (float, "share of the GPU's memory to use (default 0.92)"),
     "swap_space_gb": (float, "host memory for swapped-out blocks, GiB (default 0)"),

@@ -47,6 +47,7 @@ class EngineInfo:
     num_host_blocks: int
     block_bytes: int
     enable_prefix_caching: bool
+    scheduling_policy: str = "priority"
     ledger_summary: str
     blocks_line: str
     ready_s: float

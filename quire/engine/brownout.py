@@ -53,7 +53,6 @@ class BrownoutSettings:
     calm_ratio: float = 0.5  # of what would be pressure: less than this is calm
     refusal_backlog: float = 0.25  # level 3 needs waiting tokens of this share of the cache
     prefill_share: float = 0.25  # level 1: of max_num_batched_tokens
-    max_new_tokens: int = 256  # level 2: output tokens of new requests
 
     def __post_init__(self) -> None:
         for name in (
@@ -66,9 +65,8 @@ class BrownoutSettings:
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"brownout {name} must be > 0, got {getattr(self, name)}")
-        for name in ("min_preemptions", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"brownout {name} must be >= 1, got {getattr(self, name)}")
+        if self.min_preemptions < 1:
+            raise ConfigError(f"brownout min_preemptions must be >= 1, got {self.min_preemptions}")
         for name in ("min_kv_usage", "low_kv_usage", "calm_ratio", "prefill_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"brownout {name} is a share: it must be > 0 and <= 1, got {getattr(self, name)}")
@@ -120,11 +118,6 @@ class Brownout:
     def prefill_limit(self, max_num_batched_tokens: int) -> int | None:
         """For Scheduler.set_prefill_limit."""
         return max(1, int(max_num_batched_tokens * self.settings.prefill_share)) if self.level else None
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        """The most output tokens of a request that comes now; None: no cap."""
-        return self.settings.max_new_tokens if self.level >= 2 else None
 
     def update(self, now_s: float, reading: PressureReading) -> int:
         """Take in a reading; returns the level from now on. Time only matters by its differences."""

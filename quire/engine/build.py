@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
+from quire.engine.garbage import keep_what_is_built
 from quire.engine.inputs import InputProcessor
 from quire.engine.outputs import OutputProcessor
 from quire.engine.text_side import OpenedModel, TextSide, open_model
@@ -83,6 +84,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
     text = TextSide(config, opened)
     timeline.mark("tokenizer")
     tokens = build_token_side(config, opened, show_progress=show_progress, precompile=precompile)
+    keep_what_is_built()
     return BuiltEngine(
         config=config,
         spec=opened.spec,

@@ -260,7 +260,7 @@ def _gauges(core: EngineCore) -> dict[str, Any]:
 
 def _requests(core: EngineCore) -> dict[str, Request]:
     """Requests that have not ended, the earliest first."""
-    return core.scheduler._life.requests
+    return core.scheduler.requests
 
 
 def _sequences(core: EngineCore) -> Iterator[Sequence]:

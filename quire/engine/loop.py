@@ -231,7 +231,7 @@ class EngineLoop:
         level = brownout.update(now_s, PressureReading.of(scheduler, self.core.kv))
         if level != before:
             scheduler.set_prefill_limit(brownout.prefill_limit(scheduler.config.max_num_batched_tokens))
-            get_logger().warning("brownout level %d -> %d: %s", before, level, _BROWNOUT[level])
+            get_logger().debug("brownout level %d -> %d: %s", before, level, _BROWNOUT[level])  # the server tells
 
     def _load(self) -> EngineLoad:
         scheduler, kv = self.core.scheduler, self.core.kv

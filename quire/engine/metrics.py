@@ -43,6 +43,7 @@ def step_metrics(core: EngineCore, stats: StepStats) -> list[Metric]:
         "kv_swapped_out_blocks_total": ("counter", kv.num_swapped_out_blocks),
         "kv_swapped_in_blocks_total": ("counter", kv.num_swapped_in_blocks),
         "kv_allocation_failures_total": ("counter", kv.num_allocation_failures),
+        "preemptions_for_tenants_total": ("counter", scheduler.stats.num_yields),
         "recomputed_tokens_total": ("counter", scheduler.stats.num_recomputed_tokens),
         "num_waiting_tokens": ("gauge", scheduler.num_waiting_tokens),
     }
@@ -56,9 +57,13 @@ def step_metrics(core: EngineCore, stats: StepStats) -> list[Metric]:
         for outcome, count in kv.prefix.outcomes.items()
     ]
     found += [
-        Metric("quire:tenant_requests_waiting", "gauge", load.num_waiting, {"tenant": tenant})
+        Metric(name, "gauge", count, {"tenant": tenant})
         for tenant, load in scheduler.tenant_loads.items()
         if tenant
+        for name, count in (
+            ("quire:tenant_requests_waiting", load.num_waiting),
+            ("quire:tenant_requests_running", load.num_running),
+        )
     ]
     split = {"prepare": stats.prepare_s, "forward": stats.forward_s, "sample": stats.sample_s, "all": stats.busy_s}
     found += [Metric("quire:step_seconds_total", "counter", seconds, {"part": part}) for part, seconds in split.items()]

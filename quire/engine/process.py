@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ import zmq
 from quire.engine.api import EngineInfo
 from quire.engine.brownout import Brownout
 from quire.engine.core import EngineCore
+from quire.engine.garbage import settle_for_serving
 from quire.engine.launch import LOG_MARK
 from quire.engine.loop import EngineLoop, Receive
 from quire.engine.messages import ErrorInfo, Failed, Hello, Launch, Ready, decode_launch, encode
@@ -62,6 +62,7 @@ def build_core(launch: Launch) -> tuple[EngineCore, EngineInfo]:
         num_host_blocks=ledger.num_host_blocks,
         block_bytes=ledger.block_bytes,
         enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
         ledger_summary=ledger.summary(),
         blocks_line=ledger.blocks_line(),
         ready_s=0.0,
@@ -112,7 +113,7 @@ def _serve(
         step_timeout_s=launch.step_timeout_s,
         heartbeat_s=launch.heartbeat_s,
     )
-    settle_garbage_collector()
+    settle_for_serving()
     # A supervisor may signal every process it finds; requests that drain need this one to go on.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     outputs.send(encode(Ready(info)))
@@ -123,13 +124,6 @@ def _serve(
         watchdog.stop()
         beats.close(linger=0)
         core.close()
-
-
-def settle_garbage_collector() -> None:
-    """What was built stays: it need not be looked at again, and young garbage need not be looked for at every step."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
 
 
 def read_launch(stream: BinaryIO) -> Launch:

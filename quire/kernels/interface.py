@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -78,6 +80,18 @@ class AttentionSpec:
     v_scale: float = 1.0
 
 
+QUANTIZED_BLOCK = 32  # inputs that share a scale
+
+
+@dataclass(slots=True, frozen=True)
+class QuantizedRows:
+    """Rows of a matrix as a quantized file holds them: weight = code * scale + minimum, exact in float32."""
+
+    codes: NDArray[np.int8]  # [rows, in_features]
+    scales: NDArray[np.float32]  # [rows, in_features / QUANTIZED_BLOCK]
+    minima: NDArray[np.float32] | None  # likewise; None: all zero
+
+
 class LinearWeight(Protocol):
     """A matrix [out_features, in_features] in whatever layout and precision its backend multiplies fastest.
 
@@ -92,8 +106,15 @@ class LinearWeight(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def keeps_quantized(self) -> bool:
+        """Whether `load_quantized` may take a quantized file's rows as they are."""
+
     def load_rows(self, first_row: int, rows: Tensor) -> None:
         """Fill the rows from first_row on with `rows`: [n, in_features], any float dtype, from any device."""
+
+    def load_quantized(self, first_row: int, rows: QuantizedRows) -> bool:
+        """Keep the rows as they are. False, and nothing changed, where they do not go with earlier ones."""
 
     def load_bias(self, first_row: int, bias: Tensor) -> None:
         """Likewise for the bias; only where new_linear was asked for one."""

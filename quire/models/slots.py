@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import LinearWeight
+from quire.kernels.interface import LinearWeight, QuantizedRows
 
 
 @dataclass(slots=True, frozen=True)
@@ -19,6 +19,8 @@ class WeightSlot:
     shape: tuple[int, ...]
     load: Callable[[Tensor], None]  # copies it into its part of the parameter, converting as needed
     randomize: Callable[[float, int], None]  # (std, seed): dummy weights, made where the parameter lives
+    # Takes a quantized file's own numbers, if it can: False asks for `load` instead. None: it never can.
+    load_quantized: Callable[[QuantizedRows], bool] | None = None
 
 
 def matrix_slots(
@@ -31,7 +33,13 @@ def matrix_slots(
     first_row = 0
     for module, num_rows in parts.items():
         randomize = weight.randomize if first_row == 0 else _randomized_already
-        yield WeightSlot(f"{module}.weight", (num_rows, weight.in_features), _row_loader(weight, first_row), randomize)
+        yield WeightSlot(
+            f"{module}.weight",
+            (num_rows, weight.in_features),
+            _row_loader(weight, first_row),
+            randomize,
+            _quantized_loader(weight, first_row) if weight.keeps_quantized else None,
+        )
         if bias:
             load = _bias_loader(weight, first_row)
             yield WeightSlot(f"{module}.bias", (num_rows,), load, _noise_maker(load, num_rows, device))
@@ -55,6 +63,10 @@ def norm_slot(name: str, parameter: Tensor, *, offset: bool) -> WeightSlot:
 
 def _row_loader(weight: LinearWeight, first_row: int) -> Callable[[Tensor], None]:
     return lambda rows: weight.load_rows(first_row, rows)
+
+
+def _quantized_loader(weight: LinearWeight, first_row: int) -> Callable[[QuantizedRows], bool]:
+    return lambda rows: weight.load_quantized(first_row, rows)
 
 
 def _bias_loader(weight: LinearWeight, first_row: int) -> Callable[[Tensor], None]:

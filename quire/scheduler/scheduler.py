@@ -79,6 +79,11 @@ class Scheduler:
         return self._life.queue.num_waiting_tokens
 
     @property
+    def requests(self) -> dict[str, Request]:
+        """Requests that have not ended, by id, the earliest first."""
+        return self._life.requests
+
+    @property
     def num_running(self) -> int:
         return len(self._life.running)
 

@@ -18,7 +18,7 @@ from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.server.models import check_model, fingerprint
 from quire.server.protocol import ChatBody, Message, TokenizeBody
 from quire.server.replies import AnswerMessage, CachedTokens, ChatChoice, ChatCompletion, ChatLogprobs, Usage
-from quire.server.sampling import chat_params
+from quire.server.sampling import chat_params, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 
 # Names that chat_template_kwargs must not bring: they have fields of their own, or are the renderer's.
@@ -29,6 +29,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
     engine = exchange.context.engine
     model = check_model(exchange.context, body.model)
     params = chat_params(body, engine.default_sampling)
+    priority = priority_of(body, engine.info)
     (request_id,) = engine_ids(exchange, "chatcmpl", 1)
 
     def prepare() -> PreparedRequest:
@@ -36,7 +37,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
         if body.cache_salt is not None:
             prompt["cache_salt"] = body.cache_salt
         try:
-            return engine.prepare(request_id, prompt, params, priority=body.priority or 0, tenant=exchange.tenant)
+            return engine.prepare(request_id, prompt, params, priority=priority, tenant=exchange.tenant)
         except BadRequestError as error:
             if error.param != "prompt":
                 raise

@@ -16,7 +16,7 @@ from quire.server.logprobs import TextOffsets, TokenNames, completion_logprobs, 
 from quire.server.models import check_model, fingerprint
 from quire.server.protocol import MAX_PROMPTS, CompletionBody
 from quire.server.replies import CachedTokens, Completion, CompletionChoice, CompletionLogprobs, Usage
-from quire.server.sampling import completion_params
+from quire.server.sampling import completion_params, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 
 
@@ -25,6 +25,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
     model = check_model(exchange.context, body.model)
     prompts = read_prompts(body.prompt)
     params = completion_params(body, engine.default_sampling)
+    priority = priority_of(body, engine.info)
     ids = engine_ids(exchange, "cmpl", len(prompts))
 
     def prepare() -> list[PreparedRequest]:
@@ -33,7 +34,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
                 request_id,
                 _engine_prompt(exchange, body, prompt),
                 params,
-                priority=body.priority or 0,
+                priority=priority,
                 tenant=exchange.tenant,
             )
             for request_id, prompt in zip(ids, prompts, strict=True)

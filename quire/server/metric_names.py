@@ -95,6 +95,7 @@ QUIRE: dict[str, Name] = {
     "swap_bytes_total": Name(_COUNTER, "Bytes of the blocks that moved.", ("direction",)),
     "kv_allocation_failures_total": Name(_COUNTER, "Block exhaustion: growths that found no block, and preempted."),
     "preemptions_total": Name(_COUNTER, "Preemptions by what happened to the blocks.", ("kind",)),
+    "preemptions_for_tenants_total": Name(_COUNTER, "Preemptions that made way for another tenant."),
     "recomputed_tokens_total": Name(_COUNTER, "Tokens computed again after a preemption."),
     "prefix_lookups_total": Name(_COUNTER, "Prefix cache lookups by outcome.", ("outcome",)),
     # Guarding
@@ -102,6 +103,7 @@ QUIRE: dict[str, Name] = {
     "requests_started_total": Name(_COUNTER, "HTTP requests for text that came in.", ("endpoint",)),
     "requests_refused_total": Name(_COUNTER, "Requests that got no answer, by why.", ("reason",)),
     "num_waiting_tokens": Name(_GAUGE, "Prompt tokens in the engine's queue."),
+    "tenant_requests_running": Name(_GAUGE, "What runs, by tenant.", ("tenant",), only_with="API keys"),
     "tenant_requests_waiting": Name(_GAUGE, "The queue by tenant.", ("tenant",), only_with="API keys"),
     "tenant_requests_total": Name(_COUNTER, "Requests that ended, by tenant.", ("tenant",)),
     "tenant_tokens_total": Name(_COUNTER, "Tokens served by tenant: prompt or output.", ("tenant", "kind")),

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from quire.config import EngineConfig
 from quire.engine.api import EngineInfo, ServingEngine
+from quire.engine.garbage import settle_for_serving
 from quire.errors import EngineDeadError
 from quire.log import get_logger
 from quire.server.admission import Admission
@@ -67,6 +68,8 @@ def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEn
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     _raise_file_limit()
     model = (*settings.served_model_names, config.model)[0]
+    if "scheduling_policy" not in config.given:
+        config = config.replace(scheduling_policy="priority")  # requests may bring one; equal ones keep their order
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
 
@@ -149,6 +152,7 @@ class _Run:
                     raise EngineDeadError(self._death.result())
             if start.done():
                 start.result()
+                settle_for_serving()
                 self._life.ready()
                 self._log.info("%s", ready_line(self._address, self._model, self._engine.info))
                 self._warn_if_open()

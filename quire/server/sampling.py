@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.engine.api import EngineInfo
 from quire.params import OutputKind, SamplingParams
 from quire.server.errors import bad_request
 from quire.server.protocol import ChatBody, CompletionBody, GenerationBody
@@ -71,6 +72,17 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _params(body, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+
+
+def priority_of(body: GenerationBody, info: EngineInfo) -> int:
+    """The smaller runs first. Refused where the operator chose that it means nothing."""
+    if body.priority and info.scheduling_policy == "fcfs":
+        raise bad_request(
+            f"priority={body.priority} has no effect: this server was started with --scheduling-policy fcfs",
+            "priority",
+            "unsupported",
+        )
+    return body.priority or 0
 
 
 def check_options(body: GenerationBody) -> None:

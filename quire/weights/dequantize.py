@@ -21,11 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.interface import QuantizedRows
 from quire.weights.gguf_file import TENSOR_TYPES
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 UnpackFn = Callable[[Bytes, Floats], None]
+_Read = tuple[NDArray[np.int8], Floats, Floats | None]  # codes, and a scale and minimum for each 32 of them
 
 _TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -70,6 +72,19 @@ class Dequantizer:
             list(self._pool.map(unpack_chunk, starts))  # numpy lets go of the interpreter while it works
         return torch.from_numpy(values).view(shape)
 
+    def rows(self, raw: Bytes, dtype: str, shape: tuple[int, ...]) -> QuantizedRows | None:
+        """The stored numbers of a matrix, where its type has one scale for 32 of them; else None."""
+        read = _READ_BLOCKS.get(dtype)
+        if read is None or len(shape) != 2:
+            return None
+        codes, scales, minima = read(raw.reshape(-1, _TYPES[dtype].block_bytes))
+        num_rows = shape[0]
+        return QuantizedRows(
+            codes.reshape(num_rows, -1),
+            np.ascontiguousarray(scales, np.float32).reshape(num_rows, -1),
+            None if minima is None else np.ascontiguousarray(minima, np.float32).reshape(num_rows, -1),
+        )
+
     def __enter__(self) -> Dequantizer:
         return self
 
@@ -106,11 +121,17 @@ def _q8_0(blocks: Bytes, out: Floats) -> None:
     out *= _half(blocks, 0)
 
 
-def _q4_k(blocks: Bytes, out: Floats) -> None:
-    """Eight sub-blocks of 32 values, each with a scale and a minimum of 6 bits packed into bytes 4 to 15."""
+def _q4_k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
+    """Scales and minima of the eight sub-blocks, 6 bits each, packed into bytes 4 to 15."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1) * _half(blocks, 0)
     minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=1) * _half(blocks, 2)
+    return scales, minima
+
+
+def _q4_k(blocks: Bytes, out: Floats) -> None:
+    """Eight sub-blocks of 32 values."""
+    scales, minima = _q4_k_scales(blocks)
     packed = blocks[:, 16:].reshape(-1, 4, 32)
     pairs = out.reshape(-1, 4, 2, 32)  # a byte holds one value of each of two neighbouring sub-blocks
     pairs[:, :, 0] = packed & 15
@@ -134,6 +155,45 @@ def _q6_k(blocks: Bytes, out: Floats) -> None:
 
 
 _UNPACK: dict[str, UnpackFn] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k}
+
+
+def _nibbles(packed: Bytes) -> NDArray[np.int8]:
+    """The low halves of 16 bytes, then the high ones: [blocks, 32]."""
+    codes = np.empty((len(packed), 32), np.int8)
+    codes[:, :16] = packed & 15
+    codes[:, 16:] = packed >> 4
+    return codes
+
+
+def _read_q4_0(blocks: Bytes) -> _Read:
+    codes = _nibbles(blocks[:, 2:])
+    codes -= 8
+    return codes, _half(blocks, 0), None
+
+
+def _read_q4_1(blocks: Bytes) -> _Read:
+    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _read_q8_0(blocks: Bytes) -> _Read:
+    return np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks, 0), None
+
+
+def _read_q4_k(blocks: Bytes) -> _Read:
+    scales, minima = _q4_k_scales(blocks)
+    packed = blocks[:, 16:].reshape(-1, 4, 32)
+    codes = np.empty((len(blocks), 4, 2, 32), np.int8)
+    codes[:, :, 0] = packed & 15
+    codes[:, :, 1] = packed >> 4
+    return codes, scales, -minima
+
+
+_READ_BLOCKS: dict[str, Callable[[Bytes], _Read]] = {
+    "Q4_0": _read_q4_0,
+    "Q4_1": _read_q4_1,
+    "Q8_0": _read_q8_0,
+    "Q4_K": _read_q4_k,
+}
 
 
 def _package_unpack(dtype: str) -> UnpackFn:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.models.slots import WeightSlot
-    from quire.weights.dequantize import Dequantizer
+    from quire.weights.dequantize import Bytes, Dequantizer
 
 _WHOLE_MODEL = {
     "token_embd": "model.embed_tokens",
@@ -83,13 +83,21 @@ class GGUFCheckpoint(Checkpoint):
         released_to = entries[0].offset if entries else 0
         with Dequantizer() as dequantizer:
             for entry in entries:
-                slots[entry.name].load(self._tensor(entry, dequantizer))
+                self._load(entry, slots[entry.name], dequantizer)
                 done_bytes += entry.num_bytes
                 released_to = self._release(released_to, entry.offset + entry.num_bytes)
                 if progress is not None:
                     progress(done_bytes, total_bytes)
 
-    def _tensor(self, entry: TensorEntry, dequantizer: Dequantizer) -> Tensor:
+    def _load(self, entry: TensorEntry, slot: WeightSlot, dequantizer: Dequantizer) -> None:
+        raw = self._raw(entry)
+        if slot.load_quantized is not None:
+            rows = dequantizer.rows(raw, entry.dtype, entry.shape)
+            if rows is not None and slot.load_quantized(rows):
+                return
+        slot.load(self._tensor(entry, raw, dequantizer))
+
+    def _raw(self, entry: TensorEntry) -> Bytes:
         import numpy as np
 
         raw = np.frombuffer(self._file.data, np.uint8, entry.num_bytes, entry.offset)
@@ -97,6 +105,9 @@ class GGUFCheckpoint(Checkpoint):
             # llama.cpp rotates neighbours, Hugging Face the two halves of a head: its rows are interleaved. Undone on
             # the stored rows, which are several times smaller than the values.
             raw = raw.reshape(heads, entry.shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(-1)
+        return raw
+
+    def _tensor(self, entry: TensorEntry, raw: Bytes, dequantizer: Dequantizer) -> Tensor:
         tensor = dequantizer.tensor(raw, entry.dtype, entry.shape)
         if self._arch == "gemma3" and entry.name.endswith("norm.weight"):
             tensor = tensor - 1  # llama.cpp stores 1 + weight, which is what Gemma multiplies by

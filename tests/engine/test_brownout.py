@@ -136,11 +136,11 @@ def test_an_empty_server_recovers_in_seconds_even_if_nobody_asked_meanwhile() ->
 
 
 def test_what_the_levels_mean() -> None:
-    brownout = Brownout(BrownoutSettings(prefill_share=0.5, max_new_tokens=64))
-    meanings = []
+    brownout = Brownout(BrownoutSettings(prefill_share=0.5))
+    limits = []
     for brownout.level in range(4):
-        meanings.append((brownout.prefill_limit(2048), brownout.max_new_tokens))
-    assert meanings == [(None, None), (1024, None), (1024, 64), (1024, 64)]
+        limits.append(brownout.prefill_limit(2048))
+    assert limits == [None, 1024, 1024, 1024]
     assert brownout.prefill_limit(1) == 1
 
 
@@ -156,7 +156,6 @@ def test_off_is_off() -> None:
         ("rise_s", -1.0),
         ("fall_s", 0.0),
         ("min_preemptions", 0),
-        ("max_new_tokens", 0),
         ("min_kv_usage", 1.5),
         ("prefill_share", 0.0),
         ("refusal_backlog", -0.1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from typing import Any
@@ -207,12 +208,13 @@ def test_the_load_is_told_when_it_changes_and_at_rest() -> None:
 
 def test_brownout_reaches_scheduler_load_and_log(caplog: pytest.LogCaptureFixture) -> None:
     """Far too little memory for what was let in: work is undone again and again."""
-    settings = BrownoutSettings(rise_s=0.001, window_s=0.05, fall_s=0.001, preempted_per_finished=0.01)
+    settings = BrownoutSettings(rise_s=0.001, window_s=10.0, fall_s=0.001, preempted_per_finished=0.01)
     driver = Driver(SimSettings(num_blocks=40, step_s=0.002), settings=settings)
     work = [add(i, [i] * 8, LONG.clone(max_tokens=100)) for i in range(8)]
     limits: list[int | None] = []
     driver.core.scheduler.set_prefill_limit = limits.append  # type: ignore[method-assign]
-    driver.run(work)
+    with caplog.at_level(logging.DEBUG, "quire"):
+        driver.run(work)
     levels = [news.load.brownout_level for news in driver.of(LoadReport)]
     assert max(levels) > 0
     assert limits[0] == 16  # a quarter of the step's budget

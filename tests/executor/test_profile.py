@@ -5,7 +5,7 @@ from __future__ import annotations
 import models_harness as harness
 import torch
 
-from quire.executor.profile import prompts_step, calibrate_kv_scales
+from quire.executor.profile import calibrate_kv_scales, prompts_step
 from quire.kernels.reference import ReferenceOps
 
 CPU = torch.device("cpu")

@@ -44,7 +44,7 @@ def test_a_step_of_each_kind_is_rehearsed_and_its_kernels_compile(tmp_path) -> N
     at_start, later = rehearse(tmp_path, "llama", "auto")
     assert all(name in at_start for name in AT_START)
     assert "prefill_kernel" in at_start and "prefix_kernel" in later
-    compiled = [path for path in (tmp_path / "cache").rglob("norm_kernel.cubin")]
+    compiled = list((tmp_path / "cache").rglob("norm_kernel.cubin"))
     assert compiled
 
 

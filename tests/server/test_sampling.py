@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from observing_fakes import INFO
 
 from quire.errors import BadRequestError
 from quire.params import OutputKind, SamplingParams
 from quire.server.errors import ApiError
 from quire.server.protocol import ChatBody, CompletionBody, Message, StreamOptions
-from quire.server.sampling import chat_params, completion_params
+from quire.server.sampling import chat_params, completion_params, priority_of
 
 DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=50, repetition_penalty=1.1)
 MESSAGES = [Message(role="user", content="hi")]
@@ -108,3 +110,11 @@ def test_contradictions_are_refused_by_name(make: Any, fields: dict[str, Any], p
 def test_best_of_that_means_nothing_is_taken() -> None:
     assert completion(best_of=1).n == 1
     assert completion(best_of=3, n=3).n == 3
+
+
+def test_a_priority_is_refused_where_it_would_mean_nothing() -> None:
+    body = CompletionBody(prompt="x", priority=3)
+    assert priority_of(body, replace(INFO, scheduling_policy="priority")) == 3
+    with pytest.raises(ApiError, match="scheduling-policy fcfs") as refused:
+        priority_of(body, replace(INFO, scheduling_policy="fcfs"))
+    assert refused.value.param == "priority"

@@ -72,3 +72,22 @@ def test_plain_types_are_not_copied(dtype):
         read = dequantizer.tensor(raw, name, (3, 5))
     assert torch.equal(read, values)
     assert read.data_ptr() == values.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q4_K"])
+def test_rows_are_the_same_numbers_not_yet_multiplied(name):
+    kind = next(kind for kind in TENSOR_TYPES.values() if kind.name == name)
+    raw = random_blocks(name, 24)
+    shape = (6, 4 * kind.block_values)
+    with Dequantizer() as dequantizer:
+        rows = dequantizer.rows(raw.reshape(-1), name, shape)
+        expected = dequantizer.tensor(raw.reshape(-1), name, shape).numpy()
+    values = rows.codes.astype(np.float32) * np.repeat(rows.scales, 32, axis=1)
+    if rows.minima is not None:
+        values = values + np.repeat(rows.minima, 32, axis=1)
+    assert np.array_equal(values, expected)
+
+
+def test_types_with_more_scales_have_no_rows():
+    with Dequantizer() as dequantizer:
+        assert dequantizer.rows(np.zeros(210, np.uint8), "Q6_K", (1, 256)) is None

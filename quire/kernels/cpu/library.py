@@ -17,6 +17,7 @@ ISAS = ("avx512", "avx2", "generic")  # best first
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64),
     "pack": (c_void_p, c_void_p, c_void_p, c_int64, c_int64),
+    "pack_blocks": (*(c_void_p,) * 5, c_int64, c_int64),
     "embed": (c_void_p, c_void_p, c_void_p, c_int64, c_float),
     "rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
     "add_rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
@@ -35,6 +36,7 @@ class NativeFunctions:
 
     linear: Callable[..., None]
     pack: Callable[..., None]
+    pack_blocks: Callable[..., None]
     embed: Callable[..., None]
     rms_norm: Callable[..., None]
     add_rms_norm: Callable[..., None]

@@ -16,7 +16,7 @@ from quire.kernels.composed import ComposedOps
 from quire.kernels.cpu.library import load_functions, load_library
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.threads import ThreadPool, default_num_threads
-from quire.kernels.cpu.weight import KINDS, CpuLinear
+from quire.kernels.cpu.weight import WEIGHT_DTYPES, CpuLinear
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Unscaled
 
 _KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum kind of native/simd.h
@@ -48,8 +48,8 @@ class CpuOps(ComposedOps):
     def __init__(
         self, weight_dtype: str = "float32", num_threads: int | None = None, *, isa: str | None = None
     ) -> None:
-        if weight_dtype not in KINDS:
-            raise ConfigError(f"weight_dtype {weight_dtype!r} on a CPU: choose one of {', '.join(KINDS)}")
+        if weight_dtype not in WEIGHT_DTYPES:
+            raise ConfigError(f"weight_dtype {weight_dtype!r} on a CPU: choose one of {', '.join(WEIGHT_DTYPES)}")
         if num_threads is not None and num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, not {num_threads}")
         self._functions = load_functions(isa)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.interface import QuantizedRows
+
 
 class DenseLinear:
     """[out_features, in_features] in one dtype on one device, filled in place."""
@@ -29,10 +31,17 @@ class DenseLinear:
     def nbytes(self) -> int:
         return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
 
+    @property
+    def keeps_quantized(self) -> bool:
+        return False
+
     def load_rows(self, first_row: int, rows: Tensor) -> None:
         end = first_row + rows.shape[0]
         assert end <= self.out_features, f"rows {first_row} to {end} of {self.out_features}"
         self.weight[first_row:end].copy_(rows)
+
+    def load_quantized(self, first_row: int, rows: QuantizedRows) -> bool:
+        return False
 
     def load_bias(self, first_row: int, bias: Tensor) -> None:
         assert self.bias is not None, "this matrix was made without a bias"

@@ -4,6 +4,7 @@
  *
  * so that a call streams memory in one direction at any number of rows, and a register tile's columns lie side by side.
  * Narrow types are widened in registers (one row) or, once a panel, into a buffer that all rows then reuse. */
+#include "blocks.h"
 #include "pool.h"
 #include "tile.h"
 
@@ -41,7 +42,11 @@ typedef struct {
 
 int EXPORT(panel_columns)(void) { return NR; }
 
+static int is_blocks(const weight *w) { return w->kind == BLOCKS || w->kind == BLOCKS_MIN; }
+
+/* k: with blocks, where one starts. */
 static const char *panel_at(const weight *w, long panel, long k) {
+    if (is_blocks(w)) return (const char *)w->data + (panel * w->k + k) / BLOCK * block_bytes((int)w->kind);
     return (const char *)w->data + (panel * w->k + k) * NR * kind_bytes((int)w->kind);
 }
 
@@ -54,10 +59,12 @@ INLINE void widen(int kind, const void *from, float *to, long count) {
     for (long i = 0; i < count; i += VL) store(to + i, load_wide(kind, from, i));
 }
 
-static void widen_panel(int kind, const void *from, float *to, long count) {
-    if (kind == BF16) widen(BF16, from, to, count);
-    else if (kind == F16) widen(F16, from, to, count);
-    else widen(I8, from, to, count);
+static void widen_panel(int kind, const void *from, float *to, long depth) {
+    if (kind == BF16) widen(BF16, from, to, depth * NR);
+    else if (kind == F16) widen(F16, from, to, depth * NR);
+    else if (kind == I8) widen(I8, from, to, depth * NR);
+    else if (kind == BLOCKS) widen_blocks(BLOCKS, from, to, depth);
+    else widen_blocks(BLOCKS_MIN, from, to, depth);
 }
 
 /* One row: all of the work is reading the weights. Two panels make two streams of them, and enough sums in flight to
@@ -70,8 +77,27 @@ INLINE void one_row_of_kind(tile *t, int kind, long panels) {
     else run_tile(t, 1, NV, kind, lines);
 }
 
+static void one_row_blocks(const weight *w, const float *x, long panel, long panels, float *out) {
+    const char *from = panel_at(w, panel, 0);
+    const long panel_bytes = w->k / BLOCK * block_bytes((int)w->kind);
+    const float *bias = w->bias ? w->bias + panel * NR : NULL;
+#define RUN(kind, n) one_row_of_blocks(kind, from, panel_bytes, n, x, w->k, STREAM_AHEAD, bias, out)
+    if (w->kind == BLOCKS) {
+        if (panels == 2) RUN(BLOCKS, 2);
+        else RUN(BLOCKS, 1);
+    } else {
+        if (panels == 2) RUN(BLOCKS_MIN, 2);
+        else RUN(BLOCKS_MIN, 1);
+    }
+#undef RUN
+}
+
 static void one_row(const linear_job *job, long row, long panel, long panels, float *out) {
     const weight *w = job->w;
+    if (is_blocks(w)) {
+        one_row_blocks(w, job->x + row * w->k, panel, panels, out);
+        return;
+    }
     tile t = {.a = job->x + row * w->k, .b = panel_at(w, panel, 0), .b_stride = NR, .panel_stride = w->k * NR,
               .c = out, .depth = w->k};
     finish_with(&t, w, panel);
@@ -100,16 +126,19 @@ static void panel_rows(const linear_job *job, long panel, long row0, long row1) 
     const weight *w = job->w;
     const int kind = (int)w->kind;
     const long rows = row1 - row0, height = tile_height(rows), num_tiles = (rows + height - 1) / height;
-    const long num_blocks = (w->k + DEPTH_BLOCK - 1) / DEPTH_BLOCK, block = (w->k + num_blocks - 1) / num_blocks;
+    const long num_blocks = (w->k + DEPTH_BLOCK - 1) / DEPTH_BLOCK;
+    long block = (w->k + num_blocks - 1) / num_blocks;
+    if (is_blocks(w)) block = (block + BLOCK - 1) / BLOCK * BLOCK;
+    const long k_bytes = is_blocks(w) ? block_bytes(kind) / BLOCK : NR * kind_bytes(kind);
     _Alignas(64) float wide[DEPTH_BLOCK * NR];
     for (long k = 0; k < w->k; k += block) {
         tile t = {.a_stride = w->k, .b_stride = NR, .c_stride = w->n, .depth = MIN(block, w->k - k), .accumulate = k > 0};
         t.b = panel_at(w, panel, k);
-        t.ahead = (const char *)t.b + t.depth * NR * kind_bytes(kind);
-        t.ahead_step = (NR * kind_bytes(kind) + num_tiles - 1) / num_tiles;
+        t.ahead = (const char *)t.b + t.depth * k_bytes;
+        t.ahead_step = (k_bytes + num_tiles - 1) / num_tiles;
         if (k + block >= w->k) finish_with(&t, w, panel);
         if (kind != F32) {
-            widen_panel(kind, t.b, wide, t.depth * NR);
+            widen_panel(kind, t.b, wide, t.depth);
             t.b = wide;
         }
         for (long r = row0; r < row1; r += height) {
@@ -208,9 +237,58 @@ void EXPORT(pack)(quire_pool *pool, const weight *w, const float *rows, int64_t 
     quire_parallel(pool, (first_row + num_rows + NR - 1) / NR - job.first_panel, pack_item, &job);
 }
 
+typedef struct {
+    const weight *w;
+    const int8_t *codes;
+    const float *scales, *minima;
+    long first_row, num_rows, first_panel;
+} pack_blocks_job;
+
+static void pack_blocks_item(void *context, long item) {
+    const pack_blocks_job *job = context;
+    const weight *w = job->w;
+    const int kind = (int)w->kind;
+    const long panel = job->first_panel + item, row_end = MIN((panel + 1) * NR, job->first_row + job->num_rows);
+    const long num_blocks = w->k / BLOCK;
+    for (long row = MAX(panel * NR, job->first_row); row < row_end; row++) {
+        const long from = row - job->first_row, column = row % NR;
+        char *block = (char *)panel_at(w, panel, 0);
+        for (long b = 0; b < num_blocks; b++, block += block_bytes(kind)) {
+            ((float *)block_scale(block))[column] = job->scales[from * num_blocks + b];
+            if (kind == BLOCKS_MIN)
+                ((float *)block_minimum(block))[column] = job->minima ? job->minima[from * num_blocks + b] : 0;
+            int8_t *codes = (int8_t *)block_codes(kind, block);
+            for (long i = 0; i < BLOCK; i++) codes[i * NR + column] = job->codes[from * w->k + b * BLOCK + i];
+        }
+    }
+}
+
+/* Fills rows from codes [num_rows, k], scales and minima (or NULL) [num_rows, k / BLOCK]. */
+void EXPORT(pack_blocks)(quire_pool *pool, const weight *w, const int8_t *codes, const float *scales, const float *minima,
+                         int64_t first_row, int64_t num_rows) {
+    pack_blocks_job job = {w, codes, scales, minima, first_row, num_rows, first_row / NR};
+    quire_parallel(pool, (first_row + num_rows + NR - 1) / NR - job.first_panel, pack_blocks_item, &job);
+}
+
+static void embed_blocks(const weight *w, int64_t row, float *to, float multiplier) {
+    const int kind = (int)w->kind;
+    const long column = row % NR;
+    const char *block = panel_at(w, row / NR, 0);
+    for (long k = 0; k < w->k; k += BLOCK, block += block_bytes(kind)) {
+        const float scale = block_scale(block)[column];
+        const float minimum = kind == BLOCKS_MIN ? block_minimum(block)[column] : 0;
+        const int8_t *codes = block_codes(kind, block) + column;
+        for (long i = 0; i < BLOCK; i++) to[k + i] = (codes[i * NR] * scale + minimum) * multiplier;
+    }
+}
+
 /* out[i] = multiplier * row ids[i] of w. */
 void EXPORT(embed)(const weight *w, const int64_t *ids, float *out, int64_t count, float multiplier) {
     for (long i = 0; i < count; i++) {
+        if (is_blocks(w)) {
+            embed_blocks(w, ids[i], out + i * w->k, multiplier);
+            continue;
+        }
         const char *from = panel_at(w, ids[i] / NR, 0) + ids[i] % NR * kind_bytes((int)w->kind);
         const float factor = w->scale ? w->scale[ids[i]] * multiplier : multiplier;
         float *to = out + i * w->k;
