@@ -20,23 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-_WORDS = [
-    "sea",
-    "ship",
-    "storm",
-    "light",
-    "tower",
-    "keeper",
-    "letter",
-    "winter",
-    "harbour",
-    "song",
-    "map",
-    "island",
-    "night",
-    "bread",
-    "fire",
-]
+_WORDS = ("sea", "ship", "storm", "light", "tower", "keeper", "letter", "winter", "harbour", "song", "map", "island")
 _GROWTH_ALLOWED = 0.10  # of resident memory, from the first minute to the end
 
 
