@@ -84,6 +84,13 @@ def test_batched_together_they_are_the_same(llm: LLM, greedy: list[tuple[list[in
     assert [o.outputs[0].token_ids for o in outputs] == [tokens for _, tokens in greedy]
 
 
+@pytest.mark.gpu
+def test_cuda_gives_the_cpus_tokens(greedy: list[tuple[list[int], list[int]]]) -> None:
+    cuda = LLM("smollm2", device="cuda", dtype="float32", kv_cache_memory_bytes=256 << 20)
+    outputs = cuda.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [tokens for _, tokens in greedy]
+
+
 def test_logprobs_are_transformers(llm: LLM, oracle: Any, greedy: list[tuple[list[int], list[int]]]) -> None:
     params = SamplingParams(
         temperature=0.7, seed=1, max_tokens=8, ignore_eos=True, logprobs=5, prompt_logprobs=5, presence_penalty=0.5
