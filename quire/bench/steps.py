@@ -85,6 +85,9 @@ class StepWatch:
             self.num_prefill_tokens += prefill
         return result
 
+    def prepare_more(self) -> bool:
+        return self._inner.prepare_more()
+
     def close(self) -> None:
         self._inner.close()
 

@@ -87,6 +87,11 @@ class EngineCore:
             self._tickets.append((self.executor.submit(plan), sum(plan.spans.num_tokens)))
             self.host.submit_s += time.perf_counter() - planned
 
+    def prepare_more(self) -> bool:
+        """Something useful for an engine without work to do; False when there is nothing left of it."""
+        self._raise_if_dead()
+        return self.executor.prepare_more()
+
     @property
     def is_dead(self) -> bool:
         return self._failure is not None

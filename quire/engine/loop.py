@@ -99,6 +99,9 @@ class EngineLoop:
         """Everything that has come; sleeps while there is nothing to do."""
         message = self._receive(0.0)
         while message is None and not self.core.has_work and not self._is_stopping:
+            if self.core.prepare_more():
+                message = self._receive(0.0)
+                continue
             self._report()
             self.progress.step_started_s = None
             # Rates and brownout fall with time alone.

@@ -20,5 +20,8 @@ class Executor(Protocol):
     def collect(self, ticket: int) -> StepResult:
         """Wait for a submitted step. Tickets are collected in submission order."""
 
+    def prepare_more(self) -> bool:
+        """While nothing runs: a piece of work that later steps are spared. False when there is none left."""
+
     def close(self) -> None:
         """Give memory and threads back. Nothing may be submitted afterwards."""

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 import torch
 
 from quire.config import EngineConfig
+from quire.executor import sizing
 from quire.executor.batch import PersistentBatch
 from quire.executor.device import Backend, choose_backend
-from quire.executor.graphs import DecodeGraphs
+from quire.executor.graphs import DecodeGraphs, GraphMemory
 from quire.executor.kv_cache import KVCache, block_bytes
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory
+from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.precompile import Precompile
 from quire.executor.profile import calibrate_kv_scales, measure_activation_bytes
-from quire.executor.sizing import MAX_GRAPH_SEQS, batch_limits, step_bytes
+from quire.executor.sizing import batch_limits, step_bytes
 from quire.executor.timeline import Timeline
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
@@ -90,10 +92,10 @@ def build_executor(
         device=backend.device,
         spare_block=cache.spare_block,
     )
-    graphs = None
+    graphs = mixed = None
     if backend.device.type == "cuda" and not config.enforce_eager:
-        graphs = DecodeGraphs(
-            decoder, cache.layers, batch, max_num_seqs=max_num_seqs, max_model_len=ledger.max_model_len
+        graphs, mixed = make_graphs(
+            decoder, cache, batch, max_num_seqs=max_num_seqs, max_model_len=ledger.max_model_len
         )
     with torch.inference_mode():
         sampler = Sampler(
@@ -106,7 +108,9 @@ def build_executor(
         if graphs is not None:
             graphs.capture_common()
             timeline.mark("graphs")
-    executor = LocalExecutor(decoder, cache, batch, sampler, graphs=graphs, single_threaded_torch=backend.is_native_cpu)
+    executor = LocalExecutor(
+        decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, single_threaded_torch=backend.is_native_cpu
+    )
     return BuiltExecutor(
         executor=executor,
         backend=backend,
@@ -115,6 +119,17 @@ def build_executor(
         max_num_batched_tokens=max_num_batched_tokens,
         swap_bytes_per_s=cache.measure_swap_rate(),
         timeline_s=timeline.seconds,
+    )
+
+
+def make_graphs(
+    decoder: Decoder, cache: KVCache, batch: PersistentBatch, *, max_num_seqs: int, max_model_len: int
+) -> tuple[DecodeGraphs, MixedGraphs]:
+    """For steps that only decode, and for those with short prompts; nothing is captured yet."""
+    memory = GraphMemory(max_num_seqs, decoder.spec.vocab_size, batch.device)
+    return (
+        DecodeGraphs(decoder, cache.layers, batch, memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len),
+        MixedGraphs(decoder, cache.layers, batch, memory, max_model_len=max_model_len),
     )
 
 
@@ -135,8 +150,7 @@ def _plan(
             max_seq_len=config.max_model_len or spec.max_position,
         )
         if not config.enforce_eager:
-            largest = min(max_num_seqs, MAX_GRAPH_SEQS)
-            graph_bytes = step_bytes(spec, device, value_bytes, largest, largest)
+            graph_bytes = sizing.graph_bytes(spec, value_bytes, max_num_seqs)
         free, total = torch.cuda.mem_get_info(backend.device)
         taken = activation_bytes + graph_bytes
         budget = cuda_kv_budget(config, free_bytes=free, total_bytes=total, activation_bytes=taken)

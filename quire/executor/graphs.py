@@ -7,12 +7,14 @@ small block of integers that each step overwrites. Padding rows point at a spare
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.executor.batch import PersistentBatch
-from quire.executor.sizing import MAX_GRAPH_SEQS
+from quire.executor.sizing import MAX_GRAPH_SEQS, MAX_MIXED_PROMPTS
 from quire.executor.transfer import StagingRing
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.shared_prefix import (
@@ -52,8 +54,9 @@ def decode_step(
     block_size: int,
     max_model_len: int,
     groups: Tensor | None,  # who shares a prefix, packed
-) -> Tensor:
-    """One token of each sequence, from the device's own state: what a graph captures. -> logits."""
+    out: Tensor,  # [sequences, vocab] float32: the logits
+) -> None:
+    """One token of each sequence, from the device's own state: what a graph captures."""
     rows, positions, kv_lens = step.unbind(0)
     size = step.shape[1]
     tables = block_tables.index_select(0, rows)
@@ -71,15 +74,42 @@ def decode_step(
     if groups is not None:
         attention.shared = unpack_shared_prefixes(groups, size, MAX_GROUPS)
     hidden = decoder.forward(tokens[rows, positions], attention, layers)
-    return decoder.logits(hidden, None)
+    decoder.logits(hidden, None, out)
+
+
+class GraphMemory:
+    """What captured steps share: only one of them runs at a time."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        # One place for all graphs' logits. If each kept its own, every batch size would take half a gigabyte more.
+        num_rows = padded_size(min(max_num_seqs, MAX_GRAPH_SEQS)) + MAX_MIXED_PROMPTS
+        self.logits = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
+        self.num_captures = 0
+
+    def capture(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        self.num_captures += 1
+        return graph
 
 
 class DecodeGraphs:
     """Graphs by padded batch size, over one decoder, cache and persistent batch."""
 
     def __init__(
-        self, decoder: Decoder, layers: list[Tensor], batch: PersistentBatch, *, max_num_seqs: int, max_model_len: int
+        self,
+        decoder: Decoder,
+        layers: list[Tensor],
+        batch: PersistentBatch,
+        memory: GraphMemory,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
     ) -> None:
+        self._memory = memory
         self._decoder = decoder
         self._layers = layers
         self._batch = batch
@@ -90,13 +120,16 @@ class DecodeGraphs:
         self._step = torch.zeros((3, size), dtype=torch.int64, device=batch.device)
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=batch.device)
         self._staging = StagingRing(3 * size)
-        self._pool = torch.cuda.graph_pool_handle()
         # By padded size, and whether the step reads shared prefixes once for all that share them.
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._groups = torch.zeros(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=batch.device)
         self._grouped: tuple[int, list[int]] | None = None  # the batch's version and rows that _groups is about
         self._has_groups = False
-        self.num_captures = 0
+
+    @property
+    def num_captures(self) -> int:
+        """Of decode steps and mixed ones."""
+        return self._memory.num_captures
 
     def capture_common(self) -> None:
         """Largest first: the smaller ones then fit into memory that the pool already has."""
@@ -116,9 +149,8 @@ class DecodeGraphs:
         key = (size, self._has_groups)
         if key not in self._graphs:
             self._capture(*key)
-        graph, logits = self._graphs[key]
-        graph.replay()
-        return logits[: len(rows)]
+        self._graphs[key].replay()
+        return self._memory.logits[: len(rows)]
 
     def _group(self, rows: list[int], positions: list[int], size: int) -> None:
         """Find who shares a prefix. It stays true until the batch changes: tables only grow at their end."""
@@ -145,15 +177,10 @@ class DecodeGraphs:
     def _capture(self, size: int, shares: bool) -> None:
         # Kernels compile, and cuBLAS chooses, outside of the capture. Their writes go where this step's go anyway.
         self._forward(size, shares)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._forward(size, shares)
-        self._graphs[size, shares] = (graph, logits)
-        self.num_captures += 1
+        self._graphs[size, shares] = self._memory.capture(lambda: self._forward(size, shares))
 
-    def _forward(self, size: int, shares: bool) -> Tensor:
-        return decode_step(
+    def _forward(self, size: int, shares: bool) -> None:
+        decode_step(
             self._decoder,
             self._layers,
             tokens=self._batch.tokens,
@@ -163,4 +190,5 @@ class DecodeGraphs:
             block_size=self._batch.block_size,
             max_model_len=self._max_model_len,
             groups=self._groups[: packed_length(size, MAX_GROUPS)] if shares else None,
+            out=self._memory.logits[:size],
         )

@@ -14,6 +14,8 @@ from quire.executor.batch import PersistentBatch
 from quire.executor.clock import StepClock
 from quire.executor.graphs import DecodeGraphs
 from quire.executor.kv_cache import KVCache
+from quire.executor.mixed_graphs import MixedGraphs
+from quire.executor.mixed_step import MixedShape
 from quire.models.decoder import Decoder
 from quire.params import SamplingSpec
 from quire.plan import StepPlan, StepResult, TokenLogprobs
@@ -44,6 +46,7 @@ class LocalExecutor:
         sampler: Sampler,
         *,
         graphs: DecodeGraphs | None = None,
+        mixed: MixedGraphs | None = None,
         single_threaded_torch: bool = False,
     ) -> None:
         self.decoder = decoder
@@ -51,6 +54,7 @@ class LocalExecutor:
         self.batch = batch
         self.sampler = sampler
         self.graphs = graphs
+        self._mixed = mixed
         self._on_gpu = cache.device_blocks.is_cuda
         self._single_threaded_torch = single_threaded_torch
         self._submitted: deque[_Submitted] = deque()
@@ -99,6 +103,15 @@ class LocalExecutor:
             logits = self.graphs.run(plan.spans.rows, plan.spans.starts)
             clock.mark("forward")
             sampled = self._sample(plan, plan.spans.rows, positions, logits)
+        elif (shape := self._mixed_shape(plan)) is not None:
+            assert self._mixed is not None
+            clock.mark("prepare")
+            logits = self._mixed.run(plan, shape)
+            clock.mark("forward")
+            if rows := plan.sampled_rows():
+                spans = zip(plan.spans.starts, plan.spans.num_tokens, plan.spans.samples, strict=True)
+                positions = [start + count for start, count, samples in spans if samples]
+                sampled = self._sample(plan, rows, positions, logits)
         elif plan.spans.rows:
             inputs = self.batch.prepare(plan)
             clock.mark("prepare")
@@ -125,6 +138,16 @@ class LocalExecutor:
             and all(spans.samples)
             and not self._prompt_logprob_rows
         )
+
+    def _mixed_shape(self, plan: StepPlan) -> MixedShape | None:
+        """The captured shape for a step with short prompts, where there is one."""
+        if self._mixed is None or plan.forks or self._prompt_logprob_rows:
+            return None
+        return self._mixed.shape_of(plan)
+
+    def prepare_more(self) -> bool:
+        with torch.inference_mode():
+            return self._mixed is not None and self._mixed.capture_next()
 
     def _apply(self, plan: StepPlan) -> None:
         """Everything of a plan that comes before the forward pass, in the contract's order."""

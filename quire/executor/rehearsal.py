@@ -71,7 +71,9 @@ class _RehearsedOps(TritonOps):
             return residual
         return super().linear_add_norm(x, weight, residual, norm, eps, branch_norm)
 
-    def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None, out: Tensor | None = None
+    ) -> Tensor:
         if self.is_skinny(hidden, weight):
             return super().logits(hidden, weight)
         return self._empty(len(hidden), weight.out_features)

@@ -12,6 +12,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 # Of a captured decode step. A larger one computes for longer than launching it takes, and its graph would hold logits
 # for all its rows.
 MAX_GRAPH_SEQS = 512
+# Of a captured step that mixes decodes with prompts: likewise.
+MAX_MIXED_DECODES = 256
+MAX_MIXED_TOKENS = 512
+MAX_MIXED_PROMPTS = 16
 
 
 def activation_dtype(config: EngineConfig, spec: ModelSpec, device: str) -> str:
@@ -55,6 +59,12 @@ def step_bytes(spec: ModelSpec, device: str, value_bytes: int, max_num_seqs: int
     if device == "cpu":
         logits *= 3  # a scaled copy and scratch while sampling
     return max_tokens * per_token * value_bytes + logits
+
+
+def graph_bytes(spec: ModelSpec, value_bytes: int, max_num_seqs: int) -> int:
+    """Of all captured steps together: they share their memory, since only one runs at a time."""
+    num_rows = min(max_num_seqs, MAX_GRAPH_SEQS) + MAX_MIXED_PROMPTS
+    return step_bytes(spec, "cuda", value_bytes, num_rows, MAX_MIXED_DECODES + MAX_MIXED_TOKENS)
 
 
 def num_matrix_values(spec: ModelSpec) -> int:

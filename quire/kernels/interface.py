@@ -166,8 +166,10 @@ class Ops(Protocol):
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """gate_up: [tokens, 2 * n] -> activation(first half) * second half; activation is 'silu' or 'gelu_tanh'."""
 
-    def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
-        """hidden: [rows, in] -> float32 [rows, out], capped where asked."""
+    def logits(
+        self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """hidden: [rows, in] -> float32 [rows, out], capped where asked; into `out` where given."""
 
     # Three pairs of the above. `kernels/composed.py` has them as such; a backend may run a pair in one launch.
 

@@ -63,8 +63,7 @@ def plan_device(
     step_bytes = sizing.step_bytes(whole_logits, device, value_bytes, max_num_seqs, max_tokens)
     graph_bytes = 0
     if device == "cuda" and not config.enforce_eager:
-        largest = min(max_num_seqs, sizing.MAX_GRAPH_SEQS)
-        graph_bytes = sizing.step_bytes(whole_logits, device, value_bytes, largest, largest)
+        graph_bytes = sizing.graph_bytes(whole_logits, value_bytes, max_num_seqs)
     kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
     block_bytes = sizing.kv_block_bytes(shard, config.block_size, kv_value_bytes)
     driver_bytes = DRIVER_BYTES if device == "cuda" else 0

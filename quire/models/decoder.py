@@ -81,13 +81,13 @@ class Decoder:
             x = ops.linear_add_norm(gated, layer.down, residual, next_norm, eps, branch_norm=layer.after_mlp_norm)
         return residual
 
-    def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
+    def logits(self, hidden: Tensor, indices: Tensor | None, out: Tensor | None = None) -> Tensor:
         """hidden: [tokens, hidden] from `forward`; indices: [rows] of the tokens wanted, or None for all.
-        -> float32 [rows, vocab]."""
+        -> float32 [rows, vocab], in `out` where given."""
         if indices is not None:
             hidden = hidden[indices]
         x = self._ops.rms_norm(hidden, self._final_norm, self.spec.norm_eps)
-        return self._ops.logits(x, self._head, self.spec.logit_softcap)
+        return self._ops.logits(x, self._head, self.spec.logit_softcap, out)
 
     @property
     def weight_bytes(self) -> int:

@@ -98,6 +98,9 @@ class SimExecutor:
             self._clock.advance_to(done_s)
         return result
 
+    def prepare_more(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._results.clear()
 

@@ -245,11 +245,13 @@ class CpuOps(ComposedOps):
             self._scratch_buffer = torch.empty(num_floats)
         return self._scratch_buffer.data_ptr()
 
-    def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
-        out = self.linear(hidden, weight)
+    def logits(
+        self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        logits = self.linear(hidden, weight)
         if softcap is not None:
-            self._functions.softcap(self._pool, out.data_ptr(), out.numel(), softcap)
-        return out
+            self._functions.softcap(self._pool, logits.data_ptr(), logits.numel(), softcap)
+        return logits if out is None else out.copy_(logits)
 
     def _native_spec(self, spec: AttentionSpec, kv: Tensor) -> int:
         """The address of what does not change from step to step, made once for each kind of layer and cache."""

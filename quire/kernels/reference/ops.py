@@ -95,10 +95,14 @@ class ReferenceOps(ComposedOps):
             gate = F.gelu(gate, approximate="tanh")
         return (gate * up).to(gate_up.dtype)
 
-    def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """float32; float64 where the activations are, so that an oracle keeps its digits."""
         logits = _wide(self._product(hidden, weight))
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return logits if out is None else out.copy_(logits)
 
     def _product(self, x: Tensor, weight: LinearWeight) -> Tensor:
         assert isinstance(weight, DenseLinear)

@@ -111,19 +111,21 @@ class TritonOps(ComposedOps):
 
         return act_mul(gate_up, activation)
 
-    def logits(self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None, out: Tensor | None = None
+    ) -> Tensor:
         from quire.kernels.triton.skinny import skinny_linear
 
         assert isinstance(weight, DenseLinear)
         config = self._skinny_config(hidden, weight)
+        if out is None:
+            out = torch.empty((hidden.shape[0], weight.out_features), dtype=torch.float32, device=hidden.device)
         if config is not None:
-            logits = skinny_linear(
-                hidden, weight.weight, weight.bias, config, self._skinny_scratch, out_dtype=torch.float32
-            )
+            logits = skinny_linear(hidden, weight.weight, weight.bias, config, self._skinny_scratch, out=out)
         elif hidden.is_cuda and weight.bias is None and hidden.dtype != torch.float32:
-            logits = torch.mm(hidden, weight.weight.t(), out_dtype=torch.float32)
+            logits = torch.mm(hidden, weight.weight.t(), out_dtype=torch.float32, out=out)
         else:
-            logits = F.linear(hidden, weight.weight, weight.bias).float()
+            logits = out.copy_(F.linear(hidden, weight.weight, weight.bias))
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
     def linear_rope_write(

@@ -143,11 +143,12 @@ def skinny_linear(
     config: SkinnyConfig,
     scratch: SkinnyScratch,
     *,
-    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,  # [rows, n], contiguous, of any float type
 ) -> Tensor:
     """x @ weight.T + bias -> [rows, n], summed in float32."""
     plain = x.x if isinstance(x, Unscaled) else x
-    out = torch.empty((plain.shape[0], weight.shape[0]), dtype=out_dtype or plain.dtype, device=plain.device)
+    if out is None:
+        out = torch.empty((plain.shape[0], weight.shape[0]), dtype=plain.dtype, device=plain.device)
     _launch(x, weight, bias, out, None, config, scratch, mode=STORE.value)
     return out
 

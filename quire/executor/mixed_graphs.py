@@ -1,0 +1,97 @@
+"""CUDA graphs of steps that mix decodes with short prompts: launching those one by one takes longer than they do."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.executor.batch import PersistentBatch
+from quire.executor.graphs import GraphMemory
+from quire.executor.mixed_step import MixedInputs, MixedShape, all_shapes, run_mixed_step, shape_of
+from quire.executor.transfer import StagingRing
+from quire.models.decoder import Decoder
+from quire.plan import StepPlan
+
+
+class MixedGraphs:
+    """Graphs by padded shape, beside those of decode steps. Captured while there is nothing else to do, or when a shape
+    comes a second time."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        layers: list[Tensor],
+        batch: PersistentBatch,
+        memory: GraphMemory,
+        *,
+        max_model_len: int,
+    ) -> None:
+        self._decoder = decoder
+        self._layers = layers
+        self._batch = batch
+        self._memory = memory
+        self._max_model_len = max_model_len
+        self._ints = torch.zeros(MixedInputs.NUM_INTS, dtype=torch.int64, device=batch.device)
+        self._staging = StagingRing(MixedInputs.NUM_INTS)
+        self._graphs: dict[MixedShape, torch.cuda.CUDAGraph] = {}
+        self._uses: Counter[MixedShape] = Counter()
+        self._not_captured = [shape for shape in all_shapes() if self._fits(shape)]
+
+    def shape_of(self, plan: StepPlan) -> MixedShape | None:
+        """The shape that serves the step; None: it has to run without a graph."""
+        shape = shape_of(plan)
+        if shape is None or shape in self._graphs:
+            return shape
+        if not self._fits(shape):
+            return None
+        self._uses[shape] += 1
+        return shape if self._uses[shape] > 1 else None
+
+    def run(self, plan: StepPlan, shape: MixedShape) -> Tensor:
+        """Logits of the rows that sample, valid until the next step."""
+        host = np.empty(MixedInputs.NUM_INTS, dtype=np.int64)
+        MixedInputs.of(host, shape).fill(plan, shape, self._batch.spare_row)
+        self._staging.copy_to(host, self._ints)
+        if shape not in self._graphs:
+            self._capture(shape)
+        self._graphs[shape].replay()
+        return self._memory.logits[: len(plan.sampled_rows())]
+
+    def capture_next(self) -> bool:
+        """Capture another shape. False when there is none left."""
+        while self._not_captured:
+            shape = self._not_captured.pop(0)
+            if shape not in self._graphs:
+                # Whatever the integers are, from an earlier step or none: they name rows and positions that exist.
+                self._ints.zero_()
+                inputs = MixedInputs.of(self._ints, shape)
+                inputs.rows.fill_(self._batch.spare_row)
+                inputs.token_rows.fill_(self._batch.spare_row)
+                inputs.kv_lens.fill_(1)
+                self._capture(shape)
+                return True
+        return False
+
+    def _fits(self, shape: MixedShape) -> bool:
+        return shape.num_seqs <= len(self._memory.logits)
+
+    def _capture(self, shape: MixedShape) -> None:
+        # Kernels compile, and cuBLAS chooses, outside of the capture. Their writes go where this step's go anyway.
+        self._forward(shape)
+        self._graphs[shape] = self._memory.capture(lambda: self._forward(shape))
+
+    def _forward(self, shape: MixedShape) -> None:
+        run_mixed_step(
+            self._decoder,
+            self._layers,
+            MixedInputs.of(self._ints, shape),
+            shape,
+            tokens=self._batch.tokens,
+            block_tables=self._batch.block_tables,
+            block_size=self._batch.block_size,
+            max_model_len=self._max_model_len,
+            out=self._memory.logits[: shape.num_seqs],
+        )

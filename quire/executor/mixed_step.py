@@ -1,0 +1,141 @@
+"""A step of decodes and short prompt chunks, padded to one of a few shapes, so that a captured one serves it.
+
+    sequences   decodes, padding | prompts, padding          num_decodes + MAX_MIXED_PROMPTS
+    tokens      one of each      | the chunks', then padding num_decodes + num_tokens
+
+All that changes from step to step is one run of integers. A padding decode is a sequence of one token in the spare row
+and the spare block; a padding prompt has no token; padding tokens belong to nobody, and write to the spare block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.executor.sizing import MAX_MIXED_DECODES, MAX_MIXED_PROMPTS, MAX_MIXED_TOKENS
+from quire.kernels.interface import AttentionBatch
+from quire.models.decoder import Decoder
+from quire.plan import StepPlan
+
+_DECODES = (0, 8, 16, 32, 64, 128, MAX_MIXED_DECODES)
+_TOKENS = (64, 128, 192, 256, 384, MAX_MIXED_TOKENS)
+
+
+@dataclass(slots=True, frozen=True)
+class MixedShape:
+    """Padded sizes: decodes, and tokens of prompts."""
+
+    num_decodes: int
+    num_tokens: int
+
+    @property
+    def num_seqs(self) -> int:
+        return self.num_decodes + MAX_MIXED_PROMPTS
+
+    @property
+    def total_tokens(self) -> int:
+        return self.num_decodes + self.num_tokens
+
+
+def all_shapes() -> list[MixedShape]:
+    """The likeliest first: a prompt or two beside a few decodes."""
+    shapes = [MixedShape(size, tokens) for tokens in _TOKENS for size in _DECODES]
+    return sorted(shapes, key=lambda shape: abs(shape.num_tokens - 160) + shape.num_decodes)
+
+
+def shape_of(plan: StepPlan) -> MixedShape | None:
+    """The smallest shape that the step fits into; None where there is none."""
+    counts = plan.spans.num_tokens
+    num_decodes = next((i for i, count in enumerate(counts) if count != 1), len(counts))
+    if not 0 < len(counts) - num_decodes <= MAX_MIXED_PROMPTS:
+        return None
+    num_tokens = sum(counts) - num_decodes
+    if num_decodes > _DECODES[-1] or num_tokens > _TOKENS[-1]:
+        return None
+    return MixedShape(
+        next(size for size in _DECODES if size >= num_decodes), next(size for size in _TOKENS if size >= num_tokens)
+    )
+
+
+@dataclass(slots=True)
+class MixedInputs:
+    """A step's integers, as views of one run: numpy's on the host, torch's on the device."""
+
+    rows: Any  # [sequences]
+    kv_lens: Any  # [sequences]
+    query_starts: Any  # [sequences + 1]
+    token_rows: Any  # [tokens]
+    positions: Any  # [tokens]
+    indices: Any  # [sequences]: the tokens whose logits are wanted
+
+    NUM_INTS: ClassVar[int] = (
+        4 * (MAX_MIXED_DECODES + MAX_MIXED_PROMPTS) + 2 + 2 * (MAX_MIXED_DECODES + MAX_MIXED_TOKENS)
+    )
+
+    @classmethod
+    def of(cls, ints: Any, shape: MixedShape) -> MixedInputs:
+        """Each part begins at the same place whatever the shape, and at a multiple of 16 bytes."""
+        most_seqs, most_tokens = MAX_MIXED_DECODES + MAX_MIXED_PROMPTS, MAX_MIXED_DECODES + MAX_MIXED_TOKENS
+        seqs, tokens = shape.num_seqs, shape.total_tokens
+        starts = np.cumsum([0, most_seqs, most_seqs, most_seqs + 2, most_tokens, most_tokens])
+        sizes = (seqs, seqs, seqs + 1, tokens, tokens, seqs)
+        return cls(*(ints[start : start + size] for start, size in zip(starts.tolist(), sizes, strict=True)))
+
+    def fill(self, plan: StepPlan, shape: MixedShape, spare_row: int) -> None:
+        """On the host."""
+        spans = plan.spans
+        rows, starts, counts = (np.array(part, dtype=np.int64) for part in (spans.rows, spans.starts, spans.num_tokens))
+        num_decodes = next(i for i, count in enumerate(spans.num_tokens) if count != 1)
+        num_prompts = len(rows) - num_decodes
+        first = shape.num_decodes  # sequence, and token, of the first prompt
+        chunks = counts[num_decodes:]
+        ends = first + np.cumsum(chunks)
+        self.rows[:], self.kv_lens[:] = spare_row, 1
+        self.token_rows[:], self.positions[:] = spare_row, 0
+        self.rows[:num_decodes] = self.token_rows[:num_decodes] = rows[:num_decodes]
+        self.positions[:num_decodes] = starts[:num_decodes]
+        self.kv_lens[:num_decodes] = starts[:num_decodes] + 1
+        self.rows[first : first + num_prompts] = rows[num_decodes:]
+        self.kv_lens[first : first + num_prompts] = starts[num_decodes:] + chunks
+        self.query_starts[: first + 1] = np.arange(first + 1)
+        self.query_starts[first + 1 : first + 1 + num_prompts] = ends
+        self.query_starts[first + 1 + num_prompts :] = ends[-1]
+        owner = np.repeat(np.arange(num_prompts), chunks)
+        tokens = slice(first, int(ends[-1]))
+        self.token_rows[tokens] = rows[num_decodes:][owner]
+        self.positions[tokens] = np.arange(first, int(ends[-1])) - (ends - chunks)[owner] + starts[num_decodes:][owner]
+        wanted = np.concatenate([np.arange(num_decodes), ends - 1])[np.array(spans.samples, dtype=bool)]
+        self.indices[:] = 0
+        self.indices[: len(wanted)] = wanted
+
+
+def run_mixed_step(
+    decoder: Decoder,
+    layers: list[Tensor],
+    inputs: MixedInputs,
+    shape: MixedShape,
+    *,
+    tokens: Tensor,  # [rows, positions]: the persistent batch's
+    block_tables: Tensor,  # [rows, blocks]: likewise
+    block_size: int,
+    max_model_len: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Logits of the wanted tokens, in their order; what follows them is padding."""
+    blocks = block_tables[inputs.token_rows, inputs.positions // block_size].to(torch.int64)
+    attention = AttentionBatch(
+        positions=inputs.positions,
+        slots=blocks * block_size + inputs.positions % block_size,
+        query_starts=inputs.query_starts.to(torch.int32),
+        kv_lens=inputs.kv_lens.to(torch.int32),
+        block_tables=block_tables.index_select(0, inputs.rows),
+        max_query_len=shape.num_tokens,
+        max_kv_len=max_model_len,
+        num_decodes=shape.num_decodes,
+    )
+    hidden = decoder.forward(tokens[inputs.token_rows, inputs.positions], attention, layers)
+    return decoder.logits(hidden, inputs.indices, out)

@@ -1,0 +1,187 @@
+"""What an experiment on a real engine is given: how much to do, a loaded model, and what the others found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quire.config import GIB, EngineConfig
+from quire.lab.result import Result
+from quire.lab.workbench import Workbench
+
+if TYPE_CHECKING:
+    from quire.bench.report import RunReport
+    from quire.bench.workloads import Workload
+    from quire.engine.llm_engine import LLMEngine
+
+T = TypeVar("T")
+
+DEFAULT_MODEL = "smollm2"
+LLAMA_8B_NAME = "llama-3.1-8b's shape, random weights"
+MAX_NUM_SEQS = 256
+MAX_STEP_TOKENS = 8192
+# Samples kept of a run's time series: enough for a curve.
+_MOST_SAMPLES = 80
+_SAMPLE_COLUMNS = ("t_s", "running", "waiting", "kv_usage", "waste_percent", "rss_bytes", "output_tokens")
+
+
+class SkippedError(Exception):
+    """The experiment cannot be done here; the text says what is missing. It is tried again the next time."""
+
+
+@dataclass(slots=True, frozen=True)
+class LabSettings:
+    """What decides the numbers. Results made with the same settings need not be made again."""
+
+    quick: bool = False
+    seed: int = 0
+    model: str = DEFAULT_MODEL
+    load_format: str = "auto"
+    gpu_8b: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def model_name(self) -> str:
+        return LLAMA_8B_NAME if self.gpu_8b else self.model
+
+    def engine_config(self) -> EngineConfig:
+        """The largest engine that any experiment asks for."""
+        limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_STEP_TOKENS}
+        if self.gpu_8b:
+            from quire.bench.model_shapes import write_llama_8b
+
+            return EngineConfig.from_kwargs(
+                model=str(write_llama_8b()),
+                load_format="dummy",
+                device="cuda",
+                max_model_len=8192,
+                kv_cache_memory_bytes=20 * GIB,
+                swap_space_gb=6.0,
+                seed=self.seed,
+                **limits,
+            )
+        return EngineConfig.from_kwargs(
+            model=self.model, load_format=self.load_format, device="cpu", swap_space_gb=0.5, seed=self.seed, **limits
+        )
+
+
+@dataclass(slots=True)
+class LabContext:
+    """Handed to every experiment's run()."""
+
+    settings: LabSettings
+    say: Callable[[str], None]
+    results: dict[str, Result] = field(default_factory=dict)  # of the experiments that are done
+    quick: bool = field(init=False)
+    seed: int = field(init=False)
+    _bench: Workbench | None = None
+
+    def __post_init__(self) -> None:
+        self.quick, self.seed = self.settings.quick, self.settings.seed
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.settings.gpu_8b
+
+    def report(self, text: str) -> None:
+        self.say(text)
+
+    def pick(self, quick: T, full: T, gpu: T) -> T:
+        """How much to do: on a CPU in a hurry or not, or on a GPU, which does a hundred times as much."""
+        if self.on_gpu:
+            return gpu
+        return quick if self.quick else full
+
+    @property
+    def bench(self) -> Workbench:
+        if self._bench is None:
+            self.report(f"loading {self.settings.model_name}")
+            self._bench = Workbench(self.settings.engine_config())
+            self._warm_up(self._bench.engine())
+        return self._bench
+
+    def engine(self, **changes: Any) -> LLMEngine:
+        return self.bench.engine(**changes)
+
+    @property
+    def vocab(self) -> int:
+        from quire.bench.workloads import usable_vocab
+
+        return usable_vocab(self.bench.base().spec.vocab_size)
+
+    def measure(self, engine: LLMEngine, workload: Workload, name: str, **options: Any) -> RunReport:
+        """Run it, after a short untimed one on a GPU, whose kernels are chosen and captured by size. Ctrl-C ends
+        the experiment."""
+        from quire.bench.measure import measure_repeats
+
+        self.report(name)
+        # The first touch of a cache and the first step of a size cost more than later ones.
+        warm = [(prompt[::-1], max(2, num_out // 8)) for prompt, num_out in workload] if self.on_gpu else None
+        report = measure_repeats(engine, workload, warm=warm, name=name, **options)
+        if report.interrupted:
+            raise KeyboardInterrupt
+        return report
+
+    def probe_tok_s(self) -> float | None:
+        """The speed of the same short run each time it is asked for: what the machine does meanwhile besides. None
+        before there is a model."""
+        if self._bench is None:
+            return None
+        from quire.bench.measure import measure
+        from quire.bench.workloads import fixed
+
+        engine = self._bench.engine(max_num_seqs=16, enable_prefix_caching=False)
+        num_out = self.pick(8, 16, 64)
+        return measure(engine, fixed(self.vocab, num=16, num_in=8, num_out=num_out)).output_tok_s
+
+    def close(self) -> None:
+        if self._bench is not None:
+            self._bench.clear()
+        self._bench = None
+
+    def _warm_up(self, engine: LLMEngine) -> None:
+        from quire.bench.measure import measure
+        from quire.bench.workloads import fixed
+
+        measure(engine, fixed(min(engine.spec.vocab_size, 1000), num=8, num_in=16, num_out=4))
+
+
+def fastest(rounds: Sequence[RunReport]) -> RunReport:
+    """Of the same run in several rounds: whatever else a machine does makes a run slower, never faster. The others
+    stand in it as repeats."""
+    from quire.bench.measure import merge_repeats
+
+    chosen = max(rounds, key=lambda report: report.output_tok_s)
+    merge_repeats(chosen, rounds)
+    return chosen
+
+
+def record(report: RunReport) -> dict[str, Any]:
+    """A run as data for the report: the machine is named once, and curves need no more than some points."""
+    data = report.to_json()
+    for name in ("machine", "repeat_values", "point", "notes", "errors"):
+        data.pop(name, None)
+    samples = report.samples
+    step = max(1, -(-len(samples) // _MOST_SAMPLES))
+    kept = samples[::step]
+    if samples and kept[-1] is not samples[-1]:
+        kept.append(samples[-1])
+    data["samples"] = {name: [_rounded(getattr(sample, name)) for sample in kept] for name in _SAMPLE_COLUMNS}
+    return data
+
+
+def _rounded(value: float) -> float:
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def run_records(results: Mapping[str, Result]) -> list[tuple[str, dict[str, Any]]]:
+    """(experiment, run) of every run that left samples."""
+    return [
+        (key, run)
+        for key, result in results.items()
+        for run in result.data.get("measured", [])
+        if run.get("samples", {}).get("t_s")
+    ]

@@ -1,0 +1,241 @@
+"""The report: one HTML file that needs nothing else, in light and dark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from quire.lab.charts import figure
+from quire.lab.experiments import EXPERIMENTS
+from quire.lab.report_style import STYLE
+from quire.lab.result import Chart, Finding, Result, Table
+from quire.lab.store import Entry, LabReport
+from quire.lab.wording import counted, duration, listed, number, size
+
+# Tables with more rows than this begin folded.
+_MOST_ROWS = 16
+_NOISY_PERCENT = 15.0  # more change than that in the machine's own speed is worth a warning
+_NUMBER = re.compile(r"[-+−]?[\d,]*\.?\d+( ?(%|[KMG]iB|B|ms|s|µs))?|–|")
+
+
+def render_report(report: LabReport) -> str:
+    title = f"Quire lab: {report.settings.model_name}"
+    parts = [_header(report), _summary(report)]
+    parts += [_section(at, key, entry) for at, key, entry in _numbered(report)]
+    parts.append(_footer(report))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
+        f"<body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def _numbered(report: LabReport) -> list[tuple[int, str, Entry]]:
+    """Experiments keep their numbers, whichever of them were run."""
+    return [
+        (at, each.key, report.entries[each.key]) for at, each in enumerate(EXPERIMENTS, 1) if each.key in report.entries
+    ]
+
+
+# -- the top
+
+
+def _header(report: LabReport) -> str:
+    settings, machine = report.settings, report.machine
+    where = machine.get("gpu") if settings.gpu_8b and machine.get("gpu") else machine.get("cpu")
+    cores = machine.get("cpus")
+    facts = [
+        ("machine", f"{where}" + (f", {counted(int(cores), 'core')}" if cores and not settings.gpu_8b else "")),
+        ("model", settings.model_name),
+        ("made", report.written),
+        ("took", duration(sum(entry.seconds for entry in report.entries.values()))),
+        ("seed", str(settings.seed)),
+        ("quire", report.version),
+        ("torch", str(machine.get("torch"))),
+        ("python", str(machine.get("python"))),
+    ]
+    if machine.get("memory_bytes"):
+        facts.insert(1, ("memory", size(float(machine["memory_bytes"]))))
+    items = "".join(f"<li><b>{escape(name)}</b>{escape(value)}</li>" for name, value in facts)
+    kind = (
+        "This is the quick run: few requests, each setting measured once. It shows the shapes; for numbers to rely on, "
+        "run it without <code>--quick</code>."
+        if settings.quick
+        else "Timings wander between runs; where a difference is too small to tell, the report says so."
+    )
+    return (
+        "<header><h1>Paged attention, measured</h1>"
+        '<p class="lead">What paging, continuous batching and sharing do for a language model on this machine: ten '
+        "experiments with Quire's own engine, with what was expected, what was seen, and why. Every sentence with a "
+        f"number in it was written from this run's numbers. {kind}</p>"
+        f'<ul class="facts">{items}</ul>{_quiet(report)}</header>'
+    )
+
+
+def _quiet(report: LabReport) -> str:
+    """Whether the machine had anything else to do: the same short run was repeated after every experiment."""
+    probes = [entry.probe_tok_s for entry in report.entries.values() if entry.probe_tok_s]
+    if len(probes) < 2:
+        return ""
+    low, high = min(probes), max(probes)
+    spread = 100 * (high - low) / high
+    text = f"The same short run after each experiment made {number(low)} to {number(high)} tok/s"
+    if spread > _NOISY_PERCENT:
+        return (
+            f'<p class="error soft">{text}: the machine\'s own speed changed by {spread:.0f} % while this ran. '
+            "Differences smaller than that, between settings that were not measured one right after the other, may be "
+            "the machine's.</p>"
+        )
+    return f'<p class="tablenote">{text}: the machine\'s own speed changed by {spread:.0f} %.</p>'
+
+
+def _summary(report: LabReport) -> str:
+    rows = []
+    for at, key, entry in _numbered(report):
+        title = next(each.title for each in EXPERIMENTS if each.key == key)
+        if entry.result is not None:
+            text = escape(_sentence(str(entry.result.data.get("headline", ""))))
+            score = _score(entry.result.findings)
+        else:
+            text, score = escape(entry.error), _badge("bad" if entry.status == "failed" else "open", entry.status)
+        rows.append(
+            f'<tr><td class="number">{at}</td><td class="name"><a href="#{key}">{escape(title)}</a></td>'
+            f'<td>{text}</td><td class="score">{score}</td></tr>'
+        )
+    missing = [each.key for each in EXPERIMENTS if each.key not in report.entries]
+    note = f'<p class="tablenote">Not run: {escape(listed(missing))}.</p>' if missing else ""
+    return f'<table class="summary">{"".join(rows)}</table>{note}'
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("." if text and not text.endswith(".") else "")
+
+
+def _score(findings: Sequence[Finding]) -> str:
+    held = sum(finding.holds is True for finding in findings)
+    failed = sum(finding.holds is False for finding in findings)
+    kind = "bad" if failed else "good" if held == len(findings) else "open"
+    return _badge(kind, f"{held} of {len(findings)} as expected")
+
+
+def _badge(kind: str, text: str) -> str:
+    return f'<span class="badge {kind}">{escape(text)}</span>'
+
+
+# -- an experiment
+
+
+def _section(at: int, key: str, entry: Entry) -> str:
+    title = next(each.title for each in EXPERIMENTS if each.key == key)
+    head = f'<section id="{key}"><h2>{at}. {escape(title)}</h2>'
+    if entry.result is None:
+        soft = "" if entry.status == "failed" else " soft"
+        details = f"<details><summary>details</summary><pre>{escape(entry.details)}</pre></details>"
+        return (
+            f'{head}<p class="error{soft}">{escape(_sentence(entry.status))} {escape(_sentence(entry.error))}</p>'
+            f"{details if entry.details else ''}</section>"
+        )
+    return head + _body(entry.result) + "</section>"
+
+
+def _body(result: Result) -> str:
+    charts = _charts(result.charts)
+    text = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in result.explanation)
+    return (
+        f'<p class="question">{escape(result.question)}</p>'
+        f'<div class="charts">{charts}</div>'
+        f"<h3>Expected and seen</h3>{_findings(result.findings)}"
+        f"<h3>Why</h3>{text}"
+        f"{''.join(_table(table) for table in result.tables)}"
+        f'<p class="tablenote">Took {duration(result.seconds)}.</p>'
+    )
+
+
+def _charts(charts: Sequence[Chart]) -> str:
+    """Two in a row. One that would stand alone gets the row: the first over time, if there is one, else the last."""
+    narrow = [chart for chart in charts if chart.kind != "timeline"]
+    alone = None
+    if len(narrow) % 2:
+        alone = next((chart for chart in narrow if "second" in chart.x_label), narrow[-1])
+    # Wide ones go last, so that the pairs before them stay pairs.
+    ordered = [chart for chart in charts if chart is not alone] + ([] if alone is None else [alone])
+    # Timelines side by side are there to be compared: one step is as wide in all of them.
+    until = max((span.end for chart in charts for span in chart.spans), default=None)
+    return "".join(figure(chart, is_wide=chart is alone, until=until) for chart in ordered)
+
+
+def _findings(findings: Sequence[Finding]) -> str:
+    rows = []
+    for finding in findings:
+        badge = {True: ("good", "holds"), False: ("bad", "does not hold"), None: ("open", "cannot tell")}[finding.holds]
+        rows.append(
+            f"<tr><td>{_badge(*badge)}</td><td>{escape(finding.expected)}</td><td>{escape(finding.observed)}</td></tr>"
+        )
+    return (
+        f'<table class="findings"><tr><th></th><th>expected</th><th>seen</th></tr>{"".join(rows)}</table>'
+        if rows
+        else ""
+    )
+
+
+def _table(table: Table) -> str:
+    is_number = [_is_numeric([row[column] for row in table.rows]) for column in range(len(table.columns))]
+    heads = "".join(
+        f'<th class="{"num" if numeric else "text"}">{escape(name)}</th>'
+        for name, numeric in zip(table.columns, is_number, strict=True)
+    )
+    rows = "".join(
+        "<tr>" + "".join(_cell(value, numeric) for value, numeric in zip(row, is_number, strict=True)) + "</tr>"
+        for row in table.rows
+    )
+    inner = (
+        f'<div class="scroll"><table class="data"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
+    )
+    note = f'<p class="tablenote">{escape(table.note)}</p>' if table.note else ""
+    if len(table.rows) > _MOST_ROWS:
+        return f"<details><summary>{escape(table.title)}: {len(table.rows)} rows</summary>{inner}{note}</details>"
+    return f'<p class="tabletitle">{escape(table.title)}</p>{inner}{note}'
+
+
+def _is_numeric(cells: Sequence[Any]) -> bool:
+    """Whether a column is one of numbers: a word in place of one of them does not make it text."""
+    return sum(_is_number(cell) for cell in cells) >= 0.6 * len(cells)
+
+
+def _is_number(value: Any) -> bool:
+    if value is None or isinstance(value, (int, float)):
+        return True
+    return bool(_NUMBER.fullmatch(str(value)))
+
+
+def _cell(value: Any, numeric: bool) -> str:
+    if isinstance(value, bool) or value is None:
+        text = "" if value is None else ("yes" if value else "no")
+    elif isinstance(value, int):
+        text = f"{value:,}"
+    elif isinstance(value, float):
+        text = number(value)
+    else:
+        text = str(value)
+    kind = "num" if numeric else "long" if len(text) > 60 else "text"
+    return f'<td class="{kind}">{escape(text)}</td>'
+
+
+def _footer(report: LabReport) -> str:
+    settings = report.settings
+    flags = ["quire lab"]
+    flags += ["--quick"] * settings.quick + ["--gpu-8b"] * settings.gpu_8b
+    if not settings.gpu_8b and settings.model != "smollm2":
+        flags.append(f"--model {settings.model}")
+    if settings.load_format != "auto":
+        flags.append(f"--load-format {settings.load_format}")
+    if settings.seed:
+        flags.append(f"--seed {settings.seed}")
+    return (
+        f"<footer><p>Made by <code>{escape(' '.join(flags))}</code>. Every number behind it is in "
+        "<code>report.json</code> beside this file. Experiments 5 and 6 are simulations: Quire's scheduler and block "
+        "manager are real, the device is a cost model. All others ran the engine itself.</p></footer>"
+    )

@@ -1,0 +1,172 @@
+"""Engines around one set of weights.
+
+Loading a model takes longer than most runs of an experiment, and between two settings nothing of it changes. So the
+weights are loaded once, and each setting gets a scheduler and a block manager of its own; only another block size needs
+another cache. What is measured is what an engine started with those settings does.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.engine.llm_engine import LLMEngine
+    from quire.executor.build import BuiltExecutor
+    from quire.executor.local import LocalExecutor
+
+
+@dataclass(slots=True)
+class Workbench:
+    """Holds the loaded model. One engine of it may run at a time; asking for the next ends the one before."""
+
+    config: EngineConfig  # the largest of everything: rows, tokens a step, blocks
+    _base: LLMEngine | None = None
+    _other: BuiltExecutor | None = None  # with another block size; one at a time
+
+    def base(self) -> LLMEngine:
+        """As configured; loads it if need be."""
+        if self._base is None:
+            from quire.engine.llm_engine import LLMEngine
+
+            self._base = LLMEngine.from_config(self.config)
+        return self._base
+
+    def engine(self, *, num_blocks: int | None = None, **changes: Any) -> LLMEngine:
+        """An empty engine that differs from the configured one by `changes`, and by how many blocks it may use."""
+        from quire.engine.build import TokenSide, scheduler_config
+        from quire.engine.core import EngineCore
+        from quire.engine.llm_engine import LLMEngine
+        from quire.kv import KVManager
+        from quire.scheduler import Scheduler
+
+        base = self.base()
+        config = base.config.replace(**changes)
+        for one in (base.built.executor, self._other):
+            if one is not None:
+                _empty_rows(one.executor)
+        executor = self._executor(config.block_size)
+        ledger = executor.ledger
+        if num_blocks is not None:
+            if num_blocks > ledger.num_blocks:
+                raise ConfigError(
+                    f"the experiment needs {num_blocks:,} blocks of {config.block_size} tokens, and the cache has "
+                    f"{ledger.num_blocks:,}: it takes a machine with more memory"
+                )
+            ledger = replace(
+                ledger,
+                num_blocks=num_blocks,
+                kv_bytes=num_blocks * ledger.block_bytes,
+                max_model_len=min(ledger.max_model_len, num_blocks * config.block_size),
+            )
+            config = config.replace(kv_cache_memory_bytes=ledger.kv_bytes)
+        max_num_seqs = config.max_num_seqs or executor.max_num_seqs
+        max_tokens = config.max_num_batched_tokens or executor.max_num_batched_tokens
+        assert max_num_seqs <= executor.max_num_seqs and max_tokens <= executor.max_num_batched_tokens
+        executor = replace(executor, ledger=ledger, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
+        kv = KVManager(
+            num_blocks=ledger.num_blocks,
+            block_size=config.block_size,
+            num_host_blocks=ledger.num_host_blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+            watermark=config.watermark,
+        )
+        core = EngineCore(Scheduler(scheduler_config(config, executor), kv), executor.executor, kv)
+        text = base.built.text
+        built = replace(
+            base.built,
+            config=config,
+            tokens=TokenSide(executor, core),
+            inputs=text.make_inputs(ledger.max_model_len, max_num_seqs),
+            outputs=text.make_outputs(),
+        )
+        return LLMEngine(built)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        if self._base is not None:
+            self._base.close()
+        self._base = self._other = None
+        gc.collect()
+
+    def _executor(self, block_size: int) -> BuiltExecutor:
+        built = self.base().built.executor
+        if block_size == built.ledger.block_size:
+            self._other = None
+            return built
+        if self._other is None or self._other.ledger.block_size != block_size:
+            self._other = None
+            gc.collect()  # the cache before this one, on a GPU, has to be gone first
+            self._other = self._with_block_size(built, block_size)
+        return self._other
+
+    def _with_block_size(self, built: BuiltExecutor, block_size: int) -> BuiltExecutor:
+        """The same weights, with a cache of as many bytes in blocks of another size; none of them on the host."""
+        import torch
+
+        from quire.executor.batch import PersistentBatch
+        from quire.executor.build import make_graphs
+        from quire.executor.kv_cache import KVCache, block_bytes
+        from quire.executor.local import LocalExecutor
+
+        spec, backend, ledger = self.base().spec, built.backend, built.ledger
+        num_bytes = block_bytes(spec, block_size, backend.kv_dtype)
+        num_blocks = ledger.kv_bytes // num_bytes
+        cache = KVCache(
+            spec,
+            num_blocks=num_blocks,
+            num_host_blocks=0,
+            block_size=block_size,
+            dtype=backend.kv_dtype,
+            device=backend.device,
+        )
+        batch = PersistentBatch(
+            num_rows=built.max_num_seqs,
+            max_model_len=ledger.max_model_len,
+            block_size=block_size,
+            device=backend.device,
+            spare_block=cache.spare_block,
+        )
+        decoder, graphs, mixed = built.executor.decoder, None, None
+        if built.executor.graphs is not None:
+            graphs, mixed = make_graphs(
+                decoder, cache, batch, max_num_seqs=built.max_num_seqs, max_model_len=ledger.max_model_len
+            )
+            with torch.inference_mode():
+                graphs.capture_common()
+        # The sampler knows rows and the vocabulary, not blocks: the two executors, of which one runs, share it.
+        sampler = built.executor.sampler
+        executor = LocalExecutor(
+            decoder,
+            cache,
+            batch,
+            sampler,
+            graphs=graphs,
+            mixed=mixed,
+            single_threaded_torch=backend.is_native_cpu,
+        )
+        return replace(
+            built,
+            executor=executor,
+            ledger=replace(
+                ledger,
+                block_size=block_size,
+                block_bytes=num_bytes,
+                num_blocks=num_blocks,
+                num_host_blocks=0,
+                kv_bytes=num_blocks * num_bytes,
+                swap_bytes=0,
+            ),
+        )
+
+
+def _empty_rows(executor: LocalExecutor) -> None:
+    """Rows of sequences that ended in the last step before: their release would have come with a next one."""
+    for row, generation in enumerate(executor.batch.generations):
+        if generation is not None:
+            executor.batch.release(row)
+            executor.sampler.release(row)

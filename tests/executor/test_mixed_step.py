@@ -1,0 +1,102 @@
+"""Steps of decodes and prompts, padded: they give what the same step gives unpadded."""
+
+from __future__ import annotations
+
+import random
+
+import models_harness as harness
+import numpy as np
+import pytest
+import torch
+
+from quire.executor.batch import PersistentBatch
+from quire.executor.mixed_step import MixedInputs, MixedShape, all_shapes, run_mixed_step, shape_of
+from quire.executor.sizing import MAX_MIXED_PROMPTS
+from quire.kernels.reference import ReferenceOps
+from quire.plan import StepPlan
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+
+
+def plan_of(spans: list[tuple[int, int, int, bool]]) -> StepPlan:
+    plan = StepPlan(1)
+    for span in spans:
+        plan.spans.add(*span)
+    return plan
+
+
+def test_the_smallest_shape_that_fits() -> None:
+    decodes = [(row, 7, 1, True) for row in range(9)]
+    assert shape_of(plan_of([*decodes, (9, 0, 65, True)])) == MixedShape(16, 128)
+    assert shape_of(plan_of([(0, 0, 64, True)])) == MixedShape(0, 64)
+    assert shape_of(plan_of(decodes)) is None  # those have graphs of their own
+    assert shape_of(plan_of([(0, 0, 513, True)])) is None
+    assert shape_of(plan_of([(row, 0, 2, True) for row in range(MAX_MIXED_PROMPTS + 1)])) is None
+    assert shape_of(plan_of([(row, 7, 1, True) for row in range(257)] + [(300, 0, 2, True)])) is None
+
+
+def test_every_shape_is_one_that_a_step_can_have() -> None:
+    for shape in all_shapes():
+        decodes = [(row, 7, 1, True) for row in range(shape.num_decodes)]
+        assert shape_of(plan_of([*decodes, (999, 0, shape.num_tokens, True)])) == shape
+
+
+def test_parts_do_not_overlap_and_are_aligned() -> None:
+    for shape in all_shapes():
+        ints = np.zeros(MixedInputs.NUM_INTS, dtype=np.int64)
+        inputs = MixedInputs.of(ints, shape)
+        parts = (inputs.rows, inputs.kv_lens, inputs.query_starts, inputs.token_rows, inputs.positions, inputs.indices)
+        for part in parts:
+            assert (part.ctypes.data - ints.ctypes.data) % 16 == 0
+            part += 1
+        assert ints.max() == 1
+        assert ints.sum() == sum(len(part) for part in parts)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_padded_logits_are_the_unpadded_ones(seed: int) -> None:
+    rng = random.Random(seed)
+    model = harness.tiny_model("llama")
+    spec = harness.spec_of(model)
+    decoder = harness.load_decoder(spec, model.state_dict(), ReferenceOps("cpu", torch.float32))
+    num_rows, num_blocks = 24, 24 * 16
+    batch = PersistentBatch(
+        num_rows=num_rows, max_model_len=60, block_size=BLOCK_SIZE, device=CPU, spare_block=num_blocks
+    )
+    shape = (num_blocks + 1, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
+    caches = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for _ in range(spec.num_layers)]
+    blocks = list(range(num_blocks))
+    rng.shuffle(blocks)
+    spans = []
+    for row in rng.sample(range(num_rows), 12):
+        batch.admit(row, 1, [rng.randrange(spec.vocab_size) for _ in range(50)], [blocks.pop() for _ in range(15)])
+        is_decode = len(spans) < 7
+        start = rng.randint(1, 40) if is_decode or rng.random() < 0.5 else 0
+        spans.append((row, start, 1 if is_decode else rng.randint(2, 9), is_decode or rng.random() < 0.6))
+    plan = plan_of(spans)
+
+    inputs = batch.prepare(plan)
+    expected_kv = [cache.clone() for cache in caches]
+    hidden = decoder.forward(inputs.token_ids, inputs.attention, expected_kv)
+    expected = decoder.logits(hidden, inputs.logit_indices)
+
+    mixed = shape_of(plan)
+    assert mixed == MixedShape(8, 64)
+    host = np.full(MixedInputs.NUM_INTS, -1, dtype=np.int64)
+    MixedInputs.of(host, mixed).fill(plan, mixed, batch.spare_row)
+    out = torch.full((mixed.num_seqs, spec.vocab_size), float("nan"))
+    logits = run_mixed_step(
+        decoder,
+        caches,
+        MixedInputs.of(torch.from_numpy(host), mixed),
+        mixed,
+        tokens=batch.tokens,
+        block_tables=batch.block_tables,
+        block_size=BLOCK_SIZE,
+        max_model_len=60,
+        out=out,
+    )
+    assert torch.allclose(logits[: len(expected)], expected, atol=1e-4)
+    for mine, theirs in zip(caches, expected_kv, strict=True):
+        assert torch.allclose(mine[:num_blocks], theirs[:num_blocks], atol=1e-5)  # all but the spare block

@@ -1,0 +1,171 @@
+"""The arithmetic inside the experiments, by hand; the experiments themselves on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes import write_tiny_model
+
+from quire.errors import ConfigError
+from quire.lab import batch_width, block_size, kv_accuracy, prefix_sharing, pressure, step_budget
+from quire.lab.context import LabContext, LabSettings
+from quire.lab.experiments import EXPERIMENTS, choose
+from quire.lab.kv_accuracy import Reading, Shift
+from quire.lab.lengths import even_lengths, static_share
+from quire.lab.result import Result
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> LabContext:
+    model = write_tiny_model(tmp_path_factory.mktemp("lab") / "model", max_position_embeddings=1024)
+    settings = LabSettings(quick=True, model=str(model), load_format="dummy")
+    return LabContext(settings, lambda text: None)
+
+
+# -- by hand
+
+
+def test_static_batches_by_hand() -> None:
+    work = [([1], 4), ([1], 2), ([1], 3)]
+    assert static_share(work, 2) == pytest.approx((4 + 2 + 3) / (2 * 4 + 1 * 3))
+    assert static_share(work, 3) == pytest.approx(9 / 12)
+
+
+def test_gains_per_doubling() -> None:
+    assert batch_width.gains_per_doubling([10.0, 40.0, 80.0], (1, 4, 16)) == pytest.approx([100.0, 100 * (2**0.5 - 1)])
+
+
+@pytest.mark.parametrize(
+    ("gains", "at"), [([80.0, 40.0, 5.0, 1.0], 2), ([80.0, 5.0, 40.0, 1.0], 3), ([80.0, 40.0], None), ([3.0], 0)]
+)
+def test_saturation_is_where_nothing_later_pays(gains: list[float], at: int | None) -> None:
+    assert batch_width.saturation(gains) == at
+
+
+def test_the_step_line_is_found_again() -> None:
+    widths = [1.0, 4.0, 16.0, 64.0]
+    line = batch_width.fit_line(widths, [0.02 + 0.001 * w for w in widths])
+    assert line is not None
+    assert (line.start_s, line.slope_s, line.half_width) == pytest.approx((0.02, 0.001, 20.0))
+    assert batch_width.fit_line([1.0, 2.0], [None, 0.1]) is None
+
+
+def test_copies_on_write_by_hand() -> None:
+    assert prefix_sharing.expected_copies([([1] * 16, 4), ([1] * 17, 4)], 16) == 3
+
+
+def test_predicted_waste_by_hand() -> None:
+    # A prompt of 3, 3 out: 3, 4 and 5 tokens are held in 1, 1 and 2 blocks of 4.
+    assert block_size.predicted_waste([([1] * 3, 3)], 4) == pytest.approx(100 * (1 - 12 / 16))
+
+
+def test_a_cache_holds_the_batch_or_the_longest() -> None:
+    assert block_size.cache_tokens([([1] * 64, 64)] * 4, 10) == 1280
+    assert block_size.cache_tokens([([1] * 1000, 24)], 1) == 1536
+
+
+def test_perplexity_and_shift_by_hand() -> None:
+    first = Reading("float32", "float32", 4.0, [-1.0, -3.0])
+    second = Reading("float32", "float16", 2.0, [-1.1, -3.0])
+    assert first.perplexity == pytest.approx(2.718281828**2)
+    shift = Shift.between(second, first)
+    assert (shift.mean, shift.largest) == pytest.approx((0.05, 0.1))
+    assert shift.perplexity_percent == pytest.approx(100 * (2.718281828**0.05 - 1))
+
+
+def test_lengths_are_seeded_and_in_range() -> None:
+    work = even_lengths(300, 1, 50, (3, 5), (7, 9))
+    assert work == even_lengths(300, 1, 50, (3, 5), (7, 9)) != even_lengths(300, 2, 50, (3, 5), (7, 9))
+    assert {len(prompt) for prompt, _ in work} == {3, 4, 5} and {out for _, out in work} == {7, 8, 9}
+
+
+def test_experiments_are_chosen_by_key_or_number() -> None:
+    assert [each.key for each in choose(["2", "baseline"])] == ["baseline", "batch-width"]
+    assert choose(None) == list(EXPERIMENTS)
+    with pytest.raises(ConfigError, match="no experiment is called nope: there are baseline, "):
+        choose(["nope"])
+    with pytest.raises(ConfigError, match="there are"):
+        choose([])
+
+
+# -- on a tiny model, whose speed means nothing and whose counts are exact
+
+
+def check(result: Result) -> Result:
+    again = Result.from_json(result.to_json())
+    assert again.charts and again.tables and again.findings and again.explanation
+    assert again.data["headline"]
+    return again
+
+
+def test_block_sizes(context: LabContext) -> None:
+    result = check(block_size.run(context))
+    runs = [each for each in result.data["measured"] if each["kind"] == "general"]
+    for run, size in zip(runs, result.data["sizes"], strict=True):
+        assert run["kv"]["block_size"] == size
+        assert run["kv"]["num_blocks"] == result.data["cache_tokens"]["general"] // size
+        assert run["kv"]["blocks_allocated"] == run["kv"]["blocks_freed"] > 0
+    waste = [run["kv"]["waste_percent_mean"] for run in runs]
+    assert waste == sorted(waste) and waste[-1] > 3 * waste[0]
+    assert result.findings[0].holds and result.findings[1].holds
+
+
+def test_sharing_counts_are_exact(context: LabContext) -> None:
+    result = check(prefix_sharing.run(context))
+    off, on, apart, forked = result.data["measured"]
+    assert off["kv"]["prefix_hit_tokens"] == 0 and on["kv"]["prefix_hit_tokens"] == 11 * 192
+    assert on["kv"]["peak_blocks"] < off["kv"]["peak_blocks"]
+    assert forked["kv"]["copies"] == result.data["expected_copies"] == 12
+    assert apart["kv"]["copies"] == 0 and apart["output_tokens"] == forked["output_tokens"]
+
+
+def test_pressure_preempts_and_serves_all(context: LabContext) -> None:
+    result = check(pressure.run(context))
+    enough, recompute, swap, auto = result.data["measured"]
+    assert recompute["kv"]["num_blocks"] == enough["kv"]["peak_blocks"] // 2
+    assert not sum(enough["kv"]["preemptions"].values())
+    assert recompute["kv"]["recomputed_tokens"] and not recompute["kv"]["swapped_out_blocks"]
+    assert swap["kv"]["swapped_in_blocks"] and not swap["kv"]["recomputed_tokens"]
+    assert {each["completed"] for each in (enough, recompute, swap, auto)} == {16}
+    assert [finding.holds for finding in result.findings[:2]] == [True, True]
+
+
+def test_budgets_that_cannot_be_are_named(context: LabContext) -> None:
+    result = check(step_budget.run(context))
+    refused = [point for point in result.data["points"] if point["refusal"]]
+    assert [(point["budget"], point["chunked"]) for point in refused] == [(256, False)]
+    assert "max_num_batched_tokens=256" in refused[0]["refusal"]
+    assert any("max_num_batched_tokens=256" in paragraph for paragraph in result.explanation)
+
+
+def test_widths(context: LabContext) -> None:
+    result = check(batch_width.run(context))
+    assert [run["settings"]["max_num_seqs"] for run in result.data["measured"]] == [1, 4, 16, 64, 256]
+    assert result.data["measured"][0]["running_mean"] == 1.0
+
+
+def test_accuracy_of_random_weights_claims_nothing(context: LabContext) -> None:
+    result = check(kv_accuracy.run(context))
+    readings = {each["kv_dtype"]: each for each in result.data["readings"]}
+    assert readings["fp8"]["refusal"] and "perplexity" not in readings["fp8"]
+    assert readings["float16"]["kv_bytes_per_token"] == readings["float32"]["kv_bytes_per_token"] / 2
+    assert readings["float16"]["perplexity"] == pytest.approx(readings["float32"]["perplexity"], rel=1e-3)
+    assert readings["float16"]["perplexity"] != readings["float32"]["perplexity"]  # the cache was really read
+    assert [finding.holds for finding in result.findings] == [None, None, True]
+
+
+def test_baseline_without_transformers(context: LabContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    from quire.lab import baseline
+    from quire.lab.context import SkippedError
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SkippedError, match="pip install transformers"):
+        baseline.run(context)
+
+
+def test_the_passage_is_long_enough() -> None:
+    assert len(kv_accuracy.PASSAGE) > 3000
+    assert Path(kv_accuracy.__file__).parent.joinpath("passage.py").exists()
