@@ -90,6 +90,7 @@ class QuantizedRows:
     codes: NDArray[np.int8]  # [rows, in_features]
     scales: NDArray[np.float32]  # [rows, in_features / QUANTIZED_BLOCK]
     minima: NDArray[np.float32] | None  # likewise; None: all zero
+    has_4_bits: bool = False  # codes are 0 to 15
 
 
 class LinearWeight(Protocol):

@@ -83,6 +83,7 @@ class Dequantizer:
             codes.reshape(num_rows, -1),
             np.ascontiguousarray(scales, np.float32).reshape(num_rows, -1),
             None if minima is None else np.ascontiguousarray(minima, np.float32).reshape(num_rows, -1),
+            has_4_bits=dtype in _WITH_4_BITS,
         )
 
     def __enter__(self) -> Dequantizer:
@@ -166,9 +167,9 @@ def _nibbles(packed: Bytes) -> NDArray[np.int8]:
 
 
 def _read_q4_0(blocks: Bytes) -> _Read:
-    codes = _nibbles(blocks[:, 2:])
-    codes -= 8
-    return codes, _half(blocks, 0), None
+    """(code - 8) * scale, written as code * scale + minimum: both products and their sum are exact."""
+    scales = _half(blocks, 0)
+    return _nibbles(blocks[:, 2:]), scales, scales * -8
 
 
 def _read_q4_1(blocks: Bytes) -> _Read:
@@ -188,6 +189,7 @@ def _read_q4_k(blocks: Bytes) -> _Read:
     return codes, scales, -minima
 
 
+_WITH_4_BITS = ("Q4_0", "Q4_1", "Q4_K")
 _READ_BLOCKS: dict[str, Callable[[Bytes], _Read]] = {
     "Q4_0": _read_q4_0,
     "Q4_1": _read_q4_1,

@@ -13,8 +13,9 @@ from quire.kernels.cpu.threads import ThreadPool
 from quire.kernels.interface import QUANTIZED_BLOCK, QuantizedRows
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8")
-KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "blocks": 4, "blocks_min": 5}  # enum of native/simd.h
-_BLOCK_KINDS = ("blocks", "blocks_min")
+# enum kind of native/simd.h
+KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "blocks": 4, "blocks_min": 5, "nibbles": 6}
+_BLOCK_KINDS = ("blocks", "blocks_min", "nibbles")
 # Bytes a weight; those of blocks have their shares of a scale, and of a minimum.
 _ITEM_BYTES = {
     "float32": 4,
@@ -23,6 +24,7 @@ _ITEM_BYTES = {
     "int8": 1,
     "blocks": 1 + 4 / QUANTIZED_BLOCK,
     "blocks_min": 1 + 8 / QUANTIZED_BLOCK,
+    "nibbles": 0.5 + 8 / QUANTIZED_BLOCK,
 }
 _LOAD_FLOATS = 16 << 20  # converted at a time: a checkpoint tensor never has a second copy of its size
 
@@ -119,8 +121,12 @@ class CpuLinear:
     def load_quantized(self, first_row: int, rows: QuantizedRows) -> bool:
         assert self.keeps_quantized
         if self.kind is None:
-            self._allocate("blocks" if rows.minima is None else "blocks_min")
-        if self.kind not in _BLOCK_KINDS or (self.kind == "blocks" and rows.minima is not None):
+            self._allocate("nibbles" if rows.has_4_bits else "blocks" if rows.minima is None else "blocks_min")
+        if self.kind == "nibbles":
+            fits = rows.has_4_bits
+        else:
+            fits = self.kind == "blocks_min" or (self.kind == "blocks" and rows.minima is None)
+        if not fits:
             return False
         count = len(rows.codes)
         assert rows.codes.shape == (count, self.in_features) and first_row + count <= self.out_features

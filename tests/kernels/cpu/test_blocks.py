@@ -9,12 +9,12 @@ import torch
 from quire.kernels.interface import QUANTIZED_BLOCK, QuantizedRows
 
 
-def random_rows(num_rows, width, *, has_minima, seed=0):
+def random_rows(num_rows, width, *, has_minima, has_4_bits=False, seed=0):
     rng = np.random.default_rng(seed)
     codes = rng.integers(-128 if not has_minima else 0, 128 if not has_minima else 16, (num_rows, width), np.int8)
     shape = (num_rows, width // QUANTIZED_BLOCK)
     scales, minima = (rng.normal(0, 0.1, shape).astype(np.float16).astype(np.float32) for _ in range(2))
-    return QuantizedRows(codes, scales, minima if has_minima else None)
+    return QuantizedRows(codes, scales, minima if has_minima else None, has_4_bits=has_minima and has_4_bits)
 
 
 def unpacked(rows):
@@ -25,11 +25,11 @@ def unpacked(rows):
     return torch.from_numpy(values)
 
 
-@pytest.mark.parametrize("has_minima", [False, True])
+@pytest.mark.parametrize(("has_minima", "has_4_bits"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("n", "k"), [(64, 32), (96, 576), (50, 1536), (7, 64)])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 41])
-def test_equals_the_unpacked_matrix_bit_for_bit(ops, has_minima, n, k, num_rows):
-    rows = random_rows(n, k, has_minima=has_minima)
+def test_equals_the_unpacked_matrix_bit_for_bit(ops, has_minima, has_4_bits, n, k, num_rows):
+    rows = random_rows(n, k, has_minima=has_minima, has_4_bits=has_4_bits)
     packed, plain = ops.new_linear(n, k), ops.new_linear(n, k)
     assert packed.load_quantized(0, rows)
     plain.load_rows(0, unpacked(rows))
@@ -47,9 +47,9 @@ def test_a_row_does_not_depend_on_its_neighbours(ops):
         assert torch.equal(ops.linear(x[row : row + 1], packed)[0], together[row])
 
 
-@pytest.mark.parametrize("has_minima", [False, True])
-def test_embedding_and_bias(ops, has_minima):
-    rows = random_rows(70, 96, has_minima=has_minima)
+@pytest.mark.parametrize(("has_minima", "has_4_bits"), [(False, False), (True, False), (True, True)])
+def test_embedding_and_bias(ops, has_minima, has_4_bits):
+    rows = random_rows(70, 96, has_minima=has_minima, has_4_bits=has_4_bits)
     packed = ops.new_linear(70, 96, bias=True)
     packed.load_quantized(0, rows)
     bias = torch.linspace(-1, 1, 70)
@@ -78,6 +78,12 @@ def test_parts_of_a_fused_matrix_may_differ(ops):
 def test_minima_after_none_ask_to_be_unpacked(ops):
     fused = ops.new_linear(64, 32)
     assert fused.load_quantized(0, random_rows(32, 32, has_minima=False))
+    assert not fused.load_quantized(32, random_rows(32, 32, has_minima=True))
+
+
+def test_more_bits_after_four_ask_to_be_unpacked(ops):
+    fused = ops.new_linear(64, 32)
+    assert fused.load_quantized(0, random_rows(32, 32, has_minima=True, has_4_bits=True))
     assert not fused.load_quantized(32, random_rows(32, 32, has_minima=True))
 
 

@@ -42,7 +42,7 @@ typedef struct {
 
 int EXPORT(panel_columns)(void) { return NR; }
 
-static int is_blocks(const weight *w) { return w->kind == BLOCKS || w->kind == BLOCKS_MIN; }
+static int is_blocks(const weight *w) { return w->kind >= BLOCKS; }
 
 /* k: with blocks, where one starts. */
 static const char *panel_at(const weight *w, long panel, long k) {
@@ -64,7 +64,8 @@ static void widen_panel(int kind, const void *from, float *to, long depth) {
     else if (kind == F16) widen(F16, from, to, depth * NR);
     else if (kind == I8) widen(I8, from, to, depth * NR);
     else if (kind == BLOCKS) widen_blocks(BLOCKS, from, to, depth);
-    else widen_blocks(BLOCKS_MIN, from, to, depth);
+    else if (kind == BLOCKS_MIN) widen_blocks(BLOCKS_MIN, from, to, depth);
+    else widen_blocks(NIBBLES, from, to, depth);
 }
 
 /* One row: all of the work is reading the weights. Two panels make two streams of them, and enough sums in flight to
@@ -81,15 +82,13 @@ static void one_row_blocks(const weight *w, const float *x, long panel, long pan
     const char *from = panel_at(w, panel, 0);
     const long panel_bytes = w->k / BLOCK * block_bytes((int)w->kind);
     const float *bias = w->bias ? w->bias + panel * NR : NULL;
-#define RUN(kind, n) one_row_of_blocks(kind, from, panel_bytes, n, x, w->k, STREAM_AHEAD, bias, out)
-    if (w->kind == BLOCKS) {
-        if (panels == 2) RUN(BLOCKS, 2);
-        else RUN(BLOCKS, 1);
-    } else {
-        if (panels == 2) RUN(BLOCKS_MIN, 2);
-        else RUN(BLOCKS_MIN, 1);
-    }
-#undef RUN
+#define CASE(kind)                                                                                                   \
+    case kind:                                                                                                         \
+        if (panels == 2) one_row_of_blocks(kind, from, panel_bytes, 2, x, w->k, STREAM_AHEAD, bias, out);               \
+        else one_row_of_blocks(kind, from, panel_bytes, 1, x, w->k, STREAM_AHEAD, bias, out);                           \
+        break;
+    switch (w->kind) { CASE(BLOCKS) CASE(BLOCKS_MIN) CASE(NIBBLES) }
+#undef CASE
 }
 
 static void one_row(const linear_job *job, long row, long panel, long panels, float *out) {
@@ -255,10 +254,20 @@ static void pack_blocks_item(void *context, long item) {
         char *block = (char *)panel_at(w, panel, 0);
         for (long b = 0; b < num_blocks; b++, block += block_bytes(kind)) {
             ((float *)block_scale(block))[column] = job->scales[from * num_blocks + b];
-            if (kind == BLOCKS_MIN)
+            if (kind != BLOCKS)
                 ((float *)block_minimum(block))[column] = job->minima ? job->minima[from * num_blocks + b] : 0;
-            int8_t *codes = (int8_t *)block_codes(kind, block);
-            for (long i = 0; i < BLOCK; i++) codes[i * NR + column] = job->codes[from * w->k + b * BLOCK + i];
+            const int8_t *given = job->codes + from * w->k + b * BLOCK;
+            if (kind == NIBBLES) {
+                uint32_t *words = (uint32_t *)block_codes(kind, block);
+                for (long input = 0; input < BLOCK; input += WORD) {
+                    uint32_t word = 0;
+                    for (int i = 0; i < WORD; i++) word |= (uint32_t)(given[input + i] & 15) << 4 * i;
+                    words[input / WORD * NR + column] = word;
+                }
+            } else {
+                int8_t *codes = (int8_t *)block_codes(kind, block);
+                for (long i = 0; i < BLOCK; i++) codes[i * NR + column] = given[i];
+            }
         }
     }
 }
@@ -274,12 +283,8 @@ static void embed_blocks(const weight *w, int64_t row, float *to, float multipli
     const int kind = (int)w->kind;
     const long column = row % NR;
     const char *block = panel_at(w, row / NR, 0);
-    for (long k = 0; k < w->k; k += BLOCK, block += block_bytes(kind)) {
-        const float scale = block_scale(block)[column];
-        const float minimum = kind == BLOCKS_MIN ? block_minimum(block)[column] : 0;
-        const int8_t *codes = block_codes(kind, block) + column;
-        for (long i = 0; i < BLOCK; i++) to[k + i] = (codes[i * NR] * scale + minimum) * multiplier;
-    }
+    for (long k = 0; k < w->k; k += BLOCK, block += block_bytes(kind))
+        for (long i = 0; i < BLOCK; i++) to[k + i] = one_weight(kind, block, column, i) * multiplier;
 }
 
 /* out[i] = multiplier * row ids[i] of w. */
