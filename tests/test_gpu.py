@@ -118,6 +118,23 @@ def test_an_8_bit_cache_holds_twice_the_blocks_and_stays_close(weights: Path, on
     assert mean_difference < 0.1 * abs(sum(exact) / len(exact))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_with_prompts_give_the_same_from_graphs(weights: Path, dtype: str) -> None:
+    """All of their shapes captured beforehand, against none."""
+    work = requests(40)
+    with_graphs, without = make(weights, dtype=dtype, max_num_seqs=24), make(weights, dtype=dtype, enforce_eager=True)
+    while with_graphs.core.prepare_more():
+        pass
+    assert with_graphs.core.executor.graphs.num_captures > 20
+    # A few at a time, so that prompts come while others decode.
+    for start in range(0, len(work), 8):
+        ours, theirs = (run_all(engine, work[start : start + 8]) for engine in (with_graphs, without))
+        for mine, other in zip(ours, theirs, strict=True):
+            if dtype == "float32":
+                assert mine.outputs[0].token_ids == other.outputs[0].token_ids
+            assert len(mine.outputs[0].token_ids) == len(other.outputs[0].token_ids)
+
+
 def test_bf16_runs_everything_at_once(weights: Path) -> None:
     engine = make(weights, device="cuda", dtype="bfloat16")
     work = requests(12)

@@ -39,6 +39,7 @@ from quire.request import Request, Sequence
 from quire.scheduler import SequenceUpdate
 
 _REPORT_EVERY_S = 0.1
+_QUIET_S = 0.1  # without a request, before something is prepared that the next one would have to wait for
 _IDLE_REPORT_S = 1.0
 
 _BROWNOUT = (
@@ -62,6 +63,7 @@ class EngineLoop:
         self.progress = Progress()
         self.stats = StepStats()
         self._receive = receive
+        self._can_prepare = True  # until there is nothing left of it
         self._send = send
         self._requests: dict[int, Request] = {}  # by key
         self._keys: dict[str, int] = {}  # by request_id
@@ -99,11 +101,14 @@ class EngineLoop:
         """Everything that has come; sleeps while there is nothing to do."""
         message = self._receive(0.0)
         while message is None and not self.core.has_work and not self._is_stopping:
-            if self.core.prepare_more():
-                message = self._receive(0.0)
-                continue
             self._report()
             self.progress.step_started_s = None
+            if self._can_prepare:
+                message = self._receive(_QUIET_S)
+                self.progress.step_started_s = time.monotonic()
+                if message is None:
+                    self._can_prepare = self.core.prepare_more()
+                continue
             # Rates and brownout fall with time alone.
             is_settled = self._last_load is not None and not self._last_load.tokens_per_s and not self._brownout.level
             message = self._receive(None if is_settled else _IDLE_REPORT_S)

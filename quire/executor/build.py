@@ -93,7 +93,7 @@ def build_executor(
         spare_block=cache.spare_block,
     )
     graphs = mixed = None
-    if backend.device.type == "cuda" and not config.enforce_eager:
+    if _has_graphs(config, backend):
         graphs, mixed = make_graphs(
             decoder, cache, batch, max_num_seqs=max_num_seqs, max_model_len=ledger.max_model_len
         )
@@ -120,6 +120,11 @@ def build_executor(
         swap_bytes_per_s=cache.measure_swap_rate(),
         timeline_s=timeline.seconds,
     )
+
+
+def _has_graphs(config: EngineConfig, backend: Backend) -> bool:
+    """Plain torch kernels look at tensors from the host, which a graph cannot hold."""
+    return backend.ops.name == "triton" and not config.enforce_eager
 
 
 def make_graphs(
@@ -149,7 +154,7 @@ def _plan(
             max_num_batched_tokens=max_tokens,
             max_seq_len=config.max_model_len or spec.max_position,
         )
-        if not config.enforce_eager:
+        if _has_graphs(config, backend):
             graph_bytes = sizing.graph_bytes(spec, value_bytes, max_num_seqs)
         free, total = torch.cuda.mem_get_info(backend.device)
         taken = activation_bytes + graph_bytes

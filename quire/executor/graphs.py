@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.executor.batch import PersistentBatch
+from quire.executor.mixed_step import padded_decodes
 from quire.executor.sizing import MAX_GRAPH_SEQS, MAX_MIXED_PROMPTS
 from quire.executor.transfer import StagingRing
 from quire.kernels.interface import AttentionBatch
@@ -83,7 +84,7 @@ class GraphMemory:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         # One place for all graphs' logits. If each kept its own, every batch size would take half a gigabyte more.
-        num_rows = padded_size(min(max_num_seqs, MAX_GRAPH_SEQS)) + MAX_MIXED_PROMPTS
+        num_rows = max(padded_size(min(max_num_seqs, MAX_GRAPH_SEQS)), padded_decodes(max_num_seqs)) + MAX_MIXED_PROMPTS
         self.logits = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
         self.num_captures = 0
 
@@ -125,6 +126,7 @@ class DecodeGraphs:
         self._groups = torch.zeros(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=batch.device)
         self._grouped: tuple[int, list[int]] | None = None  # the batch's version and rows that _groups is about
         self._has_groups = False
+        self._next = (0, False)
 
     @property
     def num_captures(self) -> int:
@@ -140,17 +142,22 @@ class DecodeGraphs:
     def serves(self, num_seqs: int) -> bool:
         return num_seqs <= self._max_num_seqs
 
-    def run(self, rows: list[int], positions: list[int]) -> Tensor:
-        """Decode one token of each row; logits [len(rows), vocab], valid until the next step."""
+    def prepare(self, rows: list[int], positions: list[int]) -> bool:
+        """For one token of each row. True where the graph had to be captured first: time that is not the step's."""
         size = padded_size(len(rows))
         self._fill(rows, positions, size)
         if self._grouped != (self._batch.version, rows):
             self._group(rows, positions, size)
-        key = (size, self._has_groups)
-        if key not in self._graphs:
-            self._capture(*key)
-        self._graphs[key].replay()
-        return self._memory.logits[: len(rows)]
+        self._next = (size, self._has_groups)
+        if self._next in self._graphs:
+            return False
+        self._capture(*self._next)
+        return True
+
+    def replay(self, num_rows: int) -> Tensor:
+        """Run what was prepared; logits [num_rows, vocab], valid until the next step."""
+        self._graphs[self._next].replay()
+        return self._memory.logits[:num_rows]
 
     def _group(self, rows: list[int], positions: list[int], size: int) -> None:
         """Find who shares a prefix. It stays true until the batch changes: tables only grow at their end."""

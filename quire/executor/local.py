@@ -98,13 +98,16 @@ class LocalExecutor:
         prompt: dict[int, list[TokenLogprobs]] = {}
         if self._can_replay(plan):
             assert self.graphs is not None
+            if self.graphs.prepare(plan.spans.rows, plan.spans.starts):
+                clock = StepClock(on_gpu=self._on_gpu)  # the scheduler would take a capture for a slow step
             clock.mark("prepare")
             positions = [start + 1 for start in plan.spans.starts]
-            logits = self.graphs.run(plan.spans.rows, plan.spans.starts)
+            logits = self.graphs.replay(len(plan.spans.rows))
             clock.mark("forward")
             sampled = self._sample(plan, plan.spans.rows, positions, logits)
         elif (shape := self._mixed_shape(plan)) is not None:
             assert self._mixed is not None
+            clock = StepClock(on_gpu=self._on_gpu)  # likewise
             clock.mark("prepare")
             logits = self._mixed.run(plan, shape)
             clock.mark("forward")

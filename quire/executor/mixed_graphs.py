@@ -38,6 +38,7 @@ class MixedGraphs:
         self._staging = StagingRing(MixedInputs.NUM_INTS)
         self._graphs: dict[MixedShape, torch.cuda.CUDAGraph] = {}
         self._uses: Counter[MixedShape] = Counter()
+        self._without: set[MixedShape] = set()  # for which there was no memory
         self._not_captured = [shape for shape in all_shapes() if self._fits(shape)]
 
     def shape_of(self, plan: StepPlan) -> MixedShape | None:
@@ -45,18 +46,16 @@ class MixedGraphs:
         shape = shape_of(plan)
         if shape is None or shape in self._graphs:
             return shape
-        if not self._fits(shape):
+        if not self._fits(shape) or shape in self._without:
             return None
         self._uses[shape] += 1
-        return shape if self._uses[shape] > 1 else None
+        return shape if self._uses[shape] > 1 and self._capture(shape) else None
 
     def run(self, plan: StepPlan, shape: MixedShape) -> Tensor:
         """Logits of the rows that sample, valid until the next step."""
         host = np.empty(MixedInputs.NUM_INTS, dtype=np.int64)
         MixedInputs.of(host, shape).fill(plan, shape, self._batch.spare_row)
         self._staging.copy_to(host, self._ints)
-        if shape not in self._graphs:
-            self._capture(shape)
         self._graphs[shape].replay()
         return self._memory.logits[: len(plan.sampled_rows())]
 
@@ -64,24 +63,31 @@ class MixedGraphs:
         """Capture another shape. False when there is none left."""
         while self._not_captured:
             shape = self._not_captured.pop(0)
-            if shape not in self._graphs:
-                # Whatever the integers are, from an earlier step or none: they name rows and positions that exist.
-                self._ints.zero_()
-                inputs = MixedInputs.of(self._ints, shape)
-                inputs.rows.fill_(self._batch.spare_row)
-                inputs.token_rows.fill_(self._batch.spare_row)
-                inputs.kv_lens.fill_(1)
-                self._capture(shape)
+            if shape not in self._graphs and shape not in self._without:
+                if not self._capture(shape):
+                    self._not_captured.clear()  # the others would not fit either
+                    return False
                 return True
         return False
 
     def _fits(self, shape: MixedShape) -> bool:
         return shape.num_seqs <= len(self._memory.logits)
 
-    def _capture(self, shape: MixedShape) -> None:
-        # Kernels compile, and cuBLAS chooses, outside of the capture. Their writes go where this step's go anyway.
-        self._forward(shape)
-        self._graphs[shape] = self._memory.capture(lambda: self._forward(shape))
+    def _capture(self, shape: MixedShape) -> bool:
+        """On padding alone. False where memory is short: such steps then run without a graph."""
+        self._ints.zero_()
+        inputs = MixedInputs.of(self._ints, shape)
+        inputs.rows.fill_(self._batch.spare_row)
+        inputs.token_rows.fill_(self._batch.spare_row)
+        inputs.kv_lens.fill_(1)
+        try:
+            self._forward(shape)  # kernels compile, and cuBLAS chooses, outside of the capture
+            self._graphs[shape] = self._memory.capture(lambda: self._forward(shape))
+        except torch.OutOfMemoryError:
+            self._without.add(shape)
+            torch.cuda.empty_cache()
+            return False
+        return True
 
     def _forward(self, shape: MixedShape) -> None:
         run_mixed_step(

@@ -41,6 +41,11 @@ class MixedShape:
         return self.num_decodes + self.num_tokens
 
 
+def padded_decodes(num_decodes: int) -> int:
+    """The number of decodes that a mixed step is padded to; of more than there are shapes for, the largest."""
+    return next((size for size in _DECODES if size >= num_decodes), _DECODES[-1])
+
+
 def all_shapes() -> list[MixedShape]:
     """The likeliest first: a prompt or two beside a few decodes."""
     shapes = [MixedShape(size, tokens) for tokens in _TOKENS for size in _DECODES]
@@ -56,9 +61,7 @@ def shape_of(plan: StepPlan) -> MixedShape | None:
     num_tokens = sum(counts) - num_decodes
     if num_decodes > _DECODES[-1] or num_tokens > _TOKENS[-1]:
         return None
-    return MixedShape(
-        next(size for size in _DECODES if size >= num_decodes), next(size for size in _TOKENS if size >= num_tokens)
-    )
+    return MixedShape(padded_decodes(num_decodes), next(size for size in _TOKENS if size >= num_tokens))
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> 
         steps.prompts(_SHORT_PROMPT)
         for size in (16, 128, steps.max_num_seqs):  # a kernel for each class of batch sizes
             steps.decode(min(size, steps.max_num_seqs), shares=True)
-            for num_tokens in (2, 16, 128):  # short chunks have smaller tiles
+            for num_tokens in (2, 16, 64, 128):  # short chunks have smaller tiles
                 steps.mixed(size - 1, num_tokens)
     return list(at_start.values()), [job for key, job in later.items() if key not in at_start]
 

@@ -63,7 +63,7 @@ def step_bytes(spec: ModelSpec, device: str, value_bytes: int, max_num_seqs: int
 
 def graph_bytes(spec: ModelSpec, value_bytes: int, max_num_seqs: int) -> int:
     """Of all captured steps together: they share their memory, since only one runs at a time."""
-    num_rows = min(max_num_seqs, MAX_GRAPH_SEQS) + MAX_MIXED_PROMPTS
+    num_rows = -(-min(max_num_seqs, MAX_GRAPH_SEQS) // 16) * 16 + MAX_MIXED_PROMPTS
     return step_bytes(spec, "cuda", value_bytes, num_rows, MAX_MIXED_DECODES + MAX_MIXED_TOKENS)
 
 

@@ -14,7 +14,7 @@ from sim_engine import BREAK, SimSettings, make_core
 from quire.engine import calls
 from quire.engine.brownout import Brownout, BrownoutSettings
 from quire.engine.inputs import InputProcessor
-from quire.engine.loop import EngineLoop
+from quire.engine.loop import _QUIET_S, EngineLoop
 from quire.engine.messages import (
     Abort,
     Add,
@@ -52,6 +52,8 @@ class Driver:
         self.waited: list[float | None] = []
 
     def _receive(self, wait_s: float | None) -> bytes | None:
+        if wait_s == _QUIET_S and not self.turns and not self._now:
+            return None
         if wait_s != 0.0:
             self.waited.append(wait_s)
         if self._is_new_turn:
@@ -228,6 +230,15 @@ def test_an_idle_loop_sleeps_until_it_is_called() -> None:
     driver = Driver()
     driver.run([add(1, [1])])
     assert driver.waited == [1.0]  # not for good: its rate of tokens has still to fall to nothing
+
+
+def test_a_quiet_loop_prepares_until_nothing_is_left() -> None:
+    driver = Driver()
+    left = [True, True, False]
+    driver.core.executor.prepare_more = lambda: left.pop(0)  # type: ignore[method-assign]
+    driver.run([add(1, [1])])
+    assert not left
+    assert driver.waited == [1.0]
 
 
 def test_a_failed_step_ends_the_loop() -> None:

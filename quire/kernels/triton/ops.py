@@ -124,6 +124,8 @@ class TritonOps(ComposedOps):
             logits = skinny_linear(hidden, weight.weight, weight.bias, config, self._skinny_scratch, out=out)
         elif hidden.is_cuda and weight.bias is None and hidden.dtype != torch.float32:
             logits = torch.mm(hidden, weight.weight.t(), out_dtype=torch.float32, out=out)
+        elif weight.bias is None and hidden.dtype == out.dtype:
+            logits = torch.mm(hidden, weight.weight.t(), out=out)
         else:
             logits = out.copy_(F.linear(hidden, weight.weight, weight.bias))
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
