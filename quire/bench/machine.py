@@ -20,7 +20,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 def describe_machine() -> dict[str, Any]:
     """Names and versions. Asks for a GPU only where torch is loaded already: a client of a server needs none."""
     facts: dict[str, Any] = {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpus": num_usable_cpus(),
         "memory_bytes": _memory_bytes(),
         "gpu": None,
@@ -95,7 +95,7 @@ def _memory_bytes() -> int | None:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -8,10 +8,10 @@ import json
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import Any
 
 import quire
+from quire.bench.machine import cpu_name
 
 _PACKAGES = (
     "torch",
@@ -53,7 +53,7 @@ def collect() -> dict[str, Any]:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             facts[package] = None
-    facts["cpu"] = _cpu_name()
+    facts["cpu"] = cpu_name()
     facts["cpus usable"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     from quire.executor.memory import available_host_bytes
 
@@ -82,13 +82,3 @@ def _gpu() -> str | None:
         return None
     free, total = torch.cuda.mem_get_info()
     return f"{torch.cuda.get_device_name()}, {free / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB free"
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
