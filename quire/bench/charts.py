@@ -127,12 +127,6 @@ def plot_comparison(path: str | Path, found: Sequence[Comparison], title: str) -
     _finish(plt, figure, path, title)
 
 
-def _arrow(metric: str) -> str:
-    if is_neutral(metric):
-        return " "
-    return "↑" if higher_is_better(metric) else "↓"
-
-
 def _throughput(axis: Any, runs: Sequence[RunReport]) -> None:
     places = range(len(runs))
     axis.bar(places, [run.output_tok_s for run in runs], color=_COLOURS[0], width=0.6)

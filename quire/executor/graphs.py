@@ -44,40 +44,6 @@ def common_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sorted(_COMMON_SIZES, reverse=True) if size <= padded_size(max_num_seqs)]
 
 
-def decode_step(
-    decoder: Decoder,
-    layers: list[Tensor],
-    *,
-    tokens: Tensor,  # [rows, positions]: the persistent batch's
-    block_tables: Tensor,  # [rows, blocks]: likewise
-    step: Tensor,  # [3, sequences] int64: rows, positions, kv_lens
-    query_starts: Tensor,  # [sequences + 1] int32: 0, 1, 2...
-    block_size: int,
-    max_model_len: int,
-    groups: Tensor | None,  # who shares a prefix, packed
-    out: Tensor,  # [sequences, vocab] float32: the logits
-) -> None:
-    """One token of each sequence, from the device's own state: what a graph captures."""
-    rows, positions, kv_lens = step.unbind(0)
-    size = step.shape[1]
-    tables = block_tables.index_select(0, rows)
-    blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].to(torch.int64)
-    attention = AttentionBatch(
-        positions=positions,
-        slots=blocks * block_size + positions % block_size,
-        query_starts=query_starts,
-        kv_lens=kv_lens.to(torch.int32),
-        block_tables=tables,
-        max_query_len=1,
-        max_kv_len=max_model_len,
-        num_decodes=size,
-    )
-    if groups is not None:
-        attention.shared = unpack_shared_prefixes(groups, size, MAX_GROUPS)
-    hidden = decoder.forward(tokens[rows, positions], attention, layers)
-    decoder.logits(hidden, None, out)
-
-
 class GraphMemory:
     """What captured steps share: only one of them runs at a time."""
 
@@ -187,15 +153,23 @@ class DecodeGraphs:
         self._graphs[size, shares] = self._memory.capture(lambda: self._forward(size, shares))
 
     def _forward(self, size: int, shares: bool) -> None:
-        decode_step(
-            self._decoder,
-            self._layers,
-            tokens=self._batch.tokens,
-            block_tables=self._batch.block_tables,
-            step=self._step[:, :size],
+        """One token of each sequence, all of it from the device's own state."""
+        batch, block_size = self._batch, self._batch.block_size
+        rows, positions, kv_lens = self._step[:, :size].unbind(0)
+        tables = batch.block_tables.index_select(0, rows)
+        blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].to(torch.int64)
+        attention = AttentionBatch(
+            positions=positions,
+            slots=blocks * block_size + positions % block_size,
             query_starts=self._query_starts[: size + 1],
-            block_size=self._batch.block_size,
-            max_model_len=self._max_model_len,
-            groups=self._groups[: packed_length(size, MAX_GROUPS)] if shares else None,
-            out=self._memory.logits[:size],
+            kv_lens=kv_lens.to(torch.int32),
+            block_tables=tables,
+            max_query_len=1,
+            max_kv_len=self._max_model_len,
+            num_decodes=size,
         )
+        if shares:
+            packed = self._groups[: packed_length(size, MAX_GROUPS)]
+            attention.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
+        hidden = self._decoder.forward(batch.tokens[rows, positions], attention, self._layers)
+        self._decoder.logits(hidden, None, self._memory.logits[:size])

@@ -37,9 +37,6 @@ class ConfigReader:
             raise self.error(f"{key} is {value!r}: expected a positive number")
         return float(value)
 
-    def optional_integer(self, key: str) -> int | None:
-        return None if self.get(key) is None else self.integer(key)
-
     def optional_number(self, key: str) -> float | None:
         return None if self.get(key) is None else self.number(key)
 

@@ -46,10 +46,6 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_chars = -num_spaces_stripped
 
-    def add_text(self, text: str) -> None:
-        """Text that comes before the tokens."""
-        self._num_chars += len(text)
-
     def next(self, token_id: int) -> int:
         offset = max(self._num_chars, 0)
         if self._tokenizer is not None and token_id not in self._hidden:
