@@ -39,6 +39,7 @@ class SimSettings:
     num_host_blocks: int = 0
     depth: int = 1
     step_s: float = 0.0
+    pace_file: str = ""  # what is in it, in seconds, goes for step_s: a test slows and hastens a running engine with it
     hang_s: float = 1.0
     verify: bool = True
     start_error: str = ""  # a class of quire.errors, or a signal's name, or "exit"
@@ -65,9 +66,14 @@ class SimEngineExecutor(SimExecutor):
             raise RuntimeError("boom")
         if CRASH in heads:
             os.kill(os.getpid(), signal.SIGSEGV)
-        if self.settings.step_s:
-            time.sleep(self.settings.step_s)
+        started_s = time.monotonic()
+        while (left_s := started_s + self._step_s() - time.monotonic()) > 0:
+            time.sleep(min(left_s, 0.02))  # a change of pace is felt at once
         return super().submit(plan)
+
+    def _step_s(self) -> float:
+        file = self.settings.pace_file
+        return float(Path(file).read_text()) if file else self.settings.step_s
 
 
 def make_core(settings: SimSettings | None = None, **scheduling: Any) -> EngineCore:
