@@ -104,6 +104,7 @@ class Page:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.log()  # what an earlier page left is not this one's
         self.driver.get(self.url)
         self.driver.execute_script("localStorage.clear()")
 
@@ -380,8 +381,9 @@ def test_a_key_is_asked_for(driver: Any, tiny_model: Path) -> None:
 
 
 @in_browser
-def test_a_hundred_thousand_blocks(driver: Any, tiny_model: Path) -> None:
-    with page_server(sim_command(tiny_model, SIM | {"num_blocks": 100_000, "step_s": 0.005})) as url:
+def test_a_hundred_thousand_blocks(driver: Any, tiny_model: Path, pace: Pace) -> None:
+    pace.set(SLOW_S)
+    with page_server(sim_command(tiny_model, SIM | {"num_blocks": 100_000, "pace_file": str(pace.file)})) as url:
         page = Page(driver, url)
         page.open()
         eventually(lambda: "100,000 free" in page.text("#blocks-summary"))
@@ -395,6 +397,7 @@ def test_a_hundred_thousand_blocks(driver: Any, tiny_model: Path) -> None:
             " return performance.now() - started; })"
         )
         assert drawing_ms < 2_000  # 60 on a quiet machine; it happens on a change of theme or size alone
+        pace.set(QUICK_S)
         page.wait_until_done("a")
         assert page.log() == []
         driver.get("about:blank")
