@@ -6,6 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from quire.engine.forecast import StepForecast, StepKind
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
 from quire.kv import KVManager
@@ -24,6 +25,19 @@ class HostSeconds:
     update_s: float = 0.0
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A step that is submitted and not collected."""
+
+    ticket: int
+    kind: StepKind
+    num_tokens: int  # that it computes
+    began_s: float  # no later than the executor began it
+
+
+_AT_ONCE_S = 20e-6  # a collect that takes no longer did not wait
+
+
 class EngineCore:
     """One scheduler driving one executor. Knows tokens, not text."""
 
@@ -31,7 +45,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.kv = kv
-        self._tickets: deque[tuple[int, int]] = deque()  # and how many tokens each step computes
+        self._flights: deque[_Flight] = deque()
+        self._forecast = StepForecast()
         self._failure: BaseException | None = None
         self.host = HostSeconds()
         self.last_plan: StepPlan | None = None  # submitted last, for who asks why a step hangs
@@ -52,19 +67,23 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._tickets) or self.scheduler.has_work
+        return bool(self._flights) or self.scheduler.has_work
 
     def step(self) -> list[SequenceUpdate]:
         """Keep the executor as deep in work as it takes, then give out what the oldest step brought."""
         self._raise_if_dead()
         try:
             self._fill()
-            if not self._tickets:
+            if not self._flights:
                 return self.scheduler.take_failures()
             started = time.perf_counter()
-            ticket, self.last_num_tokens = self._tickets.popleft()
-            self.last_result = result = self.executor.collect(ticket)
+            flight = self._flights.popleft()
+            self.last_num_tokens = flight.num_tokens
+            self.last_result = result = self.executor.collect(flight.ticket)
             collected = time.perf_counter()
+            self._forecast.observe_step(flight.kind, result.timings.total_s)
+            if self._flights and collected - started > _AT_ONCE_S:
+                self._flights[0].began_s = collected  # it had to wait for this one
             updates = self.scheduler.update(result)
             self.host.collect_s += collected - started
             self.host.update_s += time.perf_counter() - collected
@@ -76,7 +95,7 @@ class EngineCore:
 
     def _fill(self) -> None:
         """Submit until the executor has as much as it takes, or there is nothing more to plan yet."""
-        while len(self._tickets) < self.executor.depth:
+        while len(self._flights) < self.executor.depth:
             started = time.perf_counter()
             plan = self.scheduler.schedule()
             planned = time.perf_counter()
@@ -84,8 +103,19 @@ class EngineCore:
             if plan is None:
                 return
             self.last_plan = plan
-            self._tickets.append((self.executor.submit(plan), sum(plan.spans.num_tokens)))
-            self.host.submit_s += time.perf_counter() - planned
+            ticket = self.executor.submit(plan)
+            submitted = time.perf_counter()
+            self._flights.append(_Flight(ticket, StepKind.of(plan), sum(plan.spans.num_tokens), planned))
+            self._forecast.observe_planning(submitted - started)
+            self.host.submit_s += submitted - planned
+
+    def spare_s(self) -> float:
+        """How long `step` may be put off at no cost, because the executor is busy and will be. Who is added before then
+        is in the next step, not in the one after it."""
+        if not self._flights or len(self._flights) < self.executor.depth - 1 or not self.scheduler.takes_newcomers:
+            return 0.0
+        flight = self._flights[-1]
+        return max(0.0, flight.began_s + self._forecast.free_s(flight.kind) - time.perf_counter())
 
     def prepare_more(self) -> bool:
         """Something useful for an engine without work to do; False when there is nothing left of it."""

@@ -98,7 +98,7 @@ class EngineLoop:
     # -- commands
 
     def _take_commands(self) -> None:
-        """Everything that has come; sleeps while there is nothing to do."""
+        """Everything that has come; sleeps while there is nothing to do, or nothing that must be done yet."""
         message = self._receive(0.0)
         while message is None and not self.core.has_work and not self._is_stopping:
             self._report()
@@ -113,9 +113,12 @@ class EngineLoop:
             is_settled = self._last_load is not None and not self._last_load.tokens_per_s and not self._brownout.level
             message = self._receive(None if is_settled else _IDLE_REPORT_S)
             self.progress.step_started_s = time.monotonic()
-        while message is not None:
+        while message is not None and not self._is_stopping:
             self._obey(decode_command(message))
-            message = None if self._is_stopping else self._receive(0.0)
+            message = self._receive(0.0)
+        while not self._is_stopping and (spare_s := self.core.spare_s()) > 0:
+            if (message := self._receive(spare_s)) is not None:
+                self._obey(decode_command(message))
 
     def _obey(self, command: Command) -> None:
         match command:

@@ -16,6 +16,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import BinaryIO
 
@@ -34,6 +35,7 @@ from quire.errors import QuireError
 from quire.log import get_logger
 
 _PR_SET_PDEATHSIG = 1
+_SHORT_S = 50e-6
 
 
 def build_core(launch: Launch) -> tuple[EngineCore, EngineInfo]:
@@ -137,8 +139,14 @@ def receiver(commands: zmq.Socket[bytes]) -> Receive:
     def receive(wait_s: float | None) -> bytes | None:
         if wait_s is None:
             return commands.recv()
-        if wait_s and not commands.poll(int(wait_s * 1e3)):
-            return None
+        if wait_s:
+            until_s = time.perf_counter() + wait_s
+            # A poll knows whole milliseconds; what is left of one is slept in small pieces.
+            while not commands.poll(max(0, int((until_s - time.perf_counter()) * 1e3))):
+                left_s = until_s - time.perf_counter()
+                if left_s <= 0:
+                    return None
+                time.sleep(min(left_s, _SHORT_S))
         try:
             return commands.recv(zmq.NOBLOCK)
         except zmq.Again:

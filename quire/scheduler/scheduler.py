@@ -79,6 +79,11 @@ class Scheduler:
         return self._life.queue.num_waiting_tokens
 
     @property
+    def takes_newcomers(self) -> bool:
+        """Whether a request that came now would likely be in the next step: nobody waits, and there is a row."""
+        return not self._life.queue and len(self._life.running) < self.config.max_num_seqs
+
+    @property
     def requests(self) -> dict[str, Request]:
         """Requests that have not ended, by id, the earliest first."""
         return self._life.requests

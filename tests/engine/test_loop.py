@@ -54,6 +54,9 @@ class Driver:
     def _receive(self, wait_s: float | None) -> bytes | None:
         if wait_s == _QUIET_S and not self.turns and not self._now:
             return None
+        if wait_s and self.core.has_work:  # while a step runs: nobody comes
+            time.sleep(wait_s)
+            return None
         if wait_s != 0.0:
             self.waited.append(wait_s)
         if self._is_new_turn:

@@ -1,0 +1,158 @@
+"""Planning the next step when it is needed: the estimates, and what a late request gains."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import pytest
+from live_harness import make_request
+from sim_engine import make_core
+
+from quire.engine.core import EngineCore
+from quire.engine.forecast import Estimate, StepForecast, StepKind
+from quire.engine.loop import EngineLoop
+from quire.engine.messages import Add, StepNews, Stop, decode_news, encode
+from quire.kv import KVManager
+from quire.plan import StepPlan
+from quire.scheduler import Scheduler, SchedulerConfig
+from quire.sim import SimExecutor
+from quire.sim.cost import CostModel, SimClock
+
+STEP_S = 0.1
+
+
+def test_an_estimate_follows_and_grows_wary_of_what_strays() -> None:
+    steady = Estimate.first(5e-3)
+    for _ in range(40):
+        steady.observe(4e-3)
+    assert steady.mean_s == pytest.approx(4e-3, rel=0.02) and steady.at_least_s == pytest.approx(4e-3, rel=0.05)
+    before_s = steady.at_least_s
+    steady.observe(40e-3)  # something else had the machine: the next step is not taken to be longer for it
+    assert steady.at_least_s < before_s
+
+
+def test_kinds_of_steps() -> None:
+    plan = StepPlan(0)
+    for row, num_tokens in enumerate([1] * 9 + [70, 30]):
+        plan.spans.rows.append(row)
+        plan.spans.num_tokens.append(num_tokens)
+    assert StepKind.of(plan) == StepKind(2, 2)
+
+
+def test_what_is_unknown_is_not_waited_for() -> None:
+    forecast = StepForecast()
+    decodes, mixed = StepKind(1, 0), StepKind(1, 3)
+    assert forecast.free_s(decodes) == 0
+    for _ in range(30):
+        forecast.observe_step(decodes, 10e-3)
+    assert forecast.free_s(decodes) == 0  # how long planning takes is not known
+    for _ in range(30):
+        forecast.observe_planning(1e-3)
+    assert 8e-3 < forecast.free_s(decodes) < 9e-3
+    assert forecast.free_s(mixed) == forecast.free_s(decodes)  # it takes no less
+    for _ in range(30):
+        forecast.observe_step(mixed, 20e-3)
+    assert 18e-3 < forecast.free_s(mixed) < 19e-3
+    assert forecast.free_s(StepKind(2, 0)) == 0
+    for _ in range(30):
+        forecast.observe_planning(30e-3)
+    assert forecast.free_s(mixed) == 0
+
+
+class RealClock(SimClock):
+    """Simulated steps that take real time, beside the host as on a GPU."""
+
+    def __call__(self) -> float:
+        return time.perf_counter()
+
+    def advance_to(self, then_s: float) -> None:
+        time.sleep(max(0.0, then_s - time.perf_counter()))
+
+
+def make_gpu_core(**config: Any) -> EngineCore:
+    kv = KVManager(num_blocks=64, block_size=4)
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 200} | config
+    cost = CostModel(overhead_s=STEP_S, weights_s=0, token_s=0, kv_token_s=0, pair_s=0)
+    executor = SimExecutor(
+        num_blocks=64, block_size=4, max_num_seqs=settings["max_num_seqs"], depth=2, cost=cost, clock=RealClock()
+    )
+    return EngineCore(Scheduler(SchedulerConfig(max_in_flight=2, **settings), kv), executor, kv)
+
+
+class Steps:
+    """A loop in a thread; commands are put into it while it runs."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core, self.commands = core, deque[bytes]()
+        self.news: list[tuple[float, StepNews]] = []
+        self.loop = EngineLoop(core, self._receive, self._send)
+        self.thread = threading.Thread(target=self.loop.run)
+        self.thread.start()
+
+    def _receive(self, wait_s: float | None) -> bytes | None:
+        until_s = time.perf_counter() + (10.0 if wait_s is None else wait_s)
+        while not self.commands and time.perf_counter() < until_s:
+            time.sleep(0.001)
+        return self.commands.popleft() if self.commands else None
+
+    def _send(self, data: bytes) -> None:
+        if isinstance(news := decode_news(data), StepNews):
+            self.news.append((time.perf_counter(), news))
+
+    def put(self, command: Any) -> None:
+        self.commands.append(encode(command))
+
+    def wait_for(self, num_steps: int) -> None:
+        until_s = time.perf_counter() + 60
+        while len(self.news) < num_steps:
+            assert time.perf_counter() < until_s and self.thread.is_alive()
+            time.sleep(0.002)
+
+    def index_of_first(self, key: int) -> int:
+        return next(i for i, (_, news) in enumerate(self.news) if key in news.keys)
+
+
+def add(key: int) -> Add:
+    return Add.of(make_request(f"r{key}", [7, 8, 9], max_tokens=100), key)
+
+
+def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
+    steps = Steps(make_gpu_core())
+    try:
+        steps.put(add(0))
+        steps.wait_for(8)  # enough to know how long a step takes
+        before = len(steps.news)
+        time.sleep(STEP_S / 3)  # step `before` runs; a third of it is over
+        steps.put(add(1))
+        steps.wait_for(before + 5)
+    finally:
+        steps.put(Stop())
+        steps.thread.join(20)
+    assert steps.index_of_first(1) == before + 1
+    # The executor never waited for a plan: its steps followed each other.
+    times = [when for when, _ in steps.news[2:]]
+    assert (times[-1] - times[0]) / (len(times) - 1) < 1.25 * STEP_S
+
+
+def test_a_step_is_not_put_off_for_requests_that_it_could_not_take() -> None:
+    core = make_gpu_core(max_num_seqs=1)
+    core.add(make_request("a", [1, 2, 3], max_tokens=50))
+    for _ in range(6):
+        core.step()
+    assert core.spare_s() == 0  # no row is free
+    core = make_gpu_core()
+    core.add(make_request("a", [1, 2, 3], max_tokens=50))
+    for _ in range(6):
+        core.step()
+    assert 0 < core.spare_s() < STEP_S
+
+
+def test_an_executor_that_runs_one_step_at_a_time_is_never_kept_waiting() -> None:
+    core = make_core()
+    core.add(make_request("a", [1, 2, 3], max_tokens=20))
+    while core.has_work:
+        assert core.spare_s() == 0
+        core.step()
