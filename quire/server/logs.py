@@ -15,6 +15,7 @@ import time
 from typing import Any, TextIO
 
 from quire.engine.api import EngineHealth, EngineState, ServingEngine
+from quire.server.log_writer import LogWriter
 from quire.server.metrics import RequestSummary
 
 _EVENT = "quire_event"  # the attribute of a LogRecord that holds (event, fields)
@@ -55,8 +56,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(log_format: str, log_level: str, stream: TextIO | None = None) -> RequestLog:
-    """Give Quire's and uvicorn's loggers one handler of this format, on stderr unless told otherwise."""
-    handler = logging.StreamHandler(stream)
+    """Give Quire's and uvicorn's loggers one handler of this format; on stderr without ever waiting for it."""
+    handler = LogWriter() if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format == "json" else LineFormatter())
     for name in _LOGGERS:
         logger = logging.getLogger(name)

@@ -1,0 +1,86 @@
+"""Logging never waits for who reads the log."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+from live_harness import eventually, page_server, sim_command
+
+from quire.server.log_writer import LogWriter
+
+
+@pytest.fixture
+def pipe() -> tuple[int, int]:
+    return os.pipe()
+
+
+def log_to(writer: LogWriter) -> logging.Logger:
+    logger = logging.Logger("test", level=logging.INFO)
+    logger.addHandler(writer)
+    return logger
+
+
+def read_all(descriptor: int) -> str:
+    with open(descriptor, "rb") as stream:
+        return stream.read().decode()
+
+
+def test_lines_come_out_in_order(pipe: tuple[int, int]) -> None:
+    writer = LogWriter(pipe[1])
+    logger = log_to(writer)
+    for index in range(100):
+        logger.info("line %d – ü", index)
+    writer.flush()
+    os.close(pipe[1])
+    assert read_all(pipe[0]).splitlines() == [f"line {index} – ü" for index in range(100)]
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up(pipe: tuple[int, int]) -> None:
+    writer = LogWriter(pipe[1], max_lines=50)
+    logger = log_to(writer)
+    started = time.monotonic()
+    logger.info("x" * 200_000)  # more than a pipe holds: the thread is stuck in it
+    eventually(lambda: not writer._lines)
+    for index in range(80):
+        logger.info("line %d", index)
+    assert time.monotonic() - started < 1
+    started = time.monotonic()
+    writer.flush()  # as at the program's end
+    assert time.monotonic() - started < 3
+    # Now somebody reads.
+    found = os.read(pipe[0], 200_001)
+    while b"left out" not in found:
+        found += os.read(pipe[0], 100_000)
+    lines = found.decode().splitlines()
+    assert lines[1:51] == [f"line {index}" for index in range(50)]
+    assert lines[51] == "(30 log lines were left out here: nobody read this log for a while)"
+    logger.info("and on")
+    assert os.read(pipe[0], 100) == b"and on\n"
+
+
+def test_a_closed_log_is_no_error(pipe: tuple[int, int]) -> None:
+    os.close(pipe[0])
+    writer = LogWriter(pipe[1])
+    logger = log_to(writer)
+    logger.info("nobody hears this")
+    writer.flush()
+    logger.info("nor this")
+    writer.flush()
+
+
+def test_a_server_serves_on_when_nobody_reads_its_log(tiny_model: Path) -> None:
+    body = json.dumps({"model": str(tiny_model), "prompt": [1, 2, 3], "max_tokens": 1, "ignore_eos": True})
+    with page_server(sim_command(tiny_model, {"num_blocks": 64, "max_model_len": 100, "verify": False})) as url:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+        for _ in range(400):  # a line of over 200 characters each, and a pipe holds 65,536
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            reply = connection.getresponse()
+            assert reply.status == 200, reply.read()
+            reply.read()
+        connection.close()
