@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from quire.server.admission import Admission
 from quire.server.app import create_app
 from quire.server.context import ServerContext
 from quire.server.life import ServerLife
+from quire.server.listen import open_socket
 from quire.server.logs import RequestLog
 from quire.server.metrics import ServerMetrics
 from quire.server.settings import ServerSettings
@@ -220,7 +220,7 @@ class Server:
 @contextmanager
 def running(engine: ServingEngine, **settings: Any) -> Iterator[Server]:
     """A real uvicorn over the real application."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = open_socket(ServerSettings(port=0))
     port = listener.getsockname()[1]
     started = threading.Event()
     made: list[Any] = []
