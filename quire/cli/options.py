@@ -27,11 +27,13 @@ RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "kv_cache_memory_bytes": (int, "size of the KV cache (CPU default 1 GiB)"),
     "gpu_memory_utilization": (float, "share of the GPU's memory to use (default 0.92)"),
     "swap_space_gb": (float, "host memory for swapped-out blocks, GiB (default 0)"),
+    "watermark": (float, "share of blocks that new requests leave to running ones (default 0.01)"),
     "max_num_seqs": (int, "sequences that run at once"),
     "max_num_batched_tokens": (int, "tokens computed in one step"),
     "long_prefill_token_threshold": (int, "most tokens of one prompt in a step"),
     "target_step_ms": (float, "shrink prefill so that steps with decodes stay near this"),
     "scheduling_policy": (str, "fcfs or priority"),
+    "priority_ageing_s": (float, "waiting so long counts as one priority (default 10)"),
     "preemption": (str, "auto, recompute or swap"),
 }
 ENGINE_SWITCHES: dict[str, str] = {

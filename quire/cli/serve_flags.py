@@ -63,6 +63,12 @@ _MODEL = [
 ]
 _ENGINE = [
     *_from_table(RUNTIME_FLAGS),
+    Flag(
+        name="pinned_prefixes",
+        help="text that is computed at start and never evicted; may be repeated",
+        metavar="TEXT",
+        is_list=True,
+    ),
     *(Flag(name=name, help=text, is_switch=True) for name, text in ENGINE_SWITCHES.items()),
 ]
 _HTTP = [

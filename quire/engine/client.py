@@ -110,8 +110,7 @@ class EngineClient:
             info = await self._info
             self._inputs = self._text.make_inputs(info.max_model_len, info.max_num_seqs)
             self._streams = Streams(self._text.make_outputs(), self._link.send)
-            for prefix in self.config.pinned_prefixes:
-                token_ids = self._inputs.encode(prefix) if isinstance(prefix, str) else list(prefix)
+            for token_ids in self._inputs.encode_pinned(self.config.pinned_prefixes, info.block_size):
                 await self._call("pin_prefix", token_ids=token_ids)
             if self._state is EngineState.DEAD or self._is_closing:  # meanwhile
                 raise EngineDeadError(self._death_reason or _SHUT_DOWN)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from quire.errors import BadRequestError
+from quire.errors import BadRequestError, ConfigError
 from quire.params import SamplingParams, SamplingSpec
 from quire.request import Request
 from quire.text import Tokenizer
@@ -114,6 +114,21 @@ class InputProcessor:
                 "this engine was made with skip_tokenizer_init=True: give prompt_token_ids", param="prompt"
             )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_pinned(self, prefixes: Iterable[str | Seq[int]], block_size: int) -> list[list[int]]:
+        """The tokens of prefixes that the config names. One that fills no block would be kept in vain."""
+        found = []
+        for index, prefix in enumerate(prefixes):
+            token_ids = self.encode(prefix) if isinstance(prefix, str) else list(prefix)
+            name = f"pinned_prefixes[{index}]"
+            self._check_tokens(token_ids, name)
+            if len(token_ids) < block_size:
+                raise ConfigError(
+                    f"{name} has {len(token_ids)} tokens, and only whole blocks of {block_size} are shared: make it "
+                    f"longer, or leave it out"
+                )
+            found.append(token_ids)
+        return found
 
     def _check_tokens(self, token_ids: list[int], param: str) -> None:
         if not token_ids:

@@ -146,8 +146,8 @@ class LLMEngine:
         return self.core.kv.unpin(token_ids, salt=cache_salt)
 
     def _warm_pinned_prefixes(self) -> None:
-        for prefix in self.config.pinned_prefixes:
-            self.pin_prefix(prefix)
+        for token_ids in self._inputs.encode_pinned(self.config.pinned_prefixes, self.config.block_size):
+            self.pin_prefix(token_ids)
         self.stats, self.request_stats = StepStats(), RequestStats()
 
     def get_metrics(self) -> list[Metric]:

@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLMEngine, SamplingParams
 from quire.config import EngineConfig
-from quire.errors import BadRequestError, EngineDeadError
+from quire.errors import BadRequestError, EngineDeadError, QuireError
 from quire.outputs import RequestOutput
 from quire.params import OutputKind
 
@@ -242,6 +242,15 @@ def test_refused_requests_change_nothing(tiny_model: Path) -> None:
     with pytest.raises(BadRequestError, match="in use"):
         engine.add_request("x", "b", ok)
     assert set(finish(engine)) == {"x"}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [("short", r"pinned_prefixes\[0\] has 5 tokens, and only whole blocks of 16"), ([999] * 20, "999")],
+)
+def test_a_pinned_prefix_of_the_config_that_cannot_be_is_refused(tiny_model: Path, prefix: Any, words: str) -> None:
+    with pytest.raises(QuireError, match=words):
+        make(tiny_model, pinned_prefixes=[prefix])
 
 
 def test_pinned_prefix_survives_pressure(tiny_model: Path) -> None:
