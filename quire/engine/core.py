@@ -36,6 +36,7 @@ class _Flight:
 
 
 _AT_ONCE_S = 20e-6  # a collect that takes no longer did not wait
+_MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for nobody
 
 
 class EngineCore:
@@ -47,6 +48,7 @@ class EngineCore:
         self.kv = kv
         self._flights: deque[_Flight] = deque()
         self._forecast = StepForecast()
+        self._last_added_s = 0.0
         self._failure: BaseException | None = None
         self.host = HostSeconds()
         self.last_plan: StepPlan | None = None  # submitted last, for who asks why a step hangs
@@ -56,6 +58,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         self._raise_if_dead()
         self.scheduler.add(request)
+        self._last_added_s = time.perf_counter()
 
     def abort(self, request_id: str) -> list[SequenceUpdate]:
         """Ends a request wherever it is; its blocks are back before the next step. Unknown ids give nothing."""
@@ -114,8 +117,11 @@ class EngineCore:
         is in the next step, not in the one after it."""
         if not self._flights or len(self._flights) < self.executor.depth - 1 or not self.scheduler.takes_newcomers:
             return 0.0
+        now_s = time.perf_counter()
+        if now_s - self._last_added_s > _MORE_MAY_COME_S:
+            return 0.0
         flight = self._flights[-1]
-        return max(0.0, flight.began_s + self._forecast.free_s(flight.kind) - time.perf_counter())
+        return max(0.0, flight.began_s + self._forecast.free_s(flight.kind) - now_s)
 
     def prepare_more(self) -> bool:
         """Something useful for an engine without work to do; False when there is nothing left of it."""

@@ -137,7 +137,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
     assert (times[-1] - times[0]) / (len(times) - 1) < 1.25 * STEP_S
 
 
-def test_a_step_is_not_put_off_for_requests_that_it_could_not_take() -> None:
+def test_a_step_is_not_put_off_for_requests_that_it_could_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_gpu_core(max_num_seqs=1)
     core.add(make_request("a", [1, 2, 3], max_tokens=50))
     for _ in range(6):
@@ -148,6 +148,8 @@ def test_a_step_is_not_put_off_for_requests_that_it_could_not_take() -> None:
     for _ in range(6):
         core.step()
     assert 0 < core.spare_s() < STEP_S
+    monkeypatch.setattr("quire.engine.core._MORE_MAY_COME_S", 0.0)
+    assert core.spare_s() == 0  # nobody has come for a while
 
 
 def test_an_executor_that_runs_one_step_at_a_time_is_never_kept_waiting() -> None:
