@@ -1,8 +1,9 @@
 """CUDA graphs of decode steps: one launch instead of three hundred.
 
-A graph is captured for a padded batch size the first time that a step needs it; the common sizes are captured at
-start. Everything a graph reads is in tensors that stay where they are: the persistent batch, the KV cache, and one
-small block of integers that each step overwrites. Padding rows point at a spare row and a spare block of their own.
+Common padded batch sizes are captured at start; the others while there is nothing else to do, or the first time that a
+step needs them. Everything a graph reads is in tensors that stay where they are: the persistent batch, the KV cache,
+and one small block of integers that each step overwrites. Padding rows point at a spare row and a spare block of their
+own.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ def padded_size(num_seqs: int) -> int:
 def common_sizes(max_num_seqs: int) -> list[int]:
     """The padded sizes that are captured at start, the largest first."""
     return [size for size in sorted(_COMMON_SIZES, reverse=True) if size <= padded_size(max_num_seqs)]
+
+
+def other_sizes(max_num_seqs: int) -> list[int]:
+    """The padded sizes that are not captured at start, the smallest first: most servers are not full."""
+    every = {padded_size(num_seqs) for num_seqs in range(1, max_num_seqs + 1)}
+    return sorted(every - set(_COMMON_SIZES))
 
 
 class GraphMemory:
@@ -89,6 +96,7 @@ class DecodeGraphs:
         self._staging = StagingRing(3 * size)
         # By padded size, and whether the step reads shared prefixes once for all that share them.
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._not_captured = other_sizes(self._max_num_seqs)
         self._groups = torch.zeros(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=batch.device)
         self._grouped: tuple[int, list[int]] | None = None  # the batch's version and rows that _groups is about
         self._has_groups = False
@@ -104,6 +112,22 @@ class DecodeGraphs:
         for size in common_sizes(self._max_num_seqs):
             self._fill([], [], size)
             self._capture(size, False)
+
+    def capture_next(self) -> bool:
+        """While nothing runs: another size. False when there is none left, or no memory for it."""
+        while self._not_captured:
+            size = self._not_captured.pop(0)
+            if (size, False) in self._graphs:
+                continue
+            self._fill([], [], size)
+            try:
+                self._capture(size, False)
+            except torch.OutOfMemoryError:
+                self._not_captured.clear()  # what a step needs is captured then, or fails then
+                torch.cuda.empty_cache()
+                return False
+            return True
+        return False
 
     def serves(self, num_seqs: int) -> bool:
         return num_seqs <= self._max_num_seqs

@@ -150,7 +150,7 @@ class LocalExecutor:
 
     def prepare_more(self) -> bool:
         with torch.inference_mode():
-            return self._mixed is not None and self._mixed.capture_next()
+            return any(graphs is not None and graphs.capture_next() for graphs in (self._mixed, self.graphs))
 
     def _apply(self, plan: StepPlan) -> None:
         """Everything of a plan that comes before the forward pass, in the contract's order."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from quire.executor.graphs import MAX_GRAPH_SEQS, padded_size
+import pytest
+
+from quire.executor.graphs import MAX_GRAPH_SEQS, common_sizes, other_sizes, padded_size
 
 
 def test_padding_is_enough_and_little() -> None:
@@ -12,3 +14,10 @@ def test_padding_is_enough_and_little() -> None:
     assert all(size - n < max(n / 4, 8) for n, size in enumerate(sizes, start=1))
     assert all(padded_size(size) == size for size in sizes)
     assert len(set(sizes)) <= 64  # each costs a capture
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 6, 24, 100, 256, 512])
+def test_every_size_is_captured_at_start_or_later(max_num_seqs: int) -> None:
+    common, other = common_sizes(max_num_seqs), other_sizes(max_num_seqs)
+    assert not set(common) & set(other) and other == sorted(other)
+    assert {padded_size(num) for num in range(1, max_num_seqs + 1)} <= set(common) | set(other)
