@@ -126,3 +126,4 @@ class StepResult:
     failed: dict[int, str] = field(default_factory=dict)  # by index into tokens: this one sequence cannot go on
     transfers_done: list[int] = field(default_factory=list)  # steps whose swap_out and swap_in have finished
     timings: StepTimings = field(default_factory=StepTimings)
+    ended_s: float | None = None  # perf_counter() when the wait for it ended; None: it had ended before

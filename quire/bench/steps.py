@@ -85,6 +85,9 @@ class StepWatch:
             self.num_prefill_tokens += prefill
         return result
 
+    def is_idle(self) -> bool:
+        return self._inner.is_idle()
+
     def prepare_more(self) -> bool:
         return self._inner.prepare_more()
 

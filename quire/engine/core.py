@@ -35,7 +35,6 @@ class _Flight:
     began_s: float  # no later than the executor began it
 
 
-_AT_ONCE_S = 20e-6  # a collect that takes no longer did not wait
 _MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for nobody
 
 
@@ -84,9 +83,9 @@ class EngineCore:
             self.last_num_tokens = flight.num_tokens
             self.last_result = result = self.executor.collect(flight.ticket)
             collected = time.perf_counter()
-            self._forecast.observe_step(flight.kind, result.timings.total_s)
-            if self._flights and collected - started > _AT_ONCE_S:
-                self._flights[0].began_s = collected  # it had to wait for this one
+            self._forecast.observe_step(flight.kind, result.timings.forward_s + result.timings.sample_s)
+            if self._flights and result.ended_s is not None:
+                self._flights[0].began_s = result.ended_s  # it had to wait for this one
             updates = self.scheduler.update(result)
             self.host.collect_s += collected - started
             self.host.update_s += time.perf_counter() - collected
@@ -120,6 +119,8 @@ class EngineCore:
         now_s = time.perf_counter()
         if now_s - self._last_added_s > _MORE_MAY_COME_S:
             return 0.0
+        if self.executor.is_idle():
+            return 0.0  # sooner than it was thought
         flight = self._flights[-1]
         return max(0.0, flight.began_s + self._forecast.free_s(flight.kind) - now_s)
 

@@ -23,7 +23,7 @@ class Estimate:
 
     @classmethod
     def first(cls, seconds: float) -> Estimate:
-        return cls(seconds, seconds / 4)
+        return cls(seconds, seconds / 2)  # so that it is at least nothing: one observation proves little
 
     def observe(self, seconds: float) -> None:
         error = seconds - self.mean_s
@@ -61,6 +61,7 @@ class StepForecast:
         self._planning: Estimate | None = None
 
     def observe_step(self, kind: StepKind, seconds: float) -> None:
+        """Of the device alone: were the host's delays learnt too, a late plan would make the next one later."""
         if known := self._steps.get(kind):
             known.observe(seconds)
         else:

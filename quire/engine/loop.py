@@ -41,6 +41,7 @@ from quire.scheduler import SequenceUpdate
 _REPORT_EVERY_S = 0.1
 _QUIET_S = 0.1  # without a request, before something is prepared that the next one would have to wait for
 _IDLE_REPORT_S = 1.0
+_LOOK_S = 1e-3  # while a step is put off: is the one that runs really still running?
 
 _BROWNOUT = (
     "memory suffices again",
@@ -117,7 +118,7 @@ class EngineLoop:
             self._obey(decode_command(message))
             message = self._receive(0.0)
         while not self._is_stopping and (spare_s := self.core.spare_s()) > 0:
-            if (message := self._receive(spare_s)) is not None:
+            if (message := self._receive(min(spare_s, _LOOK_S))) is not None:
                 self._obey(decode_command(message))
 
     def _obey(self, command: Command) -> None:

@@ -20,6 +20,9 @@ class Executor(Protocol):
     def collect(self, ticket: int) -> StepResult:
         """Wait for a submitted step. Tickets are collected in submission order."""
 
+    def is_idle(self) -> bool:
+        """Whether everything that was submitted has run."""
+
     def prepare_more(self) -> bool:
         """While nothing runs: a piece of work that later steps are spared. False when there is none left."""
 

@@ -26,11 +26,19 @@ class StepClock:
         event.record()
         return event
 
-    def read(self) -> StepTimings:
-        """Call it when the step's results are there."""
+    def is_over(self) -> bool:
+        """Whether the step has come to its last mark."""
+        last = self._marks[-1][1]
+        return not isinstance(last, torch.cuda.Event) or bool(last.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
         last = self._marks[-1][1]
         if isinstance(last, torch.cuda.Event):
             last.synchronize()
+
+    def read(self) -> StepTimings:
+        """Call it when the step is over."""
+        last = self._marks[-1][1]
         timings = StepTimings()
         for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
             setattr(timings, f"{part}_s", _seconds(start, end))

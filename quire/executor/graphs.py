@@ -8,15 +8,16 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.executor.batch import PersistentBatch
-from quire.executor.mixed_step import padded_decodes
-from quire.executor.sizing import MAX_GRAPH_SEQS, MAX_MIXED_PROMPTS
+from quire.executor.sizing import MAX_GRAPH_SEQS, num_graph_rows, padded_size
 from quire.executor.transfer import StagingRing
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.shared_prefix import (
@@ -32,23 +33,36 @@ MAX_GROUPS = 8  # of sequences with a common prefix; more are served, each readi
 _COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-def padded_size(num_seqs: int) -> int:
-    """Powers of two while they are small, then steps of 8, 16 and 32: at most an eighth of a large batch is padding."""
-    if num_seqs <= 8:
-        return 1 << (num_seqs - 1).bit_length()
-    step = 8 if num_seqs <= 256 else 16 if num_seqs <= 512 else 32
-    return -(-num_seqs // step) * step
-
-
 def common_sizes(max_num_seqs: int) -> list[int]:
     """The padded sizes that are captured at start, the largest first."""
     return [size for size in sorted(_COMMON_SIZES, reverse=True) if size <= padded_size(max_num_seqs)]
 
 
 def other_sizes(max_num_seqs: int) -> list[int]:
-    """The padded sizes that are not captured at start, the smallest first: most servers are not full."""
+    """The padded sizes that are not captured at start. First the largest, into whose memory the others then fit; then
+    from the smallest on, because most servers are not full."""
     every = {padded_size(num_seqs) for num_seqs in range(1, max_num_seqs + 1)}
-    return sorted(every - set(_COMMON_SIZES))
+    rest = sorted(every - set(_COMMON_SIZES))
+    return rest[-1:] + rest[:-1]
+
+
+@dataclass(slots=True)
+class CaptureOutcome:
+    had_room: bool = True
+
+
+@contextlib.contextmanager
+def out_of_memory_is_survived() -> Iterator[CaptureOutcome]:
+    """Around a capture that nobody waits for: without its graph a step is slower, and that is all."""
+    outcome = CaptureOutcome()
+    try:
+        yield outcome
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        # The driver's own allocations, for a graph or a kernel's code, fail with the second kind.
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
+        outcome.had_room = False
+        torch.cuda.empty_cache()
 
 
 class GraphMemory:
@@ -57,8 +71,7 @@ class GraphMemory:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         # One place for all graphs' logits. If each kept its own, every batch size would take half a gigabyte more.
-        num_rows = max(padded_size(min(max_num_seqs, MAX_GRAPH_SEQS)), padded_decodes(max_num_seqs)) + MAX_MIXED_PROMPTS
-        self.logits = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
+        self.logits = torch.empty((num_graph_rows(max_num_seqs), vocab_size), dtype=torch.float32, device=device)
         self.num_captures = 0
 
     def capture(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -120,13 +133,11 @@ class DecodeGraphs:
             if (size, False) in self._graphs:
                 continue
             self._fill([], [], size)
-            try:
+            with out_of_memory_is_survived() as outcome:
                 self._capture(size, False)
-            except torch.OutOfMemoryError:
-                self._not_captured.clear()  # what a step needs is captured then, or fails then
-                torch.cuda.empty_cache()
-                return False
-            return True
+            if not outcome.had_room:
+                self._not_captured.clear()
+            return outcome.had_room
         return False
 
     def serves(self, num_seqs: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,11 +76,17 @@ class LocalExecutor:
         done = self._submitted.popleft()
         assert done.plan.step == ticket, f"step {ticket} collected out of order, {done.plan.step} is next"
         result = StepResult(step=ticket, prompt_logprobs=done.prompt_logprobs)
+        if not done.clock.is_over():
+            done.clock.wait()
+            result.ended_s = time.perf_counter()
         if done.sampled is not None:
             result.tokens, result.logprobs, result.failed = done.sampled.to_lists()
         result.timings = done.clock.read()
         result.transfers_done = self.cache.take_finished(ticket)
         return result
+
+    def is_idle(self) -> bool:
+        return not self._submitted or self._submitted[-1].clock.is_over()
 
     def device_memory_bytes(self) -> tuple[int, int] | None:
         """(in use by anyone, there is) on a GPU; None on a CPU, whose memory is the process's."""
@@ -87,6 +94,15 @@ class LocalExecutor:
             return None
         free, total = torch.cuda.mem_get_info(self.cache.device_blocks.device)
         return total - free, total
+
+    def reset(self) -> None:
+        """Forget every row and every step: the next plan may be another scheduler's first."""
+        self._submitted.clear()
+        self._prompt_logprob_rows.clear()
+        for row, generation in enumerate(self.batch.generations):
+            if generation is not None:
+                self.batch.release(row)
+                self.sampler.release(row)
 
     def close(self) -> None:
         self._submitted.clear()
@@ -108,10 +124,12 @@ class LocalExecutor:
         elif (shape := self._mixed_shape(plan)) is not None:
             assert self._mixed is not None
             clock = StepClock(on_gpu=self._on_gpu)  # likewise
+            self._mixed.prepare(plan, shape)
             clock.mark("prepare")
-            logits = self._mixed.run(plan, shape)
+            rows = plan.sampled_rows()
+            logits = self._mixed.replay(shape, len(rows))
             clock.mark("forward")
-            if rows := plan.sampled_rows():
+            if rows:
                 spans = zip(plan.spans.starts, plan.spans.num_tokens, plan.spans.samples, strict=True)
                 positions = [start + count for start, count, samples in spans if samples]
                 sampled = self._sample(plan, rows, positions, logits)

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from quire.executor.batch import PersistentBatch
-from quire.executor.graphs import GraphMemory
+from quire.executor.graphs import GraphMemory, out_of_memory_is_survived
 from quire.executor.mixed_step import MixedInputs, MixedShape, all_shapes, run_mixed_step, shape_of
 from quire.executor.transfer import StagingRing
 from quire.models.decoder import Decoder
 from quire.plan import StepPlan
 
+_USES_THAT_PAY = 16  # a capture takes as long as launching so many steps one kernel at a time
+
 
 class MixedGraphs:
     """Graphs by padded shape, beside those of decode steps. Captured while there is nothing else to do, or when a shape
-    comes a second time."""
+    has come so often that it pays."""
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class MixedGraphs:
         self._graphs: dict[MixedShape, torch.cuda.CUDAGraph] = {}
         self._uses: Counter[MixedShape] = Counter()
         self._without: set[MixedShape] = set()  # for which there was no memory
-        self._not_captured = [shape for shape in all_shapes() if self._fits(shape)]
+        self._not_captured = all_shapes(len(memory.logits))
 
     def shape_of(self, plan: StepPlan) -> MixedShape | None:
         """The shape that serves the step; None: it has to run without a graph."""
@@ -49,15 +51,17 @@ class MixedGraphs:
         if not self._fits(shape) or shape in self._without:
             return None
         self._uses[shape] += 1
-        return shape if self._uses[shape] > 1 and self._capture(shape) else None
+        return shape if self._uses[shape] >= _USES_THAT_PAY and self._capture(shape) else None
 
-    def run(self, plan: StepPlan, shape: MixedShape) -> Tensor:
-        """Logits of the rows that sample, valid until the next step."""
+    def prepare(self, plan: StepPlan, shape: MixedShape) -> None:
         host = np.empty(MixedInputs.NUM_INTS, dtype=np.int64)
         MixedInputs.of(host, shape).fill(plan, shape, self._batch.spare_row)
         self._staging.copy_to(host, self._ints)
+
+    def replay(self, shape: MixedShape, num_sampled: int) -> Tensor:
+        """Run what was prepared; logits of the rows that sample, valid until the next step."""
         self._graphs[shape].replay()
-        return self._memory.logits[: len(plan.sampled_rows())]
+        return self._memory.logits[:num_sampled]
 
     def capture_next(self) -> bool:
         """Capture another shape. False when there is none left."""
@@ -80,14 +84,12 @@ class MixedGraphs:
         inputs.rows.fill_(self._batch.spare_row)
         inputs.token_rows.fill_(self._batch.spare_row)
         inputs.kv_lens.fill_(1)
-        try:
+        with out_of_memory_is_survived() as outcome:
             self._forward(shape)  # kernels compile, and cuBLAS chooses, outside of the capture
             self._graphs[shape] = self._memory.capture(lambda: self._forward(shape))
-        except torch.OutOfMemoryError:
+        if not outcome.had_room:
             self._without.add(shape)
-            torch.cuda.empty_cache()
-            return False
-        return True
+        return outcome.had_room
 
     def _forward(self, shape: MixedShape) -> None:
         run_mixed_step(

@@ -16,13 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.executor.sizing import MAX_MIXED_DECODES, MAX_MIXED_PROMPTS, MAX_MIXED_TOKENS
+from quire.executor.sizing import (
+    MAX_MIXED_DECODES,
+    MAX_MIXED_PROMPTS,
+    MAX_MIXED_TOKENS,
+    MIXED_DECODES,
+    MIXED_TOKENS,
+    padded_decodes,
+)
 from quire.kernels.interface import AttentionBatch
 from quire.models.decoder import Decoder
 from quire.plan import StepPlan
-
-_DECODES = (0, 8, 16, 32, 64, 128, MAX_MIXED_DECODES)
-_TOKENS = (64, 128, 192, 256, 384, MAX_MIXED_TOKENS)
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,15 +45,14 @@ class MixedShape:
         return self.num_decodes + self.num_tokens
 
 
-def padded_decodes(num_decodes: int) -> int:
-    """The number of decodes that a mixed step is padded to; of more than there are shapes for, the largest."""
-    return next((size for size in _DECODES if size >= num_decodes), _DECODES[-1])
-
-
-def all_shapes() -> list[MixedShape]:
-    """The likeliest first: a prompt or two beside a few decodes."""
-    shapes = [MixedShape(size, tokens) for tokens in _TOKENS for size in _DECODES]
-    return sorted(shapes, key=lambda shape: abs(shape.num_tokens - 160) + shape.num_decodes)
+def all_shapes(most_seqs: int) -> list[MixedShape]:
+    """Those of at most so many sequences. First the largest, into whose memory the others then fit; then the likeliest:
+    a prompt or two beside a few decodes."""
+    shapes = [MixedShape(size, tokens) for tokens in MIXED_TOKENS for size in MIXED_DECODES]
+    shapes = [shape for shape in shapes if shape.num_seqs <= most_seqs]
+    shapes.sort(key=lambda shape: abs(shape.num_tokens - 160) + shape.num_decodes)
+    largest = max(shapes, key=lambda shape: shape.total_tokens)
+    return [largest, *(shape for shape in shapes if shape != largest)]
 
 
 def shape_of(plan: StepPlan) -> MixedShape | None:
@@ -59,9 +62,9 @@ def shape_of(plan: StepPlan) -> MixedShape | None:
     if not 0 < len(counts) - num_decodes <= MAX_MIXED_PROMPTS:
         return None
     num_tokens = sum(counts) - num_decodes
-    if num_decodes > _DECODES[-1] or num_tokens > _TOKENS[-1]:
+    if num_decodes > MAX_MIXED_DECODES or num_tokens > MAX_MIXED_TOKENS:
         return None
-    return MixedShape(padded_decodes(num_decodes), next(size for size in _TOKENS if size >= num_tokens))
+    return MixedShape(padded_decodes(num_decodes), next(size for size in MIXED_TOKENS if size >= num_tokens))
 
 
 @dataclass(slots=True)

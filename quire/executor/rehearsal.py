@@ -9,8 +9,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from quire.config import EngineConfig
-from quire.executor.graphs import MAX_GROUPS, common_sizes, padded_size
-from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype
+from quire.executor.graphs import MAX_GROUPS, common_sizes
+from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype, padded_size
 from quire.kernels.interface import AttentionBatch, LinearWeight, Unscaled
 from quire.kernels.shared_prefix import packed_length, unpack_shared_prefixes
 from quire.kernels.triton import TritonOps

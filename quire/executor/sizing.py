@@ -13,9 +13,29 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 # for all its rows.
 MAX_GRAPH_SEQS = 512
 # Of a captured step that mixes decodes with prompts: likewise.
-MAX_MIXED_DECODES = 256
-MAX_MIXED_TOKENS = 512
+MIXED_DECODES = (0, 8, 16, 32, 64, 128, 256)
+MIXED_TOKENS = (64, 128, 192, 256, 384, 512)
+MAX_MIXED_DECODES, MAX_MIXED_TOKENS = MIXED_DECODES[-1], MIXED_TOKENS[-1]
 MAX_MIXED_PROMPTS = 16
+
+
+def padded_size(num_seqs: int) -> int:
+    """Rows that a decode step is captured for: powers of two while they are small, then steps of 8, 16 and 32. At most
+    an eighth of a large batch is padding."""
+    if num_seqs <= 8:
+        return 1 << (num_seqs - 1).bit_length()
+    step = 8 if num_seqs <= 256 else 16 if num_seqs <= 512 else 32
+    return -(-num_seqs // step) * step
+
+
+def padded_decodes(num_decodes: int) -> int:
+    """The decodes that a mixed step is captured for; where there are more than in any, the most there are."""
+    return next((size for size in MIXED_DECODES if size >= num_decodes), MAX_MIXED_DECODES)
+
+
+def num_graph_rows(max_num_seqs: int) -> int:
+    """Rows of logits that the largest captured step has."""
+    return max(padded_size(min(max_num_seqs, MAX_GRAPH_SEQS)), padded_decodes(max_num_seqs)) + MAX_MIXED_PROMPTS
 
 
 def activation_dtype(config: EngineConfig, spec: ModelSpec, device: str) -> str:
@@ -63,8 +83,8 @@ def step_bytes(spec: ModelSpec, device: str, value_bytes: int, max_num_seqs: int
 
 def graph_bytes(spec: ModelSpec, value_bytes: int, max_num_seqs: int) -> int:
     """Of all captured steps together: they share their memory, since only one runs at a time."""
-    num_rows = -(-min(max_num_seqs, MAX_GRAPH_SEQS) // 16) * 16 + MAX_MIXED_PROMPTS
-    return step_bytes(spec, "cuda", value_bytes, num_rows, MAX_MIXED_DECODES + MAX_MIXED_TOKENS)
+    num_tokens = MAX_MIXED_DECODES + MAX_MIXED_TOKENS
+    return step_bytes(spec, "cuda", value_bytes, num_graph_rows(max_num_seqs), num_tokens)
 
 
 def num_matrix_values(spec: ModelSpec) -> int:

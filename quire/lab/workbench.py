@@ -17,7 +17,6 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
     from quire.executor.build import BuiltExecutor
-    from quire.executor.local import LocalExecutor
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class Workbench:
         config = base.config.replace(**changes)
         for one in (base.built.executor, self._other):
             if one is not None:
-                _empty_rows(one.executor)
+                one.executor.reset()
         executor = self._executor(config.block_size)
         ledger = executor.ledger
         if num_blocks is not None:
@@ -112,8 +111,11 @@ class Workbench:
         from quire.executor.build import make_graphs
         from quire.executor.kv_cache import KVCache, block_bytes
         from quire.executor.local import LocalExecutor
+        from quire.executor.precompile import Precompile
 
         spec, backend, ledger = self.base().spec, built.backend, built.ledger
+        if precompile := Precompile.start(self.config.replace(block_size=block_size), spec):
+            precompile.wait()  # on all cores; else each kernel would be compiled where it is launched first
         num_bytes = block_bytes(spec, block_size, backend.kv_dtype)
         num_blocks = ledger.kv_bytes // num_bytes
         cache = KVCache(
@@ -162,11 +164,3 @@ class Workbench:
                 swap_bytes=0,
             ),
         )
-
-
-def _empty_rows(executor: LocalExecutor) -> None:
-    """Rows of sequences that ended in the last step before: their release would have come with a next one."""
-    for row, generation in enumerate(executor.batch.generations):
-        if generation is not None:
-            executor.batch.release(row)
-            executor.sampler.release(row)

@@ -80,8 +80,9 @@ class Scheduler:
 
     @property
     def takes_newcomers(self) -> bool:
-        """Whether a request that came now would likely be in the next step: nobody waits, and there is a row."""
-        return not self._life.queue and len(self._life.running) < self.config.max_num_seqs
+        """Whether a request that came now would likely be in the next step: nobody was left waiting by the last, and
+        there is a row."""
+        return self._blocked_on is None and len(self._life.running) + len(self._life.queue) < self.config.max_num_seqs
 
     @property
     def requests(self) -> dict[str, Request]:

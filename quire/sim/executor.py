@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -94,9 +95,13 @@ class SimExecutor:
     def collect(self, ticket: int) -> StepResult:
         result, done_s = self._results.popleft()
         assert result.step == ticket, f"step {ticket} is collected, {result.step} is due"
-        if self._clock is not None:
+        if self._clock is not None and self._clock() < done_s:
             self._clock.advance_to(done_s)
+            result.ended_s = time.perf_counter()
         return result
+
+    def is_idle(self) -> bool:
+        return not self._results or self._clock is None or self._clock() >= self._results[-1][1]
 
     def prepare_more(self) -> bool:
         return False

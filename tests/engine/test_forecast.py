@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from quire.engine.forecast import Estimate, StepForecast, StepKind
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import Add, StepNews, Stop, decode_news, encode
 from quire.kv import KVManager
-from quire.plan import StepPlan
+from quire.plan import StepPlan, StepResult
 from quire.scheduler import Scheduler, SchedulerConfig
 from quire.sim import SimExecutor
 from quire.sim.cost import CostModel, SimClock
@@ -26,6 +27,7 @@ STEP_S = 0.1
 
 def test_an_estimate_follows_and_grows_wary_of_what_strays() -> None:
     steady = Estimate.first(5e-3)
+    assert steady.at_least_s == 0  # a first step may have waited for a compiler
     for _ in range(40):
         steady.observe(4e-3)
     assert steady.mean_s == pytest.approx(4e-3, rel=0.02) and steady.at_least_s == pytest.approx(4e-3, rel=0.05)
@@ -72,10 +74,10 @@ class RealClock(SimClock):
         time.sleep(max(0.0, then_s - time.perf_counter()))
 
 
-def make_gpu_core(**config: Any) -> EngineCore:
+def make_gpu_core(step_s: float = STEP_S, **config: Any) -> EngineCore:
     kv = KVManager(num_blocks=64, block_size=4)
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 200} | config
-    cost = CostModel(overhead_s=STEP_S, weights_s=0, token_s=0, kv_token_s=0, pair_s=0)
+    cost = CostModel(overhead_s=step_s, weights_s=0, token_s=0, kv_token_s=0, pair_s=0)
     executor = SimExecutor(
         num_blocks=64, block_size=4, max_num_seqs=settings["max_num_seqs"], depth=2, cost=cost, clock=RealClock()
     )
@@ -135,6 +137,62 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
     # The executor never waited for a plan: its steps followed each other.
     times = [when for when, _ in steps.news[2:]]
     assert (times[-1] - times[0]) / (len(times) - 1) < 1.25 * STEP_S
+
+
+def test_a_host_that_is_late_is_not_taken_for_a_slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host does with a result (logprobs, say) must not delay the next plan."""
+    step_s = 0.04
+    core = make_gpu_core(step_s)
+    collect = core.executor.collect
+
+    def late(ticket: int) -> StepResult:
+        result = collect(ticket)
+        time.sleep(step_s / 3)
+        return result
+
+    monkeypatch.setattr(core.executor, "collect", late)
+    steps = Steps(core)
+    try:
+        steps.put(add(0))
+        steps.wait_for(40)
+    finally:
+        steps.put(Stop())
+        steps.thread.join(20)
+    times = [when for when, _ in steps.news[10:40]]
+    assert (times[-1] - times[0]) / (len(times) - 1) < 1.15 * step_s
+
+
+def test_a_burst_is_in_one_step() -> None:
+    steps = Steps(make_gpu_core())
+    try:
+        steps.put(add(0))
+        steps.wait_for(8)
+        before = len(steps.news)
+        for key in (1, 2, 3):
+            time.sleep(STEP_S / 8)
+            steps.put(add(key))
+        steps.wait_for(before + 5)
+    finally:
+        steps.put(Stop())
+        steps.thread.join(20)
+    assert {steps.index_of_first(key) for key in (1, 2, 3)} == {before + 1}
+
+
+def test_a_step_that_ends_sooner_than_thought_is_followed_at_once() -> None:
+    """Whatever the estimate says: it is looked at, again and again, whether the executor still runs."""
+    core = make_gpu_core(0.01)
+    for kind in (StepKind(1, 0), StepKind(1, 1), StepKind(0, 1)):
+        for _ in range(50):
+            core._forecast.observe_step(kind, 3.0)
+    steps = Steps(core)
+    try:
+        steps.put(add(0))
+        steps.wait_for(20)
+    finally:
+        steps.put(Stop())
+        steps.thread.join(20)
+    times = [when for when, _ in steps.news[:20]]
+    assert max(after - before for before, after in itertools.pairwise(times)) < 0.5
 
 
 def test_a_step_is_not_put_off_for_requests_that_it_could_not_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.executor.graphs import MAX_GRAPH_SEQS, common_sizes, other_sizes, padded_size
+from quire.executor.graphs import common_sizes, other_sizes
+from quire.executor.sizing import MAX_GRAPH_SEQS, padded_size
 
 
 def test_padding_is_enough_and_little() -> None:
@@ -19,5 +20,6 @@ def test_padding_is_enough_and_little() -> None:
 @pytest.mark.parametrize("max_num_seqs", [1, 6, 24, 100, 256, 512])
 def test_every_size_is_captured_at_start_or_later(max_num_seqs: int) -> None:
     common, other = common_sizes(max_num_seqs), other_sizes(max_num_seqs)
-    assert not set(common) & set(other) and other == sorted(other)
+    assert not set(common) & set(other) and other[1:] == sorted(other[1:])
+    assert max(other, default=0) == (other or [0])[0]  # the others fit into its memory
     assert {padded_size(num) for num in range(1, max_num_seqs + 1)} <= set(common) | set(other)

@@ -37,13 +37,20 @@ def test_the_smallest_shape_that_fits() -> None:
 
 
 def test_every_shape_is_one_that_a_step_can_have() -> None:
-    for shape in all_shapes():
+    for shape in all_shapes(1_000):
         decodes = [(row, 7, 1, True) for row in range(shape.num_decodes)]
         assert shape_of(plan_of([*decodes, (999, 0, shape.num_tokens, True)])) == shape
 
 
+def test_the_largest_shape_is_captured_first_and_rows_limit_them() -> None:
+    assert all_shapes(1_000)[0] == MixedShape(256, 512)
+    assert len(set(all_shapes(1_000))) == len(all_shapes(1_000)) == 42
+    assert all_shapes(32)[0] == MixedShape(16, 512)
+    assert all(shape.num_seqs <= 32 for shape in all_shapes(32))
+
+
 def test_parts_do_not_overlap_and_are_aligned() -> None:
-    for shape in all_shapes():
+    for shape in all_shapes(1_000):
         ints = np.zeros(MixedInputs.NUM_INTS, dtype=np.int64)
         inputs = MixedInputs.of(ints, shape)
         parts = (inputs.rows, inputs.kv_lens, inputs.query_starts, inputs.token_rows, inputs.positions, inputs.indices)
