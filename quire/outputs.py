@@ -21,9 +21,9 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # stop, length, abort or error
+    finish_reason: str | None = None  # stop, length, abort, error or banned
     stop_reason: int | str | None = None  # the stop string or stop token that ended it; None for eos
-    error: str | None = None  # what went wrong, where finish_reason is error
+    error: str | None = None  # what went wrong, where finish_reason is error or banned
     lora_request: None = None
 
     def finished(self) -> bool:

@@ -7,12 +7,22 @@ a process boundary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
 from quire.errors import BadRequestError
+
+# Far more than anybody needs, and few enough that a request with all of them holds nobody up.
+MAX_STOPS = 64
+MAX_STOP_CHARS = 256
+MAX_BAD_WORDS = 1000
+MAX_BAD_WORD_CHARS = 128
+MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**18  # as many tokens as the largest vocabularies have
+MAX_LOGIT_BIAS = 4096
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 # Fields of vLLM's SamplingParams that Quire refuses by name until it has them.
 _NOT_YET = {
@@ -121,20 +131,26 @@ class SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         if any(not isinstance(s, str) or not s for s in stop):
             raise BadRequestError("stop must be a non-empty string or a list of them", param="stop")
+        _at_most(stop, MAX_STOPS, "stop", "strings")
+        _at_most(max(stop, key=len, default=""), MAX_STOP_CHARS, "stop", "characters in a string")
         self.stop = stop
         bad = list(self.bad_words or ())
         if any(not isinstance(s, str) or not s for s in bad):
             raise BadRequestError("bad_words must be a list of non-empty strings", param="bad_words")
+        _at_most(bad, MAX_BAD_WORDS, "bad_words", "words")
+        _at_most(max(bad, key=len, default=""), MAX_BAD_WORD_CHARS, "bad_words", "characters in a word")
         self.bad_words = bad or None
 
     def _check_token_lists(self) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name, limit in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)):
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, str) or any(not _is_int(t) or t < 0 for t in value):
+            token_ids = list(value)
+            _at_most(token_ids, limit, name, "token ids")
+            if set(map(type, token_ids)) - {int} or min(token_ids, default=0) < 0:
                 raise BadRequestError(f"{name} must be a list of token ids >= 0", param=name)
-            setattr(self, name, list(value))
+            setattr(self, name, tuple(token_ids))  # so that what is made of it can share it
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise BadRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
         if self.logit_bias is not None:
@@ -142,6 +158,7 @@ class SamplingParams:
                 bias = {int(k): float(v) for k, v in self.logit_bias.items()}
             except (TypeError, ValueError, AttributeError):
                 raise BadRequestError("logit_bias must map token ids to numbers", param="logit_bias") from None
+            _at_most(bias, MAX_LOGIT_BIAS, "logit_bias", "tokens")
             if any(t < 0 or not -100.0 <= v <= 100.0 for t, v in bias.items()):
                 raise BadRequestError("logit_bias needs token ids >= 0 and values in -100..100", param="logit_bias")
             self.logit_bias = bias
@@ -179,6 +196,11 @@ class SamplingSpec:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _at_most(values: Sized, limit: int, name: str, unit: str) -> None:
+    if len(values) > limit:
+        raise BadRequestError(f"{name} may have at most {limit:,} {unit}, and this has {len(values):,}", param=name)
 
 
 def _integer(value: object, name: str, at_least: int | None = None) -> None:

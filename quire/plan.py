@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.params import SamplingSpec
+from quire.request import FinishReason
 
 
 @dataclass(slots=True)
@@ -123,7 +124,8 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index into tokens
     # By row: the logprobs of the prompt tokens at positions starts+1 .. of this step's span, where asked for.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)  # by index into tokens: this one sequence cannot go on
+    # By index into tokens: this one sequence cannot go on, how that counts (ERROR or BANNED), and what happened.
+    failed: dict[int, tuple[FinishReason, str]] = field(default_factory=dict)
     transfers_done: list[int] = field(default_factory=list)  # steps whose swap_out and swap_in have finished
     timings: StepTimings = field(default_factory=StepTimings)
     ended_s: float | None = None  # perf_counter() when the wait for it ended; None: it had ended before

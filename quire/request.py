@@ -20,6 +20,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or max_model_len
     ABORT = "abort"
     ERROR = "error"
+    BANNED = "banned"  # its own parameters left no token to sample
 
 
 class SequenceState(IntEnum):

@@ -34,6 +34,14 @@ from quire.params import OutputKind, SamplingParams
         ("stop", [""]),
         ("stop", [3]),
         ("bad_words", [""]),
+        ("bad_words", ["no"] * 1001),
+        ("bad_words", ["n" * 129]),
+        ("stop", ["no"] * 65),
+        ("stop", "n" * 257),
+        ("stop_token_ids", [1] * 1025),
+        ("allowed_token_ids", [1] * (2**18 + 1)),
+        ("allowed_token_ids", [True]),
+        ("logit_bias", dict.fromkeys(range(4097), 1)),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", "ab"),
         ("allowed_token_ids", []),
@@ -68,9 +76,15 @@ def test_other_spellings_of_off() -> None:
 def test_normalised() -> None:
     params = SamplingParams(stop="END", stop_token_ids=(1, 2), logit_bias={"5": 1}, output_kind="delta")  # type: ignore[arg-type,dict-item]
     assert params.stop == ["END"]
-    assert params.stop_token_ids == [1, 2]
+    assert params.stop_token_ids == (1, 2)
     assert params.logit_bias == {5: 1.0}
     assert params.output_kind is OutputKind.DELTA
+
+
+def test_a_limit_is_named() -> None:
+    with pytest.raises(BadRequestError, match="at most 1,000 words, and this has 1,001"):
+        SamplingParams(bad_words=["no"] * 1001)
+    SamplingParams(bad_words=["n" * 128] * 1000, stop=["n" * 256] * 64)
 
 
 def test_equal_texts_are_refused() -> None:

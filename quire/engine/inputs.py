@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from typing import Any
 
 from quire.errors import BadRequestError, ConfigError
-from quire.params import SamplingParams, SamplingSpec
+from quire.params import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, SamplingSpec
 from quire.request import Request
 from quire.text import Tokenizer
 
 # A prompt: text, token ids, or a dict with one of them (vLLM's TextPrompt and TokensPrompt).
 Prompt = str | Seq[int] | Mapping[str, Any]
 
-_MAX_PRIORITY = 2**31 - 1
+# Of all bad words in all their spellings: every step compares as many with each sequence's last tokens.
+MAX_BAD_WORD_TOKENS = 16_384
+_NUM_KEPT_LISTS = 32
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
@@ -37,6 +40,8 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs  # where it is known here: what asks for more is refused before it costs
         self.eos_token_ids = frozenset(eos_token_ids)
+        # An application sends the same bad words with every request, and to tokenize many takes milliseconds.
+        self._bad_words = lru_cache(_NUM_KEPT_LISTS)(self._tokenize_bad_words)
         self._seeds = random.Random(seed)  # for requests that bring none: a run repeats when its requests do
 
     def make_request(
@@ -64,9 +69,9 @@ class InputProcessor:
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         stop_ids = frozenset(params.stop_token_ids or ())
         eos_ids = frozenset() if params.ignore_eos else self.eos_token_ids
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
+        if type(priority) is not int or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadRequestError(
-                f"priority must be a whole number between -{_MAX_PRIORITY} and {_MAX_PRIORITY}, got {priority!r}",
+                f"priority must be a whole number between {MIN_PRIORITY} and {MAX_PRIORITY}, got {priority!r}",
                 param="priority",
             )
         request = Request(
@@ -113,7 +118,7 @@ class InputProcessor:
             raise BadRequestError(
                 "this engine was made with skip_tokenizer_init=True: give prompt_token_ids", param="prompt"
             )
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, at_most=self.max_model_len)
 
     def encode_pinned(self, prefixes: Iterable[str | Seq[int]], block_size: int) -> list[list[int]]:
         """The tokens of prefixes that the config names. One that fills no block would be kept in vain."""
@@ -148,11 +153,11 @@ class InputProcessor:
                 f"n is {params.n}, but at most max_num_seqs={self.max_num_seqs} sequences run at once", param="n"
             )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token in getattr(params, name) or ():
-                if token >= self.vocab_size:
-                    raise BadRequestError(
-                        f"{name} holds {token}, and the vocabulary ends at {self.vocab_size - 1}", param=name
-                    )
+            largest = max(getattr(params, name) or (), default=0)
+            if largest >= self.vocab_size:
+                raise BadRequestError(
+                    f"{name} holds {largest}, and the vocabulary ends at {self.vocab_size - 1}", param=name
+                )
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
             if wanted is not None and wanted > self.vocab_size:
@@ -165,11 +170,10 @@ class InputProcessor:
                     raise BadRequestError(f"{name} needs a tokenizer, and skip_tokenizer_init=True was set", param=name)
 
     def _specs(self, params: SamplingParams, end_token_ids: frozenset[int]) -> list[SamplingSpec]:
+        bad_words = self._bad_words(tuple(params.bad_words or ()))
+        self._check_some_token_is_left(params, end_token_ids, bad_words)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & (2**64 - 1)
-        bad_words: tuple[tuple[int, ...], ...] = ()
-        if params.bad_words:
-            assert self.tokenizer is not None
-            bad_words = tuple(ids for word in params.bad_words for ids in self.tokenizer.ids_for_phrase(word))
+        allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
         return [
             SamplingSpec(
                 temperature=params.temperature,
@@ -184,13 +188,49 @@ class InputProcessor:
                 min_tokens=min(params.min_tokens, self.max_model_len),
                 end_token_ids=tuple(sorted(end_token_ids)),
                 logit_bias=params.logit_bias,
-                allowed_token_ids=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
+                allowed_token_ids=allowed,
                 bad_words=bad_words,
                 logprobs=params.logprobs,
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             )
             for index in range(params.n)
         ]
+
+    def _tokenize_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of all spellings, but for those that are longer than any sequence can be."""
+        found: list[tuple[int, ...]] = []
+        num_tokens = 0
+        for word in words:
+            assert self.tokenizer is not None
+            spellings = self.tokenizer.ids_for_phrase(word)
+            num_tokens += sum(map(len, spellings))
+            if num_tokens > MAX_BAD_WORD_TOKENS:
+                raise BadRequestError(
+                    f"bad_words have more than {MAX_BAD_WORD_TOKENS:,} tokens together (each word counts with and "
+                    f"without a space before it): send fewer or shorter ones",
+                    param="bad_words",
+                )
+            found.extend(ids for ids in spellings if len(ids) <= self.max_model_len)
+        return tuple(dict.fromkeys(found))
+
+    def _check_some_token_is_left(
+        self, params: SamplingParams, end_token_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...]
+    ) -> None:
+        """Refuse what bans every first token. Later ones depend on what was sampled: those are seen when it is."""
+        banned = {word[0]: "bad_words" for word in bad_words if len(word) == 1}
+        if params.min_tokens:
+            banned |= dict.fromkeys(end_token_ids, "min_tokens")
+        given = params.allowed_token_ids
+        allowed: Collection[int] = range(self.vocab_size) if given is None else given
+        # Most requests ban a few tokens of very many: then there is nothing to look up.
+        if any(token not in banned for token in allowed):
+            return
+        names = ["allowed_token_ids"] if given is not None else []
+        names.extend(dict.fromkeys(banned[token] for token in allowed))
+        hint = ""
+        if "min_tokens" in names:
+            hint = f" (before min_tokens={params.min_tokens} no end token and none of stop_token_ids is sampled)"
+        raise BadRequestError(f"{' and '.join(names)} leave no token to sample{hint}: change them", param=names[0])
 
 
 def _token_list(given: Any) -> list[int]:

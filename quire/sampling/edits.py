@@ -1,6 +1,8 @@
 """What a request does to single tokens' logits: logit_bias, allowed_token_ids, bad_words, min_tokens.
 
-All but allowed_token_ids are sums: a ban adds -inf. They are kept as lists of places, never as [rows, vocab] masks.
+All are sums, a ban adds -inf, but for allowed_token_ids of few tokens. They are kept as lists of places, never as
+[rows, vocab] masks; only an allowed_token_ids of many tokens is a line over the vocabulary, which a request's rows
+share.
 """
 
 from __future__ import annotations
@@ -14,47 +16,48 @@ import torch
 from torch import Tensor
 
 from quire.params import SamplingSpec
+from quire.sampling.phrases import PhraseBatch, Phrases, RowPhrases
 from quire.sampling.transfer import to_device
 
-_ANY = -1  # matches every token: fills up the prefixes that are shorter than the longest
-_NOTHING = -2  # matches no prefix: stands before a history's first token
+# A list of places takes 8 bytes a token and row, a line 4 bytes a token of the vocabulary, once for a request.
+_MANY_ALLOWED = 1024
 
 
 class LogitEdits:
-    """The edits of all rows, and the last tokens of those rows whose bad words have several tokens."""
+    """The edits of all rows."""
 
     def __init__(self, *, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._rows: dict[int, _RowEdits] = {}
-        # The last tokens of each row, the newest on the right; as many as the longest prefix of a bad word needs.
-        self._tails = torch.empty((num_rows, 0), dtype=torch.int64, device=device)
+        self._phrases = Phrases(num_rows=num_rows, vocab_size=vocab_size, device=device)
 
     def add(self, row: int, spec: SamplingSpec, token_ids: Sequence[int]) -> None:
-        edits = _lower(spec, self._vocab_size)
+        edits = self._lower(spec)
         if edits is None:
             return
         self._rows[row] = edits
-        if edits.phrases:
-            self._widen(max(len(prefix) for prefix, _ in edits.phrases))
-            width = self._tails.shape[1]
-            tail = ([_NOTHING] * width + list(token_ids[-width:]))[-width:]
-            self._tails[row].copy_(to_device(np.array(tail, dtype=np.int64), self._device))
+        if edits.phrases is not None:
+            self._phrases.add(row, edits.phrases, token_ids)
 
     def fork(self, source_row: int, row: int, spec: SamplingSpec) -> None:
-        edits = _lower(spec, self._vocab_size)
+        source = self._rows.get(source_row)
+        if source is not None and _wishes(source.spec) == _wishes(spec):
+            edits: _RowEdits | None = source  # as in all forks of a request: its lists may be long
+        else:
+            edits = self._lower(spec)
         if edits is None:
             return
         self._rows[row] = edits
-        if edits.phrases:
-            source = self._rows.get(source_row)
-            assert source and source.phrases == edits.phrases, (
+        if edits.phrases is not None:
+            assert source is not None and source.spec.bad_words == spec.bad_words, (
                 "a fork needs its source's bad words: only these were followed"
             )
-            self._tails[row].copy_(self._tails[source_row])
+            self._phrases.fork(source_row, row)
 
     def release(self, row: int) -> None:
         self._rows.pop(row, None)
+        self._phrases.release(row)
 
     def batch(self, rows: Sequence[int], bans_ends: Sequence[bool]) -> EditBatch | None:
         """What these rows, in this order, need. bans_ends: whether a row still has fewer than min_tokens."""
@@ -62,10 +65,7 @@ class LogitEdits:
         values: list[npt.NDArray[np.float32]] = []
         allowed_indices: list[int] = []
         allowed_places: list[npt.NDArray[np.int64]] = []
-        prefixes: list[tuple[int, ...]] = []
-        phrase_rows: list[int] = []
-        phrase_places: list[int] = []
-        followed_indices: list[int] = []
+        lines: dict[int, tuple[Tensor, list[int]]] = {}  # by the line's id
         for i, (row, bans_end) in enumerate(zip(rows, bans_ends, strict=True)):
             edits = self._rows.get(row)
             if edits is None:
@@ -79,74 +79,74 @@ class LogitEdits:
             if edits.allowed is not None:
                 allowed_indices.append(i)
                 allowed_places.append(edits.allowed + first)
-            if edits.phrases:
-                followed_indices.append(i)
-            for prefix, last in edits.phrases:
-                prefixes.append((_ANY,) * (self._tails.shape[1] - len(prefix)) + prefix)
-                phrase_rows.append(row)
-                phrase_places.append(first + last)
+            if edits.line is not None:
+                lines.setdefault(id(edits.line), (edits.line, []))[1].append(i)
         sums = None
         if any(map(len, places)):
             sums = _Sums(self._put(np.concatenate(places)), to_device(np.concatenate(values), self._device))
         allowed = None
         if allowed_indices:
             allowed = _Allowed(self._put(allowed_indices), self._put(np.concatenate(allowed_places)))
-        phrases = None
-        if prefixes:
-            followed_rows = [rows[i] for i in followed_indices]
-            phrases = _Phrases(
-                self._tails,
-                *(self._put(x) for x in (prefixes, phrase_rows, phrase_places, followed_indices, followed_rows)),
-            )
-        if sums is None and allowed is None and phrases is None:
-            return None
-        return EditBatch(sums, allowed, phrases)
+        batch = EditBatch(
+            sums,
+            allowed,
+            [(line, self._put(indices)) for line, indices in lines.values()],
+            self._phrases.batch(rows),
+        )
+        return batch if batch.edits_any else None
 
     @property
     def num_bytes(self) -> int:
-        return self._tails.nbytes
+        lines = {id(edits.line): edits.line.nbytes for edits in self._rows.values() if edits.line is not None}
+        return self._phrases.num_bytes + sum(lines.values())
 
     def _put(self, values: npt.ArrayLike) -> Tensor:
         return to_device(np.asarray(values, dtype=np.int64), self._device)
 
-    def _widen(self, width: int) -> None:
-        num_new = width - self._tails.shape[1]
-        if num_new > 0:
-            # What stood before is unknown, but the rows that are here already match no more than they have.
-            new = self._tails.new_full((len(self._tails), num_new), _NOTHING)
-            self._tails = torch.cat((new, self._tails), dim=1)
+    def _lower(self, spec: SamplingSpec) -> _RowEdits | None:
+        """The spec's edits, or None. A ban of an id that has no logit is dropped: it cannot be sampled anyway."""
+        bans = [word for word in spec.bad_words if word[-1] < self._vocab_size]
+        sums: list[tuple[int, float]] = [(word[0], -np.inf) for word in bans if len(word) == 1]
+        if spec.logit_bias:
+            assert max(spec.logit_bias) < self._vocab_size, "logit_bias names a token outside the vocabulary"
+            sums.extend(spec.logit_bias.items())
+        phrases = RowPhrases.of([word for word in bans if len(word) > 1])
+        allowed, line = None, None
+        if spec.allowed_token_ids is not None:
+            allowed = np.unique(np.array(spec.allowed_token_ids, dtype=np.int64))
+            allowed = allowed[allowed < self._vocab_size]
+            if len(allowed) > _MANY_ALLOWED:
+                host_line = np.full(self._vocab_size, -np.inf, dtype=np.float32)
+                host_line[allowed] = 0
+                allowed, line = None, to_device(host_line, self._device)
+        ends = [token for token in spec.end_token_ids if token < self._vocab_size] if spec.min_tokens else []
+        if not sums and not ends and allowed is None and line is None and phrases is None:
+            return None
+        return _RowEdits(
+            spec,
+            np.array([token for token, _ in sums], dtype=np.int64),
+            np.array([value for _, value in sums], dtype=np.float32),
+            np.array(ends, dtype=np.int64),
+            allowed,
+            line,
+            phrases,
+        )
 
 
 @dataclass(slots=True)
 class _RowEdits:
+    spec: SamplingSpec
     token_ids: npt.NDArray[np.int64]  # what logit_bias and bad words of one token add, and to what
     values: npt.NDArray[np.float32]
     end_token_ids: npt.NDArray[np.int64]
-    allowed: npt.NDArray[np.int64] | None
-    phrases: list[tuple[tuple[int, ...], int]]  # bad words of several tokens: what stands before, the last token
+    allowed: npt.NDArray[np.int64] | None  # where they are few,
+    line: Tensor | None  # [vocab] where they are many: 0 for those, -inf for the others
+    phrases: RowPhrases | None  # bad words of several tokens
 
 
-def _lower(spec: SamplingSpec, vocab_size: int) -> _RowEdits | None:
-    """The spec's edits, or None. A ban of an id that has no logit is dropped: it cannot be sampled anyway."""
-    sums = [(word[0], -np.inf) for word in spec.bad_words if len(word) == 1 and word[0] < vocab_size]
-    if spec.logit_bias:
-        assert max(spec.logit_bias) < vocab_size, "logit_bias names a token outside the vocabulary"
-        sums.extend(spec.logit_bias.items())
-    phrases = [(word[:-1], word[-1]) for word in spec.bad_words if len(word) > 1 and word[-1] < vocab_size]
-    allowed = None
-    if spec.allowed_token_ids is not None:
-        allowed = np.unique(np.array(spec.allowed_token_ids, dtype=np.int64))
-        allowed = allowed[allowed < vocab_size]
-    ends = np.array([t for t in spec.end_token_ids if t < vocab_size] if spec.min_tokens else [], dtype=np.int64)
-    if not sums and not phrases and allowed is None and not len(ends):
-        return None
-    return _RowEdits(
-        np.array([token for token, _ in sums], dtype=np.int64),
-        np.array([value for _, value in sums], dtype=np.float32),
-        ends,
-        allowed,
-        phrases,
-    )
+def _wishes(spec: SamplingSpec) -> tuple[object, ...]:
+    """All of a spec that edits depend on."""
+    return spec.bad_words, spec.logit_bias, spec.allowed_token_ids, spec.min_tokens > 0, spec.end_token_ids
 
 
 @dataclass(slots=True)
@@ -162,22 +162,17 @@ class _Allowed:
 
 
 @dataclass(slots=True)
-class _Phrases:
-    tails: Tensor  # [rows of the sampler, width]
-    prefixes: Tensor  # [n, width], _ANY before shorter ones
-    rows: Tensor  # [n] whose tail to compare
-    places: Tensor  # [n] in the flattened logits: the last token
-    followed_indices: Tensor  # [m] the batch's rows with phrases,
-    followed_rows: Tensor  # [m] and which rows of the sampler they are
-
-
-@dataclass(slots=True)
 class EditBatch:
     """The edits of one batch."""
 
     sums: _Sums | None
     allowed: _Allowed | None
-    phrases: _Phrases | None
+    lines: list[tuple[Tensor, Tensor]]  # [vocab] to add to each of these rows of the logits
+    phrases: PhraseBatch | None
+
+    @property
+    def edits_any(self) -> bool:
+        return bool(self.lines) or not (self.sums is None and self.allowed is None and self.phrases is None)
 
     def apply(self, logits: Tensor) -> None:
         """Change logits [rows, vocab], contiguous, in place."""
@@ -186,17 +181,14 @@ class EditBatch:
             kept = flat[self.allowed.places]
             logits.index_fill_(0, self.allowed.indices, -torch.inf)
             flat[self.allowed.places] = kept
+        for line, indices in self.lines:
+            logits.index_add_(0, indices, line.expand(len(indices), -1))
         if self.sums is not None:
             flat.index_add_(0, self.sums.places, self.sums.values)
         if self.phrases is not None:
-            prefixes = self.phrases.prefixes
-            matches = ((prefixes == self.phrases.tails[self.phrases.rows]) | (prefixes == _ANY)).all(1)
-            bans = torch.zeros_like(self.phrases.places, dtype=torch.float32).masked_fill_(matches, -torch.inf)
-            flat.index_add_(0, self.phrases.places, bans)
+            self.phrases.apply(flat)
 
     def follow(self, token_ids: Tensor) -> None:
-        """Append the sampled tokens, [rows], to the tails that are followed."""
+        """Append the sampled tokens, [rows], to the histories that bad words need."""
         if self.phrases is not None:
-            tails = self.phrases.tails[self.phrases.followed_rows]
-            sampled = token_ids[self.phrases.followed_indices]
-            self.phrases.tails[self.phrases.followed_rows] = torch.cat((tails[:, 1:], sampled[:, None]), dim=1)
+            self.phrases.follow(token_ids)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.params import SamplingSpec
 from quire.plan import TokenLogprobs
+from quire.request import FinishReason
 from quire.sampling.draw import DRAWN_METHODS, NO_TOP_P, DrawParams, Method, Workspace, choose_method, draw
 from quire.sampling.edits import EditBatch, LogitEdits
 from quire.sampling.fused import DrawKernel, find_kernel
@@ -30,8 +31,11 @@ from quire.sampling.transfer import HostCopy, to_device
 _NOT_FINITE = -1
 _ALL_BANNED = -2
 _FAILURES = {
-    _NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
-    _ALL_BANNED: "no token is left to sample: allowed_token_ids, bad_words, logit_bias and min_tokens ban all of them",
+    _NOT_FINITE: (FinishReason.ERROR, "the model's logits are not finite (NaN or infinity)"),
+    _ALL_BANNED: (
+        FinishReason.BANNED,
+        "no token is left to sample: allowed_token_ids, bad_words and min_tokens together ban all of them",
+    ),
 }
 _MANY_LOGPROBS = 64  # rows that ask for more are computed apart, so that the others do not pay for them
 
@@ -274,7 +278,9 @@ class SampledBatch:
         """[rows] bool: false where no token could be drawn."""
         return self._codes >= 0
 
-    def to_lists(self) -> tuple[list[list[int]], dict[int, list[TokenLogprobs]], dict[int, str]]:
+    def to_lists(
+        self,
+    ) -> tuple[list[list[int]], dict[int, list[TokenLogprobs]], dict[int, tuple[FinishReason, str]]]:
         """Tokens of each row, logprobs of those that asked, and why a row failed, the latter two by index.
 
         A failed row has no tokens. Waits for the device.

@@ -401,7 +401,7 @@ class Scheduler:
                 continue  # it ended while this step was in flight
             seq.num_pending_tokens -= 1
             if failed and i in failed:
-                updates.append(self._end(seq, FinishReason.ERROR, failed[i]))
+                updates.append(self._end(seq, *failed[i]))
                 continue
             if seq.first_token_s is None:
                 seq.first_token_s = now

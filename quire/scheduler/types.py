@@ -18,7 +18,7 @@ class SequenceUpdate:
     logprobs: list[TokenLogprobs] | None = None  # one per new token, where asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # the next ones of the prompt, from its second token on
     finished: bool = False
-    error: str | None = None  # with FinishReason.ERROR: what happened
+    error: str | None = None  # with FinishReason.ERROR or BANNED: what happened
 
 
 class WaitReason(StrEnum):

@@ -14,6 +14,17 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from quire.params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MIN_PRIORITY,
+)
 from quire.server.errors import ApiError, bad_request, from_decode_error
 
 MAX_LOGPROBS = 20
@@ -28,7 +39,8 @@ TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-StopString = Annotated[str, Meta(min_length=1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -50,10 +62,11 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=64)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: Annotated[
-        dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None, Meta(description="By token id.")
+        Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LOGIT_BIAS)] | None,
+        Meta(description="By token id."),
     ] = None
     user: Annotated[str | None, Meta(description="Whom the caller serves. Does not change the answer.")] = None
     # As vLLM has them.
@@ -61,22 +74,24 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_p: Unit | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
     min_tokens: Count | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[StopString] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     priority: Annotated[
-        Annotated[int, Meta(ge=-(2**31), le=_INT32)] | None, Meta(description="Lower runs first, among one key's own.")
+        Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None,
+        Meta(description="Lower runs first, among one key's own."),
     ] = None
     cache_salt: Annotated[
-        StopString | None, Meta(description="Requests share cached prefixes only under the same salt.")
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Requests share cached prefixes only under the same salt."),
     ] = None
     timeout: Annotated[
         Annotated[float, Meta(gt=0.0, le=1e9)] | None,

@@ -10,6 +10,8 @@ from quire.server.errors import bad_request
 from quire.server.protocol import ChatBody, CompletionBody, GenerationBody
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+# Each prompt of a request takes its lists along to the engine. Ids, or characters of words, times prompts.
+_MAX_LISTED = 2**20
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PLAIN = (
     "n",
@@ -37,6 +39,7 @@ _PLAIN = (
 def completion_params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
     """The engine makes at least one token; with max_tokens=0 the caller drops it."""
     check_options(body)
+    _check_lists(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request(
             f"best_of={body.best_of} is not supported: Quire gives every text that it makes, so it must equal "
@@ -98,6 +101,20 @@ def check_options(body: GenerationBody) -> None:
             )
     if body.stream and body.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs are not given in a stream: set stream=false", "prompt_logprobs")
+
+
+def _check_lists(body: CompletionBody) -> None:
+    is_batch = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    num_prompts = len(body.prompt) if is_batch else 1
+    sizes = {name: len(getattr(body, name) or ()) for name in ("allowed_token_ids", "logit_bias", "stop_token_ids")}
+    sizes["bad_words"] = sum(map(len, body.bad_words or ()))
+    longest = max(sizes, key=lambda name: sizes[name])
+    if num_prompts * sum(sizes.values()) > _MAX_LISTED:
+        raise bad_request(
+            f"{longest} has {sizes[longest]:,} entries or characters, and each of the {num_prompts:,} prompts takes "
+            f"them along: with it send at most {max(1, _MAX_LISTED // sum(sizes.values())):,} prompts in a request",
+            longest,
+        )
 
 
 def _params(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from quire.params import SamplingSpec
 from quire.plan import Admission, Fork, StepPlan, StepResult, StepTimings, TokenLogprobs
+from quire.request import FinishReason
 from quire.sim.cost import CostModel, SimClock
 from quire.sim.language import ToyLanguage
 from quire.sim.memory import SimMemory
@@ -226,7 +227,7 @@ class SimExecutor:
             row = self._row(number)
             error = self._fault(row.token_ids) if self._fault else None
             if error is not None:
-                result.failed[index] = error
+                result.failed[index] = (FinishReason.ERROR, error)
             num_output = len(row.token_ids) - row.num_prompt_tokens
             token = self.language.next_token(row.fingerprints[-1], row.sampling, num_output)
             if row.sampling.logprobs is not None:

@@ -217,9 +217,32 @@ def test_end_tokens(tiny_model: Path) -> None:
     assert len(finish(engine)["min"].outputs[0].token_ids) >= first + 2
 
 
+def test_the_first_and_the_last_priority(tiny_model: Path) -> None:
+    engine = make(tiny_model)
+    ok = SamplingParams(max_tokens=1)
+    for priority in (-(2**31), 2**31 - 1):
+        engine.add_request(str(priority), "a", ok, priority=priority)
+        with pytest.raises(BadRequestError, match="between -2147483648 and 2147483647"):
+            engine.add_request("x", "a", ok, priority=priority + (1 if priority > 0 else -1))
+    assert len(finish(engine)) == 2
+
+
+def test_a_sequence_that_bans_all_its_tokens_ends_alone(tiny_model: Path) -> None:
+    engine = make(tiny_model)
+    (a,) = engine.tokenizer.encode("a", add_special_tokens=False)
+    engine.add_request("stuck", "x", SamplingParams(max_tokens=9, allowed_token_ids=[a], bad_words=["aaa"]))
+    engine.add_request("other", "x", SamplingParams(max_tokens=9, allowed_token_ids=[a]))
+    outputs = finish(engine)
+    stuck, other = outputs["stuck"].outputs[0], outputs["other"].outputs[0]
+    assert (stuck.token_ids, stuck.finish_reason) == ([a, a], "banned")
+    assert "no token is left" in (stuck.error or "")
+    assert (other.token_ids, other.finish_reason) == ([a] * 9, "length")
+
+
 def test_refused_requests_change_nothing(tiny_model: Path) -> None:
     engine = make(tiny_model, max_num_seqs=2)
     ok = SamplingParams(max_tokens=2)
+    (a,) = engine.tokenizer.encode("a", add_special_tokens=False)
     cases: list[tuple[Any, SamplingParams, str]] = [
         ("", ok, "no tokens"),
         ([], ok, "no tokens"),
@@ -234,6 +257,14 @@ def test_refused_requests_change_nothing(tiny_model: Path) -> None:
         ("a", SamplingParams(n=3), "max_num_seqs"),
         ("a", SamplingParams(stop_token_ids=[320]), "ends at 319"),
         ("a", SamplingParams(logprobs=321), "-1"),
+        ("a", SamplingParams(bad_words=["ab" * 64] * 70), "16,384 tokens together"),
+        ("a", SamplingParams(min_tokens=1, stop_token_ids=range(320)), "min_tokens leave no token"),
+        (
+            "a",
+            SamplingParams(min_tokens=1, stop_token_ids=[7, 8], allowed_token_ids=[8, 7, 7]),
+            "allowed_token_ids and min_tokens leave no token",
+        ),
+        ("a", SamplingParams(bad_words=["a"], allowed_token_ids=[a]), "allowed_token_ids and bad_words leave no token"),
     ]
     for prompt, params, words in cases:
         with pytest.raises(BadRequestError, match=words):

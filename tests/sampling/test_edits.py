@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.params import SamplingSpec
+from quire.sampling import edits as module
 from quire.sampling import reference
 from quire.sampling.edits import LogitEdits
 
@@ -123,7 +125,53 @@ def test_state_is_allocated_for_bad_words_of_several_tokens_only() -> None:
     edits.add(0, SPECS["bias"], [1])
     assert edits.num_bytes == 0
     edits.add(1, SPECS["bad words"], [1])
-    assert edits.num_bytes == NUM_ROWS * 5 * 8
+    assert edits.num_bytes == NUM_ROWS * 5 * 4
+
+
+def test_a_long_bad_word_costs_the_others_nothing_and_is_given_back() -> None:
+    edits = new_edits()
+    short, long = SamplingSpec(bad_words=((7, 8),)), SamplingSpec(bad_words=(tuple(range(30)) * 10, (7, 9)))
+    edits.add(0, short, [6, 7])
+    alone = edits.num_bytes
+    edits.add(1, long, [6, 7])
+    batch = edits.batch([0, 1], [False, False])
+    assert batch is not None and batch.phrases is not None
+    assert len(batch.phrases.table.before) == 1 + 299 + 1  # what the words have, not words times the longest
+    edits.release(1)
+    assert edits.num_bytes == alone
+    check(edits, {0: (short, [6, 7], 1)})
+    edits.release(0)
+    assert edits.num_bytes == 0
+
+
+def test_words_stay_on_the_device_while_the_rows_that_have_them_stay() -> None:
+    edits = new_edits()
+    words = SamplingSpec(bad_words=((7, 8), (6, 7, 9)))
+    edits.add(0, words, [6, 7])
+    edits.add(2, words, [7])
+    first = edits.batch([0, 2], [False, False])
+    edits.add(1, SPECS["bias"], [1])
+    moved = edits.batch([1, 0, 2], [False, False, False])  # another row came: theirs stand elsewhere in the batch
+    assert first is not None and first.phrases is not None and moved is not None and moved.phrases is not None
+    assert moved.phrases.table is first.phrases.table
+    check(edits, {1: (SPECS["bias"], [1], 1), 0: (words, [6, 7], 1), 2: (words, [7], 1)})
+    edits.release(2)
+    edits.add(2, SamplingSpec(bad_words=((7, 5),)), [7])
+    check(edits, {0: (words, [6, 7], 1), 2: (SamplingSpec(bad_words=((7, 5),)), [7], 1)})
+
+
+def test_many_allowed_tokens_are_one_line_that_forks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MANY_ALLOWED", 3)
+    edits = new_edits()
+    spec = SamplingSpec(allowed_token_ids=(1, 2, 39, 2, 5), logit_bias={5: 2.0})
+    edits.add(0, spec, [1])
+    edits.fork(0, 3, replace(spec, index=1))
+    assert edits.num_bytes == VOCAB * 4
+    edits.add(1, SPECS["allowed"], [1])
+    check(edits, {3: (spec, [1], 1), 1: (SPECS["allowed"], [1], 1), 0: (spec, [1], 1)})
+    edits.release(0)
+    edits.release(3)
+    assert edits.num_bytes == 0
 
 
 def test_nan_is_not_hidden_by_a_ban() -> None:

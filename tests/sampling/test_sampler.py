@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.params import SamplingSpec
+from quire.request import FinishReason
 from quire.sampling import SampledBatch, Sampler, reference
 from quire.sampling.noise import exponentials, token_words
 from quire.sampling.scratch import Scratch
@@ -187,7 +188,9 @@ def test_failed_rows_are_told_and_the_others_untouched() -> None:
     assert batch.finite.tolist() == [True, False, False, False, True, False, True]
     assert ((batch.token_ids >= 0) & (batch.token_ids < VOCAB)).all()
     assert set(failed) == {1, 2, 3, 5} and set(logprobs) == {4, 6}
-    assert "not finite" in failed[1] and "not finite" in failed[5] and "ban all" in failed[3]
+    reasons = {i: reason for i, (reason, _) in failed.items()}
+    assert reasons == {i: FinishReason.BANNED if i == 3 else FinishReason.ERROR for i in (1, 2, 3, 5)}
+    assert "not finite" in failed[1][1] and "not finite" in failed[5][1] and "ban all" in failed[3][1]
     for i in range(7):
         assert tokens[i] == ([] if i in failed else alone(runs[i], 1))
 
@@ -330,7 +333,7 @@ def test_a_kernel_draws_for_all_rows_at_once() -> None:
         assert run.output == alone(run, len(run.output))
     batch = sampler.sample(torch.stack((runs[0].logits(), runs[1].logits())), [0, 9], [9, 9])
     tokens, _, failed = batch.to_lists()
-    assert tokens[1] == [] and "ban all" in failed[1] and batch.finite.tolist() == [True, False]
+    assert tokens[1] == [] and "ban all" in failed[1][1] and batch.finite.tolist() == [True, False]
 
 
 @contextmanager

@@ -31,6 +31,26 @@ def real(tiny_model: Path) -> Iterator[Server]:
         yield server
 
 
+def num_errors(server: Server) -> str:
+    """What the alert looks at."""
+    lines = server.get("/metrics").text.splitlines()
+    return next(one for one in lines if "request_success_total{" in one and 'finished_reason="error"' in one)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_token_left_is_the_senders_mistake(real: Server, stream: bool) -> None:
+    (a,) = real.post("/tokenize", {"prompt": "a", "add_special_tokens": False}).json()["tokens"]
+    before = num_errors(real)
+    body = {"prompt": ["x", "y"], "allowed_token_ids": [a], "bad_words": ["aaa"], "stream": stream}
+    reply = real.post("/v1/completions", body)
+    error = (reply.events()[-1] if stream else reply.json())["error"]
+    assert stream or reply.status == 400
+    assert error["type"] == "invalid_request_error" and "no token is left to sample" in error["message"]
+    assert num_errors(real) == before
+    contradiction = real.post("/v1/completions", body | {"min_tokens": 1, "stop_token_ids": [a]})
+    assert (contradiction.status, contradiction.json()["error"]["param"]) == (400, "allowed_token_ids")
+
+
 def metric(server: Server, name: str) -> float:
     lines = [line for line in server.get("/metrics").text.splitlines() if line.startswith(name + "{")]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

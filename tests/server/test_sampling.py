@@ -17,7 +17,7 @@ MESSAGES = [Message(role="user", content="hi")]
 
 
 def completion(**fields: Any) -> SamplingParams:
-    return completion_params(CompletionBody(prompt="x", **fields), DEFAULTS)
+    return completion_params(CompletionBody(**({"prompt": "x"} | fields)), DEFAULTS)
 
 
 def chat(**fields: Any) -> SamplingParams:
@@ -44,17 +44,28 @@ def test_every_sampling_field_arrives() -> None:
         "stop": ["a", "b"],
         "seed": 5,
         "min_tokens": 3,
-        "stop_token_ids": [9],
+        "stop_token_ids": (9,),
         "ignore_eos": True,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
-        "allowed_token_ids": [1, 2],
+        "allowed_token_ids": (1, 2),
         "bad_words": ["no"],
     }
     params = completion(**fields, logit_bias={"4": 1.0}, max_tokens=9)
     assert {name: getattr(params, name) for name in fields} == fields
     assert params.logit_bias == {4: 1.0}
+
+
+def test_long_lists_are_for_few_prompts() -> None:
+    allowed = list(range(2**15))
+    completion(prompt=["a"] * 32, allowed_token_ids=allowed)
+    completion(prompt=[7] * 33, allowed_token_ids=allowed)  # one prompt, of tokens
+    with pytest.raises(ApiError, match="at most 32 prompts") as refused:
+        completion(prompt=["a"] * 33, allowed_token_ids=allowed)
+    assert (refused.value.status, refused.value.param) == (400, "allowed_token_ids")
+    with pytest.raises(ApiError, match="at most 81 prompts"):
+        completion(prompt=["a"] * 82, bad_words=["n" * 128] * 100)
 
 
 def test_only_a_stream_wants_deltas() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from quire.params import SamplingSpec
 from quire.plan import Admission, Fork, Spans, StepPlan
+from quire.request import FinishReason
 from quire.sim import CostModel, SimClock, SimExecutor, ToyLanguage
 
 SPEC = SamplingSpec(temperature=0.0)
@@ -221,7 +222,7 @@ def test_logprobs_and_faults() -> None:
             )
         )
     )
-    assert result.failed == {0: "sick"}
+    assert result.failed == {0: (FinishReason.ERROR, "sick")}
     assert [entry.token_id for entry in result.prompt_logprobs[0]] == [2, 3]
     assert list(result.logprobs) == [1]
     assert ([result.logprobs[1][0].token_id], len(result.logprobs[1][0].top_token_ids)) == (result.tokens[1], 2)
