@@ -76,7 +76,9 @@ class TextSide:
             if self._compiled_template is None:  # by the first chat, not at start
                 self._compiled_template = ChatTemplate(self.chat_template, self.tokenizer)
             text = self._compiled_template.render(messages, **kwargs)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        at_most = self.config.max_model_len or self.spec.max_position
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
+        return {"prompt": text, "prompt_token_ids": token_ids}
 
 
 def _tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:

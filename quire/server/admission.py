@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quire.engine.api import EngineInfo, PreparedRequest, ServingEngine
 from quire.server.errors import ApiError
@@ -128,17 +128,21 @@ class Admission:
             self._caps = _caps(self._settings, self._engine.info)
         return self._caps
 
-    def admit(self, prepared: PreparedRequest, tenant: str = "") -> _Admitted:
-        """`async with admission.admit(prepared, tenant) as ticket:`. Raises OverloadedError on entering."""
+    def admit(self, prepared: Sequence[PreparedRequest], tenant: str = "") -> _Admitted:
+        """`async with admission.admit(prepared, tenant) as tickets:`, all of them or none. Raises OverloadedError on
+        entering."""
         return _Admitted(self, prepared, tenant)
 
-    def _enter(self, prepared: PreparedRequest, tenant: str) -> Ticket:
+    def _enter(self, prepared: Sequence[PreparedRequest], tenant: str) -> list[Ticket]:
         self._tick()
-        num_tokens = prepared.num_prompt_tokens
         level = self._engine.load().brownout_level if self._settings.brownout else 0
         if level >= _NONE_TAKEN:
             raise self._overloaded("the server is short of memory and takes no new requests", "brownout")
-        self._check_caps(tenant, num_tokens)
+        self._check_caps(tenant, len(prepared), sum(one.num_prompt_tokens for one in prepared))
+        return [self._take(one, tenant, level) for one in prepared]
+
+    def _take(self, prepared: PreparedRequest, tenant: str, level: int) -> Ticket:
+        num_tokens = prepared.num_prompt_tokens
         ticket = Ticket(self, tenant, num_tokens)
         if level >= _SHORTER_ANSWERS and prepared.request.max_tokens > self._settings.brownout_max_tokens:
             prepared.request.max_tokens = self._settings.brownout_max_tokens
@@ -151,8 +155,8 @@ class Admission:
         self._num_unreported_tokens += num_tokens
         return ticket
 
-    def _check_caps(self, tenant: str, num_tokens: int) -> None:
-        if not self.num_waiting:  # a prompt over the cap of tokens must be served too, once nothing else waits
+    def _check_caps(self, tenant: str, num_requests: int, num_tokens: int) -> None:
+        if not self.num_waiting:  # what is over a cap by itself must be served too, once nothing else waits
             self._unreported.clear()
             self._num_unreported_tokens = 0
             return
@@ -160,7 +164,7 @@ class Admission:
         num_waiting, num_waiting_tokens = self._really_waiting()
         num_tenants = len(self._requests.keys() | {tenant})
         wanted = (
-            ("requests", num_waiting + 1, self._requests[tenant] + 1, max_requests),
+            ("requests", num_waiting + num_requests, self._requests[tenant] + num_requests, max_requests),
             ("tokens", num_waiting_tokens + num_tokens, self._tokens[tenant] + num_tokens, max_tokens),
         )
         for what, total, own, cap in wanted:
@@ -207,21 +211,21 @@ class Admission:
 class _Admitted:
     """The context manager of `admit`: counted on entering, let go of on leaving."""
 
-    __slots__ = ("_admission", "_prepared", "_tenant", "_ticket")
+    __slots__ = ("_admission", "_prepared", "_tenant", "_tickets")
 
-    def __init__(self, admission: Admission, prepared: PreparedRequest, tenant: str) -> None:
+    def __init__(self, admission: Admission, prepared: Sequence[PreparedRequest], tenant: str) -> None:
         self._admission = admission
         self._prepared = prepared
         self._tenant = tenant
-        self._ticket: Ticket | None = None
+        self._tickets: list[Ticket] = []
 
-    async def __aenter__(self) -> Ticket:
-        self._ticket = self._admission._enter(self._prepared, self._tenant)
-        return self._ticket
+    async def __aenter__(self) -> list[Ticket]:
+        self._tickets = self._admission._enter(self._prepared, self._tenant)
+        return self._tickets
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._ticket is not None
-        self._ticket._closed()
+        for ticket in self._tickets:
+            ticket._closed()
 
 
 def _caps(settings: ServerSettings, info: EngineInfo) -> tuple[int, int]:

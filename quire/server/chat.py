@@ -16,7 +16,7 @@ from quire.server.errors import bad_request
 from quire.server.generation import Generation, engine_ids, prepared_in_time
 from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.server.models import check_model, fingerprint
-from quire.server.protocol import ChatBody, Message, TokenizeBody
+from quire.server.protocol import ChatBody, TokenizeBody
 from quire.server.replies import AnswerMessage, CachedTokens, ChatChoice, ChatCompletion, ChatLogprobs, Usage
 from quire.server.sampling import chat_params, priority_of
 from quire.server.sse import StreamWriter, stream_reply
@@ -33,17 +33,17 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
     (request_id,) = engine_ids(exchange, "chatcmpl", 1)
 
     def prepare() -> PreparedRequest:
-        prompt = render(engine, body)
-        if body.cache_salt is not None:
-            prompt["cache_salt"] = body.cache_salt
         try:
+            prompt = render(engine, body)
+            if body.cache_salt is not None:
+                prompt["cache_salt"] = body.cache_salt
             return engine.prepare(request_id, prompt, params, priority=priority, tenant=exchange.tenant)
         except BadRequestError as error:
             if error.param != "prompt":
                 raise
             raise bad_request(str(error), "messages") from None
 
-    prepared = await prepared_in_time(prepare, num_chars_of(body.messages))
+    prepared = await prepared_in_time(prepare, exchange.num_body_bytes)
     head: dict[str, Any] = {
         "id": f"chatcmpl-{exchange.request_id}",
         "created": int(time.time()),
@@ -88,14 +88,6 @@ def render(engine: ServingEngine, body: ChatBody | TokenizeBody) -> dict[str, An
         assert tokenizer is not None, "a chat was rendered"
         prompt["prompt_token_ids"] = tokenizer.encode(prompt["prompt"])
     return prompt
-
-
-def num_chars_of(messages: list[Message]) -> int:
-    return sum(
-        len(message.content) if isinstance(message.content, str) else sum(len(part.text) for part in message.content)
-        for message in messages
-        if message.content is not None
-    )
 
 
 class _Shown:

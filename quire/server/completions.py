@@ -40,7 +40,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
             for request_id, prompt in zip(ids, prompts, strict=True)
         ]
 
-    num_chars = sum(len(prompt) for prompt in prompts)
+    num_chars = sum(map(len, prompts)) + sum(map(len, body.bad_words or ()))
     prepared = await prepared_in_time(prepare, num_chars)
     shown = _Shown(exchange, body, params, prepared)
     head: dict[str, Any] = {
@@ -79,7 +79,8 @@ def _engine_prompt(exchange: Exchange, body: CompletionBody, prompt: str | list[
         tokenizer = exchange.context.engine.tokenizer
         if tokenizer is None:
             raise bad_request("this server has no tokenizer: send token ids", "prompt")
-        made["prompt_token_ids"] = tokenizer.encode(prompt, add_special_tokens=False)
+        at_most = exchange.context.engine.info.max_model_len
+        made["prompt_token_ids"] = tokenizer.encode(prompt, add_special_tokens=False, at_most=at_most)
     if body.cache_salt is not None:
         made["cache_salt"] = body.cache_salt
     return made

@@ -1,24 +1,34 @@
 """One HTTP connection: uvicorn's protocol, with limits on what comes before a request's body.
 
 Headers that are too long are a 431, headers that trickle in are a 408, and what is no HTTP is a 400: all in the shape
-of every other error. A connection that sends nothing at all is closed.
+of every other error. A connection that sends nothing at all is closed, and so is one whose client does not read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import re
+import sys
 import time
 from email.utils import formatdate
 from typing import Any
 
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from quire.server.errors import ApiError
 
 _LINGER_S = 0.5
+_UNREAD_S = 60.0  # for which an answer may lie unread, when no more of it can be sent
+_MAX_PIPELINED = 8
+# An offer to speak another protocol, which Java's client makes for HTTP/2. The parser would take it as accepted, and
+# what follows for that protocol; under another name of the same length it is a header like any.
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+_NO_UPGRADE = b"\r\nx-offer:"
 
 
 class HeadersTooLargeError(ApiError):
@@ -56,9 +66,12 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._num_header_bytes = 0
         self._is_in_headers = True  # also before the first byte
+        self._is_between_requests = False  # one has been read whole, and no byte of the next
         self._header_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
         self._is_refused = False
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None  # whose answer is under way
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -66,12 +79,59 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.resume_writing()
+        self.pipeline.clear()
+        if self._running is not None and self._running is not self.cycle:
+            # uvicorn tells the request that was read last, and this one was sent before it.
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_again(self._num_unsent())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _look_again(self, num_unsent: int) -> None:
+        self._unread_timer = self.loop.call_later(_UNREAD_S, self._on_unread, num_unsent)
+
+    def _on_unread(self, num_before: int) -> None:
+        """Nothing is added while writing is paused, so a client that reads at all makes it less."""
+        num_unsent = self._num_unsent()
+        if num_unsent < num_before:
+            self._look_again(num_unsent)
+        else:
+            self.transport.abort()
+
+    def _num_unsent(self) -> int:
+        """Bytes that the client has not taken: here, and in the system's buffer, where the system tells."""
+        num_bytes = self.transport.get_write_buffer_size()
+        connection = self.transport.get_extra_info("socket")
+        with contextlib.suppress(ImportError, OSError, AttributeError):
+            import fcntl
+            import termios
+
+            found = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+            num_bytes += int.from_bytes(found, sys.byteorder)
+        return num_bytes
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return  # what comes now is thrown away
         was_in_headers = self._is_in_headers
+        if was_in_headers or self._is_between_requests:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            if _UPGRADE.search(head):
+                data = _UPGRADE.sub(_NO_UPGRADE, head) + end + rest
         super().data_received(data)
         if not self._is_in_headers or self._is_refused:
             return
@@ -80,9 +140,14 @@ class Connection(HttpToolsProtocol):
         if self._num_header_bytes > self.max_header_bytes:
             self._refuse(HeadersTooLargeError(self.max_header_bytes))
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_between_requests = True
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_headers = True
+        self._is_between_requests = False
         self._start_timer()
 
     def on_headers_complete(self) -> None:
@@ -95,6 +160,8 @@ class Connection(HttpToolsProtocol):
             raise ValueError("headers too large")  # stops the parser, which calls send_400_response
         self.server_state.default_headers = _date_header(int(time.time()))
         super().on_headers_complete()
+        if 0 < len(self.pipeline) <= _MAX_PIPELINED:
+            self.flow.resume_reading()  # or nobody would see that the client hangs up
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request", code="invalid_http"))

@@ -35,6 +35,7 @@ class Exchange:
     request_id: str
     tenant: str
     endpoint: str
+    num_body_bytes: int = 0  # bounds every text in it
     has_begun: bool = False  # the status is out: a later error can only be a part of the body
     is_admitted: bool = False  # the log's line is then written where the tokens were counted
 
@@ -91,7 +92,9 @@ class JsonEndpoint:
         exchange = Exchange(context, scope, receive, send, request_id_of(scope), tenant, scope["path"])
         context.metrics.on_request_start(exchange.endpoint)
         try:
-            await self._handler(exchange, self._decoder.decode(await exchange.read_body()))
+            body = await exchange.read_body()
+            exchange.num_body_bytes = len(body)
+            await self._handler(exchange, self._decoder.decode(body))
         except ClientGone:
             return
         except Exception as failure:

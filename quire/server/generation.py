@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from quire.engine.api import PreparedRequest
+from quire.errors import BadRequestError
 from quire.outputs import RequestOutput
 from quire.request import FinishReason
 from quire.server.admission import Ticket
@@ -74,14 +75,10 @@ class Generation:
         self.headers: dict[str, str] = {}  # for the response
 
     async def __aenter__(self) -> Generation:
-        async with self._places:  # all of its prompts, or none
-            for prepared in self._prepared:
-                ticket = await self._places.enter_async_context(
-                    self._context.admission.admit(prepared, self._exchange.tenant)
-                )
-                self.headers |= ticket.headers
-                self._tickets.append(ticket)
-            self._places = self._places.pop_all()
+        places = self._context.admission.admit(self._prepared, self._exchange.tenant)
+        self._tickets = await self._places.enter_async_context(places)
+        for ticket in self._tickets:
+            self.headers |= ticket.headers
         self._exchange.is_admitted = True
         streams = [self._deadline.watch(self._context.engine.stream(prepared)) for prepared in self._prepared]
         if len(streams) == 1:
@@ -149,7 +146,8 @@ class Generation:
     def _tell(self, error: BaseException | None) -> None:
         status, code, reason = 200, None, FinishReason.ABORT
         if isinstance(error, ApiError):
-            status, code, reason = error.status, error.code, FinishReason.ERROR
+            status, code = error.status, error.code
+            reason = FinishReason.ERROR if status >= 500 else FinishReason.ABORT  # only a failure of ours raises alarm
         elif isinstance(error, Exception) and not isinstance(error, ClientGone):
             status, code, reason = 500, "internal_error", FinishReason.ERROR
         elif error is not None:
@@ -205,5 +203,7 @@ def _check_ends(output: RequestOutput) -> None:
     for completion in output.outputs:
         if completion.finish_reason == FinishReason.ABORT:
             raise ApiError(503, "the server ended this request", code="aborted")
+        if completion.finish_reason == FinishReason.BANNED:
+            raise BadRequestError(completion.error or "no token is left to sample")
         if completion.finish_reason == FinishReason.ERROR:
             raise RuntimeError(f"request {output.request_id} failed: {completion.error}")

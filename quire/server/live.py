@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 import quire
@@ -20,17 +20,22 @@ if TYPE_CHECKING:
     from quire.server.context import ServerContext
 
 
+_MEDIA_TYPE = "application/x-ndjson"
+
+
 def routes(context: ServerContext) -> list[Route]:
     """The feed, and the page that shows it."""
     feed = LiveFeed(context.engine, context.metrics, context.life, hello=lambda: hello(context))
 
-    async def live(request: HttpRequest) -> StreamingResponse:
+    async def live(request: HttpRequest) -> Response:
         for name in request.query_params:
             raise bad_request(f"/live has no parameter {name}", param=name)
+        if request.method == "HEAD":
+            return Response(media_type=_MEDIA_TYPE)
         feed.check_room()
         return StreamingResponse(
             feed.view(),
-            media_type="application/x-ndjson",
+            media_type=_MEDIA_TYPE,
             # A proxy that collects the stream before passing it on would show the past.
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )

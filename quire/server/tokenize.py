@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.server.chat import num_chars_of, render
+from quire.server.chat import render
 from quire.server.endpoint import Exchange
 from quire.server.errors import bad_request
 from quire.server.generation import prepared_in_time
@@ -31,7 +31,7 @@ async def tokenize(exchange: Exchange, body: TokenizeBody) -> None:
             lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
         )
     else:
-        prompt = await prepared_in_time(lambda: render(engine, body), num_chars_of(body.messages or []))
+        prompt = await prepared_in_time(lambda: render(engine, body), exchange.num_body_bytes)
         token_ids = prompt["prompt_token_ids"]
     names = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
     answer = Tokens(count=len(token_ids), max_model_len=engine.info.max_model_len, tokens=token_ids, token_strs=names)

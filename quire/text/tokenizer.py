@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Text after which the next word starts without the space that SentencePiece vocabularies put before a text.
 _NO_SPACE_BEFORE = "\n"
+_LONG_TEXT_CHARS = 2_000
+_CHARS_PER_TOKEN = 16  # more than texts have, but for runs of one character
 
 
 class Tokenizer:
@@ -84,12 +86,34 @@ class Tokenizer:
             chat_templates={"default": template} if template else None,
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens that are written out in it are recognized."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, at_most: int | None = None) -> list[int]:
+        """Token ids of a text. Special tokens that are written out in it are recognized.
+
+        `at_most` is how many the caller can use: a text that has many times as many is refused without reading all of
+        it. One that has a few more comes back whole, for the caller to refuse with the number.
+        """
+        if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
+            if at_most is not None:
+                self._refuse_far_too_long(text, at_most)
+            # Of the library's two ways only this one lets other threads run meanwhile.
+            return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             raise _not_text([text]) from None
+
+    def _refuse_far_too_long(self, text: str, at_most: int) -> None:
+        """A beginning with twice the tokens decides: how its last word ends can change a few of them, not half."""
+        num_chars = max(at_most * _CHARS_PER_TOKEN, _LONG_TEXT_CHARS)
+        if len(text) <= 2 * num_chars:
+            return
+        num_tokens = len(self.encode_batch([text[:num_chars]], add_special_tokens=False)[0])
+        if num_tokens > 2 * at_most:
+            raise BadRequestError(
+                f"the text has {len(text):,} characters, the first {num_chars:,} of them {num_tokens:,} tokens, and at "
+                f"most {at_most:,} tokens fit: shorten it",
+                param="prompt",
+            )
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """As `encode`, for many texts in parallel."""

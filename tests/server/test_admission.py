@@ -26,7 +26,11 @@ class Bench:
 
     async def admit(self, num_tokens: int = 4, tenant: str = "", max_tokens: int = 16) -> Ticket:
         request = prepared(num_tokens=num_tokens, params=SamplingParams(max_tokens=max_tokens))
-        return await self.stack.enter_async_context(self.admission.admit(request, tenant))
+        return (await self.stack.enter_async_context(self.admission.admit([request], tenant)))[0]
+
+    async def admit_many(self, count: int, num_tokens: int = 4) -> list[Ticket]:
+        requests = [prepared(num_tokens=num_tokens) for _ in range(count)]
+        return await self.stack.enter_async_context(self.admission.admit(requests))
 
 
 def test_over_the_cap_of_requests_is_a_429_and_a_first_output_makes_room() -> None:
@@ -42,6 +46,26 @@ def test_over_the_cap_of_requests_is_a_429_and_a_first_output_makes_room() -> No
         first.started()
         assert bench.admission.num_waiting == 1
         await bench.admit()
+        await bench.stack.aclose()
+        assert (bench.admission.num_waiting, bench.admission.num_waiting_tokens) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_request_of_many_prompts_is_one_thing() -> None:
+    async def run() -> None:
+        bench = Bench(max_waiting_requests=10)
+        tickets = await bench.admit_many(12)  # over the cap by itself: it would never be served otherwise
+        assert bench.admission.num_waiting == 12
+        with pytest.raises(OverloadedError, match="13 requests would wait"):
+            await bench.admit()
+        for ticket in tickets:
+            ticket.started()
+        await bench.admit()
+        with pytest.raises(OverloadedError, match="13 requests would wait"):
+            await bench.admit_many(12)
+        assert bench.admission.num_waiting == 1  # none of the twelve
+        await bench.admit_many(9)
         await bench.stack.aclose()
         assert (bench.admission.num_waiting, bench.admission.num_waiting_tokens) == (0, 0)
 
@@ -142,9 +166,9 @@ def test_brownout_shortens_new_answers_visibly_and_then_takes_none() -> None:
         bench.load = EngineLoad(brownout_level=1)
         assert (await bench.admit(max_tokens=500)).headers == {}
         bench.load = EngineLoad(brownout_level=2)
-        async with bench.admission.admit(request) as ticket:
+        async with bench.admission.admit([request]) as tickets:
             assert request.request.max_tokens == 64
-            assert ticket.headers == {MAX_TOKENS_HEADER: "64"}
+            assert tickets[0].headers == {MAX_TOKENS_HEADER: "64"}
         assert (await bench.admit(max_tokens=64)).headers == {}
         bench.load = EngineLoad(brownout_level=3)
         with pytest.raises(OverloadedError, match="short of memory") as refused:

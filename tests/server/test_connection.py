@@ -5,34 +5,55 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from quire.server.http_server import HttpServer
 from quire.server.listen import open_socket
 from quire.server.settings import ServerSettings
 
+_PATHS = ("/", "/slow", "/echo", "/until-gone", "/long")
 Client = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
 def served(use: Callable[[Client], Awaitable[None]], **settings: Any) -> None:
-    """Run `use` against a server that answers with the number of its request's headers."""
+    """Run `use` against a server that answers with the number of its request's headers, or as a path says. A client's
+    `gone` is set when the server has noticed that it left."""
+    gone: asyncio.Event
 
-    async def answer(request: Request) -> JSONResponse:
-        await request.body()
+    async def answer(request: Request) -> Response:
+        body = await request.body()
         if request.url.path == "/slow":
             await asyncio.sleep(0.4)
+        if request.url.path == "/echo":
+            return Response(body)
+        if request.url.path == "/until-gone":
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+        if request.url.path == "/long":
+            return StreamingResponse(long_answer())
         return JSONResponse(len(request.headers))
 
+    async def long_answer() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x" * 100_000
+                await asyncio.sleep(0)
+        finally:
+            gone.set()
+
     async def run() -> None:
+        nonlocal gone
+        gone = asyncio.Event()
         wanted = ServerSettings(port=0, **settings)
-        app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"]) for path in ("/", "/slow")])
+        app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"]) for path in _PATHS])
         listener = open_socket(wanted)
         port = listener.getsockname()[1]
         http = HttpServer(app, wanted, None)
@@ -45,6 +66,7 @@ def served(use: Callable[[Client], Awaitable[None]], **settings: Any) -> None:
             return reader, writer
 
         try:
+            client.gone = gone  # type: ignore[attr-defined]
             await asyncio.wait_for(use(client), 10)
         finally:
             for writer in writers:
@@ -162,5 +184,47 @@ def test_what_is_no_http_is_a_400_in_the_shape_of_every_error(data: bytes) -> No
         status, body = await answer_to(client, data)
         assert status == 400
         assert body["error"]["code"] == "invalid_http"
+
+    served(use)
+
+
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
+def test_an_offer_of_another_protocol_is_passed_over(name: bytes) -> None:
+    """As java.net.http makes it with every request over plain HTTP."""
+
+    async def use(client: Client) -> None:
+        reader, writer = await client()
+        head = b"POST /echo HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n" + name + b": h2c\r\n"
+        for _ in range(2):  # and the connection goes on as it was
+            writer.write(head + b"HTTP2-Settings: AAMAAABk\r\ncontent-length: 9\r\n\r\n\r\nUpgrade")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(9) == b"\r\nUpgrade"
+
+    served(use)
+
+
+def test_a_client_that_sent_its_next_request_early_is_seen_to_leave() -> None:
+    async def use(client: Client) -> None:
+        _, writer = await client()
+        writer.write(b"GET /until-gone HTTP/1.1\r\n\r\n" + b"GET / HTTP/1.1\r\n\r\n" * 2)
+        await asyncio.sleep(0.1)
+        writer.close()
+        await asyncio.wait_for(client.gone.wait(), 2)  # type: ignore[attr-defined]
+
+    served(use)
+
+
+def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.connection._UNREAD_S", 0.3)
+
+    async def use(client: Client) -> None:
+        reader, writer = await client()
+        writer.write(b"GET /long HTTP/1.1\r\n\r\n")
+        for _ in range(20):  # a slow reader is no such client
+            assert await reader.read(100_000)
+            await asyncio.sleep(0.05)
+        assert not client.gone.is_set()  # type: ignore[attr-defined]
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.wait_for(client.gone.wait(), 5)  # type: ignore[attr-defined]
 
     served(use)

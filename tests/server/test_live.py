@@ -31,6 +31,13 @@ def test_it_streams_lines() -> None:
         assert status == {"type": "status", "state": "ready", "reason": ""}
 
 
+def test_a_look_at_its_headers_ends_and_takes_no_place() -> None:
+    with running(CoreEngine(make_core())) as server:
+        for _ in range(70):  # more than may look at once
+            reply = server.request("HEAD", "/live")
+            assert reply.status == 200 and reply.headers["content-type"] == "application/x-ndjson"
+
+
 def test_it_takes_no_parameters() -> None:
     with running(CoreEngine(make_core())) as server:
         reply = server.get("/live?key=secret")

@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +168,51 @@ def test_a_unix_socket_is_served_and_removed(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_unix_socket_that_another_server_has_put_there_stays(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    command = [serve_fakes.__file__, json.dumps({"uds": str(path)}), "0"]
+    with serve_fakes.running(command, "ready at unix:") as first:
+        path.unlink()
+        with serve_fakes.running(command, "ready at unix:"):
+            first.signal(signal.SIGTERM)
+            assert first.exit_code() == 0
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+
+
+def test_a_terminal_that_goes_away_drains() -> None:
+    with serving() as server:
+        server.wait_for("ready at")
+        stream = server.begin_stream(num_tokens=60)
+        server.signal(signal.SIGHUP)
+        server.wait_for("draining: 1 requests under way")
+        assert stream.read().decode().rstrip().endswith("data: [DONE]")
+        assert server.exit_code() == 0
+
+
+def test_under_nohup_it_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a new process inherits
+    try:
+        with serving() as server:
+            server.wait_for("ready at")
+            server.signal(signal.SIGHUP)
+            assert server.post("/v1/completions", {"model": "fake", "prompt": [1], "max_tokens": 20})[0] == 200
+            assert server.get("/health")[1] == {"status": "ok"}
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_too_few_files_say_what_to_raise() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
+        "from quire.cli.main import main; raise SystemExit(main(['serve', '--port', '0']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "may open 20 files" in done.stderr and "ulimit -n" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_the_ready_line_is_one_line() -> None:
     line = ready_line("http://127.0.0.1:8000", "fake", INFO)
     assert "\n" not in line
@@ -203,8 +250,14 @@ def test_a_deadline_ends_a_stream_with_an_error_and_a_reply_with_a_504() -> None
 def test_too_much_that_waits_is_a_429_with_retry_after() -> None:
     with serving(max_waiting_requests=2) as server:
         server.wait_for("ready at")
-        body = {"model": "fake", "prompt": [[1]] * 3, "max_tokens": 1}  # three requests at once
+        waiting = server.connect()
+        waits = {"model": "fake", "prompt": [1], "max_tokens": 100_000}  # all of them in one answer
+        waiting.request("POST", "/v1/completions", json.dumps(waits), {"content-type": "application/json"})
+        while not server.get("/load")[1]["server_load"]:
+            time.sleep(0.01)
+        body = {"model": "fake", "prompt": [[1]] * 2, "max_tokens": 1}  # two more at once
         status, answer, headers = server.post("/v1/completions", body)
         assert (status, answer["error"]["code"]) == (429, "waiting_requests")
         assert int(headers["retry-after"]) >= 1
-        assert server.post("/v1/completions", body | {"prompt": [[1]] * 2})[0] == 200
+        assert server.post("/v1/completions", body | {"prompt": [1]})[0] == 200
+        waiting.close()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,32 @@ def test_the_default_model_tokenizes_as_published(smollm2: Path) -> None:
     assert ids == expected
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     tokenizer.check_fits(49152, "smollm2")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    text = "some words, and 12 numbers; " * 40_000
+    started, done = time.monotonic(), threading.Event()
+    thread = threading.Thread(target=lambda: (tokenizer.encode(text), done.set()))
+    thread.start()
+    longest_s, last_s = 0.0, started
+    while not done.is_set():
+        time.sleep(0.001)
+        longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+    thread.join()
+    assert longest_s < max(0.5 * (last_s - started), 0.05)  # the whole time, if it kept the interpreter to itself
+
+
+def test_long_texts_are_encoded_as_short_ones(tokenizer: Tokenizer) -> None:
+    word = "word "
+    assert tokenizer.encode(word * 1_000) == tokenizer.encode_batch([word * 1_000])[0]
+    assert len(tokenizer.encode(word * 1_000)) > 900
+
+
+def test_a_text_that_is_far_too_long_is_refused_without_reading_it_all(tokenizer: Tokenizer) -> None:
+    text = "one two three, " * 5_000
+    num_tokens = len(tokenizer.encode(text))
+    assert len(tokenizer.encode(text, at_most=num_tokens)) == num_tokens
+    assert len(tokenizer.encode(text, at_most=num_tokens - 1)) == num_tokens  # the caller knows what to say
+    with pytest.raises(BadRequestError, match=r"at most 100 tokens fit") as refused:
+        tokenizer.encode(text, at_most=100)
+    assert refused.value.param == "prompt"
