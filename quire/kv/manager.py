@@ -215,12 +215,25 @@ class KVManager:
         if self.watch is not None:
             self.watch.took(child_seq_id, table.block_ids)
 
-    def free(self, seq_id: int) -> None:
-        """The sequence has ended, or is preempted to be computed again."""
+    def free(self, seq_id: int, *, distrust: bool = False) -> None:
+        """The sequence has ended, or is preempted to be computed again. `distrust`: what it computed may be bad, and
+        nobody shall find it in the cache."""
         block_ids = self.tables.pop(seq_id).block_ids
+        if distrust:
+            self._forget_own(block_ids)
         self.pool.release_table(block_ids)
         if self.watch is not None:
             self.watch.left(seq_id, block_ids)
+
+    def _forget_own(self, block_ids: list[int]) -> None:
+        """From the tail on, as far as nobody else uses them. Good ones that it had only found go too: they are computed
+        again."""
+        for block_id in reversed(block_ids):
+            block = self.pool.blocks[block_id]
+            if block.ref_count > 1 or block.num_pins:
+                return
+            if block.block_hash is not None:
+                self.cache.forget(block)
 
     # -- swap
 

@@ -156,9 +156,10 @@ class Lifecycle:
     def end(self, seq: Sequence, reason: FinishReason) -> None:
         """The one exit: gives back whatever the sequence holds, in whatever state it is."""
         if seq.state is SequenceState.RUNNING:
-            if reason is not FinishReason.ERROR:  # what failed may have left bad KV
+            has_failed = reason is FinishReason.ERROR  # and may have left bad KV
+            if not has_failed:
                 self._kv.commit(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-            self._kv.free(seq.seq_id)
+            self._kv.free(seq.seq_id, distrust=has_failed)
             self._leave_row(seq)
         else:
             self.queue.drop(seq)

@@ -236,6 +236,24 @@ def test_pins_belong_to_salt_and_adapter() -> None:
     assert kv.unpin(tokens, salt="s") == 8
 
 
+def test_nobody_finds_what_a_failed_sequence_left() -> None:
+    kv = make()
+    tokens = list(range(12))
+    run(kv, 1, tokens)
+    run(kv, 2, [*tokens[:8], 50, 51, 52, 53])
+    kv.free(2, distrust=True)
+    assert kv.match([*tokens[:8], 50, 51, 52, 53, 1]).num_tokens == 8  # what the first one uses and computed
+    kv.check()
+    kv.pin(tokens[:4])
+    kv.free(1, distrust=True)
+    assert kv.match([*tokens, 1]).num_tokens == 4  # pinned: somebody vouched for it
+    assert kv.num_used_blocks == 0
+    kv.check()
+    run(kv, 3, tokens)
+    assert kv.match([*tokens, 1]).num_tokens == 12
+    kv.check()
+
+
 def test_reset_spares_pinned_blocks_unless_forced() -> None:
     kv = make()
     pinned, other = list(range(9)), list(range(100, 109))

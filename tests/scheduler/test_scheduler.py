@@ -281,9 +281,7 @@ def test_a_failing_sequence_ends_alone() -> None:
     [seq] = sick.sequences
     assert (seq.finish_reason, rig.updates[seq][-1].error) == (FinishReason.ERROR, "not a number")
     assert rig.outputs(healthy) == alone(healthy)
-    assert (
-        rig.kv.match([*seq.token_ids, 1]).num_tokens == 4
-    )  # not the block that was last written: who knows what is in it
+    assert rig.kv.match([*seq.token_ids, 1]).num_tokens == 0  # who knows what is in its blocks
     rig.check_idle()
 
 
