@@ -14,6 +14,8 @@ from quire.errors import ConfigError, QuireError
 if TYPE_CHECKING:
     import aiohttp
 
+REFUSED = "HTTP 429"  # the server takes no more for now
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Target:

@@ -15,6 +15,7 @@ from quire.bench.machine import describe_machine
 from quire.bench.measure import measure_repeats, merge_repeats
 from quire.bench.report import Percentiles, RunReport
 from quire.bench.serve import Load, client_requests, parse_goodput, run_serve
+from quire.bench.tables import errors_text
 from quire.bench.workloads import fixed, usable_vocab
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -203,6 +204,9 @@ def serve(args: argparse.Namespace, shelf: EngineShelf) -> Runs:
         chosen = ranked[(len(ranked) - 1) // 2]
         chosen.interrupted = reports[-1].interrupted
         merge_repeats(chosen, reports)
+        chosen.notes += [
+            f"another repeat had errors: {errors_text(r)}" for r in reports if r.errors and r is not chosen
+        ]
         chosen.machine = describe_machine()
         yield chosen
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.bench.client import ClientRequest, Outcome, Target, find_model, require_aiohttp, run_load
+from quire.bench.client import REFUSED, ClientRequest, Outcome, Target, find_model, require_aiohttp, run_load
 from quire.bench.engines import progress_bar
 from quire.bench.machine import describe_machine
 from quire.bench.report import Percentiles, RunReport, Sample
@@ -134,7 +134,8 @@ async def _run(load: Load, name: str, parameters: dict[str, Any]) -> RunReport:
 def summarize(
     outcomes: Sequence[Outcome], *, num_requests: int, seconds: float, goodput_s: dict[str, float] | None = None
 ) -> RunReport:
-    """Latencies of the requests that succeeded; the others are counted by what went wrong."""
+    """Latencies of the requests that succeeded; the others are counted by what went wrong. What a full server refuses
+    is no failure: a load test may want to see just that."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     span = max(seconds, 1e-9)
@@ -156,6 +157,8 @@ def summarize(
         e2e_s=Percentiles.of([o.e2e_s for o in good if o.e2e_s is not None]),
     )
     report.values["req_s"] = len(good) / span
+    num_refused = report.errors.get(REFUSED, 0)
+    report.values |= {"failed_requests": len(failed) - num_refused, "refused_requests": num_refused}
     if goodput_s:
         kept = sum(all(_meets(o, metric, limit) for metric, limit in goodput_s.items()) for o in good)
         report.values["goodput_req_s"] = kept / span

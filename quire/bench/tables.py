@@ -84,9 +84,13 @@ def details(run: RunReport) -> str:
     if more:
         lines.append(f"  more       {', '.join(more)}")
     if run.errors:
-        lines.append("  errors     " + ", ".join(f"{count} x {what}" for what, count in run.errors.items()))
+        lines.append(f"  errors     {errors_text(run)}")
     lines += [f"  note       {note}" for note in run.notes]
     return "\n".join(lines)
+
+
+def errors_text(run: RunReport) -> str:
+    return ", ".join(f"{count} x {what}" for what, count in run.errors.items())
 
 
 def _latency_table(run: RunReport) -> list[str]:

@@ -294,8 +294,19 @@ def _finish(args: argparse.Namespace, benchmark: str, found: _Found, *, is_sweep
         raise found.failure
     if found.interrupted:
         print("quire: interrupted" + (": what was measured until then is above" if found.runs else ""), file=sys.stderr)
-    failed = sum(run.requests for run in found.runs) and not any(run.completed for run in found.runs)
-    return found.exit_code or (1 if failed else 0)
+    failure = None if is_sweep else _failed_requests(found.runs)  # at a point too far they are a sweep's finding
+    if failure:
+        print(f"quire: error: {failure}", file=sys.stderr)
+    is_empty = any(run.requests for run in found.runs) and not any(run.completed for run in found.runs)
+    return found.exit_code or (1 if failure or is_empty else 0)
+
+
+def _failed_requests(runs: list[Any]) -> str | None:
+    """How many of a server's requests failed, in all repeats. It refuses others with 429 when it is full: those do not
+    count."""
+    num_failed = sum(sum(run.repeat_values.get("failed_requests", [])) for run in runs)
+    num_sent = sum(run.requests * len(run.repeats) for run in runs)
+    return f"{num_failed:.0f} of {num_sent} requests failed" if num_failed else None
 
 
 def _write(path: str, name: str, runs: list[Any]) -> None:

@@ -8,12 +8,14 @@ import sys
 
 import quire
 from quire.cli import bench, chat, env, generate, lab, models, plan, pull, serve
+from quire.cli.standard_streams import open_closed_streams
 from quire.errors import BadRequestError, ConfigError, QuireError
 
 _COMMANDS = (generate, chat, serve, pull, models, bench, plan, lab, env)
 
 
 def main(argv: list[str] | None = None) -> int:
+    open_closed_streams()
     parser = argparse.ArgumentParser(
         prog="quire", description="LLM inference on paged KV memory.", epilog="quire COMMAND --help shows its options."
     )

@@ -69,7 +69,7 @@ class Flag:
     is_switch: bool = False
     is_list: bool = False  # given several times; in a variable, with spaces between
     takes_several: bool = False  # a list that also takes several values after one flag
-    is_secret: bool = False  # an empty variable is then a mistake, not "not given"
+    is_secret: bool = False  # no message shows its value; an empty variable is a mistake, not "not given"
 
     @property
     def names(self) -> list[str]:
@@ -117,7 +117,10 @@ class Flag:
         if self.read is read_json and not isinstance(value, str):
             return value
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise ConfigError(f"{source} must be one value, got {value!r}: put text in quotes")
+            got = "" if self.is_secret else f", got {value!r}"
+            raise ConfigError(f"{source} must be one value{got}: put text in quotes")
+        if self.is_secret and not isinstance(value, str):  # YAML reads 0123 as a number, and it would be another key
+            raise ConfigError(f"{source} must be text: put it in quotes")
         return self.from_text(str(value), source)
 
 
@@ -219,12 +222,14 @@ def read_yaml(path: str) -> dict[Any, Any]:
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """Plain YAML takes the last of two equal keys in silence."""
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            # As written: once `<<` has merged another mapping in, a key may stand there twice with good reason.
+            node = super().compose_mapping_node(anchor)
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             twice = [key for key in keys if keys.count(key) > 1]
             if twice:
                 raise ConfigError(f"{twice[0]} in {path} is given twice")
-            return dict(super().construct_mapping(node, deep))
+            return node
 
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
@@ -235,7 +240,13 @@ def read_yaml(path: str) -> dict[Any, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"--config {path} is not valid YAML{where}: {getattr(error, 'problem', error)}") from None
+        # Without the word at fault: an unquoted password that begins with * or ! is one.
+        problem = re.sub(r"\b(alias|anchor|tag|handle) '.*'", r"\1", str(getattr(error, "problem", error)))
+        raise ConfigError(f"--config {path} is not valid YAML{where}: {' '.join(problem.split())}") from None
+    except ConfigError:
+        raise
+    except (ValueError, KeyError):  # PyYAML's own, of a date like 2024-13-45 or a tag like !!int
+        raise ConfigError(f"--config {path}: a value is not what it looks like: put text in quotes") from None
     if found is None:
         return {}
     if not isinstance(found, dict):

@@ -100,16 +100,20 @@ class ChildProcess:
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None
         for raw in self._process.stderr:
-            line = raw.decode("utf-8", "replace").rstrip("\n")
-            if not line.startswith(LOG_MARK):
-                self._tail.append(line)
-                print(line, file=sys.stderr, flush=True)
-                continue
-            try:
-                level, text = json.loads(line.removeprefix(LOG_MARK))
-            except ValueError:
-                level, text = logging.INFO, line
-            get_logger().log(level, "%s", text)
+            # Whatever is wrong with a line or with our log: an engine whose words nobody takes stops at a full pipe.
+            with contextlib.suppress(Exception):
+                self._take_line(raw.decode("utf-8", "replace").rstrip("\r\n"))
+
+    def _take_line(self, line: str) -> None:
+        if not line.startswith(LOG_MARK):
+            self._tail.append(line)
+            get_logger().warning("engine: %s", line)
+            return
+        try:
+            level, text = json.loads(line.removeprefix(LOG_MARK))
+        except ValueError:
+            level, text = logging.INFO, line
+        get_logger().log(level, "%s", text)
 
 
 def describe_exit(status: int) -> str:

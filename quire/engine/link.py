@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import zmq
 from quire.engine.messages import Command, News, decode_news, encode
 
 _MESSAGES_PER_TURN = 16  # then others on the event loop have theirs
+_PREFIX = "quire-"
+_SHORT_FOLDER = "/tmp"
 
 
 class EngineLink:
@@ -24,7 +27,7 @@ class EngineLink:
         self._loop = loop
         self._on_news = on_news
         self._on_error = on_error
-        self._folder = tempfile.mkdtemp(prefix="quire-")
+        self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_parent_folder())
         self.news_address = f"ipc://{self._folder}/news"
         self.commands_address = f"ipc://{self._folder}/commands"
         self._context = zmq.Context()
@@ -74,3 +77,10 @@ class EngineLink:
         except Exception as error:
             self._on_error(error)
         return True
+
+
+def _parent_folder() -> str:
+    """The temporary folder; where TMPDIR makes a longer path of it than a Unix socket can have, a short one."""
+    folder = tempfile.gettempdir()
+    longest = f"{folder}/{_PREFIX}12345678/commands"
+    return folder if len(os.fsencode(longest)) <= zmq.IPC_PATH_MAX_LEN else _SHORT_FOLDER

@@ -117,7 +117,8 @@ def _serve(
     )
     settle_for_serving()
     # A supervisor may signal every process it finds; requests that drain need this one to go on.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     outputs.send(encode(Ready(info)))
     watchdog.start()
     try:

@@ -49,6 +49,11 @@ def read_key_file(path: str) -> list[ApiKey]:
             continue
         named = _NAMED.fullmatch(line)
         source = f"api_key_file {path}, line {number}"  # never the line itself: it is a secret
+        if ":" in line and named is None:  # read as one key, `team:` would be a key that anyone can guess
+            raise ConfigError(
+                f"{source}: must be KEY or NAME:KEY, with a key after the colon and a name of 1 to 64 letters, digits, "
+                "'_', '.' or '-' before it"
+            )
         keys.append(make_key(named[2], name=named[1], source=source) if named else make_key(line, source=source))
     if not keys:
         raise ConfigError(f"api_key_file {path} holds no key: the server would be open to anyone")

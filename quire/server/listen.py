@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ConfigError
 from quire.server.settings import ServerSettings
 
 _BACKLOG = 2048
+
+
+@dataclass(slots=True, frozen=True)
+class SocketFile:
+    """A Unix socket's file, known by more than its name: another server may have put its own there since. An inode's
+    number is used again once its file is gone, but not with the same time."""
+
+    path: str
+    device: int
+    inode: int
+    made_ns: int
+
+    def remove(self) -> None:
+        """Unless it is somebody else's, or gone."""
+        with contextlib.suppress(OSError):
+            found = Path(self.path).stat()
+            if (found.st_dev, found.st_ino, found.st_mtime_ns) == (self.device, self.inode, self.made_ns):
+                Path(self.path).unlink()
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:
@@ -44,30 +64,44 @@ def _unix_socket(path: str) -> socket.socket:
     if not hasattr(socket, "AF_UNIX"):
         raise ConfigError("uds: this system has no Unix sockets; use --host and --port")
     try:
-        if stat.S_ISSOCK(Path(path).stat().st_mode):
-            _remove_stale(path)
-    except FileNotFoundError:
-        pass
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(path)
-        listener.listen(_BACKLOG)
+        _remove_stale(path)
+        listener = _bound(path)
     except OSError as error:
-        listener.close()
         raise ConfigError(f"uds {path}: {error.strerror or error}") from None
     listener.setblocking(False)
     return listener
 
 
 def _remove_stale(path: str) -> None:
-    """A socket file outlives the server that made it; nobody listening means it may go."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    """A socket file outlives a server that was killed; nobody listening means it may go."""
+    with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        if not stat.S_ISSOCK(Path(path).stat().st_mode):
+            return  # bind says what is wrong with it
         try:
             probe.connect(path)
-        except OSError:
-            Path(path).unlink(missing_ok=True)
+        except ConnectionRefusedError:
+            Path(path).unlink()
             return
-    raise ConfigError(f"uds {path} is in use: stop what uses it, or choose another path")
+        raise ConfigError(f"uds {path} is in use: stop what uses it, or choose another path")
+
+
+def _bound(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def socket_file(settings: ServerSettings) -> SocketFile | None:
+    """The file that `open_socket` has made; None for a port."""
+    if settings.uds is None:
+        return None
+    found = Path(settings.uds).stat()
+    return SocketFile(settings.uds, found.st_dev, found.st_ino, found.st_mtime_ns)
 
 
 def address_of(listener: socket.socket, settings: ServerSettings) -> str:

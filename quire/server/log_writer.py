@@ -60,9 +60,9 @@ class LogWriter(logging.Handler):
                 while not self._lines:
                     self._changed.wait()
                 self._is_writing = True
-                text = "\n".join(self._lines) + "\n"
                 if self._num_dropped:
-                    text += f"({self._num_dropped} log lines were left out here: nobody read this log for a while)\n"
+                    self._lines.append(self.format(_dropped(self._num_dropped)))
+                text = "\n".join(self._lines) + "\n"
                 self._lines.clear()
                 self._num_dropped = 0
             self._write(text.encode(errors="replace"))
@@ -75,3 +75,8 @@ class LogWriter(logging.Handler):
                 time.sleep(0.05)  # somebody set the pipe so; it is full
             except OSError:
                 return  # closed: there is nobody to tell
+
+
+def _dropped(num_lines: int) -> logging.LogRecord:
+    text = f"{num_lines} log lines were left out here: nobody read this log for a while"
+    return logging.makeLogRecord({"name": "quire", "levelno": logging.WARNING, "levelname": "WARNING", "msg": text})

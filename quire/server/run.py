@@ -1,6 +1,6 @@
 """`serve`: a server's life from an open socket to its exit code.
 
-    0    drained after SIGTERM or SIGINT
+    0    drained after SIGTERM, SIGINT, or SIGHUP from a terminal that goes away
     1    the engine died, or could not start
     130  SIGINT came twice
 
@@ -17,20 +17,19 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from quire.config import EngineConfig
 from quire.engine.api import EngineInfo, ServingEngine
 from quire.engine.garbage import settle_for_serving
-from quire.errors import EngineDeadError
+from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
 from quire.server.admission import Admission
 from quire.server.app import create_app
 from quire.server.context import ServerContext
 from quire.server.http_server import HttpServer
 from quire.server.life import LifeState, ServerLife, UnavailableError
-from quire.server.listen import address_of, open_socket
+from quire.server.listen import address_of, open_socket, socket_file
 from quire.server.logs import set_up_logs, watch_engine
 from quire.server.metrics import ServerMetrics
 from quire.server.settings import ServerSettings
@@ -42,6 +41,7 @@ _CUT_S = 2.0  # in which requests that were cut off are told so
 _CLOSE_S = 5.0  # for the engine's process to end by itself
 _WATCH_S = 1.0
 _MAX_FILES = 65_536
+_MIN_FILES = 64  # about thirty before the first connection
 
 
 class StartableEngine(ServingEngine, Protocol):
@@ -61,12 +61,13 @@ MakeEngine = Callable[[EngineConfig, ServerSettings], StartableEngine]
 
 def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEngine | None = None) -> int:
     """Serve until told to stop, and return the exit code. Raises a QuireError where it cannot start."""
+    _raise_file_limit()
     ssl_context = make_ssl_context(settings)
     listener = open_socket(settings)
+    own_file = socket_file(settings)
     logs = set_up_logs(settings.log_format, settings.log_level)
     # Its lines about itself say nothing that ours do not.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    _raise_file_limit()
     model = (*settings.served_model_names, config.model)[0]
     if "scheduling_policy" not in config.given:
         config = config.replace(scheduling_policy="priority")  # requests may bring one; equal ones keep their order
@@ -89,8 +90,8 @@ def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEn
             return runner.run(run())
     finally:
         listener.close()
-        if settings.uds is not None:
-            Path(settings.uds).unlink(missing_ok=True)
+        if own_file is not None:
+            own_file.remove()
 
 
 class _Run:
@@ -210,11 +211,10 @@ class _Run:
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        loop.add_signal_handler(signal.SIGTERM, self._want_drain)
         loop.add_signal_handler(signal.SIGINT, self._on_sigint)
-
-    def _on_sigterm(self) -> None:
-        self._want_drain()
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, to outlive its terminal
+            loop.add_signal_handler(signal.SIGHUP, self._want_drain)
 
     def _on_sigint(self) -> None:
         self._num_interrupts += 1
@@ -254,6 +254,12 @@ def _raise_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # what there is must do, then
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    if soft != resource.RLIM_INFINITY and soft < _MIN_FILES:
+        raise ConfigError(
+            f"a process may open {soft} files here, and a server needs {_MIN_FILES} and one for each connection: "
+            "raise the limit with ulimit -n 4096, or LimitNOFILE=4096 in a systemd unit"
+        )
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

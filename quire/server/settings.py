@@ -110,9 +110,11 @@ class ServerSettings:
         ):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1e9:
-                raise ConfigError(f"{name.removesuffix('_s')} must be more than 0 seconds, got {value:g}")
+                raise ConfigError(
+                    f"{name.removesuffix('_s')} must be more than 0 and at most 1e9 seconds, got {value:g}"
+                )
         if not 0 <= self.drain_timeout_s <= 1e9:
-            raise ConfigError(f"drain_timeout must be 0 seconds or more, got {self.drain_timeout_s:g}")
+            raise ConfigError(f"drain_timeout must be 0 to 1e9 seconds, got {self.drain_timeout_s:g}")
 
     @property
     def is_tls(self) -> bool:

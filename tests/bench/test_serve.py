@@ -38,6 +38,7 @@ def test_latencies_are_of_what_succeeded() -> None:
     assert (report.prompt_tokens, report.output_tokens) == (100, 50)
     assert (report.output_tok_s, report.total_tok_s) == (25.0, 75.0)
     assert report.values["req_s"] == 5.0
+    assert (report.values["failed_requests"], report.values["refused_requests"]) == (1, 3)
     assert report.ttft_s and report.itl_s and report.tpot_s
     assert report.ttft_s.p95 == pytest.approx(np.percentile([0.1 * (i + 1) for i in range(10)], 95))
     assert (report.itl_s.count, report.tpot_s.count) == (40, 10)

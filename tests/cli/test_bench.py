@@ -137,8 +137,26 @@ def test_serve_and_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(["bench", "serve", "--base-url", server.url, *flags]) == 1
     [run] = read(out).runs
     assert (run.completed, run.errors) == (3, {"HTTP 429": 1})
-    text = capsys.readouterr().out
+    text, err = capsys.readouterr()
     assert "1 x HTTP 429" in text and "slow down, please" in text and "4 x HTTP 500" in text
+    assert err.splitlines()[-1] == "quire: error: 4 of 4 requests failed"
+
+
+def test_serve_fails_with_any_request_that_fails_in_any_repeat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.json"
+    flags = ["--num-prompts", "4", "--input-len", "5", "--output-len", "3", "--output-json", str(out)]
+    with serving_in_a_thread(FakeServer(faults=[429, 500])) as server:
+        assert main(["bench", "serve", "--base-url", server.url, *flags, "--repeats", "3"]) == 1
+        text, err = capsys.readouterr()
+        assert "quire: error: 1 of 12 requests failed\n" in err  # what was refused is not counted
+        assert "1 x HTTP 500" in text  # whichever repeat is the median
+        assert sorted(read(out).runs[0].repeat_values["failed_requests"]) == [0, 0, 1]
+        # A sweep looks for the point where this begins.
+        server.faults = [500]
+        sweep = ["bench", "sweep", "--vary", "max-concurrency=1,2", "serve", "--base-url", server.url]
+        assert main([*sweep, *flags]) == 0
 
 
 def test_interrupted_runs_are_kept(

@@ -92,12 +92,41 @@ def test_a_value_reads_the_same_in_all_three_places(
         ("- port", "must hold lines like"),
         ("port: [", "not valid YAML, line"),
         ("!!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("<<: 5", "not valid YAML, line 1: expected a mapping"),
+        ("<<: {port: 1}\n<<: {port: 2}", "<< in .* is given twice"),
+        ("dtype: 2024-13-45", "a value is not what it looks like: put text in quotes"),
+        ("dtype: a\x07b", "not valid YAML"),
+        ("api-key: 0123", "api.key in .* must be text: put it in quotes"),
     ],
 )
 def test_a_files_mistake_is_one_line_that_names_it(file: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
         take(file=file, tmp_path=tmp_path)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "api-key: {name: team, key: SECRET}",
+        "api-key: [[SECRET]]",
+        "api-key: *SECRET",
+        "api-key: !SECRET x",
+        "api-key: !!int SECRET",
+    ],
+)
+def test_no_mistake_shows_a_secret(file: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        take(file=file, tmp_path=tmp_path)
+    assert "SECRET" not in str(refused.value)
+
+
+def test_a_merged_mapping_gives_what_the_file_itself_does_not(tmp_path: Path) -> None:
+    assert take(file="port: 5\n<<: {port: 1, dtype: half}", tmp_path=tmp_path).values == {"port": 5, "dtype": "half"}
+    # An anchor of which another takes over a part, and then a third: each key is written once.
+    file = "hf-overrides: {a: &a {x: 1, y: 1}, b: &b {<<: *a, x: 2}, c: {<<: *b, y: 3}}"
+    nested = take(file=file, tmp_path=tmp_path).values["hf_overrides"]
+    assert nested == {"a": {"x": 1, "y": 1}, "b": {"x": 2, "y": 1}, "c": {"x": 2, "y": 3}}
 
 
 def test_an_empty_file_and_null_give_nothing_and_a_missing_one_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import struct
+import subprocess
 import sys
 import threading
 
@@ -31,7 +32,7 @@ def launch(code: str, data: bytes = b"data") -> tuple[ChildProcess, int]:
     return child, statuses[0]
 
 
-def test_input_words_and_status(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_input_words_and_status(caplog: pytest.LogCaptureFixture) -> None:
     code = f"""
 import sys, json
 data = sys.stdin.buffer.read(12)
@@ -44,7 +45,7 @@ sys.exit(5)
     assert status == 5
     words = str(struct.pack("<Q", 4) + b"data")
     assert words in child.stderr_tail()
-    assert words in capfd.readouterr().err
+    assert ("quire", logging.WARNING, f"engine: {words}") in caplog.record_tuples
     assert ("quire", logging.WARNING, "careful\nnow") in caplog.record_tuples
     assert "careful" not in child.stderr_tail()
 
@@ -52,6 +53,34 @@ sys.exit(5)
 def test_a_process_that_never_reads() -> None:
     _, status = launch("import os; os.close(0); os._exit(1)", b"x" * 1_000_000)
     assert status == 1
+
+
+def test_no_log_that_fails_and_no_broken_line_keeps_the_engine_from_being_read(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(record: logging.LogRecord) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(caplog.handler, "handle", fail)
+    lines = [f"{LOG_MARK}7", f'{LOG_MARK}["loud", "x"]', "plain words", f'{LOG_MARK}[20, "x"]']
+    # Many times what its pipe holds: it can end only if all of it is read.
+    child, status = launch(f"import sys\nfor i in range(20_000): print({lines!r}[i % 4], file=sys.stderr)")
+    assert status == 0
+    assert child.stderr_tail().splitlines() == ["plain words"] * 20
+
+
+def test_without_a_server_its_words_are_shown_on_stderr() -> None:
+    code = """
+import sys, threading
+from quire.engine.launch import ChildProcess, EngineProcessOptions
+ended = threading.Event()
+command = (sys.executable, "-c", "import sys; print('out of luck', file=sys.stderr)")
+child = ChildProcess(EngineProcessOptions(command=command), b"", lambda status: ended.set())
+ended.wait(20)
+child.release()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "quire: engine: out of luck\n"
 
 
 def test_the_tail_is_short() -> None:

@@ -92,8 +92,8 @@ def test_signals_that_are_the_servers_to_answer(tiny_model: Path) -> None:
         request = client.prepare("a", "hello", SamplingParams(max_tokens=50, ignore_eos=True))
         stream = client.stream(request)
         await anext(stream)
-        os.kill(client.pid, signal.SIGINT)
-        os.kill(client.pid, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(client.pid, number)
         outputs = [output async for output in stream]
         assert outputs[-1].outputs[0].finish_reason == "length"
         # A terminal's Ctrl-C does not reach it at all.

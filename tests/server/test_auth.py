@@ -104,7 +104,16 @@ def test_a_key_file_has_keys_names_and_comments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [("# nothing\n", "holds no key"), ("ok\nwith space\n", "line 2"), ("schlüssel\n", "line 1")]
+    ("content", "words"),
+    [
+        ("# nothing\n", "holds no key"),
+        ("ok\nwith space\n", "line 2"),
+        ("schlüssel\n", "line 1"),
+        ("ok\nsecret:\n", "keys, line 2: must be KEY or NAME:KEY"),
+        (":secret\n", "keys, line 1: must be KEY or NAME:KEY"),
+        ("team/a:secret\n", "keys, line 1: must be KEY or NAME:KEY"),
+        (f"{'n' * 65}:secret\n", "keys, line 1: must be KEY or NAME:KEY"),
+    ],
 )
 def test_a_bad_key_file_is_refused_without_showing_a_key(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "keys"
@@ -112,6 +121,7 @@ def test_a_bad_key_file_is_refused_without_showing_a_key(tmp_path: Path, content
     with pytest.raises(ConfigError, match=words) as refused:
         read_key_file(str(path))
     assert "with space" not in str(refused.value)
+    assert "secret" not in str(refused.value)
 
 
 def test_an_unreadable_key_file_is_one_line(tmp_path: Path) -> None:

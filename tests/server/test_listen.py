@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.server.listen import address_of, open_socket
+from quire.server.listen import address_of, open_socket, socket_file
 from quire.server.settings import ServerSettings
 
 
@@ -55,3 +55,40 @@ def test_a_unix_socket_replaces_a_stale_one_but_never_a_file_or_a_live_one(tmp_p
     with pytest.raises(ConfigError, match="file"):
         open_socket(ServerSettings(uds=str(tmp_path / "file")))
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_path_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file" / "quire.sock", tmp_path / "none" / "quire.sock", tmp_path / ("x" * 200)):
+        with pytest.raises(ConfigError, match=str(path)) as refused:
+            open_socket(ServerSettings(uds=str(path)))
+        assert "\n" not in str(refused.value)
+
+
+def test_a_socket_of_another_kind_is_nobodys_leftover(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(path))
+        with pytest.raises(ConfigError, match=str(path)):
+            open_socket(ServerSettings(uds=str(path)))
+        assert path.exists()
+
+
+def test_only_the_file_that_was_bound_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    settings = ServerSettings(uds=str(path))
+    assert socket_file(ServerSettings()) is None
+    with open_socket(settings):
+        ours = socket_file(settings)
+        assert ours is not None
+        path.chmod(0o660)  # it stays ours
+    path.unlink()
+    ours.remove()  # gone already
+    with open_socket(settings):  # where inodes' numbers are used again, it has the same one
+        ours.remove()
+        assert path.exists()
+        theirs = socket_file(settings)
+        assert theirs is not None
+        path.chmod(0o660)
+        theirs.remove()
+        assert not path.exists()

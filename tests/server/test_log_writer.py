@@ -6,11 +6,14 @@ import http.client
 import json
 import logging
 import os
+import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from live_harness import eventually, page_server, sim_command
+from serve_fakes import running
 
 from quire.server.log_writer import LogWriter
 
@@ -59,7 +62,7 @@ def test_a_log_that_nobody_reads_holds_nobody_up(pipe: tuple[int, int]) -> None:
         found += os.read(pipe[0], 100_000)
     lines = found.decode().splitlines()
     assert lines[1:51] == [f"line {index}" for index in range(50)]
-    assert lines[51] == "(30 log lines were left out here: nobody read this log for a while)"
+    assert lines[51] == "30 log lines were left out here: nobody read this log for a while"
     logger.info("and on")
     assert os.read(pipe[0], 100) == b"and on\n"
 
@@ -84,3 +87,21 @@ def test_a_server_serves_on_when_nobody_reads_its_log(tiny_model: Path) -> None:
             assert reply.status == 200, reply.read()
             reply.read()
         connection.close()
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["full", "closed"])
+def test_an_engine_that_talks_runs_on_when_nobody_reads_the_log(tiny_model: Path, is_closed: bool) -> None:
+    command = sim_command(tiny_model, {"num_blocks": 64, "max_model_len": 100, "verify": False})
+    with running(command[1:]) as server:
+        server.wait_for("ready at")
+        if is_closed:
+            assert server.process.stderr is not None
+            server.process.stderr.close()
+        [engine] = psutil.Process(server.process.pid).children()
+        for _ in range(200):  # the stacks of its threads, each time: far more than two pipes of 65,536 bytes hold
+            engine.send_signal(signal.SIGUSR1)
+            time.sleep(0.005)
+        body = {"model": str(tiny_model), "prompt": [1, 2, 3], "max_tokens": 1, "ignore_eos": True}
+        assert server.post("/v1/completions", body)[0] == 200
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0

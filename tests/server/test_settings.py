@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -32,7 +33,10 @@ def test_is_local(host: str, is_local: bool) -> None:
         ({"max_body_bytes": 0}, "max_body_bytes must be"),
         ({"max_waiting_requests": 0}, "max_waiting_requests must be"),
         ({"header_timeout_s": 0.0}, "header_timeout must be more than 0"),
+        ({"default_timeout_s": math.nan}, "default_timeout must be more than 0"),
+        ({"max_timeout_s": math.inf}, "max_timeout must be .* at most 1e9 seconds, got inf"),
         ({"drain_timeout_s": -1.0}, "drain_timeout must be 0"),
+        ({"drain_timeout_s": math.nan}, "drain_timeout must be 0"),
         ({"default_timeout_s": 10.0, "max_timeout_s": 5.0}, "default_timeout .* must be <= max_timeout"),
         ({"cors_origins": ("example.org",)}, "cors_origin must be like"),
         ({"cors_origins": ("https://example.org/",)}, "cors_origin must be like"),
