@@ -42,6 +42,7 @@ class SimSettings:
     pace_file: str = ""  # what is in it, in seconds, goes for step_s: a test slows and hastens a running engine with it
     hang_s: float = 1.0
     verify: bool = True
+    talks: int = 0  # lines of no log that every step writes to stderr, as a library would
     start_error: str = ""  # a class of quire.errors, or a signal's name, or "exit"
 
 
@@ -66,6 +67,8 @@ class SimEngineExecutor(SimExecutor):
             raise RuntimeError("boom")
         if CRASH in heads:
             os.kill(os.getpid(), signal.SIGSEGV)
+        for _ in range(self.settings.talks):
+            print("a library says " + "something " * 100, file=sys.stderr)
         started_s = time.monotonic()
         while (left_s := started_s + self._step_s() - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.02))  # a change of pace is felt at once

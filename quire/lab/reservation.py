@@ -215,6 +215,6 @@ class ReservedKV:
     def commit(self, seq_id: int, token_ids: Sequence[int], num_computed: int) -> None:
         """Nothing is cached."""
 
-    def free(self, seq_id: int) -> None:
+    def free(self, seq_id: int, *, distrust: bool = False) -> None:
         self.allocator.free(self.tables.pop(seq_id).region)
         del self._lengths[seq_id]

@@ -10,7 +10,6 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from live_harness import eventually, page_server, sim_command
 from serve_fakes import running
@@ -91,17 +90,14 @@ def test_a_server_serves_on_when_nobody_reads_its_log(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("is_closed", [False, True], ids=["full", "closed"])
 def test_an_engine_that_talks_runs_on_when_nobody_reads_the_log(tiny_model: Path, is_closed: bool) -> None:
-    command = sim_command(tiny_model, {"num_blocks": 64, "max_model_len": 100, "verify": False})
+    command = sim_command(tiny_model, {"num_blocks": 64, "max_model_len": 100, "verify": False, "talks": 40})
     with running(command[1:]) as server:
         server.wait_for("ready at")
         if is_closed:
             assert server.process.stderr is not None
             server.process.stderr.close()
-        [engine] = psutil.Process(server.process.pid).children()
-        for _ in range(200):  # the stacks of its threads, each time: far more than two pipes of 65,536 bytes hold
-            engine.send_signal(signal.SIGUSR1)
-            time.sleep(0.005)
-        body = {"model": str(tiny_model), "prompt": [1, 2, 3], "max_tokens": 1, "ignore_eos": True}
-        assert server.post("/v1/completions", body)[0] == 200
+        body = {"model": str(tiny_model), "prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True}
+        for _ in range(4):  # 200 KB and more each time, and two pipes hold 131,072 bytes
+            assert server.post("/v1/completions", body)[0] == 200
         server.signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
