@@ -131,6 +131,8 @@ class EngineConfig:
         return cls(**values, given=given)
 
     def __post_init__(self) -> None:
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
+            raise ConfigError(f"hf_overrides must map names of config.json to values, got {self.hf_overrides!r}")
         self._set("dtype", _choice(_dtype_name(self.dtype), "dtype", _DTYPES))
         self._set("kv_cache_dtype", _choice(_dtype_name(self.kv_cache_dtype), "kv_cache_dtype", _KV_DTYPES))
         _one_of(self.load_format, "load_format", _LOAD_FORMATS)

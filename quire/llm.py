@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +13,12 @@ from quire.engine.inputs import Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.stats import Metric
 from quire.errors import BadRequestError
+from quire.interrupt import stop_on_interrupt
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
 from quire.text import Tokenizer
+from quire.text.chat_template import read_chat_template
 
 Message = Mapping[str, Any]
 
@@ -26,14 +30,15 @@ class LLM:
         for output in llm.generate(["Hello,"], SamplingParams(temperature=0, max_tokens=32)):
             print(output.outputs[0].text)
 
-    Takes every field of `quire.config.EngineConfig` by name.
+    Takes every field of `quire.config.EngineConfig` by name. Threads may share it: their calls run one after another.
     """
 
     def __init__(self, model: str = "smollm2", **kwargs: Any) -> None:
         started = time.perf_counter()
         config = EngineConfig.from_kwargs(model=model, **kwargs)
         self.llm_engine = LLMEngine.from_config(config, show_progress=True)
-        self._next_id = 0
+        self._ids = itertools.count()
+        self._one_at_a_time = threading.Lock()
         log_start(self.llm_engine, time.perf_counter() - started)
 
     def generate(
@@ -59,11 +64,14 @@ class LLM:
             own = own.clone(output_kind=OutputKind.FINAL_ONLY)  # nobody sees a batch before it is done
             try:
                 prepared.append(
-                    self.llm_engine.prepare(self._new_id(), prompt, own, arrival_time=now, priority=priorities[i] or 0)
+                    self.llm_engine.prepare(
+                        str(next(self._ids)), prompt, own, arrival_time=now, priority=priorities[i] or 0
+                    )
                 )
             except BadRequestError as error:
                 raise BadRequestError(f"prompt {i}: {error}" if len(batch) > 1 else str(error), param=error.param)  # noqa: B904
-        return self._run(prepared, use_tqdm)
+        with self._one_at_a_time:  # each call takes all outputs that a step brings
+            return self._run(prepared, use_tqdm)
 
     def chat(
         self,
@@ -84,18 +92,25 @@ class LLM:
                 f"chat_template_content_format must be auto, string or openai, got {chat_template_content_format!r}",
                 param="chat_template_content_format",
             )
-        if not messages:
-            raise BadRequestError("messages is empty: give at least one message", param="messages")
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+            raise BadRequestError("messages must be a list of messages, or of such lists, not empty", param="messages")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts: list[Prompt] = [
-            self.llm_engine.render_chat(
-                conversation,  # type: ignore[arg-type]
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "content_format": chat_template_content_format,
+        }
+        switches = chat_template_kwargs or {}
+        if not isinstance(switches, Mapping) or not all(isinstance(name, str) for name in switches):
+            raise BadRequestError("chat_template_kwargs must map names to values", param="chat_template_kwargs")
+        if taken := sorted({"messages", "chat_template", "content_format", "self"}.intersection(switches)):
+            raise BadRequestError(
+                f"chat_template_kwargs must not contain {', '.join(taken)}", param="chat_template_kwargs"
             )
+        template = None if chat_template is None else read_chat_template(chat_template)
+        prompts: list[Prompt] = [
+            self.llm_engine.render_chat(conversation, chat_template=template, **options | dict(switches))  # type: ignore[arg-type]
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
@@ -108,22 +123,21 @@ class LLM:
         try:
             for request, text in prepared:
                 engine.add_prepared(request, text)
-            while len(done) < len(ids):
-                for output in engine.step():
-                    if output.finished:
-                        done[output.request_id] = output
-                        if bar is not None:
-                            bar.add(output)
+            with stop_on_interrupt() as stop:
+                while len(done) < len(ids):
+                    for output in engine.step():
+                        if output.finished:
+                            done[output.request_id] = output
+                            if bar is not None:
+                                bar.add(output)
+                    if stop.is_set:
+                        raise KeyboardInterrupt
         finally:
             if bar is not None:
                 bar.close()
             if len(done) < len(ids):  # an error or Ctrl-C: give the blocks back
                 engine.abort_request(ids)
         return [done[i] for i in ids]
-
-    def _new_id(self) -> str:
-        self._next_id += 1
-        return str(self._next_id - 1)
 
     def get_tokenizer(self) -> Tokenizer:
         if self.llm_engine.tokenizer is None:

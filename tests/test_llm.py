@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.errors import BadRequestError, ConfigError, MemoryBudgetError, TokenizerError, WeightsError
+from quire.errors import (
+    BadRequestError,
+    ConfigError,
+    EngineDeadError,
+    MemoryBudgetError,
+    QuireError,
+    TokenizerError,
+    WeightsError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +77,115 @@ def test_an_interrupt_gives_the_blocks_back(llm: LLM, monkeypatch: pytest.Monkey
         llm.generate(["a", "b"], SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
     assert llm.llm_engine.core.kv.num_used_blocks == 0
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("place", ["submit", "collect"])
+def test_ctrl_c_in_a_step_ends_the_call_and_not_the_engine(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    llm = LLM(str(tiny_model), load_format="dummy", device="cpu", num_threads=1)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    [expected] = llm.generate("hello", params, use_tqdm=False)
+    executor = llm.llm_engine.core.executor
+    original = getattr(executor, place)
+
+    def interrupted(argument: Any) -> Any:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        return original(argument)
+
+    monkeypatch.setattr(executor, place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("hello", params, use_tqdm=False)
+    assert llm.llm_engine.core.kv.num_used_blocks == 0
+    [again] = llm.generate("hello", params, use_tqdm=False)
+    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_engine_that_was_torn_out_of_a_step_says_so(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(tiny_model), load_format="dummy", device="cpu", num_threads=1)
+
+    def torn(ticket: int) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.llm_engine.core.executor, "collect", torn)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("hello", use_tqdm=False)
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        llm.generate("hello", use_tqdm=False)
+
+
+def test_threads_may_share_it(llm: LLM) -> None:
+    prompts = ["one", "two and", "three of them"]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(llm.generate(prompts, params, use_tqdm=False)), daemon=True)
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [[output.outputs[0].token_ids for output in outputs] for outputs in found] == [expected] * 4
+
+
+@pytest.mark.parametrize("stop", [None, ["never"]])  # text made at the end, and as it comes
+def test_a_stop_token_is_no_part_of_the_text(llm: LLM, stop: list[str] | None) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, skip_special_tokens=False, stop=stop)
+    [free] = llm.generate("hello", plain, use_tqdm=False)
+    token = free.outputs[0].token_ids[3]
+    first = free.outputs[0].token_ids.index(token)
+    tokenizer = llm.get_tokenizer()
+    for include in (False, True):
+        params = plain.clone(stop_token_ids=[token], include_stop_str_in_output=include)
+        [output] = llm.generate("hello", params, use_tqdm=False)
+        completion = output.outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", token)
+        assert completion.token_ids == free.outputs[0].token_ids[: first + 1]
+        shown = completion.token_ids if include else completion.token_ids[:-1]
+        assert completion.text == tokenizer.decode(shown, skip_special_tokens=False)
+
+
+def test_contents_come_in_the_form_that_is_asked_for(llm: LLM) -> None:
+    template = "{% for m in messages %}{{ 'text' if m.content is string else 'parts' }}{% endfor %}"
+
+    def prompt(content: Any, content_format: str) -> str | None:
+        message = [{"role": "user", "content": content}]
+        params = SamplingParams(max_tokens=1)
+        options: dict[str, Any] = {"chat_template": template, "chat_template_content_format": content_format}
+        return llm.chat(message, params, use_tqdm=False, **options)[0].prompt
+
+    assert prompt("hi", "openai") == "parts"
+    assert prompt([{"type": "text", "text": "hi"}], "string") == "text"
+    assert prompt("hi", "auto") == "text"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"messages": {"role": "user", "content": "hi"}}, "messages must be a list"),
+        ({"messages": iter([{"role": "user", "content": "hi"}])}, "messages must be a list"),
+        ({"chat_template": "nofile.jinja"}, "neither a template"),
+        ({"chat_template_kwargs": {"messages": []}}, "must not contain messages"),
+        ({"chat_template_kwargs": {3: 4}}, "must map names"),
+    ],
+)
+def test_a_chat_that_cannot_be_is_one_error(llm: LLM, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(QuireError, match=words):
+        llm.chat(**{"messages": [{"role": "user", "content": "hi"}], "use_tqdm": False} | arguments)
+
+
+def test_the_templates_own_switches_go_over_ours(llm: LLM) -> None:
+    message = [{"role": "user", "content": "hi"}]
+    template = "{{ add_generation_prompt }}"
+    switches = {"add_generation_prompt": False}
+    params = SamplingParams(max_tokens=1)
+    [output] = llm.chat(message, params, use_tqdm=False, chat_template=template, chat_template_kwargs=switches)
+    assert output.prompt == "False"
 
 
 def test_chat_renders_the_models_template(llm: LLM) -> None:

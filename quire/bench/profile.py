@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.drive import forced_length
-from quire.bench.interrupt import stop_on_interrupt
 from quire.bench.machine import describe_engine, describe_machine
 from quire.bench.measure import check_lengths
 from quire.bench.report import RunReport
 from quire.bench.steps import Step, watch_steps
 from quire.bench.workloads import Workload
+from quire.interrupt import stop_on_interrupt
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine

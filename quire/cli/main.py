@@ -36,6 +36,10 @@ def main(argv: list[str] | None = None) -> int:
         # The reader (head, less) left. Point stdout at nothing, or Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # a full disk behind stdout, say
+        print(f"quire: error: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from quire.config import EngineConfig
 from quire.engine.inputs import Prompt
 from quire.engine.llm_engine import LLMEngine
+from quire.interrupt import stop_on_interrupt
 from quire.llm import log_start
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
@@ -51,12 +52,15 @@ class Session:
         try:
             for request, text in prepared:
                 self.engine.add_prepared(request, text)
-            while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
-                    self._count(output)
-                    output.request_id = str(int(output.request_id) - first)
-                    yield output
-                self._sample_cache()
+            with stop_on_interrupt() as stop:
+                while self.engine.has_unfinished_requests():
+                    for output in self.engine.step():
+                        self._count(output)
+                        output.request_id = str(int(output.request_id) - first)
+                        yield output
+                    self._sample_cache()
+                    if stop.is_set:
+                        raise KeyboardInterrupt
         finally:
             for stopped in self.engine.abort_request(ids):
                 self._count(stopped)

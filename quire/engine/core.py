@@ -94,6 +94,9 @@ class EngineCore:
             # Scheduler and executor may disagree now about who holds what: nothing after this could be trusted.
             self._failure = failure
             raise EngineDeadError(f"the engine failed in a step and stopped: {failure!r}") from failure
+        except BaseException as failure:  # Ctrl-C in the middle: likewise, but it is nobody's error
+            self._failure = failure
+            raise
 
     def _fill(self) -> None:
         """Submit until the executor has as much as it takes, or there is nothing more to plan yet."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.params import OutputKind
+from quire.params import OutputKind, SamplingParams
 from quire.plan import TokenLogprobs
 from quire.request import FinishReason, Request, Sequence
 from quire.scheduler import SequenceUpdate
@@ -113,17 +113,20 @@ class OutputProcessor:
         """Add an update to a line. True when a stop string ends it now."""
         if update.prompt_logprobs and job.prompt_logprobs is not None:
             job.prompt_logprobs.extend(self._logprob_dict(entry) for entry in update.prompt_logprobs)
+        num_new = len(update.new_token_ids)
+        num_hidden = int(num_new > 0 and update.finished and _is_stop_token(update.seq, job.request.params))
         for i, token in enumerate(update.new_token_ids):
             line.token_ids.append(token)
             if line.logprobs is not None and update.logprobs is not None:
                 entry = update.logprobs[i]
                 line.logprobs.append(self._logprob_dict(entry))
                 line.cumulative_logprob = (line.cumulative_logprob or 0.0) + entry.logprob
-            if line.detokenizer is not None and not job.text_at_end and self._show(job, line, token):
+            is_shown = line.detokenizer is not None and not job.text_at_end and i < num_new - num_hidden
+            if is_shown and self._show(job, line, token):
                 return True
         if update.finished:
             line.error = update.error
-            self._end(line, update.seq.finish_reason, update.seq.stop_reason, job)
+            self._end(line, update.seq.finish_reason, update.seq.stop_reason, job, num_hidden)
         return False
 
     def _show(self, job: _Job, line: _Line, token: int) -> bool:
@@ -144,12 +147,14 @@ class OutputProcessor:
         line.finish_reason, line.stop_reason = FinishReason.STOP.value, match.stop
         return True
 
-    def _end(self, line: _Line, reason: FinishReason | None, stop_reason: int | str | None, job: _Job) -> None:
+    def _end(
+        self, line: _Line, reason: FinishReason | None, stop_reason: int | str | None, job: _Job, num_hidden: int
+    ) -> None:
         assert reason is not None
         line.finish_reason, line.stop_reason = reason.value, stop_reason
         if line.detokenizer is None:
             return
-        text = line.detokenizer.push(line.token_ids) if job.text_at_end else ""
+        text = line.detokenizer.push(line.token_ids[: len(line.token_ids) - num_hidden]) if job.text_at_end else ""
         text += line.detokenizer.flush()
         if line.stops is not None:
             match = line.stops.push(text, may_stop=len(line.token_ids) > job.request.params.min_tokens)
@@ -202,6 +207,12 @@ class OutputProcessor:
             num_cached_tokens=num_cached,
             num_cache_creation_tokens=num_created,
         )
+
+
+def _is_stop_token(seq: Sequence, params: SamplingParams) -> bool:
+    """Whether the last token is one that ends a text and is no part of it, as a stop string is not."""
+    by_token = seq.finish_reason is FinishReason.STOP and not isinstance(seq.stop_reason, str)
+    return by_token and not params.include_stop_str_in_output
 
 
 def _completion(line: _Line, delta: bool) -> CompletionOutput:

@@ -63,12 +63,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        content_format: str = "auto",
         **kwargs: Any,
     ) -> str:
         """The conversation as text, ready to be encoded with add_special_tokens=False.
 
         `add_generation_prompt` ends it where the assistant begins to speak, `continue_final_message` within the last
-        message. `kwargs` are the template's own switches.
+        message. `content_format` is the form in which it gets contents: "string", "openai" (a list of parts), or as it
+        seems to want them. `kwargs` are the template's own switches.
         """
         if continue_final_message and add_generation_prompt:
             raise BadRequestError(
@@ -81,7 +83,7 @@ class ChatTemplate:
             raise BadRequestError(
                 f"chat_template_kwargs must not contain {', '.join(sorted(reserved))}", param="chat_template_kwargs"
             )
-        conversation = [self._shape(message) for message in normalized(messages)]
+        conversation = [self._shape(message, content_format) for message in normalized(messages)]
         if continue_final_message:
             _mark_end(conversation[-1])
         text = self._run({**self._tokens, **kwargs}, conversation, add_generation_prompt, tools)
@@ -94,10 +96,11 @@ class ChatTemplate:
             )
         return text[:end]
 
-    def _shape(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _shape(self, message: dict[str, Any], content_format: str) -> dict[str, Any]:
         """Content in the form that the template reads: text, or a list of parts."""
         content = message["content"]
-        if self._wants_parts and (isinstance(content, list) or not self._takes_strings):
+        wants_parts = self._wants_parts and (isinstance(content, list) or not self._takes_strings)
+        if content_format == "openai" or (content_format == "auto" and wants_parts):
             message["content"] = as_parts(content)
         else:
             message["content"] = as_string(content)

@@ -71,7 +71,7 @@ def test_tokens_wait_and_are_joined(tokenizer: Tokenizer) -> None:
         side.step("d", now_s=4.0, ended=[Ended(1, "stop", 7, None)])
         output = side.streams.take(stream)
         assert output is not None
-        assert (output.finished, output.outputs[0].text, len(output.outputs[0].token_ids)) == (True, "d", 1)
+        assert (output.finished, output.outputs[0].text, len(output.outputs[0].token_ids)) == (True, "", 1)
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", 7)
         metrics = output.metrics
         assert metrics is not None
@@ -170,7 +170,7 @@ def test_several_sequences(tokenizer: Tokenizer) -> None:
         assert [(c.index, c.text, c.finish_reason) for c in output.outputs] == [
             (0, "a", "length"),
             (1, "bd", "length"),
-            (2, "c", "stop"),
+            (2, "", "stop"),  # the token that stops a text is no part of it
         ]
         assert side.open(name="b").key == 4
 
@@ -215,7 +215,7 @@ def test_refusal_and_death(tokenizer: Tokenizer) -> None:
         refused, dying, ended = side.open(name="a"), side.open(name="b"), side.open(name="c")
         side.streams.on_refused(1, BadRequestError("too long", param="prompt"))
         side.step("bc", key=2)
-        side.step("e", key=3, ended=[Ended(3, "stop", None, None)])
+        side.step("e", key=3, ended=[Ended(3, "length", None, None)])
         side.streams.fail_all(EngineDeadError("gone"))
         with pytest.raises(BadRequestError, match="too long"):
             side.streams.take(refused)
