@@ -275,8 +275,18 @@ def _check_outputs(args: argparse.Namespace) -> None:
     if args.output_json:
         from pathlib import Path
 
-        if Path(args.output_json).is_dir():
-            raise ConfigError(f"--output-json {args.output_json} is a folder: name a file")
+        path = Path(args.output_json)
+        if path.is_dir():
+            raise ConfigError(f"--output-json {path} is a folder: name a file")
+        is_new = not path.exists()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a"):
+                pass
+            if is_new:
+                path.unlink()
+        except OSError as error:
+            raise ConfigError(f"--output-json {path} cannot be written: {error.strerror or error}") from None
 
 
 def _finish(args: argparse.Namespace, benchmark: str, found: _Found, *, is_sweep: bool = False) -> int:

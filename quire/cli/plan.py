@@ -13,7 +13,7 @@ from quire.cli.plan_text import render
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.lab.planner import make_plan
-from quire.lab.shapes import GPU_BYTES, SHAPES, read_model_spec
+from quire.lab.shapes import GPU_BYTES, SHAPES, gguf_file_bytes, read_model_spec
 from quire.lab.traffic import Kind
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     spec = read_model_spec(args.model)
     _check_mix(mix, config.max_model_len or spec.max_position)
     plan = make_plan(config, spec, device=device, memory_bytes=memory_bytes, mix=mix, concurrency=args.concurrency)
+    plan.file_bytes = gguf_file_bytes(args.model)
     if args.json:
         print(json.dumps(plan.to_data(), indent=2))
     else:

@@ -50,6 +50,8 @@ def _memory(plan: Plan) -> list[str]:
         f"{values:,} × {sizing.DTYPE_BYTES[plan.weight_dtype]} B ({plan.weight_dtype}) + norms and rotary tables "
         f"{size(norms * 4 + rope)}"
     )
+    if plan.keeps_file_packed:
+        weights += ", unpacked"
     step = f"at most {plan.max_num_batched_tokens:,} tokens, logits for {plan.max_num_seqs:,} sequences"
     entries: list[tuple[str, str, int]] = []
     fixed = config.kv_cache_memory_bytes
@@ -70,6 +72,12 @@ def _memory(plan: Plan) -> list[str]:
         entries.append(("=" if sign == "-" else " ", f"KV cache: {_budget_origin(plan)}", chosen.kv_budget_bytes))
     width = max(len(text) for _, text, _ in entries)
     lines = ["Memory", *(f"  {mark} {text:<{width}}  {size(b):>11}" for mark, text, b in entries)]
+    if plan.keeps_file_packed:
+        assert plan.file_bytes is not None
+        lines.append(
+            f"  packed    a CPU keeps the file's blocks of 4 and 8 bits as they are: weights near its "
+            f"{size(plan.file_bytes)} if it has no others"
+        )
     if chosen.ledger is None:
         return [*lines, f"  does not fit: {chosen.problem}"]
     ledger = chosen.ledger

@@ -55,6 +55,17 @@ class Plan:
     # For the concurrency that was asked: KV bytes, and the device's memory for it.
     wanted_kv_bytes: int | None = None
     wanted_memory_bytes: int | None = None
+    file_bytes: int | None = None  # of a GGUF file, whose packed blocks a CPU keeps as they are
+
+    @property
+    def keeps_file_packed(self) -> bool:
+        """Whether the weights take about what the file does: then `weight_bytes` is what they would be unpacked."""
+        return (
+            self.device == "cpu"
+            and self.config.quantization is None
+            and self.file_bytes is not None
+            and self.file_bytes < self.chosen.weight_bytes
+        )
 
     @property
     def is_exact(self) -> bool:
@@ -78,6 +89,7 @@ class Plan:
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "exact": self.is_exact,
+            "packed_file_bytes": self.file_bytes if self.keeps_file_packed else None,
             "chosen": asdict(self.chosen),
             "choices": [asdict(choice) for choice in self.choices],
             "skipped": self.skipped,

@@ -12,6 +12,7 @@ from quire.errors import DownloadError
 from quire.models.architectures import spec_from_config
 from quire.models.spec import ModelSpec
 from quire.weights import open_checkpoint, resolve_model
+from quire.weights.aliases import ALIASES
 
 _SMOLLM2 = LLAMA_8B | {
     "hidden_size": 576,
@@ -124,6 +125,16 @@ GPU_BYTES: dict[str, int] = {
         "b200": 178.3,
     }.items()
 }
+
+
+def gguf_file_bytes(model: str) -> int | None:
+    """The size of the file where the model is one GGUF file; None for every other."""
+    if model in ALIASES:
+        return ALIASES[model].member_bytes
+    if model in SHAPES:
+        return None
+    path = resolve_model(model, load_format="dummy")
+    return path.stat().st_size if path.suffix == ".gguf" else None
 
 
 def read_model_spec(model: str) -> ModelSpec:

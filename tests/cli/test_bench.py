@@ -220,6 +220,7 @@ def test_compare(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[
         (["throughput", "--burstiness", "0.5"], 2, "--request-rate"),
         (["throughput", "--plot", "chart.txt"], 2, ".png"),
         (["throughput", "--output-json", "."], 2, "is a folder"),
+        (["throughput", "--output-json", "/proc/x.json"], 2, "cannot be written"),
         (["throughput", "--block-size", "24"], 2, "block_size"),
         (["throughput", "--model", "./nowhere"], 1, "nowhere"),
         (["throughput", "--num-prompts", "-3", "fixed"], 2, "at least 1"),

@@ -44,6 +44,15 @@ def test_what_the_user_set_goes_into_the_command(capsys: pytest.CaptureFixture[s
     assert "--block-size 32 --kv-cache-dtype fp8" in out.split("Flags")[1]
 
 
+def test_weights_that_stay_packed_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "smollm2"]) == 0
+    text = capsys.readouterr().out
+    assert "unpacked" in text and "weights near its 93.81 MiB" in text
+    for arguments in (["smollm2", "--quantization", "int8"], ["smollm2", "--gpu", "h100"], ["llama-3.1-8b"]):
+        main(["plan", *arguments])
+        assert "unpacked" not in capsys.readouterr().out
+
+
 def test_json_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     mix = ["--mix", "200:400:3", "--mix", "6000:300", "--concurrency", "8"]
     assert main(["plan", "llama-3.1-8b", "--memory", "80GiB", "--json", *mix]) == 0
