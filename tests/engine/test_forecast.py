@@ -165,7 +165,7 @@ def test_a_host_that_is_late_is_not_taken_for_a_slow_device() -> None:
     class Late(SimExecutor):
         def collect(self, ticket: int) -> StepResult:
             result = super().collect(ticket)
-            time.sleep(step_s / 3)
+            time.sleep(0.6 * step_s)
             return result
 
     def attempt() -> bool:
@@ -174,7 +174,7 @@ def test_a_host_that_is_late_is_not_taken_for_a_slow_device() -> None:
         with serving(core) as steps:
             steps.put(add(0))
             steps.wait_for(40)
-        return step_s_of(steps, first=20) < 1.1 * step_s  # when the estimates have settled
+        return step_s_of(steps, first=20) < 1.05 * step_s  # when the estimates have settled
 
     assert holds_once(attempt)
 
