@@ -75,6 +75,7 @@ class AsyncLLM:
     def _start(self, config: EngineConfig) -> None:
         started = time.perf_counter()
         self.engine = LLMEngine.from_config(config, show_progress=True)
+        self.engine.built.tokens.smooth_for_readers(config)
         log_start(self.engine, time.perf_counter() - started)
         self._streams: dict[str, _Stream] = {}  # the engine thread's alone
         self._commands: deque[Callable[[], None]] = deque()

@@ -98,6 +98,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int | None = None
     target_step_ms: float | None = None
+    smooth_prefill_tokens: int | None = None
     scheduling_policy: str = "fcfs"
     priority_ageing_s: float = 10.0
     preemption: str = "auto"
@@ -166,6 +167,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+        smooth = self.smooth_prefill_tokens
+        if smooth is not None and (not isinstance(smooth, int) or isinstance(smooth, bool) or smooth < 0):
+            raise ConfigError(f"smooth_prefill_tokens must be a whole number >= 1, or 0 for no limit, got {smooth!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
         _between(self.gpu_memory_utilization, "gpu_memory_utilization", 0.0, 1.0, open_low=True)

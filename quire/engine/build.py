@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # Before anything is measured. The scheduler refines the prefill rate with every step.
 _FIRST_PREFILL_TOKENS_PER_S = {"cpu": 500.0, "cuda": 30_000.0}
 _FIRST_SWAP_BYTES_PER_S = 4e9
+# With some 64 decodes a whole number of a matrix product's tiles, and twice the time of the decodes alone.
+_SMOOTH_PREFILL_TOKENS = 320
 
 
 @dataclass(slots=True)
@@ -39,6 +41,11 @@ class TokenSide:
     @property
     def ledger(self) -> MemoryLedger:
         return self.executor.ledger
+
+    def smooth_for_readers(self, config: EngineConfig) -> None:
+        """For engines whose tokens are read as they come. A CPU's steps are small anyway."""
+        if config.smooth_prefill_tokens is None and self.executor.backend.device.type == "cuda":
+            self.core.scheduler.smooth_steps(_SMOOTH_PREFILL_TOKENS)
 
 
 @dataclass(slots=True)
@@ -128,6 +135,8 @@ def build_token_side(
         watermark=config.watermark,
     )
     scheduler = Scheduler(scheduler_config(config, executor), kv)
+    if config.smooth_prefill_tokens:
+        scheduler.smooth_steps(config.smooth_prefill_tokens)
     return TokenSide(executor, EngineCore(scheduler, executor.executor, kv))
 
 

@@ -72,7 +72,8 @@ class StepForecast:
         if self._planning is None:
             self._planning = Estimate.first(seconds)
         else:
-            self._planning.observe(seconds)
+            # Now and then a step has no graph, or captures one. That says nothing of the next, which probably has.
+            self._planning.observe(min(seconds, 3 * self._planning.mean_s))
 
     def free_s(self, kind: StepKind) -> float:
         """How long after a step's begin the next must be planned, so that the device does not wait. 0: at once."""

@@ -101,13 +101,15 @@ class EngineLoop:
     def _take_commands(self) -> None:
         """Everything that has come; sleeps while there is nothing to do, or nothing that must be done yet."""
         message = self._receive(0.0)
+        is_quiet = False
         while message is None and not self.core.has_work and not self._is_stopping:
             self._report()
             self.progress.step_started_s = None
             if self._can_prepare:
-                message = self._receive(_QUIET_S)
+                message = self._receive(0.0 if is_quiet else _QUIET_S)
+                is_quiet = message is None
                 self.progress.step_started_s = time.monotonic()
-                if message is None:
+                if is_quiet:
                     self._can_prepare = self.core.prepare_more()
                 continue
             # Rates and brownout fall with time alone.
@@ -181,12 +183,16 @@ class EngineLoop:
         """The one place that runs for every sequence of every step."""
         seq_keys = self._seq_keys
         news = StepNews(time.monotonic(), [], [], [], [], [], [])
-        keys, tokens = news.keys, news.tokens
+        # First tokens stand first: who reads the news passes them on in this order, and hundreds take a while.
+        first_keys: list[int] = []
+        first_tokens: list[int] = []
         for update in updates:
             seq = update.seq
             key = seq_keys.get(seq.seq_id)
+            keys, tokens = news.keys, news.tokens
             if key is None:
                 key = self._start(seq, news)
+                keys, tokens = first_keys, first_tokens
             for token in update.new_token_ids:
                 keys.append(key)
                 tokens.append(token)
@@ -197,6 +203,8 @@ class EngineLoop:
             if update.finished:
                 assert seq.finish_reason is not None
                 news.ended.append(Ended(key, seq.finish_reason.value, seq.stop_reason, update.error))
+        if first_keys:
+            news.keys[:0], news.tokens[:0] = first_keys, first_tokens
         if news.ended:  # not before: a request's last sequences may end in one step
             for update in updates:
                 if update.finished:

@@ -46,6 +46,7 @@ def build_core(launch: Launch) -> tuple[EngineCore, EngineInfo]:
     opened = open_model(config)
     tokens = build_token_side(config, opened)
     backend, ledger = tokens.executor.backend, tokens.ledger
+    tokens.smooth_for_readers(config)
     if backend.note:
         get_logger().warning("%s", backend.note)
     info = EngineInfo(

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: one launch instead of three hundred.
 
-Common padded batch sizes are captured at start; the others while there is nothing else to do, or the first time that a
-step needs them. Everything a graph reads is in tensors that stay where they are: the persistent batch, the KV cache,
+Common padded batch sizes are captured at start; the others while there is nothing else to do, or when they have come
+often. Everything a graph reads is in tensors that stay where they are: the persistent batch, the KV cache,
 and one small block of integers that each step overwrites. Padding rows point at a spare row and a spare block of their
 own.
 """
@@ -9,6 +9,7 @@ own.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from quire.executor.batch import PersistentBatch
 from quire.executor.sizing import MAX_GRAPH_SEQS, num_graph_rows, padded_size
+from quire.executor.stand_in import StandIns
 from quire.executor.transfer import StagingRing
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.shared_prefix import (
@@ -110,6 +112,7 @@ class DecodeGraphs:
         # By padded size, and whether the step reads shared prefixes once for all that share them.
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._not_captured = other_sizes(self._max_num_seqs)
+        self._stand_ins: StandIns[int] = StandIns(holds=operator.ge, size=int)
         self._groups = torch.zeros(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=batch.device)
         self._grouped: tuple[int, list[int]] | None = None  # the batch's version and rows that _groups is about
         self._has_groups = False
@@ -146,9 +149,12 @@ class DecodeGraphs:
     def prepare(self, rows: list[int], positions: list[int]) -> bool:
         """For one token of each row. True where the graph had to be captured first: time that is not the step's."""
         size = padded_size(len(rows))
-        self._fill(rows, positions, size)
         if self._grouped != (self._batch.version, rows):
             self._group(rows, positions, size)
+        if not self._has_groups and (size, False) not in self._graphs:
+            captured = [other for other, shares in self._graphs if not shares]
+            size = self._stand_ins.choose(size, captured) or size
+        self._fill(rows, positions, size)
         self._next = (size, self._has_groups)
         if self._next in self._graphs:
             return False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,11 +9,12 @@ from torch import Tensor
 from quire.executor.batch import PersistentBatch
 from quire.executor.graphs import GraphMemory, out_of_memory_is_survived
 from quire.executor.mixed_step import MixedInputs, MixedShape, all_shapes, run_mixed_step, shape_of
+from quire.executor.stand_in import StandIns
 from quire.executor.transfer import StagingRing
 from quire.models.decoder import Decoder
 from quire.plan import StepPlan
 
-_USES_THAT_PAY = 16  # a capture takes as long as launching so many steps one kernel at a time
+_WORTH_PADDING = 448  # tokens: a step of so many computes for about as long as launching its kernels one by one takes
 
 
 class MixedGraphs:
@@ -39,7 +38,7 @@ class MixedGraphs:
         self._ints = torch.zeros(MixedInputs.NUM_INTS, dtype=torch.int64, device=batch.device)
         self._staging = StagingRing(MixedInputs.NUM_INTS)
         self._graphs: dict[MixedShape, torch.cuda.CUDAGraph] = {}
-        self._uses: Counter[MixedShape] = Counter()
+        self._stand_ins: StandIns[MixedShape] = StandIns(holds=MixedShape.holds, size=lambda shape: shape.total_tokens)
         self._without: set[MixedShape] = set()  # for which there was no memory
         self._not_captured = all_shapes(len(memory.logits))
 
@@ -48,10 +47,12 @@ class MixedGraphs:
         shape = shape_of(plan)
         if shape is None or shape in self._graphs:
             return shape
-        if not self._fits(shape) or shape in self._without:
-            return None
-        self._uses[shape] += 1
-        return shape if self._uses[shape] >= _USES_THAT_PAY and self._capture(shape) else None
+        worth_it = [other for other in self._graphs if other.total_tokens <= _WORTH_PADDING]
+        chosen = self._stand_ins.choose(shape, worth_it)
+        if chosen == shape:
+            can_capture = self._fits(shape) and shape not in self._without
+            return shape if can_capture and self._capture(shape) else None
+        return chosen
 
     def prepare(self, plan: StepPlan, shape: MixedShape) -> None:
         host = np.empty(MixedInputs.NUM_INTS, dtype=np.int64)

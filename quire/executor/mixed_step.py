@@ -44,6 +44,9 @@ class MixedShape:
     def total_tokens(self) -> int:
         return self.num_decodes + self.num_tokens
 
+    def holds(self, other: MixedShape) -> bool:
+        return self.num_decodes >= other.num_decodes and self.num_tokens >= other.num_tokens
+
 
 def all_shapes(most_seqs: int) -> list[MixedShape]:
     """Those of at most so many sequences. First the largest, into whose memory the others then fit; then the likeliest:

@@ -14,7 +14,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 MAX_GRAPH_SEQS = 512
 # Of a captured step that mixes decodes with prompts: likewise.
 MIXED_DECODES = (0, 8, 16, 32, 64, 128, 256)
-MIXED_TOKENS = (64, 128, 192, 256, 384, 512)
+MIXED_TOKENS = (64, 128, 192, 256, 320, 384, 512)
 MAX_MIXED_DECODES, MAX_MIXED_TOKENS = MIXED_DECODES[-1], MIXED_TOKENS[-1]
 MAX_MIXED_PROMPTS = 16
 

@@ -32,6 +32,8 @@ from quire.scheduler.stops import append_until_stop
 from quire.scheduler.types import SchedulerStats, SequenceUpdate, TenantLoad, WaitReason
 from quire.scheduler.yielding import who_makes_way
 
+_BACKLOG_STEPS = 4  # smooth steps work off a quarter of what waits
+
 # Looked up once: reading an enum's member costs as much as the rest of a sequence's turn in a loop.
 _RUNNING, _FINISHED = SequenceState.RUNNING, SequenceState.FINISHED
 
@@ -55,6 +57,7 @@ class Scheduler:
         self._blocked_on: WaitReason | None = None
         self._refusal: BlockedHead | None = None
         self._prefill_limit: int | None = None
+        self._smooth_tokens: int | None = None
         self._prompt_logprobs_from: dict[int, int] = {}  # by seq_id: first prompt position not passed on yet
         self._failures: list[SequenceUpdate] = []
 
@@ -122,6 +125,12 @@ class Scheduler:
         """
         assert num_tokens is None or num_tokens > 0, f"a prefill limit must be > 0 or None, not {num_tokens}"
         self._prefill_limit = num_tokens
+
+    def smooth_steps(self, num_tokens: int) -> None:
+        """In steps that also decode, about so many prompt tokens, so that who reads along does not see them stall; more
+        when more wait, so that a backlog is worked off in a few steps all the same."""
+        assert num_tokens > 0, f"steps of {num_tokens} prompt tokens would get nowhere"
+        self._smooth_tokens = num_tokens if self.config.enable_chunked_prefill else None
 
     # -- requests come and go
 
@@ -205,6 +214,10 @@ class Scheduler:
             draft.budget = min(draft.budget, allowance)
         if self._prefill_limit is not None and decodes:
             draft.budget = min(draft.budget, self._prefill_limit)
+        if self._smooth_tokens is not None and decodes:
+            backlog = self._life.queue.num_waiting_tokens
+            backlog += sum(len(seq.token_ids) - seq.num_computed_tokens for seq in catching_up)
+            draft.budget = min(draft.budget, max(self._smooth_tokens, backlog // _BACKLOG_STEPS))
 
     def _still_running(self) -> Iterable[Sequence]:
         return (seq for seq in list(self._life.running) if seq.state is _RUNNING)

@@ -46,6 +46,22 @@ def test_kinds_of_steps() -> None:
     assert StepKind.of(plan) == StepKind(2, 2)
 
 
+def test_one_slow_plan_does_not_make_the_next_ones_early() -> None:
+    forecast, kind = StepForecast(), StepKind(1, 0)
+    for _ in range(40):
+        forecast.observe_step(kind, 10e-3)
+        forecast.observe_planning(0.5e-3)
+    usual_s = forecast.free_s(kind)
+    forecast.observe_planning(100e-3)  # a graph was captured
+    assert forecast.free_s(kind) > usual_s - 3e-3
+    for _ in range(5):
+        forecast.observe_planning(0.5e-3)
+    assert forecast.free_s(kind) > usual_s - 1e-3
+    for _ in range(40):
+        forecast.observe_planning(4e-3)  # it really takes longer now
+    assert forecast.free_s(kind) < 6e-3
+
+
 def test_what_is_unknown_is_not_waited_for() -> None:
     forecast = StepForecast()
     decodes, mixed = StepKind(1, 0), StepKind(1, 3)

@@ -244,6 +244,33 @@ def test_a_quiet_loop_prepares_until_nothing_is_left() -> None:
     assert driver.waited == [1.0]
 
 
+def test_only_the_first_preparation_waits_for_quiet() -> None:
+    driver = Driver()
+    left = [True, True, True, False]
+    driver.core.executor.prepare_more = lambda: left.pop(0)  # type: ignore[method-assign]
+    waits: list[float | None] = []
+    receive = driver.loop._receive
+
+    def note_down(wait_s: float | None) -> bytes | None:
+        waits.append(wait_s)
+        return receive(wait_s)
+
+    driver.loop._receive = note_down
+    driver.run()
+    assert not left and waits.count(_QUIET_S) == 1
+
+
+def test_first_tokens_come_first() -> None:
+    """Whoever passes on a step's tokens takes a while for all of them; a new request has waited long enough."""
+    driver = Driver()
+    driver.run([add(1, [1, 2, 3]), add(2, [4, 5])], [add(3, [6]), add(4, [7])])
+    steps = [news.keys for news in driver.of(StepNews)]
+    assert steps[0] == [1, 2]
+    assert [3, 4, 1, 2] in steps
+    assert steps[-3] == [1, 2, 3, 4]
+    assert {key: len(line) for key, line in driver.tokens().items()} == dict.fromkeys((1, 2, 3, 4), 20)
+
+
 def test_a_failed_step_ends_the_loop() -> None:
     driver = Driver()
     with pytest.raises(EngineDeadError, match="boom"):

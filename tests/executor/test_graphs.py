@@ -1,11 +1,15 @@
-"""The part of decode graphs that needs no GPU: the sizes that they are captured for."""
+"""The part of graphs that needs no GPU: the sizes that they are captured for, and which serves a step."""
 
 from __future__ import annotations
+
+import operator
 
 import pytest
 
 from quire.executor.graphs import common_sizes, other_sizes
+from quire.executor.mixed_step import MixedShape
 from quire.executor.sizing import MAX_GRAPH_SEQS, padded_size
+from quire.executor.stand_in import USES_THAT_PAY, StandIns
 
 
 def test_padding_is_enough_and_little() -> None:
@@ -23,3 +27,19 @@ def test_every_size_is_captured_at_start_or_later(max_num_seqs: int) -> None:
     assert not set(common) & set(other) and other[1:] == sorted(other[1:])
     assert max(other, default=0) == (other or [0])[0]  # the others fit into its memory
     assert {padded_size(num) for num in range(1, max_num_seqs + 1)} <= set(common) | set(other)
+
+
+def test_a_larger_graph_stands_in_until_the_own_one_pays() -> None:
+    stand_ins = StandIns[int](holds=operator.ge, size=int)
+    captured = [256, 8, 64]
+    assert [stand_ins.choose(40, captured) for _ in range(USES_THAT_PAY)] == [64] * (USES_THAT_PAY - 1) + [40]
+    assert stand_ins.choose(24, captured) == 64  # each shape counts for itself
+    assert stand_ins.choose(300, captured) is None
+
+
+def test_a_mixed_step_needs_room_for_its_decodes_and_its_tokens() -> None:
+    stand_ins = StandIns[MixedShape](holds=MixedShape.holds, size=lambda shape: shape.total_tokens)
+    captured = [MixedShape(0, 512), MixedShape(64, 64), MixedShape(64, 320), MixedShape(128, 128)]
+    assert stand_ins.choose(MixedShape(32, 128), captured) == MixedShape(128, 128)
+    assert stand_ins.choose(MixedShape(32, 192), captured) == MixedShape(64, 320)
+    assert stand_ins.choose(MixedShape(256, 64), captured) is None

@@ -374,6 +374,40 @@ def test_waiting_tokens_are_counted() -> None:
     assert rig.scheduler.tenant_loads == {}
 
 
+def test_smooth_steps_take_little_of_a_prompt_beside_decodes_and_more_when_more_waits() -> None:
+    rig = Rig(num_blocks=1000, max_num_batched_tokens=512, max_model_len=600)
+    rig.scheduler.smooth_steps(32)
+    rig.add(make_request(200, max_tokens=60))
+    assert [n for _, _, n, _ in spans(rig.submit())] == [200]  # nobody reads yet
+    rig.collect()
+    rig.add(make_request(80))
+    chunks = []
+    for _ in range(3):
+        chunks.append([n for _, _, n, _ in spans(rig.submit())])
+        rig.collect()
+    assert chunks == [[1, 32], [1, 32], [1, 16]]
+    rig.add(make_request(400), make_request(400))
+    assert sum(n for _, _, n, _ in spans(rig.submit()) if n > 1) == 200  # a quarter of what waits
+    rig.collect()
+    assert sum(n for _, _, n, _ in spans(rig.submit()) if n > 1) == 150
+    rig.collect()
+    rig.run()
+    rig.check_idle()
+
+
+def test_prompts_that_may_not_be_split_are_not_smoothed() -> None:
+    rig = Rig(num_blocks=400, max_num_batched_tokens=512, max_model_len=400, enable_chunked_prefill=False)
+    rig.scheduler.smooth_steps(32)
+    rig.add(make_request(20, max_tokens=40))
+    rig.submit()
+    rig.collect()
+    rig.add(make_request(300))
+    assert [n for _, _, n, _ in spans(rig.submit())] == [1, 300]
+    rig.collect()
+    rig.run()
+    rig.check_idle()
+
+
 def test_a_prefill_limit_holds_in_steps_that_decode_until_it_is_lifted() -> None:
     rig = Rig(num_blocks=400, max_num_batched_tokens=64)
     rig.scheduler.set_prefill_limit(8)
