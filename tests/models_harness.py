@@ -45,6 +45,7 @@ def load_decoder(
         slot.load(tensor)
     left_over = [name for name in state_dict if name not in slots and not decoder.is_ignored_weight(name)]
     assert not left_over, left_over
+    decoder.finish_loading()
     return decoder
 
 

@@ -131,7 +131,7 @@ def run_pairs(report: Report) -> None:
                 several = [partial(_add_norm, ops, x, w, residual, norm) for w in weights]
                 expected = residual.float() + oracle.linear(x.float(), _wide(last))
                 found = one[-1]()
-                assert isinstance(found, Unscaled)
+                assert isinstance(found, Unscaled) and found.square_sums is not None
                 rms = torch.rsqrt(found.square_sums.sum(0) / n + 1e-5)
                 off = max(error(residual, expected), error(found.x.float() * rms[:, None],
                                                            oracle.rms_norm(expected, norm, 1e-5)))  # fmt: skip

@@ -60,6 +60,8 @@ def build_executor(
         max_position=config.max_model_len or spec.max_position,
     )
     checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
+    with torch.inference_mode():
+        decoder.finish_loading()
     timeline.mark("weights")
     if precompile is not None:
         precompile.wait()

@@ -11,7 +11,8 @@ from triton.backends.compiler import GPUTarget
 from quire.config import EngineConfig
 from quire.executor.graphs import MAX_GROUPS, common_sizes
 from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype, padded_size
-from quire.kernels.interface import AttentionBatch, LinearWeight, Unscaled
+from quire.kernels.interface import AttentionBatch, FoldedNorm, LinearWeight, Unscaled
+from quire.kernels.reference import DenseLinear
 from quire.kernels.shared_prefix import packed_length, unpack_shared_prefixes
 from quire.kernels.triton import TritonOps
 from quire.kernels.triton.precompile import KernelJob, collecting
@@ -63,7 +64,7 @@ class _RehearsedOps(TritonOps):
         x: Tensor,
         weight: LinearWeight,
         residual: Tensor,
-        norm: Tensor | None,
+        norm: Tensor | FoldedNorm | None,
         eps: float,
         branch_norm: Tensor | None = None,
     ) -> Tensor | Unscaled:
@@ -77,6 +78,15 @@ class _RehearsedOps(TritonOps):
         if self.is_skinny(hidden, weight):
             return super().logits(hidden, weight)
         return self._empty(len(hidden), weight.out_features)
+
+    def fold_norm(self, norm: Tensor, weight: LinearWeight) -> FoldedNorm:
+        return FoldedNorm(norm)
+
+    def _multiply(self, x: Tensor, weight: DenseLinear) -> Tensor:
+        return self._empty(len(x), weight.out_features)
+
+    def _multiply_add(self, x: Tensor, weight: DenseLinear, residual: Tensor) -> None:
+        pass
 
     def _empty(self, rows: int, width: int) -> Tensor:
         return torch.empty((rows, width), dtype=self.dtype, device=self.device)
@@ -100,6 +110,7 @@ class _Rehearsal:
             dtype=dtype,
             max_position=self.max_len,
         )
+        self.decoder.finish_loading()
         shape = (self.max_tokens // config.block_size + 1, 2, spec.num_kv_heads, config.block_size, spec.head_dim)
         self.wide_cache = torch.empty(shape, dtype=dtype, device=_META)
         self.cache = torch.empty(shape, dtype=_DTYPES[kv_dtype(config, name)], device=_META)

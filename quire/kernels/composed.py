@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Ops, Unscaled
+from quire.kernels.interface import AttentionBatch, AttentionSpec, FoldedNorm, LinearWeight, Ops, Unscaled
 
 
 class ComposedOps:
-    """For classes that offer the single operations of `Ops`. No Unscaled is ever made here, so none arrives."""
+    """For classes that offer the single operations of `Ops`. No FoldedNorm or Unscaled is made here: none arrives."""
+
+    folds_norms = False
+
+    def fold_norm(self, norm: Tensor, weight: LinearWeight) -> FoldedNorm:
+        raise NotImplementedError("this backend folds no norms")
+
+    def norm(self: Ops, residual: Tensor, norm: Tensor | FoldedNorm, eps: float) -> Tensor | Unscaled:
+        assert not isinstance(norm, FoldedNorm)
+        return self.rms_norm(residual, norm, eps)
 
     def linear_rope_write(
         self: Ops,
@@ -30,10 +39,11 @@ class ComposedOps:
         x: Tensor,
         weight: LinearWeight,
         residual: Tensor,
-        norm: Tensor | None,
+        norm: Tensor | FoldedNorm | None,
         eps: float,
         branch_norm: Tensor | None = None,
     ) -> Tensor | Unscaled:
+        assert not isinstance(norm, FoldedNorm)
         branch = self.linear(x, weight)
         if branch_norm is not None:
             branch = self.rms_norm(branch, branch_norm, eps)

@@ -42,9 +42,18 @@ class SharedPrefixes:
 class Unscaled:
     """Normalised rows, but for a factor: a backend may leave it to the product that follows, which is linear."""
 
-    x: Tensor  # [tokens, features]: the residual stream times the norm's weight
-    square_sums: Tensor  # [parts, tokens] float32: of the residual stream; a token's parts add up to its sum of squares
+    x: Tensor  # [tokens, features]: the residual stream times the norm's weight, unless that is folded
+    # [parts, tokens] float32: of the residual stream; a token's parts add up to its sum of squares. None: x is the
+    # stream itself, to be looked at.
+    square_sums: Tensor | None
     eps: float
+
+
+@dataclass(slots=True, frozen=True)
+class FoldedNorm:
+    """A norm whose weight is in the columns of the matrix that follows it: only the rows' factors are left to do."""
+
+    ones: Tensor  # what is left of the weight, for kernels that want one
 
 
 @dataclass(slots=True)
@@ -128,6 +137,7 @@ class Ops(Protocol):
     """The operations of one backend on one device."""
 
     name: str
+    folds_norms: bool  # whether norms may come as FoldedNorm
 
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]: ...
 
@@ -141,6 +151,12 @@ class Ops(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight, computed in float32. (Gemma's 1 + weight is folded in at load.)"""
+
+    def fold_norm(self, norm: Tensor, weight: LinearWeight) -> FoldedNorm:
+        """Multiply the matrix's columns by the weight of the norm before it. Only where `folds_norms`."""
+
+    def norm(self, residual: Tensor, norm: Tensor | FoldedNorm, eps: float) -> Tensor | Unscaled:
+        """rms_norm, for a product that follows; residual is not changed before that."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x, in place; returns rms_norm(residual)."""
@@ -193,7 +209,7 @@ class Ops(Protocol):
         x: Tensor,
         weight: LinearWeight,
         residual: Tensor,
-        norm: Tensor | None,
+        norm: Tensor | FoldedNorm | None,
         eps: float,
         branch_norm: Tensor | None = None,
     ) -> Tensor | Unscaled:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Ops, Unscaled
+from quire.kernels.interface import AttentionBatch, AttentionSpec, FoldedNorm, LinearWeight, Ops
 from quire.layers.rotary import rotary_table
 from quire.models.slots import WeightSlot, matrix_slots, norm_slot
 from quire.models.spec import ModelSpec, RopeSpec
@@ -27,8 +27,8 @@ class _Layer:
     output: LinearWeight
     gate_up: LinearWeight
     down: LinearWeight
-    attention_norm: Tensor
-    mlp_norm: Tensor
+    attention_norm: Tensor | FoldedNorm
+    mlp_norm: Tensor | FoldedNorm
     q_norm: Tensor | None
     k_norm: Tensor | None
     after_attention_norm: Tensor | None  # with sandwich norms only
@@ -39,7 +39,7 @@ class Decoder:
     """A model's weights and its forward pass.
 
     `dtype` is the activations' dtype; how the matrices are held is up to `ops`. Norm weights stay in float32.
-    Weights are uninitialised until each of `weight_slots()` is loaded or randomized.
+    Weights are uninitialised until each of `weight_slots()` is loaded or randomized, and `finish_loading()` was called.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Decoder:
         ops, eps, activation, layers = self._ops, self.spec.norm_eps, self.spec.activation, self._layers
 
         residual = ops.embed(token_ids, self._embedding, self._embedding_scale)
-        x: Tensor | Unscaled = ops.rms_norm(residual, layers[0].attention_norm, eps)
+        x = ops.norm(residual, layers[0].attention_norm, eps)
         for index, (layer, layer_kv) in enumerate(zip(layers, kv, strict=True)):
             q = ops.linear_rope_write(
                 x, layer.qkv, layer.cos_sin, layer_kv, batch, layer.attention, layer.q_norm, layer.k_norm, eps
@@ -99,6 +99,16 @@ class Decoder:
         """Whether a checkpoint may hold this tensor without its being needed."""
         return name.endswith("rotary_emb.inv_freq") or (self.spec.tie_embeddings and name == "lm_head.weight")
 
+    def finish_loading(self) -> None:
+        """After the last weight, before the first step."""
+        # A branch's own norm stands between its product and the residual stream: nothing would be gained.
+        if not self._ops.folds_norms or self.spec.sandwich_norms:
+            return
+        for layer in self._layers:
+            assert isinstance(layer.attention_norm, Tensor) and isinstance(layer.mlp_norm, Tensor), "loaded twice"
+            layer.attention_norm = self._ops.fold_norm(layer.attention_norm, layer.qkv)
+            layer.mlp_norm = self._ops.fold_norm(layer.mlp_norm, layer.gate_up)
+
     def set_kv_scales(self, scales: Sequence[tuple[float, float]]) -> None:
         """(k_scale, v_scale) of each layer, for an 8-bit cache. Before the first step: captured steps keep them."""
         for layer, (k_scale, v_scale) in zip(self._layers, scales, strict=True):
@@ -123,6 +133,7 @@ class Decoder:
             slots += matrix_slots(layer.output, output, bias=spec.output_bias, device=device)
             slots += matrix_slots(layer.gate_up, gate_up, bias=spec.mlp_bias, device=device)
             slots += matrix_slots(layer.down, down, bias=spec.mlp_bias, device=device)
+            assert isinstance(layer.attention_norm, Tensor) and isinstance(layer.mlp_norm, Tensor), "loaded already"
             norms |= {
                 f"{prefix}.input_layernorm": layer.attention_norm,
                 f"{attention}.q_norm": layer.q_norm,

@@ -17,7 +17,7 @@ from quire.kernels.cpu.library import load_functions, load_library
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.threads import ThreadPool, default_num_threads
 from quire.kernels.cpu.weight import WEIGHT_DTYPES, CpuLinear
-from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Unscaled
+from quire.kernels.interface import AttentionBatch, AttentionSpec, FoldedNorm, LinearWeight, Unscaled
 
 _KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum kind of native/simd.h
 _MAX_HEAD_DIM = 256
@@ -176,10 +176,11 @@ class CpuOps(ComposedOps):
         x: Tensor,
         weight: LinearWeight,
         residual: Tensor,
-        norm: Tensor | None,
+        norm: Tensor | FoldedNorm | None,
         eps: float,
         branch_norm: Tensor | None = None,
     ) -> Tensor | Unscaled:
+        assert not isinstance(norm, FoldedNorm)
         if norm is None or branch_norm is not None:
             return super().linear_add_norm(x, weight, residual, norm, eps, branch_norm)
         assert isinstance(weight, CpuLinear) and x.dtype is torch.float32 and x.is_contiguous()

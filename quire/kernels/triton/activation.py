@@ -8,16 +8,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.interface import Unscaled
+from quire.kernels.triton.common import next_power_of_2
+from quire.kernels.triton.norm import row_factor
+
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @triton.jit(do_not_specialize=["width"])
-def act_mul_kernel(x_ptr, out_ptr, width, SILU: tl.constexpr, TILE: tl.constexpr):
+def act_mul_kernel(x_ptr, out_ptr, bias_ptr, stream_ptr, eps, width, SILU: tl.constexpr, TILE: tl.constexpr,
+                   STREAM: tl.constexpr, STREAM_PAD: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = cols < width
     gate = tl.load(x_ptr + row * 2 * width + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * width + width + cols, mask=mask, other=0.0).to(tl.float32)
+    if stream_ptr is not None:
+        factor = row_factor(stream_ptr + row * STREAM, eps, STREAM, STREAM_PAD)
+        gate *= factor
+        up *= factor
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + width + cols, mask=mask, other=0.0).to(tl.float32)
     if SILU:
         gate = gate * tl.sigmoid(gate)
     else:
@@ -26,13 +38,29 @@ def act_mul_kernel(x_ptr, out_ptr, width, SILU: tl.constexpr, TILE: tl.constexpr
     tl.store(out_ptr + row * width + cols, (gate * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def act_mul(gate_up: Tensor, activation: str, *, tile: int = 1024, num_warps: int = 4) -> Tensor:
-    """gate_up: [rows, 2 * n] -> [rows, n]."""
+def act_mul(
+    gate_up: Tensor,
+    activation: str,
+    *,
+    factors_of: Unscaled | None = None,
+    bias: Tensor | None = None,
+    tile: int | None = None,
+    num_warps: int = 4,
+) -> Tensor:
+    """gate_up: [rows, 2 * n] -> [rows, n].
+
+    factors_of: rows that were multiplied before they were normalised; the bias is then added here.
+    """
     assert activation in ACTIVATIONS, activation
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    stream, eps = (factors_of.x, factors_of.eps) if factors_of is not None else (None, 0.0)
+    if tile is None:
+        tile = 2048 if stream is not None and rows > 256 else 1024  # each program looks at the whole row of the stream
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    stream_width = stream.shape[1] if stream is not None else 1
     act_mul_kernel[(rows, -(-width // tile))](
-        gate_up, out, width, SILU=activation == "silu", TILE=tile, num_warps=num_warps
-    )
+        gate_up, out, bias, stream, eps, width, SILU=activation == "silu", TILE=tile,
+        STREAM=stream_width, STREAM_PAD=next_power_of_2(stream_width), num_warps=num_warps,
+    )  # fmt: skip
     return out

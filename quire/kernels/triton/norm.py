@@ -11,6 +11,14 @@ from torch import Tensor
 from quire.kernels.triton.common import next_power_of_2
 
 
+@triton.jit
+def row_factor(row_ptr, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
+    """1 / root mean square of a row. For kernels that use a product of rows that are not normalised yet."""
+    cols = tl.arange(0, WIDTH_PAD)
+    x = tl.load(row_ptr + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+
+
 @triton.jit(do_not_specialize=["x_stride"])
 def norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, x_stride, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
                 ADD: tl.constexpr):  # fmt: skip

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.composed import ComposedOps
-from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Unscaled
+from quire.kernels.interface import AttentionBatch, AttentionSpec, FoldedNorm, LinearWeight, Unscaled
 from quire.kernels.reference import DenseLinear
-from quire.kernels.triton.configs import SkinnyConfig, skinny_config
+from quire.kernels.triton.configs import MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
 
 
 def unavailable_reason(device: torch.device | str = "cuda") -> str | None:
@@ -53,6 +53,8 @@ class TritonOps(ComposedOps):
         settle_keys()
         self.device = torch.device(device)
         self.dtype = dtype
+        # Rows are then multiplied as they are in the residual stream, whose range float16 may not hold.
+        self.folds_norms = dtype != torch.float16
         self._decode_scratch = DecodeScratch.allocate(max_seqs, max_kv_heads, self.device)
         self._skinny_scratch = SkinnyScratch.allocate(1 << 14, self.device)
 
@@ -80,6 +82,18 @@ class TritonOps(ComposedOps):
         from quire.kernels.triton.norm import rms_norm
 
         return rms_norm(x, weight, eps)
+
+    def fold_norm(self, norm: Tensor, weight: LinearWeight) -> FoldedNorm:
+        assert isinstance(weight, DenseLinear)
+        weight.weight.mul_(norm)  # in float32, rounded once
+        return FoldedNorm(norm.fill_(1.0))
+
+    def norm(self, residual: Tensor, norm: Tensor | FoldedNorm, eps: float) -> Tensor | Unscaled:
+        if not isinstance(norm, FoldedNorm):
+            return self.rms_norm(residual, norm, eps)
+        if len(residual) > MAX_SKINNY_ROWS:
+            return Unscaled(residual, None, eps)
+        return self.rms_norm(residual, norm.ones, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         from quire.kernels.triton.norm import rms_norm
@@ -142,10 +156,14 @@ class TritonOps(ComposedOps):
         k_norm: Tensor | None = None,
         eps: float = 1e-6,
     ) -> Tensor:
+        from quire.kernels.triton.rope import rope_and_write
         from quire.kernels.triton.skinny import can_rope, skinny_linear, skinny_rope_write
 
         assert isinstance(weight, DenseLinear)
         config = self._skinny_config(x, weight)
+        if isinstance(x, Unscaled) and x.square_sums is None:
+            qkv, bias = self._multiply(x.x, weight), weight.bias
+            return rope_and_write(qkv, cos_sin, kv, batch, spec, q_norm, k_norm, eps, factors_of=x, bias=bias)
         if config is None:
             return super().linear_rope_write(x, weight, cos_sin, kv, batch, spec, q_norm, k_norm, eps)
         scratch = self._skinny_scratch
@@ -159,7 +177,7 @@ class TritonOps(ComposedOps):
         x: Tensor,
         weight: LinearWeight,
         residual: Tensor,
-        norm: Tensor | None,
+        norm: Tensor | FoldedNorm | None,
         eps: float,
         branch_norm: Tensor | None = None,
     ) -> Tensor | Unscaled:
@@ -167,19 +185,41 @@ class TritonOps(ComposedOps):
 
         assert isinstance(weight, DenseLinear)
         config = self._skinny_config(x, weight)
+        if isinstance(norm, FoldedNorm):
+            if len(x) > MAX_SKINNY_ROWS and branch_norm is None:
+                self._multiply_add(x, weight, residual)
+                return Unscaled(residual, None, eps)
+            norm = norm.ones
+        elif norm is None and config is None and branch_norm is None:
+            self._multiply_add(x, weight, residual)
+            return residual
         # The residual stream times the norm's weight has the stream's range: more than float16 is sure to hold.
         if config is None or branch_norm is not None or x.dtype == torch.float16:
             return super().linear_add_norm(x, weight, residual, norm, eps, branch_norm)
         return skinny_add_norm(x, weight.weight, weight.bias, residual, norm, eps, config, self._skinny_scratch)
 
     def linear_act(self, x: Tensor | Unscaled, weight: LinearWeight, activation: str) -> Tensor:
+        from quire.kernels.triton.activation import act_mul
         from quire.kernels.triton.skinny import skinny_act
 
         assert isinstance(weight, DenseLinear)
         config = self._skinny_config(x, weight)
+        if isinstance(x, Unscaled) and x.square_sums is None:
+            gate_up, bias = self._multiply(x.x, weight), weight.bias
+            return act_mul(gate_up, activation, factors_of=x, bias=bias)
         if config is None:
             return super().linear_act(x, weight, activation)
         return skinny_act(x, weight.weight, weight.bias, activation, config, self._skinny_scratch)
+
+    def _multiply(self, x: Tensor, weight: DenseLinear) -> Tensor:
+        """The product alone: the bias is added after the rows' factors."""
+        return F.linear(x, weight.weight)
+
+    def _multiply_add(self, x: Tensor, weight: DenseLinear, residual: Tensor) -> None:
+        """cuBLAS adds to what is there already: in float32, and without a launch of its own."""
+        residual.addmm_(x, weight.weight.t())
+        if weight.bias is not None:
+            residual.add_(weight.bias)
 
     def is_skinny(self, x: Tensor | Unscaled, weight: LinearWeight) -> bool:
         """Whether an own kernel multiplies these."""

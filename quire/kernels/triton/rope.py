@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Unscaled
 from quire.kernels.triton.common import next_power_of_2
+from quire.kernels.triton.norm import row_factor
 
 FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn: past it the format has only NaN
 
@@ -23,9 +24,10 @@ def store_kv(pointers, values, mask):
 
 @triton.jit
 def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
-                eps, k_inverse, v_inverse, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-                HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, Q_NORM: tl.constexpr,
-                K_NORM: tl.constexpr):  # fmt: skip
+                bias_ptr, stream_ptr, stream_eps, eps, k_inverse, v_inverse, HEADS: tl.constexpr,
+                KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                TILE_HEADS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, STREAM: tl.constexpr,
+                STREAM_PAD: tl.constexpr):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)  # q's heads, then k's, then v's
@@ -39,6 +41,14 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
     source = qkv_ptr + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
     low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    if stream_ptr is not None:
+        factor = row_factor(stream_ptr + token * STREAM, stream_eps, STREAM, STREAM_PAD)
+        low *= factor
+        high *= factor
+    if bias_ptr is not None:
+        bias = bias_ptr + head[:, None] * HEAD_DIM + dims[None, :]
+        low += tl.load(bias, mask=mask, other=0.0).to(tl.float32)
+        high += tl.load(bias + HALF, mask=mask, other=0.0).to(tl.float32)
     cos = tl.load(cos_sin_ptr + position * HEAD_DIM + dims, mask=dims < HALF, other=0.0)[None, :]
     sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + dims, mask=dims < HALF, other=0.0)[None, :]
     if Q_NORM or K_NORM:
@@ -83,22 +93,30 @@ def rope_and_write(
     k_norm: Tensor | None,
     eps: float,
     *,
+    factors_of: Unscaled | None = None,
+    bias: Tensor | None = None,
     tile_heads: int | None = None,
     num_warps: int = 4,
 ) -> Tensor:
-    """See Ops.rope_and_write. Rows with a negative slot write no KV."""
+    """See Ops.rope_and_write. Rows with a negative slot write no KV.
+
+    factors_of: rows that were multiplied before they were normalised; the bias is then added here.
+    """
     assert qkv.is_contiguous() and kv.is_contiguous() and cos_sin.is_contiguous() and spec.head_dim % 2 == 0
     tokens = qkv.shape[0]
     total_heads = spec.num_heads + 2 * spec.num_kv_heads
     if tile_heads is None:
         tile_heads = 4 if tokens <= 64 else 16  # few tokens: more programs; many: fewer, fuller ones
     q_out = torch.empty((tokens, spec.num_heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
+    stream, stream_eps = (factors_of.x, factors_of.eps) if factors_of is not None else (None, 0.0)
+    stream_width = stream.shape[1] if stream is not None else 1
     rope_kernel[(tokens, -(-total_heads // tile_heads))](
         qkv, cos_sin, kv, q_out, batch.positions, batch.slots, q_norm, k_norm,
-        eps, 1.0 / spec.k_scale, 1.0 / spec.v_scale,
+        bias, stream, stream_eps, eps, 1.0 / spec.k_scale, 1.0 / spec.v_scale,
         HEADS=spec.num_heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
         HALF_PAD=next_power_of_2(spec.head_dim // 2), BLOCK_SIZE=kv.shape[3], TILE_HEADS=tile_heads,
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        STREAM=stream_width, STREAM_PAD=next_power_of_2(stream_width),
         num_warps=num_warps,
     )  # fmt: skip
     return q_out

@@ -230,6 +230,7 @@ def _launch(
 ) -> None:
     scale, parts = None, 0
     if isinstance(x, Unscaled):
+        assert x.square_sums is not None, "only products of many rows take the residual stream as it is"
         scale, parts, x = Scale(x.square_sums, x.eps), x.square_sums.shape[0], x.x
     rows, k = x.shape
     n = weight.shape[0]

@@ -14,9 +14,9 @@ from triton.runtime.jit import JITFunction
 # Callees before callers; within a module that is the order of the text.
 _MODULES = (
     "common",
+    "norm",
     "rope",
     "epilogue",
-    "norm",
     "activation",
     "prefill",
     "prefix",

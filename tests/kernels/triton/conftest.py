@@ -69,6 +69,15 @@ def device():
 
 
 @pytest.fixture(autouse=True)
+def without_onednn():
+    """Its 16-bit products die on virtual machines that report AMX and do not allow it."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags sets everything else too, and warns of it
+    yield
+    torch._C._set_mkldnn_enabled(before)
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """torch.empty gives NaN, so that an element that no kernel writes fails its test. Seeds differ for every test."""
     empty, empty_like = torch.empty, torch.empty_like

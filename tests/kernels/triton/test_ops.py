@@ -125,15 +125,16 @@ def make_layer(ops, device, *, bias):
     return layer
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 5, 40])  # plain products, tensor cores, cuBLAS
 @pytest.mark.parametrize(
-    ("dtype", "has_qk_norms", "is_sandwiched"),
-    [(torch.bfloat16, False, False), (torch.bfloat16, True, True), (torch.float16, False, False),
-     (torch.float32, False, False)],
+    ("dtype", "has_qk_norms", "is_sandwiched", "is_folded"),
+    [(torch.bfloat16, False, False, False), (torch.bfloat16, False, False, True), (torch.bfloat16, True, False, True),
+     (torch.bfloat16, True, True, False), (torch.float16, False, False, False), (torch.float32, False, False, False),
+     (torch.float32, True, False, True)],
 )  # fmt: skip
-def test_a_layer_of_paired_operations(rows, dtype, has_qk_norms, is_sandwiched, device):
+def test_a_layer_of_paired_operations(rows, dtype, has_qk_norms, is_sandwiched, is_folded, device):
     """Launched in pairs as far as norms and dtypes allow: several rows in float32 are the composition's."""
-    ops, oracle = TritonOps(device, dtype, max_seqs=32, max_kv_heads=2), ReferenceOps(device, torch.float64)
+    ops, oracle = TritonOps(device, dtype, max_seqs=64, max_kv_heads=2), ReferenceOps(device, torch.float64)
     spec = AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=64, scale=0.125)
     layer = make_layer(ops, device, bias=True)
     wide = {name: oracle.new_linear(m.out_features, m.in_features, bias=True) for name, m in layer.items()}
@@ -156,10 +157,15 @@ def test_a_layer_of_paired_operations(rows, dtype, has_qk_norms, is_sandwiched, 
     branch_norm = torch.rand(96, device=device) + 0.5 if is_sandwiched else None
     start = torch.randn(rows, 96, device=device).to(dtype)
 
-    def run(ops, layer, dtype):
+    our_norms = norms
+    if is_folded:
+        matrices = (layer["qkv"], layer["gate_up"])
+        our_norms = [ops.fold_norm(norm.clone(), matrix) for norm, matrix in zip(norms, matrices, strict=True)]
+
+    def run(ops, layer, norms, dtype):
         kv = torch.zeros(rows, 2, 1, 4, 64, device=device, dtype=dtype)
         residual = start.to(dtype, copy=True)
-        x = ops.rms_norm(residual, norms[0], 1e-5)
+        x = ops.norm(residual, norms[0], 1e-5)
         for _ in range(2):  # the second layer's first product takes what the first one's last one left
             q = ops.linear_rope_write(x, layer["qkv"], cos_sin, kv, batch, spec, *qk_norms)
             attended = ops.attention(q, kv, batch, spec)
@@ -170,7 +176,8 @@ def test_a_layer_of_paired_operations(rows, dtype, has_qk_norms, is_sandwiched, 
         assert last is residual
         return residual, q, kv
 
-    for found, expected in zip(run(ops, layer, dtype), run(oracle, wide, torch.float64), strict=True):
+    ours, theirs = run(ops, layer, our_norms, dtype), run(oracle, wide, norms, torch.float64)
+    for found, expected in zip(ours, theirs, strict=True):
         assert close(found, expected, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
