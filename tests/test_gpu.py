@@ -139,6 +139,21 @@ def test_steps_with_prompts_give_the_same_from_graphs(weights: Path, dtype: str)
             assert len(mine.outputs[0].token_ids) == len(other.outputs[0].token_ids)
 
 
+def test_steps_of_many_sizes_take_no_more_memory_than_the_largest(weights: Path) -> None:
+    import torch
+
+    engine = make(weights, dtype="bfloat16", enforce_eager=True, max_num_seqs=64, max_num_batched_tokens=4096)
+    before = torch.cuda.memory_reserved()
+    rng = random.Random(3)
+    for _ in range(30):
+        work = [
+            ([rng.randrange(200) for _ in range(rng.randint(1, 60))], SamplingParams(max_tokens=rng.randint(1, 6)))
+            for _ in range(rng.randint(1, 64))
+        ]
+        run_all(engine, work)
+    assert torch.cuda.memory_reserved() - before <= 8 << 20
+
+
 def test_bf16_runs_everything_at_once(weights: Path) -> None:
     engine = make(weights, device="cuda", dtype="bfloat16")
     work = requests(12)

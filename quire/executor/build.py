@@ -16,7 +16,7 @@ from quire.executor.local import LocalExecutor
 from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.precompile import Precompile
-from quire.executor.profile import calibrate_kv_scales, measure_activation_bytes
+from quire.executor.profile import calibrate_kv_scales, hold_activation_memory, measure_activation_bytes
 from quire.executor.sizing import batch_limits, step_bytes
 from quire.executor.timeline import Timeline
 from quire.models.decoder import Decoder
@@ -110,6 +110,8 @@ def build_executor(
         if graphs is not None:
             graphs.capture_common()
             timeline.mark("graphs")
+    if backend.device.type == "cuda":
+        hold_activation_memory(ledger.activation_bytes, backend.device)
     executor = LocalExecutor(
         decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, single_threaded_torch=backend.is_native_cpu
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,17 @@ def measure_activation_bytes(
     del hidden, logits, scratch, kv
     torch.cuda.empty_cache()
     return peak
+
+
+def hold_activation_memory(num_bytes: int, device: torch.device) -> None:
+    """Give torch's allocator the memory of the largest step as one piece, to cut all steps' tensors out of.
+
+    Otherwise it asks the driver for a piece of each size that it meets and keeps them all, and steps of many sizes come
+    to hold several times what the largest needs. After everything that stays: it would be cut out of this, too.
+    """
+    # Where there is no room for it, steps still have what they find one by one.
+    with contextlib.suppress(torch.OutOfMemoryError):
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 # An 8-bit float keeps its precision over many powers of two, so this only has to be far from both ends of its range.
