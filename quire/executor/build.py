@@ -15,7 +15,7 @@ from quire.executor.kv_cache import KVCache, block_bytes
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory
 from quire.executor.mixed_graphs import MixedGraphs
-from quire.executor.precompile import Precompile
+from quire.executor.precompile import PROMPTS, START, Precompile
 from quire.executor.profile import calibrate_kv_scales, hold_activation_memory, measure_activation_bytes
 from quire.executor.sizing import batch_limits, step_bytes
 from quire.executor.timeline import Timeline
@@ -64,7 +64,9 @@ def build_executor(
         decoder.finish_loading()
     timeline.mark("weights")
     if precompile is not None:
-        precompile.wait()
+        with torch.inference_mode():
+            decoder.multiply_once(max_num_batched_tokens)  # the library loads its kernels while ours are compiled
+        precompile.wait(PROMPTS)
         timeline.mark("kernels")
     with torch.inference_mode():
         if backend.kv_dtype.itemsize == 1:
@@ -107,6 +109,9 @@ def build_executor(
             max_model_len=ledger.max_model_len,
         )
         timeline.mark("cache and sampler")
+        if precompile is not None:
+            precompile.wait(START)
+            timeline.mark("more kernels")
         if graphs is not None:
             graphs.capture_common()
             timeline.mark("graphs")

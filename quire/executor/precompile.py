@@ -2,7 +2,8 @@
 
 It starts before torch is imported and the weights are loaded, and works while they are: the first start on a machine
 takes little longer than the next. What it compiles is in Triton's cache on disk; without it, or where it misses a
-kernel, the first launch compiles. This module needs neither torch nor Triton.
+kernel, the first launch compiles. It tells when the kernels of a stage are there, so that one stage's run while the
+next one's compile. This module needs neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype
 from quire.models.spec import ModelSpec
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
-_READY = b"ready\n"
+PROMPTS, START = "prompts", "start"  # stages: the largest step, and everything else that a start-up launches
 # Whose code decides which kernels are launched, and how.
 _SOURCES = ("kernels/triton", "executor", "models", "sampling")
 
@@ -31,7 +32,7 @@ class Precompile:
     """The helper, seen from the process that will launch the kernels."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._is_ready = threading.Event()
+        self._is_ready = {PROMPTS: threading.Event(), START: threading.Event()}
         threading.Thread(target=self._attend, args=(process,), name="quire-precompile", daemon=True).start()
 
     @classmethod
@@ -39,6 +40,7 @@ class Precompile:
         """None where there is no NVIDIA GPU to compile for."""
         if config.device == "cpu" or not any(os.path.exists(path) for path in _GPU_DEVICES):
             return None
+        threading.Thread(target=_wake_gpu, args=(_device_index(config),), name="quire-wake-gpu", daemon=True).start()
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "quire.executor.precompile"],
@@ -55,22 +57,25 @@ class Precompile:
             return None  # no more processes, or a closed pipe: the kernels compile when launched
         return cls(process)
 
-    def wait(self) -> None:
-        """Until the kernels of the start-up are compiled, or the helper gave up. It goes on with the others."""
-        self._is_ready.wait()
+    def wait(self, stage: str = START) -> None:
+        """Until the kernels of a stage are compiled, or the helper gave up. It goes on with others
+        that requests may need."""
+        self._is_ready[stage].wait()
 
     def _attend(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         with process.stdout as pipe:
-            pipe.readline()  # ready, or nothing: then it ended
-            self._is_ready.set()
-            process.wait()
+            for line in pipe:
+                if event := self._is_ready.get(line.decode(errors="replace").strip()):  # a library may print, too
+                    event.set()
+        for event in self._is_ready.values():
+            event.set()  # whatever happened: nothing more will come
+        process.wait()
 
 
 def main() -> None:
     config, spec = pickle.load(sys.stdin.buffer)
-    index = int(config.device.partition(":")[2] or 0)
-    capability = _compute_capability(index)
+    capability = _compute_capability(_device_index(config))
     if capability is None:
         return
     marker = _cache_dir() / f"quire-{_key(config, spec, capability)}"
@@ -78,34 +83,54 @@ def main() -> None:
         from triton.backends.compiler import GPUTarget
 
         from quire.executor.rehearsal import needed_kernels
-        from quire.kernels.triton.precompile import compile_jobs
+        from quire.kernels.triton.precompile import compile_jobs, compile_stages
 
         target = GPUTarget("cuda", capability, 32)
-        at_start, later = needed_kernels(config, spec, target)
-        compile_jobs(at_start, target)
-        _say_ready()
+        needed = needed_kernels(config, spec, target)
+        compile_stages({PROMPTS: needed.prompts, START: needed.start}, target, when_done=_say)
         os.nice(10)  # from here on the engine goes first
-        compile_jobs(later, target)
+        compile_jobs(needed.later, target)
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
     else:
-        _say_ready()
+        for stage in (PROMPTS, START):
+            _say(stage)
 
 
-def _say_ready() -> None:
-    sys.stdout.buffer.write(_READY)
-    sys.stdout.buffer.flush()
+def _say(stage: str) -> None:
+    print(stage, flush=True)
 
 
-def _compute_capability(index: int) -> int | None:
-    """90 for 9.0, asked of the driver: torch would take seconds to import."""
+def _device_index(config: EngineConfig) -> int:
+    return int(config.device.partition(":")[2] or 0)
+
+
+def _open_driver(index: int) -> tuple[ctypes.CDLL, ctypes.c_int] | None:
+    """The driver's library and a device, asked of the driver itself: torch would take seconds to import."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    device = ctypes.c_int()
     if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
         return None
+    return cuda, device
+
+
+def _wake_gpu(index: int) -> None:
+    """Make the context that torch will use, while it is imported: the driver takes a good part of a second for it."""
+    if opened := _open_driver(index):
+        cuda, device = opened
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), device)  # if it fails, torch will say why
+
+
+def _compute_capability(index: int) -> int | None:
+    """90 for 9.0."""
+    opened = _open_driver(index)
+    if opened is None:
+        return None
+    cuda, device = opened
+    major, minor = ctypes.c_int(), ctypes.c_int()
     # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
     cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
     cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +31,19 @@ _DTYPES = {
 }
 
 
-def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> tuple[list[KernelJob], list[KernelJob]]:
-    """What the start-up launches itself, and what requests may need after it."""
+class NeededKernels(NamedTuple):
+    """By when they are needed. Each kernel stands in one of them."""
+
+    prompts: list[KernelJob]  # the largest step, which the start-up measures first
+    start: list[KernelJob]  # what else the start-up launches itself
+    later: list[KernelJob]  # what requests may need after it
+
+
+def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> NeededKernels:
     steps = _Rehearsal(config, spec)
-    with collecting(target) as at_start:
+    with collecting(target) as prompts:
         steps.prompts(steps.max_len)
+    with collecting(target) as start:
         for size in common_sizes(steps.max_num_seqs):
             steps.decode(size, shares=False)
         draw_each_way(spec.vocab_size, _META)
@@ -44,7 +53,11 @@ def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> 
             steps.decode(min(size, steps.max_num_seqs), shares=True)
             for num_tokens in (2, 16, 64, 128):  # short chunks have smaller tiles
                 steps.mixed(size - 1, num_tokens)
-    return list(at_start.values()), [job for key, job in later.items() if key not in at_start]
+    return NeededKernels(
+        list(prompts.values()),
+        [job for key, job in start.items() if key not in prompts],
+        [job for key, job in later.items() if key not in prompts and key not in start],
+    )
 
 
 class _RehearsedOps(TritonOps):

@@ -49,6 +49,7 @@ class Decoder:
         self.max_position = max_position
         self._ops = ops
         self._device = torch.device(device)
+        self._dtype = dtype
         self._norm_dtype = torch.promote_types(dtype, torch.float32)
         self._matrices: list[LinearWeight] = []
         self._norms: list[Tensor] = []
@@ -108,6 +109,13 @@ class Decoder:
             assert isinstance(layer.attention_norm, Tensor) and isinstance(layer.mlp_norm, Tensor), "loaded twice"
             layer.attention_norm = self._ops.fold_norm(layer.attention_norm, layer.qkv)
             layer.mlp_norm = self._ops.fold_norm(layer.mlp_norm, layer.gate_up)
+
+    def multiply_once(self, num_tokens: int) -> None:
+        """With each of a layer's matrices, for what a library does when it is first called."""
+        layer = self._layers[0]
+        for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            rows = torch.zeros((num_tokens, matrix.in_features), dtype=self._dtype, device=self._device)
+            self._ops.linear(rows, matrix)
 
     def set_kv_scales(self, scales: Sequence[tuple[float, float]]) -> None:
         """(k_scale, v_scale) of each layer, for an 8-bit cache. Before the first step: captured steps keep them."""

@@ -11,7 +11,8 @@ import contextlib
 import inspect
 import multiprocessing
 import os
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,16 +84,34 @@ _target: GPUTarget | None = None
 
 def compile_jobs(jobs: Collection[KernelJob], target: GPUTarget) -> None:
     """Compile them all. For a process with a single thread and no CUDA context: it forks."""
+    compile_stages({"all": jobs}, target, when_done=lambda stage: None)
+
+
+def compile_stages(
+    stages: Mapping[str, Collection[KernelJob]], target: GPUTarget, *, when_done: Callable[[str], None]
+) -> None:
+    """Likewise, in order; `when_done` hears of each stage once its kernels and those of the stages before are there."""
     global _jobs, _target
-    # The long ones first, so that none of them starts when the others are done.
-    _jobs, _target = sorted(jobs, key=lambda job: job.source_length, reverse=True), target
-    num_processes = min(len(jobs), os.cpu_count() or 1)
-    if num_processes:
-        with multiprocessing.get_context("fork").Pool(num_processes) as pool:
-            pool.map(_compile, range(len(jobs)), chunksize=1)
+    _jobs, _target = [], target
+    stage_of: list[str] = []
+    for stage, jobs in stages.items():
+        # The long ones first, so that none of them starts when the others are done.
+        _jobs += sorted(jobs, key=lambda job: job.source_length, reverse=True)
+        stage_of += [stage] * len(jobs)
+    left, waiting = Counter(stage_of), list(stages)
+    num_processes = min(len(_jobs), os.cpu_count() or 1)
+    if not num_processes:
+        for stage in waiting:
+            when_done(stage)
+        return
+    with multiprocessing.get_context("fork").Pool(num_processes) as pool:
+        for index in pool.imap_unordered(_compile, range(len(_jobs))):
+            left[stage_of[index]] -= 1
+            while waiting and not left[waiting[0]]:
+                when_done(waiting.pop(0))
 
 
-def _compile(index: int) -> None:
+def _compile(index: int) -> int:
     job = _jobs[index]
     source = ASTSource(job.kernel, job.signature, job.constants, job.attributes)
     compiled = compile(source, target=_target, options=job.options.__dict__)
@@ -101,3 +120,4 @@ def _compile(index: int) -> None:
         from triton.backends.nvidia.driver import CudaLauncher
 
         CudaLauncher(source, compiled.metadata)
+    return index

@@ -1,0 +1,57 @@
+"""The helper that compiles, seen from the process that waits for it. No GPU: another program plays the helper."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.executor.precompile import PROMPTS, START, Precompile, _compute_capability, _wake_gpu
+
+
+def helper(program: str) -> tuple[Precompile, subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return Precompile(process), process
+
+
+def waits(precompile: Precompile, stage: str, seconds: float) -> bool:
+    """Whether it still waits after so long."""
+    thread = threading.Thread(target=precompile.wait, args=(stage,), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return thread.is_alive()
+
+
+def test_each_stage_is_waited_for_by_itself() -> None:
+    program = "print('a library prints'); print('prompts', flush=True); input(); print('start', flush=True); input()"
+    precompile, process = helper(program)
+    assert process.stdin is not None
+    assert not waits(precompile, PROMPTS, 10)
+    assert waits(precompile, START, 0.2)
+    process.stdin.write(b"go on\n")
+    process.stdin.flush()
+    assert not waits(precompile, START, 10)
+    assert process.poll() is None  # it goes on with what may be needed later
+    process.communicate(b"\n", timeout=10)
+
+
+@pytest.mark.parametrize("program", ["", "raise SystemExit(3)", "print('prompts')"])
+def test_nobody_waits_for_a_helper_that_gave_up(program: str) -> None:
+    precompile, process = helper(program)
+    assert not waits(precompile, START, 10) and not waits(precompile, PROMPTS, 10)
+    process.communicate(timeout=10)
+
+
+def test_without_a_gpu_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.executor.precompile._GPU_DEVICES", ("/nowhere",))
+    assert Precompile.start(EngineConfig(model="x"), None) is None  # type: ignore[arg-type]
+    monkeypatch.setattr("ctypes.CDLL", _no_library)
+    assert _compute_capability(0) is None
+    _wake_gpu(0)
+
+
+def _no_library(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file")
