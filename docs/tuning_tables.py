@@ -1,8 +1,9 @@
 """Writes the measured tables of tuning.md out of the lab's reports, so that the advice stands on this code's numbers.
 
-    quire lab --output-dir docs/lab/cpu            makes the first of them
-    quire lab --gpu-8b --output-dir docs/lab/h200  makes the second
-    python -m docs.tuning_tables                   rewrites what stands between <!-- lab: NAME --> and <!-- end -->
+    quire lab --output-dir docs/lab/cpu             makes the first of them
+    quire lab --gpu-8b --output-dir docs/lab/h200   makes the second
+    python -m quire.lab.retell docs/lab/h200        words one anew after a change to the lab
+    python -m docs.tuning_tables                    rewrites what stands between <!-- lab: NAME --> and <!-- end -->
 
 A report that is not there leaves a line in its place that says which command makes it. A test fails when a table is not
 what the reports say.
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.lab.context import LabContext
+from quire.lab.kv_accuracy import RANDOM
+from quire.lab.step_budget import streams_and_prompts
 from quire.lab.store import JSON_NAME, LabReport, read_report
 from quire.lab.wording import duration, number, size
 
@@ -26,6 +30,8 @@ _MARKED = re.compile(r"(<!-- lab: (\w+) (\w+) -->\n).*?(<!-- end -->)", re.S)
 # What the rules of tuning.md call fast enough. People read about ten tokens a second.
 READING_S = 0.1
 NEARLY = 0.95
+# A document and its answer, in tokens, as the page's own example has them.
+DOCUMENT, ANSWER = 6000, 200
 
 Run = dict[str, Any]
 
@@ -50,7 +56,18 @@ def machine(report: LabReport) -> str:
     facts = report.machine
     where = facts.get("gpu") if report.settings.gpu_8b else f"{facts.get('cpu')}, {facts.get('cpus')} cores"
     hurry = " The quick run: few requests, measured once." if report.settings.quick else ""
-    return f"{where}; {report.settings.model_name}; torch {facts.get('torch')}; {report.written}.{hurry}\n"
+    rates = probes(report)
+    wander = (
+        f" The same short run, repeated meanwhile, made {number(min(rates))} to {number(max(rates))} tok/s."
+        if rates
+        else ""
+    )
+    return f"{where}; {report.settings.model_name}; torch {facts.get('torch')}; {report.written}.{wander}{hurry}\n"
+
+
+def probes(report: LabReport) -> list[float]:
+    """Of the same short run after each experiment: how much the machine's own speed changed."""
+    return [entry.probe_tok_s for entry in report.entries.values() if entry.probe_tok_s]
 
 
 # -- what was measured
@@ -80,9 +97,10 @@ def block_sizes(report: LabReport) -> str:
             runs = [run for run in data["measured"] if run["kind"] == kind]
             base = runs[data["sizes"].index(16)]["output_tok_s"]
             percent = 100 * runs[at]["output_tok_s"] / base
-            row.append(f"{number(runs[at]['kv']['waste_percent_mean'])} % empty, {percent:.0f} %")
+            width = number(runs[at]["running_mean"])
+            row.append(f"{number(runs[at]['kv']['waste_percent_mean'])} % empty, {width} a step, {percent:.0f} %")
         rows.append(row)
-    return table(["`block_size`", *(f"{kind}: empty slots, speed" for kind in kinds)], rows)
+    return table(["`block_size`", *(f"{kind}: slots, sequences, speed" for kind in kinds)], rows)
 
 
 def budgets(report: LabReport) -> str:
@@ -106,7 +124,8 @@ def budgets(report: LabReport) -> str:
 
 
 def cache(report: LabReport) -> str:
-    runs = data_of(report, "pressure")["measured"]
+    data = data_of(report, "pressure")
+    runs = data["measured"]
     names = ["enough", "half, recompute", "half, swap", "half, auto"]
     rows = [
         [
@@ -119,7 +138,12 @@ def cache(report: LabReport) -> str:
         ]
         for at, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
-    return table(["cache", "bytes", "output tok/s", "of enough", "preemptions", "tokens run twice"], rows)
+    made = table(["cache", "bytes", "output tok/s", "of enough", "preemptions", "tokens run twice"], rows)
+    moved_s = 2 * runs[0]["kv"]["block_bytes"] / runs[0]["kv"]["block_size"] / data["swap_bytes_per_s"]
+    return made + (
+        f"\nA token's KV goes to the host and back in {duration(moved_s)}; computing it again takes "
+        f"{duration(1 / runs[1]['prefill_tok_s'])}.\n"
+    )
 
 
 def sharing(report: LabReport) -> str:
@@ -130,21 +154,27 @@ def sharing(report: LabReport) -> str:
             name,
             number(run["output_tok_s"]),
             duration(run["ttft_s"]["p50"]),
-            f"{run['kv']['peak_blocks']:,}",
+            f"{run['kv']['peak_blocks']:,} of {run['kv']['num_blocks']:,}",
         ]
         for name, run in zip(names, runs, strict=True)
     ]
-    return table(["", "output tok/s", "first token p50", "most blocks"], rows)
+    return table(["", "output tok/s", "first token p50", "most blocks in use"], rows)
 
 
 def accuracy(report: LabReport) -> str:
     data = data_of(report, "kv-accuracy")
+    is_random = data["model"] == RANDOM
     rows = []
     for each in data["readings"]:
         seen = f"{each['perplexity']:.4f}" if "perplexity" in each else "refused"
         held = size(each["kv_bytes_per_token"]) if "perplexity" in each else "–"
-        rows.append([each["kv_dtype"], each["dtype"], held, seen])
-    note = "" if data["model"] != "random weights" else "\nThe weights are random: only differences mean anything.\n"
+        rows.append([each["kv_dtype"], each["dtype"], held, "not measured" if is_random else seen])
+    note = (
+        "\nThat run had random weights, whose perplexity says nothing about a trained model: `quire pull smollm2` on "
+        "the machine first, and it is measured.\n"
+        if is_random
+        else ""
+    )
     return table(["`kv_cache_dtype`", "weights", "a token", "perplexity"], rows) + note
 
 
@@ -172,47 +202,79 @@ def best_width(report: LabReport) -> int:
     return next(width for width, run in runs if run["output_tok_s"] >= NEARLY * best)
 
 
-def small_budget(report: LabReport) -> int:
-    """The smallest budget with nearly the best throughput: nobody waits longer than that needs."""
-    points = [point for point in data_of(report, "step-budget")["points"] if point["chunked"]]
-    best = max(point["total_tok_s"] for point in points)
-    return int(next(point["budget"] for point in points if point["total_tok_s"] >= 0.9 * best))
+def full_speed(report: LabReport) -> float:
+    """What share of the best throughput counts as all of it: less where the machine itself wandered."""
+    rates = probes(report)
+    return 0.98 if not rates or min(rates) > 0.9 * max(rates) else 0.9
 
 
-def best_budget(report: LabReport) -> int:
-    points = [point for point in data_of(report, "step-budget")["points"] if point["chunked"]]
+def chunked_points(report: LabReport) -> list[Run]:
+    return [point for point in data_of(report, "step-budget")["points"] if point["chunked"]]
+
+
+def smallest_budget(report: LabReport, share: float) -> int:
+    """The smallest budget with that share of the best throughput: nobody waits longer than that needs."""
+    points = chunked_points(report)
     best = max(point["total_tok_s"] for point in points)
-    return int(next(point["budget"] for point in points if point["total_tok_s"] >= 0.98 * best))
+    return int(next(point["budget"] for point in points if point["total_tok_s"] >= share * best))
+
+
+def budget_at(report: LabReport, share: float, width: int) -> int:
+    """The same for a batch of another width than it was measured with: running sequences take theirs first, and
+    prompts should be left as much. One of those that were measured, the largest if none is enough."""
+    num_streams = streams_and_prompts(LabContext(report.settings, lambda text: None))[0]
+    wanted = smallest_budget(report, share) - num_streams + width
+    budgets = [int(point["budget"]) for point in chunked_points(report)]
+    return next((budget for budget in budgets if budget >= wanted), budgets[-1])
+
+
+def documents_width(report: LabReport) -> int:
+    """A step takes in budget / document prompts, and each then stays for as many steps as its answer has tokens: more
+    than the product never run at once. The narrowest that was measured and holds them, and no wider than chat's."""
+    running = smallest_budget(report, full_speed(report)) * ANSWER / DOCUMENT
+    enough = [width for width, _ in by_width(report) if width >= running]
+    return min([*enough, chat_width(report)])
 
 
 def best_block_size(report: LabReport, kind: str) -> int:
-    """Of the sizes with nearly the best speed, the one nearest to 16: tables are short there, and ends too."""
+    """Of the sizes at which the cache runs nearly the most sequences, the one nearest to 16. By sequences, which are
+    counted, and not by speed: where as many run, a difference in speed is the machine's."""
     data = data_of(report, "block-size")
-    rates = [run["output_tok_s"] for run in data["measured"] if run["kind"] == kind]
-    near = [s for s, rate in zip(data["sizes"], rates, strict=True) if rate >= NEARLY * max(rates)]
+    widths = [run["running_mean"] for run in data["measured"] if run["kind"] == kind]
+    near = [s for s, width in zip(data["sizes"], widths, strict=True) if width >= NEARLY * max(widths)]
     return min(near, key=lambda s: (abs(s.bit_length() - (16).bit_length()), s))
 
 
 def recommended(report: LabReport) -> str:
     """The flags that the rules give on this machine. `quire plan` gives the bytes for lengths of your own."""
     runs = dict(by_width(report))
+    waits = {point["budget"]: point for point in chunked_points(report)}
     rows = []
-    for traffic, width, budget, kind in (
-        ("chat", chat_width(report), small_budget(report), "short"),
-        ("long documents", chat_width(report), small_budget(report), "general"),
-        ("offline batch", best_width(report), max(best_budget(report), best_width(report)), "long-tail"),
+    for traffic, width, share, kind in (
+        ("chat", chat_width(report), 0.9, "short"),
+        ("long documents", documents_width(report), full_speed(report), "general"),
+        ("offline batch", best_width(report), full_speed(report), "long-tail"),
     ):
-        run = runs[width]
+        run, budget = runs[width], budget_at(report, share, width)
+        held, seen = (
+            peak_bytes(run),
+            f"{number(run['output_tok_s'])} tok/s out, {duration(run['itl_s']['p50'])} a token",
+        )
+        if traffic == "long documents":
+            held = width * (DOCUMENT + ANSWER) * run["kv"]["block_bytes"] / run["kv"]["block_size"]
+            point = waits[budget]
+            seen = f"{number(point['total_tok_s'])} tok/s in and out, {duration(point['itl_p99_s'])} a token (p99)"
         rows.append(
             [
                 traffic,
                 f"`--block-size {best_block_size(report, kind)}`",
                 f"`--max-num-seqs {width}`",
-                f"`--max-num-batched-tokens {max(budget, width)}`",
-                f"{number(run['output_tok_s'])} tok/s, {duration(run['itl_s']['p50'])} a token",
+                f"`--max-num-batched-tokens {budget}`",
+                size(held),
+                seen,
             ]
         )
-    return table(["traffic", "block size", "batch width", "step budget", "at that width"], rows)
+    return table(["traffic", "block size", "batch width", "step budget", "cache it fills", "seen there"], rows)
 
 
 TABLES: dict[str, Callable[[LabReport], str]] = {

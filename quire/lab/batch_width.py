@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.lab.context import LabContext, record
+from quire.lab.context import LabContext, record, run_of
 from quire.lab.lengths import even_lengths
 from quire.lab.result import Chart, Finding, Result, Series, Table
-from quire.lab.wording import counted, duration, listed, ms, number, times
+from quire.lab.wording import about, counted, duration, listed, ms, number, times
 
 if TYPE_CHECKING:
     from quire.bench.report import RunReport
@@ -39,7 +39,7 @@ class Line:
 def run(context: LabContext) -> Result:
     started = time.perf_counter()
     num_requests = context.pick((6, 16, 40, 80, 256), (8, 24, 64, 192, 512), (6, 24, 96, 256, 512))
-    prompt, output = context.pick(((4, 12), (8, 20)), ((16, 48), (32, 64)), ((128, 384), (128, 384)))
+    prompt, output = _lengths(context)
     runs = []
     for width, num in zip(WIDTHS, num_requests, strict=True):
         work = even_lengths(context.vocab, context.seed, num, prompt, output)
@@ -48,19 +48,12 @@ def run(context: LabContext) -> Result:
     gains = gains_per_doubling([each.output_tok_s for each in runs], WIDTHS)
     at = saturation(gains)
     line = fit_line([each.running_mean for each in runs], [_step_s(each) for each in runs])
-    best = max(range(len(runs)), key=lambda i: runs[i].output_tok_s)
-    return Result(
+    result = Result(
         key=KEY,
         title=TITLE,
         question="What do more sequences at once bring, what do they cost each user, and where does it end?",
-        tables=[_table(runs, gains, prompt, output)],
         charts=_charts(runs),
-        findings=_findings(runs, gains, at),
-        explanation=_explain(runs, gains, at, line),
         data={
-            "headline": f"{number(runs[best].output_tok_s)} tok/s at {WIDTHS[best]}, "
-            f"{times(runs[best].output_tok_s / runs[0].output_tok_s)} a single stream's"
-            + ("" if at is None else f"; saturates at {WIDTHS[at]}"),
             "widths": list(WIDTHS),
             "gain_per_doubling_percent": gains,
             "saturates_at": None if at is None else WIDTHS[at],
@@ -69,6 +62,29 @@ def run(context: LabContext) -> Result:
         },
         seconds=time.perf_counter() - started,
     )
+    tell(result, context)
+    return result
+
+
+def tell(result: Result, context: LabContext) -> None:
+    """Table and words, from the data."""
+    data = result.data
+    runs, gains = [run_of(each) for each in data["measured"]], data["gain_per_doubling_percent"]
+    at = None if data["saturates_at"] is None else WIDTHS.index(data["saturates_at"])
+    line = None if data["step_line_s"] is None else Line(*data["step_line_s"])
+    best = max(range(len(runs)), key=lambda i: runs[i].output_tok_s)
+    result.tables = [_table(runs, gains, *_lengths(context))]
+    result.findings, result.explanation = _findings(runs, gains, at), _explain(runs, gains, at, line)
+    data["headline"] = (
+        f"{number(runs[best].output_tok_s)} tok/s at {WIDTHS[best]}, "
+        f"{times(runs[best].output_tok_s / runs[0].output_tok_s)} a single stream's"
+        + ("" if at is None else f"; saturates at {WIDTHS[at]}")
+    )
+
+
+def _lengths(context: LabContext) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of prompts and of answers: from, to."""
+    return context.pick(((4, 12), (8, 20)), ((16, 48), (32, 64)), ((128, 384), (128, 384)))
 
 
 def gains_per_doubling(rates: list[float], widths: tuple[int, ...]) -> list[float]:
@@ -141,7 +157,7 @@ def _table(runs: list[RunReport], gains: list[float], prompt: tuple[int, int], o
     columns.append("preemptions")
     note = (
         f"Prompts of {prompt[0]}–{prompt[1]} tokens and answers of {output[0]}–{output[1]}, all there from the start; "
-        "narrow batches get fewer of them, or they would take all day. First token and end to end include the wait "
+        "narrow batches get fewer of them, as they take longer for each. First token and end to end include the wait "
         "for a place in the batch."
     )
     return Table("By width", columns, rows, note)
@@ -201,7 +217,7 @@ def _findings(runs: list[RunReport], gains: list[float], at: int | None) -> list
         ),
         Finding(
             f"Throughput saturates: from some width on no doubling brings {SATURATED_PERCENT:.0f} %.",
-            f"At {WIDTHS[at]}: beyond it {listed([f'{g:+.0f} %' for g in gains[at:]])} a doubling."
+            f"At {WIDTHS[at]}: beyond it {listed([f'{g:+.1f} %' for g in gains[at:]])} a doubling."
             if at is not None
             else f"Not within these widths: the last doubling still brought {gains[-1]:+.0f} %.",
             at is not None,
@@ -222,13 +238,11 @@ def _explain(runs: list[RunReport], gains: list[float], at: int | None, line: Li
             f"A decode step takes about {duration(line.start_s)} whatever its width (the weights are read once for all "
             f"its sequences) and {duration(line.slope_s)} more for each sequence. Up to "
             f"{line.half_width:.0f} sequences the shared part is the larger one; far beyond that every further "
-            f"sequence makes the step as much longer as it makes it wider, and throughput approaches one token per "
-            f"{duration(line.slope_s)}, {number(1 / line.slope_s)} tok/s."
+            f"sequence makes the step as much longer as it makes it wider, and by this line decoding alone approaches "
+            f"one token per {duration(line.slope_s)}, about {about(1 / line.slope_s)} tok/s."
         )
     if at is None:
-        paragraphs.append(
-            f"It has not ended at {WIDTHS[-1]}: from {WIDTHS[-2]} on each doubling still brings {gains[-1]:.0f} %."
-        )
+        paragraphs.append(_explain_no_end(runs, gains))
         return paragraphs
     here, wider = runs[at], runs[min(at + 1, len(runs) - 1)]
     assert wider.kv is not None
@@ -284,3 +298,20 @@ def _explain(runs: list[RunReport], gains: list[float], at: int | None, line: Li
             f"{duration(first.p50)} to {duration(last.p50)} (p99 {duration(first.p99)} to {duration(last.p99)})."
         )
     return paragraphs
+
+
+def _explain_no_end(runs: list[RunReport], gains: list[float]) -> str:
+    before, last = runs[-2], runs[-1]
+    text = f"It has not ended at {WIDTHS[-1]}: from {WIDTHS[-2]} on each doubling still brings {gains[-1]:.0f} %"
+    if last.running_mean < 0.8 * WIDTHS[-1]:
+        text += (
+            f", though only {number(last.running_mean)} sequences run in a step there on average, because prompts "
+            "enter a step's budget at a time and the batch thins out at its end"
+        )
+    if before.decode_tok_s and last.decode_tok_s:
+        text += (
+            f". Decoding alone went from {number(before.decode_tok_s)} to {number(last.decode_tok_s)} tok/s; prompts, "
+            f"which a wider batch does not make faster, take {100 * _prompt_share(last):.0f} % of the run at "
+            f"{WIDTHS[-1]}"
+        )
+    return text + "."

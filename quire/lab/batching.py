@@ -6,13 +6,17 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from quire.lab.batch_runs import BatchRun, run_continuous, run_static
 from quire.lab.result import Chart, Context, Finding, Result, Series, Span, Table
+from quire.lab.wording import duration, number
 from quire.sim import Arrival, poisson_arrivals
 
 KEY = "batching"
 TITLE = "Static against continuous batching"
+
+Run = dict[str, Any]  # a BatchRun as data: see _data
 
 NUM_SLOTS = 32
 PICTURE_SLOTS = 8
@@ -52,15 +56,11 @@ def run(context: Context) -> Result:
     small = [Arrival(0.0, *each) for each in picture_lengths(context.seed)]
     pictures = [run_static(small, PICTURE_SLOTS), run_continuous(small, PICTURE_SLOTS)]
     predicted = predicted_static_utilisation(backlog, NUM_SLOTS)
-    return Result(
+    result = Result(
         key=KEY,
         title=TITLE,
         question="How much of a batch's slots does useful work when the batch ends together, and when every slot is "
         "given on as soon as its request is done?",
-        tables=[
-            _table("All requests there from the start", full),
-            _table(f"Arriving at {rate_per_s:.1f} requests a second", loaded),
-        ],
         charts=[
             *(_timeline(each) for each in pictures),
             Chart(
@@ -82,8 +82,6 @@ def run(context: Context) -> Result:
                 note="All requests there from the start. Static batching runs down to its longest request each time.",
             ),
         ],
-        findings=_findings(full, loaded, predicted),
-        explanation=_explain(full, loaded, lengths, rate_per_s),
         data={
             "lengths": lengths,
             "rate_per_s": rate_per_s,
@@ -94,6 +92,21 @@ def run(context: Context) -> Result:
         },
         seconds=time.perf_counter() - started,
     )
+    tell(result)
+    return result
+
+
+def tell(result: Result) -> None:
+    """Tables and words, from the data."""
+    data = result.data
+    full, loaded, rate_per_s = data["all_at_once"], data["arriving"], data["rate_per_s"]
+    num_requests = len(data["lengths"])
+    result.tables = [
+        _table("All requests there from the start", full, num_requests),
+        _table(f"Arriving at {rate_per_s:.1f} requests a second", loaded, num_requests),
+    ]
+    result.findings = _findings(full, loaded, data["predicted_static_utilisation"])
+    result.explanation = _explain(full, loaded, data["lengths"], rate_per_s)
 
 
 def picture_lengths(seed: int) -> list[tuple[int, int]]:
@@ -114,7 +127,7 @@ def _percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def _data(run: BatchRun) -> dict[str, object]:
+def _data(run: BatchRun) -> Run:
     return {
         "name": run.name,
         "num_slots": run.num_slots,
@@ -131,25 +144,25 @@ def _data(run: BatchRun) -> dict[str, object]:
     }
 
 
-def _table(title: str, runs: Sequence[BatchRun]) -> Table:
+def _table(title: str, runs: Sequence[Run], num_requests: int) -> Table:
     rows: list[list[object]] = []
     for each in runs:
         rows.append(
             [
-                each.name,
-                each.num_steps,
-                f"{100 * each.utilisation:.1f}",
-                f"{each.seconds:.2f}",
-                f"{each.output_tok_s:,.0f}",
-                f"{_percentile(each.first_tokens_s, 50):.2f}",
-                f"{_percentile(each.latencies_s, 50):.2f}",
-                f"{_percentile(each.latencies_s, 99):.2f}",
+                each["name"],
+                each["num_steps"],
+                f"{100 * each['utilisation']:.1f}",
+                f"{each['seconds']:.2f}",
+                f"{each['output_tok_s']:,.0f}",
+                number(each["first_token_p50_s"]),
+                number(each["latency_p50_s"]),
+                number(each["latency_p99_s"]),
             ]
         )
     columns = ["batching", "steps", "useful slots %", "seconds", "output tok/s"]
     columns += ["first token p50 s", "end to end p50 s", "p99 s"]
     note = "Simulated time: the cost model's defaults, near Llama-3.1-8B on one H200."
-    return Table(f"{title}: {runs[0].num_slots} slots, {len(runs[0].latencies_s)} requests", columns, rows, note)
+    return Table(f"{title}: {runs[0]['num_slots']} slots, {num_requests:,} requests", columns, rows, note)
 
 
 def _timeline(run: BatchRun) -> Chart:
@@ -182,22 +195,23 @@ def _width_series(run: BatchRun) -> Series:
 # -- what it means
 
 
-def _findings(full: Sequence[BatchRun], loaded: Sequence[BatchRun], predicted: float) -> list[Finding]:
+def _findings(full: Sequence[Run], loaded: Sequence[Run], predicted: float) -> list[Finding]:
     static, continuous = full
-    speedup = continuous.output_tok_s / static.output_tok_s
-    p50 = [_percentile(each.latencies_s, 50) for each in loaded]
+    speedup = continuous["output_tok_s"] / static["output_tok_s"]
+    p50 = [each["latency_p50_s"] for each in loaded]
     return [
         Finding(
             "With all requests there, static batching's useful share is the sum of outputs over slots x each batch's "
             f"longest: {100 * predicted:.1f} %.",
-            f"{100 * static.utilisation:.1f} %.",
-            abs(static.utilisation - predicted) < 1e-9,
+            f"{100 * static['utilisation']:.1f} %.",
+            abs(static["utilisation"] - predicted) < 1e-9,
         ),
         _queue_finding(static, continuous),
         Finding(
             "The same work takes fewer steps, and so less time.",
-            f"{continuous.num_steps:,} against {static.num_steps:,} steps; {speedup:.2f} times the tokens per second.",
-            continuous.num_steps < static.num_steps and speedup > 1,
+            f"{continuous['num_steps']:,} against {static['num_steps']:,} steps; {speedup:.2f} times the tokens per "
+            "second.",
+            continuous["num_steps"] < static["num_steps"] and speedup > 1,
         ),
         Finding(
             "When requests arrive one by one, nobody waits for a batch to end: the median request is faster.",
@@ -207,29 +221,29 @@ def _findings(full: Sequence[BatchRun], loaded: Sequence[BatchRun], predicted: f
     ]
 
 
-def _queue_finding(static: BatchRun, continuous: BatchRun) -> Finding:
+def _queue_finding(static: Run, continuous: Run) -> Finding:
     expected = "While anybody waits, continuous batching leaves no slot empty (at least 99 % do useful work)."
-    share, other = continuous.queued_utilisation, static.queued_utilisation
+    share, other = continuous["queued_utilisation"], static["queued_utilisation"]
     if share is None or other is None:
         return Finding(expected, "Nobody ever waited: there are more slots than requests.", None)
     return Finding(expected, f"{100 * share:.1f} %, against {100 * other:.1f} % under static batching.", share >= 0.99)
 
 
 def _explain(
-    full: Sequence[BatchRun], loaded: Sequence[BatchRun], lengths: Sequence[tuple[int, int]], rate_per_s: float
+    full: Sequence[Run], loaded: Sequence[Run], lengths: Sequence[Sequence[int]], rate_per_s: float
 ) -> list[str]:
     static, continuous = full
     outputs = [output for _, output in lengths]
     mean = sum(outputs) / len(outputs)
     batches = [outputs[i : i + NUM_SLOTS] for i in range(0, len(outputs), NUM_SLOTS)]
     mean_longest = sum(max(batch) for batch in batches) / len(batches)
-    speedup = continuous.output_tok_s / static.output_tok_s
-    step_ratio = static.num_steps / continuous.num_steps
+    speedup = continuous["output_tok_s"] / static["output_tok_s"]
+    step_ratio = static["num_steps"] / continuous["num_steps"]
     paragraphs = [
         f"An output has {mean:.0f} tokens on average, but the longest of {NUM_SLOTS} has {mean_longest:.0f}: a batch "
         f"that ends together runs {mean_longest / mean:.1f} times as long as its mean request needs, and only "
-        f"{100 * static.utilisation:.0f} % of its slots do useful work. Continuous batching reaches "
-        f"{100 * continuous.utilisation:.0f} %, and needs {step_ratio:.1f} times fewer steps.",
+        f"{100 * static['utilisation']:.0f} % of its slots do useful work. Continuous batching reaches "
+        f"{100 * continuous['utilisation']:.0f} %, and needs {step_ratio:.1f} times fewer steps.",
     ]
     if speedup < step_ratio:
         paragraphs.append(
@@ -242,12 +256,19 @@ def _explain(
             f"Throughput rises by {speedup:.1f} times, more than the steps fall: static batches also compute their "
             f"padding, as prompts are padded to the longest and rows that are done run on."
         )
-    first = [_percentile(each.first_tokens_s, 50) for each in loaded]
-    tail = [_percentile(each.latencies_s, 99) for each in loaded]
+    first = [each["first_token_p50_s"] for each in loaded]
+    tail = [each["latency_p99_s"] for each in loaded]
     paragraphs.append(
         f"At {rate_per_s:.1f} requests a second, three quarters of what static batching serves, the median first token "
-        f"comes after {1e3 * first[1]:,.0f} ms instead of {1e3 * first[0]:,.0f} ms: a new request joins the next step "
+        f"comes after {duration(first[1])} instead of {duration(first[0])}: a new request joins the next step "
         f"instead of waiting for the batch to end. End to end the slowest percent takes {tail[1]:.1f} s against "
         f"{tail[0]:.1f} s."
     )
+    shares = [100 * each["utilisation"] for each in loaded]
+    if shares[1] < shares[0]:
+        paragraphs.append(
+            f"At that load its slots are no fuller than static batching's ({shares[1]:.1f} against {shares[0]:.1f} %): "
+            "there are more slots than requests, and a step begins for whoever is there instead of for whoever has "
+            "gathered. Full slots are a sign of a queue, not a goal."
+        )
     return paragraphs

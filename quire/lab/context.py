@@ -179,6 +179,13 @@ def record(report: RunReport) -> dict[str, Any]:
     return data
 
 
+def run_of(data: dict[str, Any]) -> RunReport:
+    """The run behind a record, but for its curve: words are written from records, so that they can be written again."""
+    from quire.bench.report import RunReport
+
+    return RunReport.from_json({name: value for name, value in data.items() if name not in ("samples", "kind")})
+
+
 def _rounded(value: float) -> float:
     return round(value, 4) if isinstance(value, float) else value
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
@@ -25,8 +25,14 @@ if TYPE_CHECKING:
 KEY = "kv-accuracy"
 TITLE = "Fewer bits a value: the KV cache and accuracy"
 
+RANDOM = "random weights"
+_TABLE_TITLE = "{}, read through caches of different dtypes"
+
 _CHUNK = 128
 _KV_BYTES = 512 << 20
+_NOTHING = "The perplexity of random weights, and how it changes, say next to nothing about a trained model."
+
+Run = dict[str, Any]  # a Reading as data: see _data
 
 
 @dataclass(slots=True)
@@ -51,7 +57,7 @@ class Reading:
 
 @dataclass(slots=True, frozen=True)
 class Shift:
-    """How one reading's logprobs differ from another's."""
+    """How one reading's logprobs differ from another's, token by token."""
 
     perplexity_percent: float
     mean: float
@@ -75,27 +81,82 @@ def run(context: LabContext) -> Result:
     done = [each for each in readings if each.logprobs]
     if not done:
         raise ConfigError(f"no pair of dtypes could be run: {readings[0].refusal}")
-    return Result(
+    result = Result(
         key=KEY,
         title=TITLE,
         question="Half the bytes a value, or a quarter, mean twice or four times the tokens in the same cache. How "
         "much worse does the model predict a text that it reads through such a cache?",
-        tables=[_table(readings, done[0], is_real)],
-        charts=_charts(done, is_real),
-        findings=_findings(done, readings, is_real),
-        explanation=_explain(done, readings, is_real, config),
+        tables=[_table(readings, done[0])],
+        charts=_charts(done),
         data={
-            "headline": _headline(done, is_real),
-            "model": config.model if is_real else "random weights",
+            "model": config.model if is_real else RANDOM,
             "tokens": len(done[0].logprobs),
-            "readings": [
-                {"dtype": e.dtype, "kv_dtype": e.kv_dtype, "refusal": e.refusal, "kv_bytes_per_token": e.token_bytes}
-                | ({"perplexity": e.perplexity} if e.logprobs else {})
-                for e in readings
-            ],
+            "readings": [_data(each, readings) for each in readings],
         },
         seconds=time.perf_counter() - started,
     )
+    tell(result, context)
+    return result
+
+
+def _data(reading: Reading, readings: list[Reading]) -> dict[str, Any]:
+    data: dict[str, Any] = {"dtype": reading.dtype, "kv_dtype": reading.kv_dtype, "refusal": reading.refusal}
+    data |= {"is_failure": reading.is_failure, "kv_bytes_per_token": reading.token_bytes}
+    if reading.logprobs:
+        done = [each for each in readings if each.logprobs]
+        same = [each for each in done if each.dtype == reading.dtype]
+        data["perplexity"] = reading.perplexity
+        data["shift"] = asdict(Shift.between(reading, done[0]))
+        data["shift_at_same_weights"] = asdict(Shift.between(reading, same[0]))
+    return data
+
+
+def tell(result: Result, context: LabContext) -> None:
+    """The words, from the data."""
+    readings = result.data["readings"]
+    done = [each for each in readings if "perplexity" in each]
+    if result.data["model"] == RANDOM:
+        _tell_random(result, readings, done, _remedy(context))
+    elif "shift" in done[0]:  # else a report of a time when the shifts stood in its words alone: those are kept
+        result.tables[0].note = f"{result.data['tokens']:,} tokens, against the first row."
+        result.findings, result.explanation = _findings(done, readings), _explain(done)
+        result.data["headline"] = _headline(done)
+
+
+def _remedy(context: LabContext) -> str:
+    if not context.on_gpu:
+        return "Run the lab with a model that has weights of its own."
+    return (
+        f"Have {DEFAULT_MODEL} in the cache (quire pull {DEFAULT_MODEL}, or the cache of a machine that has it) and "
+        f"run quire lab --gpu-8b --only {KEY} --fresh: it then reads a passage of English with that model."
+    )
+
+
+def _tell_random(result: Result, readings: list[Run], done: list[Run], remedy: str) -> None:
+    """Random weights predict nothing, so nothing can make them predict it worse: only the bytes are a result."""
+    result.tables[0].title = _TABLE_TITLE.format("Random tokens")
+    result.tables[0].note = (
+        f"{result.data['tokens']:,} random tokens, against the first row. {_NOTHING} The last columns say how far "
+        "rounding moves its numbers, which are spread otherwise than a trained model's."
+    )
+    for chart in result.charts[:-1]:
+        chart.note = "Random weights: says nothing about a trained model."
+    result.findings = [
+        Finding(
+            f"{_name(each)}: the perplexity changes by less than {_limit(each):g} %.",
+            "The weights are random and predict nothing, so a cache cannot make them predict it worse.",
+            None,
+        )
+        for each in done[1:]
+    ] + _refusals(readings)
+    bytes_each = listed([f"{size(each['kv_bytes_per_token'])} in {each['kv_dtype']}" for each in done])
+    result.explanation = [
+        f"What a cache of fewer bits costs in accuracy was not measured here. {_NOTHING} A perplexity of "
+        f"{number(done[0]['perplexity'])} is no better than a blind guess among the whole vocabulary, and whether it "
+        f"comes out higher or lower with another dtype is chance. {remedy}",
+        f"What it saves does hold: a token takes {bytes_each}.",
+    ]
+    result.data["headline"] = f"accuracy not measured, as the weights are random; a token takes {bytes_each}"
 
 
 def _model(context: LabContext) -> tuple[EngineConfig, bool]:
@@ -161,7 +222,7 @@ def _logprobs(engine: LLMEngine, request_id: str, token_ids: list[int]) -> list[
     return [entry[token].logprob for token, entry in zip(token_ids, found, strict=True) if entry is not None]
 
 
-def _table(readings: list[Reading], reference: Reading, is_real: bool) -> Table:
+def _table(readings: list[Reading], reference: Reading) -> Table:
     rows: list[list[object]] = []
     for each in readings:
         if not each.logprobs:
@@ -180,13 +241,10 @@ def _table(readings: list[Reading], reference: Reading, is_real: bool) -> Table:
             ]
         )
     columns = ["KV cache", "weights", "KV a token", "perplexity", "change", "mean |Δ logprob|", "largest"]
-    note = f"{len(reference.logprobs):,} tokens, against the first row."
-    if not is_real:
-        note += " The weights are random: the perplexity is that of a guess, and only the differences mean anything."
-    return Table("The passage, read through caches of different dtypes", columns, rows, note)
+    return Table(_TABLE_TITLE.format("The passage"), columns, rows)
 
 
-def _charts(done: list[Reading], is_real: bool) -> list[Chart]:
+def _charts(done: list[Reading]) -> list[Chart]:
     others: list[float | str] = [each.name for each in done[1:]]
     if not others:
         return []
@@ -209,63 +267,79 @@ def _charts(done: list[Reading], is_real: bool) -> list[Chart]:
     ]
 
 
-def _findings(done: list[Reading], readings: list[Reading], is_real: bool) -> list[Finding]:
+def _name(reading: Run) -> str:
+    return f"{reading['kv_dtype']} KV, {reading['dtype']} weights"
+
+
+def _limit(reading: Run) -> float:
+    """Percent of perplexity that a dtype may cost."""
+    return {"fp8": 2.0, "bfloat16": 1.0}.get(reading["kv_dtype"], 0.1)
+
+
+def _findings(done: list[Run], readings: list[Run]) -> list[Finding]:
     findings = []
     for each in done[1:]:
-        shift = Shift.between(each, done[0])
-        limit = {"fp8": 2.0, "bfloat16": 1.0}.get(each.kv_dtype, 0.1)
+        percent = each["shift"]["perplexity_percent"]
         findings.append(
             Finding(
-                f"{each.name}: the perplexity changes by less than {limit:g} %.",
-                f"{signed_percent(shift.perplexity_percent)}, mean |Δ logprob| {number(shift.mean)}."
-                + ("" if is_real else " With random weights that says nothing of language."),
-                abs(shift.perplexity_percent) < limit if is_real else None,
+                f"{_name(each)}: the perplexity changes by less than {_limit(each):g} %.",
+                f"{signed_percent(percent)}, mean |Δ logprob| {number(each['shift']['mean'])}.",
+                abs(percent) < _limit(each),
             )
         )
-    for each in readings:
-        if each.refusal:
-            findings.append(
-                Finding(
-                    f"{each.name}: what cannot be is refused, with a way out.", f"“{each.refusal}”", not each.is_failure
-                )
-            )
-    return findings
+    return findings + _refusals(readings)
 
 
-def _headline(done: list[Reading], is_real: bool) -> str:
-    parts = []
-    for each in done[1:]:
-        shift = Shift.between(each, done[0])
-        parts.append(f"{each.kv_dtype} {signed_percent(shift.perplexity_percent)}")
+def _refusals(readings: list[Run]) -> list[Finding]:
+    return [
+        Finding(
+            f"{_name(each)}: what cannot be is refused, with a way out.",
+            f"“{each['refusal']}”",
+            not each.get("is_failure", False),
+        )
+        for each in readings
+        if each["refusal"]
+    ]
+
+
+def _headline(done: list[Run]) -> str:
+    parts = [f"{each['kv_dtype']} {signed_percent(each['shift']['perplexity_percent'])}" for each in done[1:]]
     if not parts:
-        return f"only {done[0].name} could be run"
-    what = "perplexity" if is_real else "perplexity (random weights)"
-    return f"{what} against {done[0].name}: {listed(parts)}"
+        return f"only {_name(done[0])} could be run"
+    return f"perplexity against {_name(done[0])}: {listed(parts)}"
 
 
-def _explain(done: list[Reading], readings: list[Reading], is_real: bool, config: EngineConfig) -> list[str]:
+def _explain(done: list[Run]) -> list[str]:
     reference = done[0]
     paragraphs = []
     for each in done[1:]:
-        shift = Shift.between(each, reference)
-        room = reference.token_bytes / each.token_bytes
-        if shift.mean < 1e-9:
+        shift = each["shift"]
+        room = reference["kv_bytes_per_token"] / each["kv_bytes_per_token"]
+        if shift["mean"] < 1e-9:
             effect = "no logprob moves at all"
         else:
             effect = (
-                f"a token's logprob moves by {number(shift.mean)} on average, {number(shift.largest)} at most, and the "
-                f"perplexity by {signed_percent(shift.perplexity_percent)}"
+                f"a token's logprob moves by {number(shift['mean'])} on average, {number(shift['largest'])} at most, "
+                f"and the perplexity by {signed_percent(shift['perplexity_percent'])}"
             )
-        paragraphs.append(f"{each.name}: {number(room)} times the tokens in the same bytes; {effect}.")
-    same = [each for each in done if each.dtype == done[-1].dtype]
+        paragraphs.append(f"{_name(each)}: {number(room)} times the tokens in the same bytes; {effect}.")
+    last = done[-1]
+    same = [each for each in done if each["dtype"] == last["dtype"]]
     if len(same) > 1 and same[0] is not reference:
-        shift = Shift.between(same[-1], same[0])
-        paragraphs.append(
-            f"Most of that may be the weights' own rounding: with the same {same[0].dtype} weights, "
-            f"{same[-1].kv_dtype} instead of {same[0].kv_dtype} KV moves a logprob by {number(shift.mean)} and the "
-            f"perplexity by {signed_percent(shift.perplexity_percent)}."
+        own, whole = last["shift_at_same_weights"], last["shift"]
+        whose = (
+            "the cache's own rounding"
+            if own["mean"] > 0.7 * whole["mean"]
+            else "the weights' rounding"
+            if own["mean"] < 0.4 * whole["mean"]
+            else "the cache's rounding and the weights' together"
         )
-    halves = {each.kv_dtype: Shift.between(each, reference).mean for each in done if each.dtype == reference.dtype}
+        paragraphs.append(
+            f"That is {whose}: with the same {last['dtype']} weights, {last['kv_dtype']} instead of "
+            f"{same[0]['kv_dtype']} KV moves a logprob by {number(own['mean'])} and the perplexity by "
+            f"{signed_percent(own['perplexity_percent'])}."
+        )
+    halves = {each["kv_dtype"]: each["shift"]["mean"] for each in done if each["dtype"] == reference["dtype"]}
     if halves.get("float16") and halves.get("bfloat16"):
         ratio = halves["bfloat16"] / halves["float16"]
         paragraphs.append(
@@ -273,10 +347,5 @@ def _explain(done: list[Reading], readings: list[Reading], is_real: bool, config
             "where float16 keeps 11, a factor of eight, and trades them for a range that keys and values do not need."
             if ratio > 2
             else f"float16 and bfloat16 are about as far off as each other ({number(ratio)} times)."
-        )
-    if not is_real:
-        paragraphs.append(
-            f"The weights of {config.model} are random here. Put the default model where quire can find it, and this "
-            "section reads the passage with it."
         )
     return paragraphs

@@ -23,38 +23,45 @@ _PICTURES: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "prefix-sharing": ("sharing on and off", None),
     "pressure": ("under pressure", None),
     "step-budget": ("by step budget, chunked", tuple(f"budget {n:,}, chunked prefill on" for n in (256, 1024, 8192))),
-    "baseline": ("against static batches", ("Quire, equal lengths", "Quire, mixed lengths")),
+    "baseline": ("16 at once", ("Quire, equal lengths", "Quire, mixed lengths")),
     KEY: ("mixed lengths", None),
 }
 
 
 def run(context: LabContext) -> Result:
     started = time.perf_counter()
-    runs = run_records(context.results)
     own: list[dict[str, Any]] = []
-    if not any(each["kv"] for _, each in runs):
+    if not _runs(context, own):
         lengths = context.pick((8, 48), (16, 128), (100, 500))
         work = even_lengths(context.vocab, context.seed, context.pick(24, 64, 256), lengths, lengths)
         engine = context.engine(max_num_seqs=context.pick(16, 32, 128))
         own = [record(context.measure(engine, work, "mixed lengths"))]
-        runs = [(KEY, each) for each in own]
-    runs = [(key, each) for key, each in runs if each["kv"]]
-    paths = [kv_bytes_over_time(each) for _, each in runs]
-    return Result(
+    result = Result(
         key=KEY,
         title=TITLE,
         question="How much memory does each run hold at each moment, and does it follow the work?",
-        tables=[_table(runs)],
-        charts=_charts(runs),
-        findings=_findings(runs),
-        explanation=_explain(runs),
-        data={
-            "headline": f"{counted(len(runs), 'run')}: the cache holds at most "
-            f"{size(max(max(path) for path in paths))}, and every block comes back",
-            "measured": own,
-        },
-        seconds=time.perf_counter() - started,
+        data={"measured": own},
     )
+    tell(result, context)
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def tell(result: Result, context: LabContext) -> None:
+    """All of it: the data are the other experiments'."""
+    runs = _runs(context, result.data["measured"])
+    most = max(max(kv_bytes_over_time(each)) for _, each in runs)
+    result.tables, result.charts = [_table(runs)], _charts(runs)
+    result.findings, result.explanation = _findings(runs), _explain(runs)
+    result.data["headline"] = (
+        f"{counted(len(runs), 'run')}: the cache holds at most {size(most)}, and every block comes back"
+    )
+
+
+def _runs(context: LabContext, own: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """(experiment, run) of every run with a cache; its own, if it had to make one, instead of one before."""
+    others = {key: each for key, each in context.results.items() if key != KEY}
+    return [(key, each) for key, each in [*run_records(others), *((KEY, each) for each in own)] if each["kv"]]
 
 
 def kv_bytes_over_time(run: dict[str, Any]) -> list[float]:
@@ -145,30 +152,66 @@ def _findings(runs: list[tuple[str, dict[str, Any]]]) -> list[Finding]:
 
 def _explain(runs: list[tuple[str, dict[str, Any]]]) -> list[str]:
     shares = [held_at_peak_percent(each) for _, each in runs]
-    fullest = max((each for _, each in runs), key=lambda e: e["kv"]["occupancy_max"])
     fastest = max((each for _, each in runs), key=lambda e: e["kv"]["churn_per_s"])
-    paragraphs = [
-        f"Memory follows the work: a block is taken when a sequence reaches its end and given back when the sequence "
-        f"is done, at up to {number(fastest['kv']['churn_per_s'])} blocks a second ({fastest['workload']}). At the "
-        f"fullest moment of a run between {min(shares):.0f} and {max(shares):.0f} % of the slots in use hold a token.",
-        f"The fullest cache was that of “{fullest['workload']}”: {100 * fullest['kv']['occupancy_max']:.0f} % of its "
-        f"blocks, with {fullest['kv']['min_available']:,} left free or evictable"
-        + (
-            ", so somebody had to wait or be preempted."
-            if fullest["kv"]["min_available"] < 0.02 * fullest["kv"]["num_blocks"]
-            else "."
-        ),
+    return [
+        f"Memory follows the work: a sequence takes a block when its last one is full and gives all of them back when "
+        f"it is done, up to {number(fastest['kv']['churn_per_s'])} blocks in and out a second ({fastest['workload']}). "
+        f"At the fullest moment of a run between {min(shares):.0f} and {max(shares):.0f} % of the slots in use hold a "
+        "token.",
+        _explain_full(runs),
+        _explain_gpu(runs) if any(each["peak_gpu_bytes"] for _, each in runs) else _explain_process(runs),
     ]
+
+
+def _explain_full(runs: list[tuple[str, dict[str, Any]]]) -> str:
+    full = [key for key, each in runs if each["kv"]["min_available"] < 0.02 * each["kv"]["num_blocks"]]
+    if not full:
+        fullest = max((each for _, each in runs), key=lambda e: e["kv"]["occupancy_max"])
+        return (
+            f"No cache was ever full: the fullest, that of “{fullest['workload']}”, had "
+            f"{100 * fullest['kv']['occupancy_max']:.0f} % of its blocks in use."
+        )
+    where = listed([f"{full.count(key)} of {key}" for key in dict.fromkeys(full)])
+    return (
+        f"In {counted(len(full), 'run')} ({where}) the cache was full at some moment, with less than 2 % of its blocks "
+        "free or evictable, so that somebody had to wait or be preempted."
+    )
+
+
+def _explain_process(runs: list[tuple[str, dict[str, Any]]]) -> str:
+    """Of a CPU, whose cache is the process's own memory."""
     growth = [each["samples"]["rss_bytes"][-1] - each["samples"]["rss_bytes"][0] for _, each in runs]
     most = max(range(len(growth)), key=lambda i: growth[i])
-    paragraphs.append(
-        f"The process itself takes between {size(min(float(e['peak_rss_bytes']) for _, e in runs))} and "
-        f"{size(max(float(e['peak_rss_bytes']) for _, e in runs))} of memory. "
-        + (
-            f"It grew most in “{runs[most][1]['workload']}”, by {size(growth[most])}: blocks take real memory when "
-            "they are first written, and keep it for the next sequence."
-            if growth[most] > 8 << 20
-            else "It hardly grows within a run: blocks that were written once are used again."
-        )
+    return f"The process itself takes {_span([e['peak_rss_bytes'] for _, e in runs])} of memory. " + (
+        f"It grew most in “{runs[most][1]['workload']}”, by {size(growth[most])}: blocks take real memory when they "
+        "are first written, and keep it for the next sequence."
+        if growth[most] > max(8 << 20, 0.02 * runs[most][1]["peak_rss_bytes"])
+        else "It hardly grows within a run: blocks that were written once are used again."
     )
-    return paragraphs
+
+
+def _explain_gpu(runs: list[tuple[str, dict[str, Any]]]) -> str:
+    """Of a GPU, where the cache is taken whole at the start, whatever is in it."""
+    sizes = [each["kv"]["block_size"] for _, each in runs]
+    usual = max(set(sizes), key=sizes.count)
+    same = [each["peak_gpu_bytes"] for _, each in runs if each["kv"]["block_size"] == usual]
+    other = [each["peak_gpu_bytes"] for _, each in runs if each["kv"]["block_size"] != usual]
+    whole = max(each["kv"]["num_blocks"] * each["kv"]["block_bytes"] for _, each in runs)
+    text = (
+        f"The GPU's memory does not follow: the cache of {size(whole)} is taken whole at the start, and the runs "
+        f"differ by the size of their steps alone, {_span(same)} with weights and all."
+    )
+    if other:
+        text += (
+            f" Those with another block size than {usual} take {_span(other)}: the lab keeps the first cache beside "
+            "theirs, which an engine of its own would not."
+        )
+    return text + (
+        f" The process takes {_span([each['peak_rss_bytes'] for _, each in runs])} of the host's memory, in which "
+        "of the cache there is only the pool for swapping."
+    )
+
+
+def _span(values: list[float]) -> str:
+    low, high = size(min(values)), size(max(values))
+    return low if low == high else f"{low} to {high}"

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from quire.bench.workloads import Workload, shared_prefix
-from quire.lab.context import LabContext, record
+from quire.lab.context import LabContext, record, run_of
 from quire.lab.lengths import even_lengths
 from quire.lab.result import Chart, Finding, Result, Series, Table
 from quire.lab.wording import counted, duration, number, size, times
@@ -22,7 +22,7 @@ N = 4
 
 def run(context: LabContext) -> Result:
     started = time.perf_counter()
-    num, prefix, suffix, num_out = context.pick((12, 192, 16, 16), (32, 448, 32, 48), (256, 2048, 64, 64))
+    num, prefix, suffix, num_out = _system_prompt(context)
     width, budget = context.pick(16, 32, 256), context.pick(512, 512, 8192)
     limits = {"max_num_seqs": width, "max_num_batched_tokens": budget}
     work = shared_prefix(context.vocab, context.seed + 2, num, prefix, suffix, num_out)
@@ -30,7 +30,7 @@ def run(context: LabContext) -> Result:
         context.measure(context.engine(enable_prefix_caching=on, **limits), work, name)
         for on, name in ((False, "prefix cache off"), (True, "prefix cache on"))
     ]
-    num_prompts, prompt_len, answer_len = context.pick((4, 72, 20), (8, 136, 64), (48, 520, 128))
+    num_prompts, prompt_len, answer_len = _forks(context)
     prompts = even_lengths(context.vocab, context.seed + 3, num_prompts, (prompt_len,) * 2, (answer_len,) * 2)
     apart = [request for request in prompts for _ in range(N)]
     sampling = {"temperature": 0.8, "top_p": 0.95, "seed": context.seed}
@@ -49,33 +49,48 @@ def run(context: LabContext) -> Result:
         ),
     ]
     block_size = _kv(pair[0]).block_size
-    copies = expected_copies(prompts, block_size)
-    gain = pair[1].output_tok_s / pair[0].output_tok_s
-    return Result(
+    result = Result(
         key=KEY,
         title=TITLE,
         question="What is it worth to keep the keys and values of a system prompt that every request repeats, and of a "
         f"prompt that is answered {N} times?",
-        tables=[
-            _table(
-                f"{num} requests that share {prefix} of their {prefix + suffix} prompt tokens, {num_out} out",
-                pair,
-                ["off", "on"],
-            ),
-            _fork_table(forked, prompt_len, answer_len),
-        ],
         charts=_charts(pair, forked),
-        findings=_findings(pair, forked, prefix, suffix, num, copies),
-        explanation=_explain(pair, forked, prefix, suffix, num, prompt_len, copies),
         data={
-            "headline": f"the prefix cache brings {times(gain)} the throughput and "
-            f"{100 * (1 - _peak(pair[1]) / _peak(pair[0])):.0f} % fewer blocks; n = {N} "
-            f"{100 * (1 - _peak(forked[1]) / _peak(forked[0])):.0f} % fewer",
-            "expected_copies": copies,
+            "expected_copies": expected_copies(prompts, block_size),
             "measured": [record(each) for each in (*pair, *forked)],
         },
         seconds=time.perf_counter() - started,
     )
+    tell(result, context)
+    return result
+
+
+def tell(result: Result, context: LabContext) -> None:
+    """Tables and words, from the data."""
+    runs, copies = [run_of(each) for each in result.data["measured"]], result.data["expected_copies"]
+    pair, forked = runs[:2], runs[2:]
+    num, prefix, suffix, num_out = _system_prompt(context)
+    _, prompt_len, answer_len = _forks(context)
+    title = f"{num} requests that share {prefix:,} of their {prefix + suffix:,} prompt tokens, {num_out} out"
+    result.tables = [_table(title, pair, ["off", "on"]), _fork_table(forked, prompt_len, answer_len)]
+    result.findings = _findings(pair, forked, prefix, suffix, num, copies)
+    result.explanation = _explain(pair, forked, prompt_len, copies)
+    gain = pair[1].output_tok_s / pair[0].output_tok_s
+    result.data["headline"] = (
+        f"the prefix cache brings {times(gain)} the throughput and "
+        f"{100 * (1 - _peak(pair[1]) / _peak(pair[0])):.0f} % fewer blocks; with n = {N} there are "
+        f"{100 * (1 - _peak(forked[1]) / _peak(forked[0])):.0f} % fewer"
+    )
+
+
+def _system_prompt(context: LabContext) -> tuple[int, int, int, int]:
+    """Requests, tokens that all of them share, tokens of their own, tokens out."""
+    return context.pick((12, 192, 16, 16), (32, 448, 32, 48), (256, 2048, 64, 64))
+
+
+def _forks(context: LabContext) -> tuple[int, int, int]:
+    """Prompts, their length, and that of each of their n answers."""
+    return context.pick((4, 72, 20), (8, 136, 64), (48, 520, 128))
 
 
 def expected_copies(prompts: Workload, block_size: int) -> int:
@@ -92,6 +107,10 @@ def _peak(report: RunReport) -> int:
     return max(1, _kv(report).peak_blocks)
 
 
+def _is_full(report: RunReport) -> bool:
+    return _kv(report).peak_blocks > 0.98 * _kv(report).num_blocks
+
+
 def _computed(report: RunReport) -> int:
     return report.prompt_tokens - _kv(report).prefix_hit_tokens
 
@@ -105,6 +124,7 @@ def _table(title: str, runs: list[RunReport], names: list[str]) -> Table:
                 name,
                 number(each.output_tok_s),
                 number(each.total_tok_s),
+                number(each.running_mean),
                 number(each.ttft_s.p50) if each.ttft_s else "–",
                 number(each.ttft_s.p99) if each.ttft_s else "–",
                 _computed(each),
@@ -114,9 +134,13 @@ def _table(title: str, runs: list[RunReport], names: list[str]) -> Table:
                 kv.table_entries_max,
             ]
         )
-    columns = ["prefix cache", "output tok/s", "in and out tok/s", "first token p50 s", "p99 s", "prompt tokens run"]
-    columns += ["hits %", "most blocks", "as memory", "table entries"]
-    return Table(title, columns, rows, "More table entries than blocks: several tables name the same block.")
+    columns = ["prefix cache", "output tok/s", "in and out tok/s", "sequences a step", "first token p50 s", "p99 s"]
+    columns += ["prompt tokens run", "hits %", "most blocks", "as memory", "table entries"]
+    note = (
+        "In and out counts prompt tokens that were found as well. More table entries than blocks: several tables name "
+        "the same block."
+    )
+    return Table(title, columns, rows, note)
 
 
 def _fork_table(runs: list[RunReport], prompt_len: int, answer_len: int) -> Table:
@@ -194,12 +218,13 @@ def _findings(
         Finding(
             "Sharing saves blocks: the most in use falls by more than a third.",
             f"{_peak(on):,} instead of {_peak(off):,} with the system prompt, {_peak(forked[1]):,} instead of "
-            f"{_peak(forked[0]):,} with n = {N}.",
+            f"{_peak(forked[0]):,} with n = {N}."
+            + (" Unshared, the cache is full: with more of it more would be in use." if _is_full(off) else ""),
             _peak(on) < 0.67 * _peak(off) and _peak(forked[1]) < _peak(forked[0]),
         ),
         Finding(
-            f"With n = {N} exactly {copies} blocks are copied: all answers but one copy the half-full block in which "
-            "their prompt ends, when they write to it.",
+            f"With n = {N} exactly {copies} blocks are copied: all answers but one copy the partly filled block in "
+            "which their prompt ends, when they write to it.",
             f"{counted(found.copies, 'block')} copied, {counted(found.forks, 'fork')}.",
             found.copies == copies,
         ),
@@ -217,9 +242,6 @@ def _p50(report: RunReport) -> float:
 def _explain(
     pair: list[RunReport],
     forked: list[RunReport],
-    prefix: int,
-    suffix: int,
-    num: int,
     prompt_len: int,
     copies: int,
 ) -> list[str]:
@@ -240,11 +262,18 @@ def _explain(
     ]
     shared, entries = _peak(on), _kv(on).table_entries_max
     if entries > shared:
-        paragraphs.append(
+        text = (
             f"On, {entries:,} table entries name {shared:,} blocks at the fullest: a block of the system prompt is "
-            f"stored once and named by every request that runs. The same "
-            f"cache has room for {times(_peak(off) / shared)} as many requests of this kind."
+            f"stored once and named by every request that runs. Without sharing each entry would be a block: the same "
+            f"requests at once would take {times(entries / shared)} as many."
         )
+        if _is_full(off):
+            text += (
+                f" Off, they do not fit: the cache is full, {number(off.running_mean)} sequences run in a step on "
+                f"average instead of {number(on.running_mean)}, and the rest wait; that is part of the difference in "
+                "throughput."
+            )
+        paragraphs.append(text)
     fewer = 1 - _peak(forked[1]) / _peak(forked[0])
     faster = forked[1].output_tok_s / forked[0].output_tok_s
     inside = prompt_len % _kv(on).block_size

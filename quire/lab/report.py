@@ -57,8 +57,12 @@ def _header(report: LabReport) -> str:
         ("torch", str(machine.get("torch"))),
         ("python", str(machine.get("python"))),
     ]
+    if settings.gpu_8b and machine.get("gpu_bytes"):
+        facts.insert(1, ("GPU memory", size(float(machine["gpu_bytes"]))))
+        facts.insert(2, ("host", f"{machine.get('cpu')}, {counted(int(cores or 0), 'core')}"))
     if machine.get("memory_bytes"):
-        facts.insert(1, ("memory", size(float(machine["memory_bytes"]))))
+        memory = "host memory" if settings.gpu_8b else "memory"
+        facts.insert(len(facts) - 7, (memory, size(float(machine["memory_bytes"]))))
     items = "".join(f"<li><b>{escape(name)}</b>{escape(value)}</li>" for name, value in facts)
     kind = (
         "This is the quick run: few requests, each setting measured once. It shows the shapes; for numbers to rely on, "
@@ -117,6 +121,8 @@ def _sentence(text: str) -> str:
 def _score(findings: Sequence[Finding]) -> str:
     held = sum(finding.holds is True for finding in findings)
     failed = sum(finding.holds is False for finding in findings)
+    if findings and not held and not failed:
+        return _badge("open", "cannot tell")
     kind = "bad" if failed else "good" if held == len(findings) else "open"
     return _badge(kind, f"{held} of {len(findings)} as expected")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.bench.workloads import Workload
 from quire.errors import BadRequestError
-from quire.lab.context import LabContext, record
+from quire.lab.context import LabContext, record, run_of
 from quire.lab.lengths import even_lengths
 from quire.lab.result import Chart, Finding, Result, Series, Table
 from quire.lab.wording import change, duration, listed, ms, number, times
@@ -40,8 +40,7 @@ class _Point:
 def run(context: LabContext) -> Result:
     started = time.perf_counter()
     budgets = QUICK_BUDGETS if context.quick and not context.on_gpu else BUDGETS
-    num_streams, num_out = context.pick((8, 28), (16, 64), (64, 256))
-    num_prompts, prompt_len = context.pick((3, 384), (6, 1000), (16, 4000))
+    num_streams, num_out, num_prompts, prompt_len = streams_and_prompts(context)
     streams = even_lengths(context.vocab, context.seed + 5, num_streams, (16, 16), (num_out, num_out))
     prompts = even_lengths(context.vocab, context.seed + 6, num_prompts, (prompt_len,) * 2, (4, 4))
     # The streams decode already when the prompts come, all of them together.
@@ -50,20 +49,12 @@ def run(context: LabContext) -> Result:
     for is_chunked in (True, False):
         for budget in budgets:
             points.append(_measure(context, streams + prompts, arrivals, budget, is_chunked))
-    chunked = [point for point in points if point.is_chunked]
-    whole = [point for point in points if not point.is_chunked]
-    prompt_tokens = num_prompts * prompt_len
-    return Result(
+    result = Result(
         key=KEY,
         title=TITLE,
         question=f"{num_streams} streams decode when {num_prompts} prompts of {prompt_len:,} tokens come in. How long "
         "do the streams wait for their next token, and what does it cost to make that wait short?",
-        tables=[_table(points)],
-        charts=_charts(chunked, whole),
-        findings=_findings(chunked, whole, prompt_len),
-        explanation=_explain(chunked, whole, prompt_tokens, prompt_len),
         data={
-            "headline": _headline(chunked),
             "budgets": list(budgets),
             "points": [
                 {"budget": p.budget, "chunked": p.is_chunked, "refusal": p.refusal, "itl_p99_s": p.p99_s}
@@ -74,6 +65,33 @@ def run(context: LabContext) -> Result:
         },
         seconds=time.perf_counter() - started,
     )
+    tell(result, context)
+    return result
+
+
+def tell(result: Result, context: LabContext) -> None:
+    """Table, charts and words, from the data."""
+    num_streams, _, num_prompts, prompt_len = streams_and_prompts(context)
+    runs = iter(result.data["measured"])
+    points = [
+        _Point(p["budget"], p["chunked"], None if p["refusal"] else run_of(next(runs)), p["refusal"])
+        for p in result.data["points"]
+    ]
+    chunked, whole = _by_kind(points)
+    result.tables, result.charts = [_table(points)], _charts(chunked, whole)
+    result.findings = _findings(chunked, whole, prompt_len)
+    result.explanation = _explain(chunked, whole, num_streams, num_prompts * prompt_len, prompt_len)
+    result.data["headline"] = _headline(chunked)
+
+
+def streams_and_prompts(context: LabContext) -> tuple[int, int, int, int]:
+    """Streams and the length of their answers, long prompts and their length."""
+    return context.pick((8, 28, 3, 384), (16, 64, 6, 1000), (64, 256, 16, 4000))
+
+
+def _by_kind(points: list[_Point]) -> tuple[list[_Point], list[_Point]]:
+    """Those in chunks, and those with whole prompts."""
+    return [p for p in points if p.is_chunked], [p for p in points if not p.is_chunked]
 
 
 def _measure(context: LabContext, work: Workload, arrivals: list[float], budget: int, is_chunked: bool) -> _Point:
@@ -125,8 +143,8 @@ def _charts(chunked: list[_Point], whole: list[_Point]) -> list[Chart]:
     for name, points in (("chunked", chunked), ("whole prompts", whole)):
         there = [p for p in points if p.run is not None]
         if there:
-            rates: list[float | str] = [p.run.total_tok_s for p in there if p.run is not None]
-            curves.append(Series(name, rates, [1e3 * (p.p99_s or 0.0) for p in there]))
+            waits: list[float | str] = [1e3 * (p.p99_s or 0.0) for p in there]
+            curves.append(Series(name, waits, [p.run.total_tok_s for p in there if p.run is not None]))
     return [
         Chart(
             "line",
@@ -147,12 +165,13 @@ def _charts(chunked: list[_Point], whole: list[_Point]) -> list[Chart]:
         ),
         Chart(
             "line",
-            "The trade: wait against throughput",
-            "prompt and output tokens/s",
+            "The trade: throughput against wait",
             "ms between tokens, p99",
+            "prompt and output tokens/s",
             curves,
-            note="One dot a budget, joined from the smallest to the largest; down and to the right is better.",
-            log_y=True,
+            note=f"A dot for each budget, {chunked[0].budget:,} on the left and {chunked[-1].budget:,} on the right; "
+            "up and to the left is better.",
+            log_x=True,
         ),
     ]
 
@@ -194,7 +213,9 @@ def _findings(chunked: list[_Point], whole: list[_Point], prompt_len: int) -> li
         ),
         Finding(
             "Without chunks a prompt that is longer than the budget cannot run, and is refused by name.",
-            f"Refused at {listed([str(p.budget) for p in refused])}." if refused else "Every budget held the prompts.",
+            f"Refused at {listed([f'{p.budget:,}' for p in refused])}."
+            if refused
+            else "Every budget held the prompts.",
             all(p.budget < prompt_len for p in refused) and len(refused) == sum(p.budget < prompt_len for p in whole),
         ),
     ]
@@ -211,28 +232,24 @@ def _findings(chunked: list[_Point], whole: list[_Point], prompt_len: int) -> li
     return findings
 
 
-def _explain(chunked: list[_Point], whole: list[_Point], prompt_tokens: int, prompt_len: int) -> list[str]:
+def _explain(
+    chunked: list[_Point], whole: list[_Point], num_streams: int, prompt_tokens: int, prompt_len: int
+) -> list[str]:
     there = _present(chunked)
-    rates = [each.prefill_tok_s for _, each, _ in there if each.prefill_tok_s]
     paragraphs = []
-    if rates:
-        rate = sorted(rates)[len(rates) // 2]
-        told = [
-            f"{budget:,}: {duration(min(budget, prompt_tokens) / rate)} foretold, {duration(p99)} seen"
-            for budget, _, p99 in there
-        ]
-        paragraphs.append(
-            f"A stream gets one token a step, so its wait is the step's length: budget over the prompt speed, "
-            f"{number(rate)} tok/s here, and no more than all {prompt_tokens:,} prompt tokens. By budget: "
-            f"{'; '.join(told)}."
-        )
+    if told := _foretold(there, num_streams, prompt_tokens):
+        paragraphs.append(told)
     (small, first, _), (_, last, _) = there[0], there[-1]
     gain = last.total_tok_s / first.total_tok_s
     if gain > 1.1:
-        paragraphs.append(
+        text = (
             f"The larger budget is worth {change(gain)} throughput: prompts run at {number(last.prefill_tok_s)} tok/s "
             f"in it and at {number(first.prefill_tok_s)} in steps of {small}, which read the weights for fewer tokens."
         )
+        enough = next((budget, each) for budget, each, _ in there if each.total_tok_s >= 0.98 * last.total_tok_s)
+        if enough[1] is not last:
+            text += f" At {enough[0]:,} all of that is reached ({number(enough[1].total_tok_s)} tok/s in and out)."
+        paragraphs.append(text)
     elif gain < 0.9:
         paragraphs.append(
             f"The larger budget even costs throughput ({change(gain)}): while the streams stand still the batch makes "
@@ -244,17 +261,44 @@ def _explain(chunked: list[_Point], whole: list[_Point], prompt_tokens: int, pro
             f"multiplies at full speed on this machine. Then the smallest budget that does is the right one."
         )
     refused = [p for p in whole if p.run is None]
-    off = _present(whole)
     if refused:
         paragraphs.append(
             f"Off, budgets below {prompt_len:,} cannot serve these prompts at all; the engine says: "
             f"“{refused[0].refusal}”"
         )
-    if off:
-        slowest = max(p99 for _, _, p99 in off)
-        best = min(p99 for _, _, p99 in there)
+    if off := _present(whole):
+        # Each at its best: the longest wait of one against the shortest of the other would compare budgets.
+        budget, _, wait = min(off, key=lambda point: point[2])
+        other, _, best = min(there, key=lambda point: point[2])
         paragraphs.append(
-            f"Where whole prompts run, the streams wait up to {duration(slowest)} (p99); the shortest wait with chunks "
-            f"is {duration(best)}, shorter by a factor of {slowest / best:.1f}."
+            f"Where whole prompts run, the streams wait at least {duration(wait)} (p99, at {budget:,}); with chunks it "
+            f"can be {duration(best)} (at {other:,}), shorter by a factor of {wait / best:.1f}."
         )
     return paragraphs
+
+
+def _foretold(there: list[tuple[int, RunReport, float]], num_streams: int, prompt_tokens: int) -> str:
+    """What a step of each budget should take: its decodes, and its prompt tokens at the usual speed."""
+    rates = sorted(each.prefill_tok_s for _, each, _ in there if each.prefill_tok_s)
+    decodes = sorted(each.decode_tok_s for _, each, _ in there if each.decode_tok_s)
+    if not rates or not decodes:
+        return ""
+    rate, decode_s = rates[len(rates) // 2], num_streams / decodes[len(decodes) // 2]
+    steps_s = [decode_s + min(budget - num_streams, prompt_tokens) / rate for budget, _, _ in there]
+    told = [
+        f"{budget:,}: {duration(step_s)} foretold, {duration(p99)} seen"
+        for (budget, _, p99), step_s in zip(there, steps_s, strict=True)
+    ]
+    text = (
+        f"A stream gets one token a step, so its wait is the step's length: {duration(decode_s)} for the "
+        f"{num_streams} streams themselves, and what the budget leaves for prompts over their speed, {number(rate)} "
+        f"tok/s here, up to all {prompt_tokens:,} prompt tokens. By budget: {'; '.join(told)}."
+    )
+    (small, run, p99), (larger, _, other) = there[0], there[1 if len(there) > 1 else 0]
+    if larger > small and p99 > 0.85 * other and run.itl_s:
+        text += (
+            f" From {larger:,} down to {small:,} the wait no longer falls: half of the tokens come within "
+            f"{duration(run.itl_s.p50)} there, but the slowest steps take longer than their tokens explain, and a "
+            "smaller budget is no help against those."
+        )
+    return text

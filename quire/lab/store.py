@@ -68,8 +68,12 @@ class LabReport:
         }
 
     def write(self, folder: Path) -> None:
-        """The JSON file; all or nothing."""
+        """The JSON file, dated; all or nothing."""
         self.written, self.version = time.strftime("%Y-%m-%d %H:%M"), quire.__version__
+        self.write_undated(folder)
+
+    def write_undated(self, folder: Path) -> None:
+        """With the date and version of its measurements, which are as they were."""
         write_text(folder / JSON_NAME, json.dumps(self.to_json(), separators=(",", ":")) + "\n")
 
 

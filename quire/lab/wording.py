@@ -17,6 +17,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if places > digits else text
 
 
+def about(value: float) -> str:
+    """Two digits, for what a line through some points foretells: 37,000."""
+    return number(float(f"{value:.2g}"))
+
+
 def short(value: float) -> str:
     """For axes: no digits that say nothing, and k and M instead of zeros."""
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
