@@ -17,7 +17,7 @@ from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budg
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.precompile import PROMPTS, START, Precompile
 from quire.executor.profile import calibrate_kv_scales, hold_activation_memory, measure_activation_bytes
-from quire.executor.sizing import batch_limits, step_bytes
+from quire.executor.sizing import batch_limits
 from quire.executor.timeline import Timeline
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
@@ -150,7 +150,7 @@ def make_graphs(
 def _plan(
     config: EngineConfig, spec: ModelSpec, backend: Backend, decoder: Decoder, max_num_seqs: int, max_tokens: int
 ) -> MemoryLedger:
-    device, value_bytes = backend.device.type, backend.activation_dtype.itemsize
+    device = backend.device.type
     graph_bytes = 0
     if device == "cuda":
         activation_bytes = measure_activation_bytes(
@@ -164,13 +164,13 @@ def _plan(
             max_seq_len=config.max_model_len or spec.max_position,
         )
         if _has_graphs(config, backend):
-            graph_bytes = sizing.graph_bytes(spec, value_bytes, max_num_seqs)
+            graph_bytes = sizing.graph_bytes(spec, sizing.activation_dtype(config, spec, device), max_num_seqs)
         free, total = torch.cuda.mem_get_info(backend.device)
         taken = activation_bytes + graph_bytes
         budget = cuda_kv_budget(config, free_bytes=free, total_bytes=total, activation_bytes=taken)
         flag = "gpu_memory_utilization"
     else:
-        activation_bytes = step_bytes(spec, device, value_bytes, max_num_seqs, max_tokens)
+        activation_bytes = sizing.cpu_step_bytes(spec, max_num_seqs, max_tokens)
         budget = cpu_kv_budget(config, activation_bytes)
         flag = "kv_cache_memory_bytes"
     return plan_memory(

@@ -17,6 +17,7 @@ MIXED_DECODES = (0, 8, 16, 32, 64, 128, 256)
 MIXED_TOKENS = (64, 128, 192, 256, 320, 384, 512)
 MAX_MIXED_DECODES, MAX_MIXED_TOKENS = MIXED_DECODES[-1], MIXED_TOKENS[-1]
 MAX_MIXED_PROMPTS = 16
+_GRAPH_LAYER_BYTES = 34 * 1024  # 1.08 MB more in use for each of 62 captures of a model with 32 layers
 
 
 def padded_size(num_seqs: int) -> int:
@@ -71,20 +72,55 @@ def batch_limits(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[in
     return max_num_seqs, tokens
 
 
-def step_bytes(spec: ModelSpec, device: str, value_bytes: int, max_num_seqs: int, max_tokens: int) -> int:
-    """An upper bound from shapes: what one layer holds at once for every token, and float32 logits for every row."""
+def cpu_step_bytes(spec: ModelSpec, max_num_seqs: int, max_tokens: int) -> int:
+    """An upper bound from shapes: what one layer holds at once for every token, and logits for every row, of which
+    sampling makes a scaled copy and scratch. All in float32."""
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     per_token = 4 * spec.hidden_size + qkv + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
-    logits = max_num_seqs * spec.vocab_size * 4
-    if device == "cpu":
-        logits *= 3  # a scaled copy and scratch while sampling
-    return max_tokens * per_token * value_bytes + logits
+    return max_tokens * per_token * 4 + 3 * logits_bytes(spec, max_num_seqs)
 
 
-def graph_bytes(spec: ModelSpec, value_bytes: int, max_num_seqs: int) -> int:
-    """Of all captured steps together: they share their memory, since only one runs at a time."""
-    num_tokens = MAX_MIXED_DECODES + MAX_MIXED_TOKENS
-    return step_bytes(spec, "cuda", value_bytes, num_graph_rows(max_num_seqs), num_tokens)
+def cuda_step_bytes(spec: ModelSpec, dtype: str, max_num_seqs: int, max_tokens: int) -> int:
+    """What the engine will measure: the most that a step holds at once, in its layers or while it samples."""
+    row_bytes = spec.hidden_size * DTYPE_BYTES[dtype]
+    logits = logits_bytes(spec, max_num_seqs)
+    sampling = (max_tokens + 2 * max_num_seqs) * row_bytes + logits + logits // 8
+    return max(layers_bytes(spec, dtype, max_tokens), sampling)
+
+
+def layers_bytes(spec: ModelSpec, dtype: str, num_tokens: int) -> int:
+    """What a GPU's layers hold at once: the residual stream, and the widest of what stands between two products."""
+    q_width = spec.num_heads * spec.head_dim
+    qkv_width = q_width + 2 * spec.num_kv_heads * spec.head_dim
+    normed = 0 if folds_norms(spec, dtype) else spec.hidden_size
+    widest = max(qkv_width + q_width, 3 * spec.intermediate_size)  # q beside q, k and v; gate and up and their product
+    return num_tokens * (spec.hidden_size + normed + widest) * DTYPE_BYTES[dtype]
+
+
+def logits_bytes(spec: ModelSpec, num_rows: int) -> int:
+    return num_rows * spec.vocab_size * 4
+
+
+def folds_norms(spec: ModelSpec, dtype: str) -> bool:
+    """Whether a GPU's norms are folded into the matrices after them. Their rows are then multiplied as they are in the
+    residual stream, whose range float16 may not hold; and a branch's own norm would still be in the way."""
+    return dtype != "float16" and not spec.sandwich_norms
+
+
+def num_graphs(max_num_seqs: int) -> int:
+    """Of decode steps and mixed ones, once all are captured."""
+    most_rows = num_graph_rows(max_num_seqs)
+    decodes = {padded_size(num) for num in range(1, min(max_num_seqs, MAX_GRAPH_SEQS) + 1)}
+    mixed = [size for size in MIXED_DECODES if size + MAX_MIXED_PROMPTS <= most_rows]
+    return len(decodes) + len(mixed) * len(MIXED_TOKENS)
+
+
+def graph_bytes(spec: ModelSpec, dtype: str, max_num_seqs: int) -> int:
+    """Of all captured steps together. They share their tensors, since only one runs at a time; what the driver keeps of
+    each, some 34 KiB a layer on an H200, they do not."""
+    tensors = layers_bytes(spec, dtype, MAX_MIXED_DECODES + MAX_MIXED_TOKENS)
+    kept = num_graphs(max_num_seqs) * spec.num_layers * _GRAPH_LAYER_BYTES
+    return tensors + logits_bytes(spec, num_graph_rows(max_num_seqs)) + kept
 
 
 def num_matrix_values(spec: ModelSpec) -> int:

@@ -2,7 +2,7 @@
 
 Block counts agree with the engine's to the block wherever the size of the KV cache is known: with
 kv_cache_memory_bytes, and on a CPU. On a GPU the engine measures its largest step and takes what is left; here that
-step is bounded from shapes.
+step is reckoned from shapes, and what the driver takes is a figure of one H200.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.lab.traffic import Fit, MixNeeds, fit_mix
 from quire.models.spec import ModelSpec
 
 # CUDA's context, the kernels' code and the libraries' workspaces: no shape tells them.
-DRIVER_BYTES = int(0.7 * GIB)
+DRIVER_BYTES = int(0.72 * GIB)
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,15 +55,16 @@ def plan_device(
     shard = shard_spec(spec, tensor_parallel)
     assert not isinstance(shard, str), shard
     dtype = sizing.activation_dtype(config, spec, device)
-    # The CPU backend computes in float32 whatever its weights are held in.
-    value_bytes = 4 if device == "cpu" else sizing.DTYPE_BYTES[dtype]
     max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
     held_bytes = sizing.weight_bytes(shard, config.quantization or dtype, config.max_model_len or spec.max_position)
     whole_logits = replace(shard, vocab_size=spec.vocab_size)  # every rank gathers all of them
-    step_bytes = sizing.step_bytes(whole_logits, device, value_bytes, max_num_seqs, max_tokens)
     graph_bytes = 0
-    if device == "cuda" and not config.enforce_eager:
-        graph_bytes = sizing.graph_bytes(whole_logits, value_bytes, max_num_seqs)
+    if device == "cpu":
+        step_bytes = sizing.cpu_step_bytes(whole_logits, max_num_seqs, max_tokens)
+    else:
+        step_bytes = sizing.cuda_step_bytes(whole_logits, dtype, max_num_seqs, max_tokens)
+        if not config.enforce_eager:
+            graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs)
     kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
     block_bytes = sizing.kv_block_bytes(shard, config.block_size, kv_value_bytes)
     driver_bytes = DRIVER_BYTES if device == "cuda" else 0

@@ -69,17 +69,21 @@ class Decoder:
 
         residual = ops.embed(token_ids, self._embedding, self._embedding_scale)
         x = ops.norm(residual, layers[0].attention_norm, eps)
+        # What a name still holds cannot be used for the next tensor: each is let go before the widest ones are made.
         for index, (layer, layer_kv) in enumerate(zip(layers, kv, strict=True)):
             q = ops.linear_rope_write(
                 x, layer.qkv, layer.cos_sin, layer_kv, batch, layer.attention, layer.q_norm, layer.k_norm, eps
             )
             attended = ops.attention(q, layer_kv, batch, layer.attention)
+            del q
             x = ops.linear_add_norm(
                 attended, layer.output, residual, layer.mlp_norm, eps, branch_norm=layer.after_attention_norm
             )
+            del attended
             gated = ops.linear_act(x, layer.gate_up, activation)
             next_norm = layers[index + 1].attention_norm if index + 1 < len(layers) else None
             x = ops.linear_add_norm(gated, layer.down, residual, next_norm, eps, branch_norm=layer.after_mlp_norm)
+            del gated
         return residual
 
     def logits(self, hidden: Tensor, indices: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -35,14 +35,17 @@ def test_each_stage_is_waited_for_by_itself() -> None:
     process.stdin.flush()
     assert not waits(precompile, START, 10)
     assert process.poll() is None  # it goes on with what may be needed later
-    process.communicate(b"\n", timeout=10)
+    process.stdin.close()  # its output is the precompile's to read and close
+    process.wait(10)
 
 
 @pytest.mark.parametrize("program", ["", "raise SystemExit(3)", "print('prompts')"])
 def test_nobody_waits_for_a_helper_that_gave_up(program: str) -> None:
     precompile, process = helper(program)
     assert not waits(precompile, START, 10) and not waits(precompile, PROMPTS, 10)
-    process.communicate(timeout=10)
+    process.wait(10)
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def test_without_a_gpu_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ class TritonOps(ComposedOps):
         settle_keys()
         self.device = torch.device(device)
         self.dtype = dtype
-        # Rows are then multiplied as they are in the residual stream, whose range float16 may not hold.
+        # Rows are then multiplied as they are in the residual stream, whose range float16 may not hold. (The planner
+        # reckons with it, too: sizing.folds_norms.)
         self.folds_norms = dtype != torch.float16
         self._decode_scratch = DecodeScratch.allocate(max_seqs, max_kv_heads, self.device)
         self._skinny_scratch = SkinnyScratch.allocate(1 << 14, self.device)

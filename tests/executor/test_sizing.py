@@ -1,0 +1,68 @@
+"""The planner's arithmetic against what a step really allocates: a GPU's step is rehearsed, its tensors are counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+# In a process of its own: kernels imported under Triton's interpreter, as other tests want them, cannot be rehearsed.
+SCRIPT = textwrap.dedent(
+    """
+    import gc, json, sys, weakref
+    import torch
+    from triton.backends.compiler import GPUTarget
+    import models_harness as harness
+    from quire.config import EngineConfig
+    from quire.executor import rehearsal, sizing
+    from quire.kernels.triton.precompile import collecting
+
+    name, dtype, length = sys.argv[1], sys.argv[2], 64
+    spec = harness.spec_of(harness.tiny_model(name))
+    config = EngineConfig.from_kwargs(
+        model="tiny", dtype=dtype, max_model_len=length, max_num_batched_tokens=8 * length, max_num_seqs=8
+    )
+    live = peak = 0
+    empty = torch.empty
+
+    def counted(*args, **kwargs):
+        global live, peak
+        tensor = empty(*args, **kwargs)
+        nbytes = tensor.nbytes
+        live += nbytes
+        peak = max(peak, live)
+        weakref.finalize(tensor.untyped_storage(), forget, nbytes)
+        return tensor
+
+    def forget(nbytes):
+        global live
+        live -= nbytes
+
+    with collecting(GPUTarget("cuda", 90, 32)):
+        steps = rehearsal._Rehearsal(config, spec)
+        batch = steps._batch(8 * length, 8, length)
+        tokens = torch.empty(8 * length, dtype=torch.int64, device="meta")
+        torch.empty = counted
+        steps.decoder.forward(tokens, batch, [steps.cache] * steps.spec.num_layers)
+    print(json.dumps([peak, sizing.layers_bytes(spec, dtype, 8 * length)]))
+    """
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("llama", "bfloat16"), ("llama", "float32"), ("qwen2", "float16"), ("gemma3", "bfloat16")]
+)
+def test_layers_hold_what_the_planner_says(model: str, dtype: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, model, dtype],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    peak, foretold = json.loads(done.stdout)
+    assert peak == foretold
