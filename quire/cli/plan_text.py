@@ -104,7 +104,7 @@ def _exactness(plan: Plan) -> list[str]:
     if plan.device == "cpu":
         return ["            About: it is half of what is free when the engine starts."]
     return [
-        "            About: on a GPU the engine measures its largest step and the driver's part; here they are reckoned.",
+        "            About: a GPU engine measures its largest step and the driver's part. Here both are reckoned.",
     ]
 
 
