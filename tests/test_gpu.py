@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import fakes
 import pytest
 
 from quire import LLMEngine, SamplingParams
+from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.outputs import RequestOutput
 
@@ -152,6 +154,18 @@ def test_steps_of_many_sizes_take_no_more_memory_than_the_largest(weights: Path)
         ]
         run_all(engine, work)
     assert torch.cuda.memory_reserved() - before <= 8 << 20
+
+
+def test_a_plan_has_the_engines_blocks(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the block, for what the last start served."""
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path))
+    engine = make(weights, dtype="bfloat16", kv_cache_memory_bytes=None, gpu_memory_utilization=0.08)
+    capsys.readouterr()
+    assert main(["plan", str(weights), "--dtype", "bfloat16", "--gpu-memory-utilization", "0.08", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["exact"] and plan["chosen"]["ledger"]["num_blocks"] == engine.ledger.num_blocks
 
 
 def test_bf16_runs_everything_at_once(weights: Path) -> None:

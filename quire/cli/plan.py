@@ -12,6 +12,7 @@ from typing import Any
 from quire.cli.plan_text import render
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.executor.gpu_record import GpuRecord, recall_gpu
 from quire.lab.planner import make_plan
 from quire.lab.shapes import GPU_BYTES, SHAPES, gguf_file_bytes, read_model_spec
 from quire.lab.traffic import Kind
@@ -73,7 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     mix = _mix(args)
-    device, memory_bytes, where = _device(args)
+    device, memory_bytes, where, record = _device(args)
     values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, "enforce_eager")}
     if args.kv_cache_memory_bytes is not None:
         values["kv_cache_memory_bytes"] = parse_size(args.kv_cache_memory_bytes, "kv_cache_memory_bytes")
@@ -82,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
 
     spec = read_model_spec(args.model)
     _check_mix(mix, config.max_model_len or spec.max_position)
-    plan = make_plan(config, spec, device=device, memory_bytes=memory_bytes, mix=mix, concurrency=args.concurrency)
+    plan = make_plan(
+        config, spec, device=device, memory_bytes=memory_bytes, mix=mix, concurrency=args.concurrency, record=record
+    )
     plan.file_bytes = gguf_file_bytes(args.model)
     if args.json:
         print(json.dumps(plan.to_data(), indent=2))
@@ -103,8 +106,8 @@ def parse_size(text: str, name: str) -> int:
     return num_bytes
 
 
-def _device(args: argparse.Namespace) -> tuple[str, int | None, str]:
-    """(cpu or cuda, its bytes where known, what to call it)."""
+def _device(args: argparse.Namespace) -> tuple[str, int | None, str, GpuRecord | None]:
+    """(cpu or cuda, its bytes where known, what to call it, what an engine found there)."""
     if args.gpu is not None:
         if args.memory is not None:
             raise ConfigError("--gpu and --memory both say how much there is: give one of them")
@@ -114,17 +117,20 @@ def _device(args: argparse.Namespace) -> tuple[str, int | None, str]:
         if name not in GPU_BYTES:
             known = ", ".join(GPU_BYTES)
             raise ConfigError(f"--gpu {args.gpu} is not known (there are {known}): give --memory instead")
-        return "cuda", GPU_BYTES[name], f"one {args.gpu.upper()}, whose driver reports about"
+        return "cuda", GPU_BYTES[name], f"one {args.gpu.upper()}, whose driver reports about", None
     if args.memory is not None:
         memory = parse_size(args.memory, "--memory")
-        return ("cpu", memory, "a CPU with") if args.device == "cpu" else ("cuda", memory, "a GPU with")
+        on_cpu = args.device == "cpu"
+        return ("cpu", memory, "a CPU with", None) if on_cpu else ("cuda", memory, "a GPU with", None)
     if args.device != "cpu":
         found = local_gpu()
         if found is not None:
-            return "cuda", found[1], f"this machine's {found[0]}, with"
+            record = recall_gpu(found[0])
+            # The driver's tool counts a little that no program can have: an engine that started here knows better.
+            return "cuda", record.total_bytes if record else found[1], f"this machine's {found[0]}, with", record
         if args.device == "cuda":
             raise ConfigError("--device cuda, and nvidia-smi finds no GPU here: say --gpu NAME or --memory SIZE")
-    return "cpu", None, "this machine's CPU"
+    return "cpu", None, "this machine's CPU", None
 
 
 def local_gpu() -> tuple[str, int] | None:

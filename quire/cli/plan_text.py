@@ -67,7 +67,8 @@ def _memory(plan: Plan) -> list[str]:
     if chosen.graph_bytes:
         entries.append((sign, "captured decode steps", chosen.graph_bytes))
     if chosen.driver_bytes:
-        entries.append((sign, "driver and kernels, about", chosen.driver_bytes))
+        origin = "about" if plan.record is None else "as the last start here found"
+        entries.append((sign, f"driver and kernels, {origin}", chosen.driver_bytes))
     if chosen.kv_budget_bytes is not None:
         entries.append(("=" if sign == "-" else " ", f"KV cache: {_budget_origin(plan)}", chosen.kv_budget_bytes))
     width = max(len(text) for _, text, _ in entries)
@@ -103,9 +104,9 @@ def _exactness(plan: Plan) -> list[str]:
         return []
     if plan.device == "cpu":
         return ["            About: it is half of what is free when the engine starts."]
-    return [
-        "            About: a GPU engine measures its largest step and the driver's part. Here both are reckoned.",
-    ]
+    if plan.record is not None:
+        return ["            About: the last start here served another model, or with other settings."]
+    return ["            About: a GPU engine measures its largest step and the driver's part. Here both are reckoned."]
 
 
 def _what_fits(plan: Plan) -> list[str]:

@@ -10,6 +10,7 @@ from quire.config import EngineConfig
 from quire.executor import sizing
 from quire.executor.batch import PersistentBatch
 from quire.executor.device import Backend, choose_backend
+from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
 from quire.executor.graphs import DecodeGraphs, GraphMemory
 from quire.executor.kv_cache import KVCache, block_bytes
 from quire.executor.local import LocalExecutor
@@ -163,9 +164,14 @@ def _plan(
             max_num_batched_tokens=max_tokens,
             max_seq_len=config.max_model_len or spec.max_position,
         )
+        dtype = sizing.activation_dtype(config, spec, device)
         if _has_graphs(config, backend):
-            graph_bytes = sizing.graph_bytes(spec, sizing.activation_dtype(config, spec, device), max_num_seqs)
+            graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs)
         free, total = torch.cuda.mem_get_info(backend.device)
+        reckoned = sizing.weight_bytes(spec, dtype, decoder.max_position)
+        reckoned += sizing.cuda_step_bytes(spec, dtype, max_num_seqs, max_tokens)
+        rest = total - free + activation_bytes - reckoned
+        remember_gpu(torch.cuda.get_device_name(backend.device), GpuRecord(total, rest, record_key(config, spec)))
         taken = activation_bytes + graph_bytes
         budget = cuda_kv_budget(config, free_bytes=free, total_bytes=total, activation_bytes=taken)
         flag = "gpu_memory_utilization"

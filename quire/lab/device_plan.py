@@ -1,8 +1,8 @@
 """One device's memory, drawn up with the engine's own arithmetic (`executor/sizing.py`, `executor/memory.py`).
 
 Block counts agree with the engine's to the block wherever the size of the KV cache is known: with
-kv_cache_memory_bytes, and on a CPU. On a GPU the engine measures its largest step and takes what is left; here that
-step is reckoned from shapes, and what the driver takes is a figure of one H200.
+kv_cache_memory_bytes, on a CPU, and for what a GPU's last start here served. Else a GPU's largest step is reckoned from
+shapes, which the engine measures, and what the driver takes is a figure of one H200.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def plan_device(
     memory_bytes: int | None,
     needs: MixNeeds | None = None,
     tensor_parallel: int = 1,
+    driver_bytes: int | None = None,
 ) -> DevicePlan:
-    """One device's ledger, as the engine would draw it up."""
+    """One device's ledger, as the engine would draw it up. `driver_bytes`: of a GPU, where something is known of it."""
     shard = shard_spec(spec, tensor_parallel)
     assert not isinstance(shard, str), shard
     dtype = sizing.activation_dtype(config, spec, device)
@@ -67,7 +68,10 @@ def plan_device(
             graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs)
     kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
     block_bytes = sizing.kv_block_bytes(shard, config.block_size, kv_value_bytes)
-    driver_bytes = DRIVER_BYTES if device == "cuda" else 0
+    if device == "cpu":
+        driver_bytes = 0
+    elif driver_bytes is None:
+        driver_bytes = DRIVER_BYTES
     budget: int | None = None
     ledger: MemoryLedger | None = None
     problem: str | None = None

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.executor import sizing
+from quire.executor.gpu_record import GpuRecord, record_key
 from quire.executor.memory import (
     DEFAULT_CPU_KV_BYTES,
     check_max_model_len,
@@ -55,6 +56,7 @@ class Plan:
     # For the concurrency that was asked: KV bytes, and the device's memory for it.
     wanted_kv_bytes: int | None = None
     wanted_memory_bytes: int | None = None
+    record: GpuRecord | None = None  # of this machine's GPU
     file_bytes: int | None = None  # of a GGUF file, whose packed blocks a CPU keeps as they are
 
     @property
@@ -72,6 +74,8 @@ class Plan:
         """Whether the engine will have this very number of blocks, not only about."""
         if self.config.kv_cache_memory_bytes is not None:
             return True
+        if self.record is not None:
+            return self.record.key == record_key(self.config, self.spec)
         return self.device == "cpu" and self.chosen.kv_budget_bytes == DEFAULT_CPU_KV_BYTES
 
     def to_data(self) -> dict[str, Any]:
@@ -111,15 +115,18 @@ def make_plan(
     memory_bytes: int | None = None,
     mix: Sequence[Kind] = (),
     concurrency: int | None = None,
+    record: GpuRecord | None = None,
 ) -> Plan:
-    """`memory_bytes`: of the GPU; or of the machine, where None asks the system what is free."""
+    """`memory_bytes`: of the GPU; or of the machine, where None asks the system what is free. `record`: of a GPU that
+    an engine has started on."""
     check_max_model_len(config, spec)
     assert device == "cpu" or memory_bytes is not None, "a GPU's memory has to be told"
     dtype = sizing.activation_dtype(config, spec, device)
     max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
     needs = mix_needs(mix, config.block_size) if mix else None
     wanted = sizing.kv_dtype(config, dtype)
-    chosen = plan_device(config, spec, device=device, memory_bytes=memory_bytes, needs=needs)
+    driver_bytes = record.rest_bytes if record is not None else None
+    chosen = plan_device(config, spec, device=device, memory_bytes=memory_bytes, needs=needs, driver_bytes=driver_bytes)
     choices, skipped = [], []
     for degree in TENSOR_PARALLEL if device == "cuda" else (1,):
         shard = shard_spec(spec, degree)
@@ -129,7 +136,13 @@ def make_plan(
         for kv_dtype in _kv_dtypes(wanted, device):
             changed = config.replace(kv_cache_dtype=kv_dtype)
             choice = plan_device(
-                changed, spec, device=device, memory_bytes=memory_bytes, needs=needs, tensor_parallel=degree
+                changed,
+                spec,
+                device=device,
+                memory_bytes=memory_bytes,
+                needs=needs,
+                tensor_parallel=degree,
+                driver_bytes=driver_bytes,
             )
             choices.append(choice)
     plan = Plan(
@@ -148,6 +161,7 @@ def make_plan(
         mix=list(mix),
         needs=needs,
         concurrency=concurrency,
+        record=record,
     )
     _size_for_concurrency(plan)
     plan.flags, plan.advised = recommend(plan)
@@ -221,7 +235,15 @@ def _recommend_width(plan: Plan, config: EngineConfig, flags: list[Flag]) -> Eng
 
 
 def _replan(plan: Plan, config: EngineConfig) -> DevicePlan:
-    return plan_device(config, plan.spec, device=plan.device, memory_bytes=plan.memory_bytes, needs=plan.needs)
+    driver_bytes = plan.record.rest_bytes if plan.record is not None else None
+    return plan_device(
+        config,
+        plan.spec,
+        device=plan.device,
+        memory_bytes=plan.memory_bytes,
+        needs=plan.needs,
+        driver_bytes=driver_bytes,
+    )
 
 
 def _is_short(plan: Plan, device: DevicePlan) -> bool:

@@ -12,7 +12,9 @@ import pytest
 
 from quire.cli import plan as plan_command
 from quire.cli.main import main
-from quire.config import GIB
+from quire.config import GIB, EngineConfig
+from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
+from quire.lab.shapes import read_model_spec
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +133,27 @@ def test_neither_torch_nor_numpy_is_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_what_an_engine_found_here_makes_the_plan_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path))
+    monkeypatch.setattr(plan_command, "local_gpu", lambda: ("NVIDIA H200", 143_771 << 20))
+    assert main(["plan", "llama-3.1-8b"]) == 0
+    assert "driver and kernels, about" in capsys.readouterr().out
+    config = EngineConfig.from_kwargs(model="llama-3.1-8b")
+    spec = read_model_spec("llama-3.1-8b")
+    total, rest = 150_109_880_320, 900_000_000
+    remember_gpu("NVIDIA H200", GpuRecord(total, rest, record_key(config, spec)))
+    assert main(["plan", "llama-3.1-8b", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["exact"] and plan["memory_bytes"] == total and plan["chosen"]["driver_bytes"] == rest
+    taken = sum(plan["chosen"][name] for name in ("weight_bytes", "step_bytes", "graph_bytes", "driver_bytes"))
+    assert plan["chosen"]["kv_budget_bytes"] == int(total * 0.92) - taken
+    assert main(["plan", "llama-3.1-8b", "--max-num-seqs", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "as the last start here found" in out and "About: the last start here served another model" in out
 
 
 def test_the_drivers_tool_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
