@@ -64,6 +64,8 @@ def build_executor(
     with torch.inference_mode():
         decoder.finish_loading()
     timeline.mark("weights")
+    if backend.device.type != "cuda":
+        precompile = None  # it prepares what will not be needed
     if precompile is not None:
         with torch.inference_mode():
             decoder.multiply_once(max_num_batched_tokens)  # the library loads its kernels while ours are compiled
@@ -118,6 +120,8 @@ def build_executor(
             timeline.mark("graphs")
     if backend.device.type == "cuda":
         hold_activation_memory(ledger.activation_bytes, backend.device)
+    if graphs is not None:
+        graphs.memory.held_bytes = ledger.activation_bytes
     executor = LocalExecutor(
         decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, single_threaded_torch=backend.is_native_cpu
     )
@@ -162,14 +166,15 @@ def _plan(
             block_size=config.block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
-            max_seq_len=config.max_model_len or spec.max_position,
+            max_seq_len=decoder.max_position,
         )
         dtype = sizing.activation_dtype(config, spec, device)
+        lengths = (decoder.max_position, config.block_size)
         if _has_graphs(config, backend):
-            graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs)
+            graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths)
         free, total = torch.cuda.mem_get_info(backend.device)
         reckoned = sizing.weight_bytes(spec, dtype, decoder.max_position)
-        reckoned += sizing.cuda_step_bytes(spec, dtype, max_num_seqs, max_tokens)
+        reckoned += sizing.cuda_step_bytes(spec, dtype, max_num_seqs, max_tokens, *lengths)
         rest = total - free + activation_bytes - reckoned
         remember_gpu(torch.cuda.get_device_name(backend.device), GpuRecord(total, rest, record_key(config, spec)))
         taken = activation_bytes + graph_bytes

@@ -9,7 +9,6 @@ own.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.executor.batch import PersistentBatch
+from quire.executor.profile import hold_activation_memory
 from quire.executor.sizing import MAX_GRAPH_SEQS, num_graph_rows, padded_size
 from quire.executor.stand_in import StandIns
 from quire.executor.transfer import StagingRing
@@ -75,6 +75,7 @@ class GraphMemory:
         # One place for all graphs' logits. If each kept its own, every batch size would take half a gigabyte more.
         self.logits = torch.empty((num_graph_rows(max_num_seqs), vocab_size), dtype=torch.float32, device=device)
         self.num_captures = 0
+        self.held_bytes = 0  # for steps without a graph: see hold_activation_memory
 
     def capture(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
@@ -82,7 +83,21 @@ class GraphMemory:
         with torch.cuda.graph(graph, pool=self._pool):
             step()
         self.num_captures += 1
+        # torch lets go of everything before a capture.
+        hold_activation_memory(self.held_bytes, self.logits.device)
         return graph
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeShape:
+    """Padded batch size, and whether the step reads shared prefixes once for all that share them."""
+
+    size: int
+    shares: bool
+
+    def holds(self, other: DecodeShape) -> bool:
+        """Shared or not is only a matter of speed; but groups are packed for one size."""
+        return self.size >= other.size and not self.shares
 
 
 class DecodeGraphs:
@@ -98,7 +113,7 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
-        self._memory = memory
+        self.memory = memory
         self._decoder = decoder
         self._layers = layers
         self._batch = batch
@@ -109,62 +124,72 @@ class DecodeGraphs:
         self._step = torch.zeros((3, size), dtype=torch.int64, device=batch.device)
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=batch.device)
         self._staging = StagingRing(3 * size)
-        # By padded size, and whether the step reads shared prefixes once for all that share them.
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[DecodeShape, torch.cuda.CUDAGraph] = {}
         self._not_captured = other_sizes(self._max_num_seqs)
-        self._stand_ins: StandIns[int] = StandIns(holds=operator.ge, size=int)
+        self._without: set[DecodeShape] = set()  # for which there was no memory
+        self._stand_ins: StandIns[DecodeShape] = StandIns(holds=DecodeShape.holds, size=lambda shape: shape.size)
         self._groups = torch.zeros(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=batch.device)
         self._grouped: tuple[int, list[int]] | None = None  # the batch's version and rows that _groups is about
         self._has_groups = False
-        self._next = (0, False)
+        self._next = DecodeShape(0, shares=False)
 
     @property
     def num_captures(self) -> int:
         """Of decode steps and mixed ones."""
-        return self._memory.num_captures
+        return self.memory.num_captures
 
     def capture_common(self) -> None:
         """Largest first: the smaller ones then fit into memory that the pool already has."""
         for size in common_sizes(self._max_num_seqs):
-            self._fill([], [], size)
-            self._capture(size, False)
+            self._capture(DecodeShape(size, shares=False), [], [])
 
     def capture_next(self) -> bool:
         """While nothing runs: another size. False when there is none left, or no memory for it."""
         while self._not_captured:
-            size = self._not_captured.pop(0)
-            if (size, False) in self._graphs:
+            shape = DecodeShape(self._not_captured.pop(0), shares=False)
+            if shape in self._graphs or shape in self._without:
                 continue
-            self._fill([], [], size)
-            with out_of_memory_is_survived() as outcome:
-                self._capture(size, False)
-            if not outcome.had_room:
+            had_room = self._try_to_capture(shape, [], [])
+            if not had_room:
                 self._not_captured.clear()
-            return outcome.had_room
+            return had_room
         return False
 
-    def serves(self, num_seqs: int) -> bool:
-        return num_seqs <= self._max_num_seqs
-
-    def prepare(self, rows: list[int], positions: list[int]) -> bool:
-        """For one token of each row. True where the graph had to be captured first: time that is not the step's."""
+    def choose(self, rows: list[int], positions: list[int]) -> bool:
+        """The graph that is to run one token of each row; it may have to be captured first. False: there is none."""
+        if len(rows) > self._max_num_seqs:
+            return False
         size = padded_size(len(rows))
         if self._grouped != (self._batch.version, rows):
             self._group(rows, positions, size)
-        if not self._has_groups and (size, False) not in self._graphs:
-            captured = [other for other, shares in self._graphs if not shares]
-            size = self._stand_ins.choose(size, captured) or size
-        self._fill(rows, positions, size)
-        self._next = (size, self._has_groups)
-        if self._next in self._graphs:
+        chosen = self._shape_for(DecodeShape(size, self._has_groups), rows, positions)
+        if chosen is None:
             return False
-        self._capture(*self._next)
+        self._next = chosen
         return True
+
+    def _shape_for(self, shape: DecodeShape, rows: list[int], positions: list[int]) -> DecodeShape | None:
+        if shape in self._graphs:
+            return shape
+        is_worth_it = shape not in self._without and self._stand_ins.pays(shape)
+        if is_worth_it and self._try_to_capture(shape, rows, positions):
+            return shape
+        if found := self._stand_ins.find(shape, self._graphs):
+            return found
+        # One capture that then stands in for all, instead of one for each size that a growing batch passes through.
+        largest = DecodeShape(padded_size(self._max_num_seqs), shares=False)
+        if largest not in self._without and self._try_to_capture(largest, rows, positions):
+            return largest
+        return None
+
+    def prepare(self, rows: list[int], positions: list[int]) -> None:
+        """For the graph that was chosen."""
+        self._fill(rows, positions, self._next.size)
 
     def replay(self, num_rows: int) -> Tensor:
         """Run what was prepared; logits [num_rows, vocab], valid until the next step."""
         self._graphs[self._next].replay()
-        return self._memory.logits[:num_rows]
+        return self.memory.logits[:num_rows]
 
     def _group(self, rows: list[int], positions: list[int], size: int) -> None:
         """Find who shares a prefix. It stays true until the batch changes: tables only grow at their end."""
@@ -188,13 +213,23 @@ class DecodeGraphs:
         host[2, : len(rows)] = host[1, : len(rows)] + 1
         self._staging.copy_to(host, self._step[:, :size])
 
-    def _capture(self, size: int, shares: bool) -> None:
-        # Kernels compile, and cuBLAS chooses, outside of the capture. Their writes go where this step's go anyway.
-        self._forward(size, shares)
-        self._graphs[size, shares] = self._memory.capture(lambda: self._forward(size, shares))
+    def _try_to_capture(self, shape: DecodeShape, rows: list[int], positions: list[int]) -> bool:
+        """False where memory is short."""
+        with out_of_memory_is_survived() as outcome:
+            self._capture(shape, rows, positions)
+        if not outcome.had_room:
+            self._without.add(shape)
+        return outcome.had_room
 
-    def _forward(self, size: int, shares: bool) -> None:
+    def _capture(self, shape: DecodeShape, rows: list[int], positions: list[int]) -> None:
+        """On padding, or on a step that is about to run: what its kernels write, it writes again."""
+        self._fill(rows, positions, shape.size)
+        self._forward(shape)  # kernels compile, and cuBLAS chooses, outside of the capture
+        self._graphs[shape] = self.memory.capture(lambda: self._forward(shape))
+
+    def _forward(self, shape: DecodeShape) -> None:
         """One token of each sequence, all of it from the device's own state."""
+        size = shape.size
         batch, block_size = self._batch, self._batch.block_size
         rows, positions, kv_lens = self._step[:, :size].unbind(0)
         tables = batch.block_tables.index_select(0, rows)
@@ -209,8 +244,8 @@ class DecodeGraphs:
             max_kv_len=self._max_model_len,
             num_decodes=size,
         )
-        if shares:
+        if shape.shares:
             packed = self._groups[: packed_length(size, MAX_GROUPS)]
             attention.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
         hidden = self._decoder.forward(batch.tokens[rows, positions], attention, self._layers)
-        self._decoder.logits(hidden, None, self._memory.logits[:size])
+        self._decoder.logits(hidden, None, self.memory.logits[:size])

@@ -110,20 +110,23 @@ class LocalExecutor:
     def _run(self, plan: StepPlan) -> _Submitted:
         clock = StepClock(on_gpu=self._on_gpu)
         self._apply(plan)
+        num_captures = self._num_captures
+        can_replay = self._can_replay(plan)
+        shape = None if can_replay else self._mixed_shape(plan)
+        if self._num_captures != num_captures:
+            clock = StepClock(on_gpu=self._on_gpu)  # the scheduler would take a capture for a slow step
         sampled = None
         prompt: dict[int, list[TokenLogprobs]] = {}
-        if self._can_replay(plan):
+        if can_replay:
             assert self.graphs is not None
-            if self.graphs.prepare(plan.spans.rows, plan.spans.starts):
-                clock = StepClock(on_gpu=self._on_gpu)  # the scheduler would take a capture for a slow step
+            self.graphs.prepare(plan.spans.rows, plan.spans.starts)
             clock.mark("prepare")
             positions = [start + 1 for start in plan.spans.starts]
             logits = self.graphs.replay(len(plan.spans.rows))
             clock.mark("forward")
             sampled = self._sample(plan, plan.spans.rows, positions, logits)
-        elif (shape := self._mixed_shape(plan)) is not None:
+        elif shape is not None:
             assert self._mixed is not None
-            clock = StepClock(on_gpu=self._on_gpu)  # likewise
             self._mixed.prepare(plan, shape)
             clock.mark("prepare")
             rows = plan.sampled_rows()
@@ -148,16 +151,16 @@ class LocalExecutor:
         return _Submitted(plan, sampled, prompt, clock)
 
     def _can_replay(self, plan: StepPlan) -> bool:
-        """Whether the step is one token of each sequence, all of them sampling: what a graph was captured for."""
+        """Whether the step is one token of each sequence, all of them sampling, and there is a graph for it."""
         spans = plan.spans
         return (
             self.graphs is not None
             and bool(spans.rows)
-            and self.graphs.serves(len(spans.rows))
             and not plan.forks
             and max(spans.num_tokens) == 1
             and all(spans.samples)
             and not self._prompt_logprob_rows
+            and self.graphs.choose(spans.rows, spans.starts)
         )
 
     def _mixed_shape(self, plan: StepPlan) -> MixedShape | None:
@@ -165,6 +168,10 @@ class LocalExecutor:
         if self._mixed is None or plan.forks or self._prompt_logprob_rows:
             return None
         return self._mixed.shape_of(plan)
+
+    @property
+    def _num_captures(self) -> int:
+        return self.graphs.num_captures if self.graphs is not None else 0
 
     def prepare_more(self) -> bool:
         with torch.inference_mode():

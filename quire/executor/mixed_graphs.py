@@ -47,12 +47,10 @@ class MixedGraphs:
         shape = shape_of(plan)
         if shape is None or shape in self._graphs:
             return shape
-        worth_it = [other for other in self._graphs if other.total_tokens <= _WORTH_PADDING]
-        chosen = self._stand_ins.choose(shape, worth_it)
-        if chosen == shape:
-            can_capture = self._fits(shape) and shape not in self._without
-            return shape if can_capture and self._capture(shape) else None
-        return chosen
+        can_capture = self._fits(shape) and shape not in self._without
+        if can_capture and self._stand_ins.pays(shape) and self._capture(shape):
+            return shape
+        return self._stand_ins.find(shape, (one for one in self._graphs if one.total_tokens <= _WORTH_PADDING))
 
     def prepare(self, plan: StepPlan, shape: MixedShape) -> None:
         host = np.empty(MixedInputs.NUM_INTS, dtype=np.int64)

@@ -53,7 +53,8 @@ def all_shapes(most_seqs: int) -> list[MixedShape]:
     a prompt or two beside a few decodes."""
     shapes = [MixedShape(size, tokens) for tokens in MIXED_TOKENS for size in MIXED_DECODES]
     shapes = [shape for shape in shapes if shape.num_seqs <= most_seqs]
-    shapes.sort(key=lambda shape: abs(shape.num_tokens - 160) + shape.num_decodes)
+    # Prompts of a usual length, and the chunks that smooth steps cut long ones into.
+    shapes.sort(key=lambda shape: min(abs(shape.num_tokens - 160), abs(shape.num_tokens - 320)) + shape.num_decodes)
     largest = max(shapes, key=lambda shape: shape.total_tokens)
     return [largest, *(shape for shape in shapes if shape != largest)]
 

@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -22,10 +23,11 @@ from quire.config import EngineConfig
 from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype
 from quire.models.spec import ModelSpec
 
+_CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 PROMPTS, START = "prompts", "start"  # stages: the largest step, and everything else that a start-up launches
 # Whose code decides which kernels are launched, and how.
-_SOURCES = ("kernels/triton", "executor", "models", "sampling")
+_SOURCES = ("kernels", "kernels/triton", "executor", "models", "sampling")
 
 
 class Precompile:
@@ -38,7 +40,8 @@ class Precompile:
     @classmethod
     def start(cls, config: EngineConfig, spec: ModelSpec) -> Precompile | None:
         """None where there is no NVIDIA GPU to compile for."""
-        if config.device == "cpu" or not any(os.path.exists(path) for path in _GPU_DEVICES):
+        wants_gpu = config.device == "auto" or _CUDA_DEVICE.fullmatch(config.device)
+        if not wants_gpu or not any(os.path.exists(path) for path in _GPU_DEVICES):
             return None
         threading.Thread(target=_wake_gpu, args=(_device_index(config),), name="quire-wake-gpu", daemon=True).start()
         try:

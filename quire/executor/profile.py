@@ -7,6 +7,7 @@ import contextlib
 import torch
 from torch import Tensor
 
+from quire.executor.sizing import step_slack_bytes
 from quire.kernels.interface import AttentionBatch
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
@@ -23,7 +24,8 @@ def measure_activation_bytes(
     max_num_batched_tokens: int,
     max_seq_len: int,
 ) -> int:
-    """Bytes at the peak of a step with as many prompt tokens and as many sampled rows as there may be."""
+    """Bytes at the peak of a step with as many prompt tokens and as many sampled rows as there may be, and a little
+    more for what such a step has beside."""
     batch, num_blocks = prompts_step(device, block_size, max_num_batched_tokens, max_seq_len)
     shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     # All layers write to the same blocks: what they hold does not matter, only what the step allocates.
@@ -43,7 +45,7 @@ def measure_activation_bytes(
     peak = torch.cuda.max_memory_allocated(device) - before
     del hidden, logits, scratch, kv
     torch.cuda.empty_cache()
-    return peak
+    return peak + step_slack_bytes(max_num_seqs, max_seq_len, block_size)
 
 
 def hold_activation_memory(num_bytes: int, device: torch.device) -> None:
@@ -52,6 +54,8 @@ def hold_activation_memory(num_bytes: int, device: torch.device) -> None:
     Otherwise it asks the driver for a piece of each size that it meets and keeps them all, and steps of many sizes come
     to hold several times what the largest needs. After everything that stays: it would be cut out of this, too.
     """
+    if not num_bytes:
+        return
     # Where there is no room for it, steps still have what they find one by one.
     with contextlib.suppress(torch.OutOfMemoryError):
         torch.empty(num_bytes, dtype=torch.uint8, device=device)

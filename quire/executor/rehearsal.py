@@ -133,6 +133,9 @@ class _Rehearsal:
         length = min(length, self.max_len)
         num_seqs = -(-self.max_tokens // length)
         self._run(self._batch(self.max_tokens, num_seqs, length), self.cache)
+        # The start-up measures logits for as many rows as there may be.
+        hidden = torch.empty((self.max_num_seqs, self.spec.hidden_size), dtype=self.decoder.dtype, device=_META)
+        self.decoder.logits(hidden, None)
         if self.cache.element_size() == 1:  # its scales are found with a cache that needs none
             self._run(self._batch(self.max_tokens, num_seqs, length), self.wide_cache)
 

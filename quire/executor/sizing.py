@@ -17,6 +17,7 @@ MIXED_DECODES = (0, 8, 16, 32, 64, 128, 256)
 MIXED_TOKENS = (64, 128, 192, 256, 320, 384, 512)
 MAX_MIXED_DECODES, MAX_MIXED_TOKENS = MIXED_DECODES[-1], MIXED_TOKENS[-1]
 MAX_MIXED_PROMPTS = 16
+_GRAPH_WORKSPACE_BYTES = 32 << 20  # cuBLAS's, of the stream on which steps are captured
 _GRAPH_LAYER_BYTES = 34 * 1024  # 1.08 MB more in use for each of 62 captures of a model with 32 layers
 
 
@@ -80,12 +81,26 @@ def cpu_step_bytes(spec: ModelSpec, max_num_seqs: int, max_tokens: int) -> int:
     return max_tokens * per_token * 4 + 3 * logits_bytes(spec, max_num_seqs)
 
 
-def cuda_step_bytes(spec: ModelSpec, dtype: str, max_num_seqs: int, max_tokens: int) -> int:
+def cuda_step_bytes(
+    spec: ModelSpec, dtype: str, max_num_seqs: int, max_tokens: int, max_seq_len: int, block_size: int
+) -> int:
     """What the engine will measure: the most that a step holds at once, in its layers or while it samples."""
     row_bytes = spec.hidden_size * DTYPE_BYTES[dtype]
     logits = logits_bytes(spec, max_num_seqs)
     sampling = (max_tokens + 2 * max_num_seqs) * row_bytes + logits + logits // 8
-    return max(layers_bytes(spec, dtype, max_tokens), sampling)
+    return max(layers_bytes(spec, dtype, max_tokens), sampling) + step_slack_bytes(
+        max_num_seqs, max_seq_len, block_size
+    )
+
+
+def step_slack_bytes(max_num_seqs: int, max_seq_len: int, block_size: int) -> int:
+    """What a step takes beside the tensors that count: its rows of block tables, small ones, and the ends of pieces
+    that nothing fits into."""
+    return table_bytes(max_num_seqs, max_seq_len, block_size) + (16 << 20)
+
+
+def table_bytes(num_seqs: int, max_seq_len: int, block_size: int) -> int:
+    return num_seqs * -(-max_seq_len // block_size) * 4
 
 
 def layers_bytes(spec: ModelSpec, dtype: str, num_tokens: int) -> int:
@@ -112,13 +127,14 @@ def num_graphs(max_num_seqs: int) -> int:
     most_rows = num_graph_rows(max_num_seqs)
     decodes = {padded_size(num) for num in range(1, min(max_num_seqs, MAX_GRAPH_SEQS) + 1)}
     mixed = [size for size in MIXED_DECODES if size + MAX_MIXED_PROMPTS <= most_rows]
-    return len(decodes) + len(mixed) * len(MIXED_TOKENS)
+    return 2 * len(decodes) + len(mixed) * len(MIXED_TOKENS)  # with and without shared prefixes
 
 
-def graph_bytes(spec: ModelSpec, dtype: str, max_num_seqs: int) -> int:
+def graph_bytes(spec: ModelSpec, dtype: str, max_num_seqs: int, max_seq_len: int, block_size: int) -> int:
     """Of all captured steps together. They share their tensors, since only one runs at a time; what the driver keeps of
     each, some 34 KiB a layer on an H200, they do not."""
-    tensors = layers_bytes(spec, dtype, MAX_MIXED_DECODES + MAX_MIXED_TOKENS)
+    tensors = layers_bytes(spec, dtype, MAX_MIXED_DECODES + MAX_MIXED_TOKENS) + _GRAPH_WORKSPACE_BYTES
+    tensors += table_bytes(num_graph_rows(max_num_seqs), max_seq_len, block_size)
     kept = num_graphs(max_num_seqs) * spec.num_layers * _GRAPH_LAYER_BYTES
     return tensors + logits_bytes(spec, num_graph_rows(max_num_seqs)) + kept
 

@@ -20,10 +20,11 @@ class StandIns(Generic[Shape]):
         self._size = size
         self._misses: Counter[Shape] = Counter()
 
-    def choose(self, shape: Shape, captured: Iterable[Shape]) -> Shape | None:
-        """For a shape that is not captured. Itself: it has come often enough, capture it. Another one: use that. None:
-        it fits into none."""
+    def pays(self, shape: Shape) -> bool:
+        """Counts a step whose shape is not captured. True: such steps have come often enough to capture it."""
         self._misses[shape] += 1
-        if self._misses[shape] >= USES_THAT_PAY:
-            return shape
+        return self._misses[shape] >= USES_THAT_PAY
+
+    def find(self, shape: Shape, captured: Iterable[Shape]) -> Shape | None:
+        """The smallest captured shape that the step fits into."""
         return min((other for other in captured if self._holds(other, shape)), key=self._size, default=None)

@@ -63,9 +63,11 @@ def plan_device(
     if device == "cpu":
         step_bytes = sizing.cpu_step_bytes(whole_logits, max_num_seqs, max_tokens)
     else:
-        step_bytes = sizing.cuda_step_bytes(whole_logits, dtype, max_num_seqs, max_tokens)
+        max_len = config.max_model_len or spec.max_position
+        lengths = (max_len, config.block_size)
+        step_bytes = sizing.cuda_step_bytes(whole_logits, dtype, max_num_seqs, max_tokens, *lengths)
         if not config.enforce_eager:
-            graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs)
+            graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs, *lengths)
     kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
     block_bytes = sizing.kv_block_bytes(shard, config.block_size, kv_value_bytes)
     if device == "cpu":

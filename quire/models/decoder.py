@@ -49,7 +49,7 @@ class Decoder:
         self.max_position = max_position
         self._ops = ops
         self._device = torch.device(device)
-        self._dtype = dtype
+        self.dtype = dtype
         self._norm_dtype = torch.promote_types(dtype, torch.float32)
         self._matrices: list[LinearWeight] = []
         self._norms: list[Tensor] = []
@@ -117,8 +117,9 @@ class Decoder:
     def multiply_once(self, num_tokens: int) -> None:
         """With each of a layer's matrices, for what a library does when it is first called."""
         layer = self._layers[0]
+        num_tokens = max(num_tokens, 64)  # few rows are multiplied by kernels that may not be compiled yet
         for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            rows = torch.zeros((num_tokens, matrix.in_features), dtype=self._dtype, device=self._device)
+            rows = torch.zeros((num_tokens, matrix.in_features), dtype=self.dtype, device=self._device)
             self._ops.linear(rows, matrix)
 
     def set_kv_scales(self, scales: Sequence[tuple[float, float]]) -> None:

@@ -32,7 +32,9 @@ class StepCosts:
             self._baseline_s = _smooth(self._baseline_s, total_s)
             return
         if num_prefill_tokens >= _MIN_TOKENS_FOR_RATE:
-            rate = num_prefill_tokens / total_s
+            # Beside decodes, prompts have only what these leave of the step; of a wrong baseline's worth at most 3/4.
+            own_s = max(total_s - (self._baseline_s or 0.0), total_s / 4) if num_decodes else total_s
+            rate = num_prefill_tokens / own_s
             # The first measurement replaces the guess, which may be wrong by orders of magnitude.
             self.prefill_tokens_per_s = rate if self._rate_is_a_guess else _smooth(self.prefill_tokens_per_s, rate)
             if self._rate_is_a_guess and not num_decodes:

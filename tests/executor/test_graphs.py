@@ -6,7 +6,7 @@ import operator
 
 import pytest
 
-from quire.executor.graphs import common_sizes, other_sizes
+from quire.executor.graphs import DecodeShape, common_sizes, other_sizes
 from quire.executor.mixed_step import MixedShape
 from quire.executor.sizing import MAX_GRAPH_SEQS, padded_size
 from quire.executor.stand_in import USES_THAT_PAY, StandIns
@@ -31,15 +31,21 @@ def test_every_size_is_captured_at_start_or_later(max_num_seqs: int) -> None:
 
 def test_a_larger_graph_stands_in_until_the_own_one_pays() -> None:
     stand_ins = StandIns[int](holds=operator.ge, size=int)
-    captured = [256, 8, 64]
-    assert [stand_ins.choose(40, captured) for _ in range(USES_THAT_PAY)] == [64] * (USES_THAT_PAY - 1) + [40]
-    assert stand_ins.choose(24, captured) == 64  # each shape counts for itself
-    assert stand_ins.choose(300, captured) is None
+    assert [stand_ins.pays(40) for _ in range(USES_THAT_PAY + 1)] == [False] * (USES_THAT_PAY - 1) + [True] * 2
+    assert not stand_ins.pays(24)  # each shape counts for itself
+    assert [stand_ins.find(size, [256, 8, 64]) for size in (40, 64, 65, 300)] == [64, 64, 256, None]
+
+
+def test_a_step_that_shares_a_prefix_may_do_without_reading_it_once() -> None:
+    plain, shared = DecodeShape(64, shares=False), DecodeShape(64, shares=True)
+    assert plain.holds(shared) and DecodeShape(128, shares=False).holds(shared) and not shared.holds(plain)
+    assert not DecodeShape(128, shares=True).holds(shared)  # groups are packed for one size
+    assert not DecodeShape(32, shares=False).holds(plain)
 
 
 def test_a_mixed_step_needs_room_for_its_decodes_and_its_tokens() -> None:
     stand_ins = StandIns[MixedShape](holds=MixedShape.holds, size=lambda shape: shape.total_tokens)
     captured = [MixedShape(0, 512), MixedShape(64, 64), MixedShape(64, 320), MixedShape(128, 128)]
-    assert stand_ins.choose(MixedShape(32, 128), captured) == MixedShape(128, 128)
-    assert stand_ins.choose(MixedShape(32, 192), captured) == MixedShape(64, 320)
-    assert stand_ins.choose(MixedShape(256, 64), captured) is None
+    assert stand_ins.find(MixedShape(32, 128), captured) == MixedShape(128, 128)
+    assert stand_ins.find(MixedShape(32, 192), captured) == MixedShape(64, 320)
+    assert stand_ins.find(MixedShape(256, 64), captured) is None

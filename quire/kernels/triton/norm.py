@@ -19,7 +19,7 @@ def row_factor(row_ptr, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
     return tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
 
 
-@triton.jit(do_not_specialize=["x_stride"])
+@triton.jit
 def norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, x_stride, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
                 ADD: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)

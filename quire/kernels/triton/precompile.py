@@ -13,6 +13,7 @@ import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,19 +105,21 @@ def compile_stages(
         for stage in waiting:
             when_done(stage)
         return
-    with multiprocessing.get_context("fork").Pool(num_processes) as pool:
-        for index in pool.imap_unordered(_compile, range(len(_jobs))):
-            left[stage_of[index]] -= 1
+    # Not a Pool: that waits for ever for the work of a process that was killed.
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork")) as pool:
+        for done in as_completed([pool.submit(_compile, index) for index in range(len(_jobs))]):
+            left[stage_of[done.result()]] -= 1
             while waiting and not left[waiting[0]]:
                 when_done(waiting.pop(0))
 
 
 def _compile(index: int) -> int:
     job = _jobs[index]
-    source = ASTSource(job.kernel, job.signature, job.constants, job.attributes)
-    compiled = compile(source, target=_target, options=job.options.__dict__)
-    # The piece of C that launches it is compiled too, and needs the driver's library: without it, at the launch.
+    # What fails here fails again at the launch, where somebody sees it. The piece of C that launches a kernel is
+    # compiled too, and needs the driver's library: without it, at the launch.
     with contextlib.suppress(Exception):
+        source = ASTSource(job.kernel, job.signature, job.constants, job.attributes)
+        compiled = compile(source, target=_target, options=job.options.__dict__)
         from triton.backends.nvidia.driver import CudaLauncher
 
         CudaLauncher(source, compiled.metadata)
