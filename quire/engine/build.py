@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 # Before anything is measured. The scheduler refines the prefill rate with every step.
 _FIRST_PREFILL_TOKENS_PER_S = {"cpu": 500.0, "cuda": 30_000.0}
 _FIRST_SWAP_BYTES_PER_S = 4e9
-# With some 64 decodes a whole number of a matrix product's tiles, and twice the time of the decodes alone.
+# What a GPU multiplies in less than twice the time in which it reads the weights: the ratio of its two rates, whatever
+# the model. With some 64 decodes it is a whole number of a matrix product's tiles.
 _SMOOTH_PREFILL_TOKENS = 320
 
 
