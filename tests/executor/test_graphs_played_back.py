@@ -1,0 +1,190 @@
+"""Whole engines that run their steps from captured graphs, on a CPU: a capture keeps the step, a replay runs it again.
+
+So everything but CUDA itself is the real thing: which graph serves a step, what it reads, and what padding does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+
+from quire import LLMEngine, SamplingParams
+from quire.config import EngineConfig
+from quire.executor import graphs as decode_module
+from quire.executor import mixed_graphs as mixed_module
+from quire.executor.graphs import DecodeGraphs, DecodeShape
+from quire.executor.local import LocalExecutor
+from quire.executor.mixed_graphs import MixedGraphs
+from quire.executor.sizing import num_graph_rows, padded_size
+from quire.outputs import RequestOutput
+
+MAX_NUM_SEQS = 40
+
+
+class Playback:
+    """Stands in for a CUDA graph."""
+
+    def __init__(self, step: Callable[[], object], played: list[int]) -> None:
+        self._step = step
+        self._played = played
+
+    def replay(self) -> None:
+        self._played[0] += 1
+        self._step()
+
+
+class PlaybackMemory:
+    """Stands in for GraphMemory."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.logits = torch.full((num_graph_rows(MAX_NUM_SEQS), vocab_size), float("nan"))
+        self.num_captures = 0
+        self.num_played = [0]
+        self.room: int | None = None  # captures that memory still suffices for
+
+    def capture(self, step: Callable[[], object]) -> Playback:
+        if self.room is not None:
+            if not self.room:
+                raise torch.OutOfMemoryError("none is left")
+            self.room -= 1
+        self.num_captures += 1
+        return Playback(step, self.num_played)
+
+
+class PlainRing:
+    """Stands in for pinned buffers."""
+
+    def __init__(self, num_values: int) -> None:
+        pass
+
+    def copy_to(self, array: Any, target: torch.Tensor) -> None:
+        target.copy_(torch.from_numpy(array))
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fakes.write_tiny_model(tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (decode_module, mixed_module):
+        monkeypatch.setattr(module, "StagingRing", PlainRing)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    yield
+
+
+def make_engine(weights: Path, **kwargs: Any) -> LLMEngine:
+    values = {
+        "kv_cache_memory_bytes": 4 << 20,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "block_size": 4,
+        "num_threads": 1,
+        "load_format": "dummy",
+    }
+    return LLMEngine.from_config(EngineConfig.from_kwargs(model=str(weights), device="cpu", **values | kwargs))
+
+
+def with_graphs(engine: LLMEngine) -> tuple[LocalExecutor, PlaybackMemory]:
+    executor = engine.core.executor
+    assert isinstance(executor, LocalExecutor)
+    memory: Any = PlaybackMemory(engine.spec.vocab_size)
+    parts = (executor.decoder, executor.cache.layers, executor.batch, memory)
+    max_model_len = engine.max_model_len
+    executor.graphs = DecodeGraphs(*parts, max_num_seqs=MAX_NUM_SEQS, max_model_len=max_model_len)
+    executor._mixed = MixedGraphs(*parts, max_model_len=max_model_len)
+    with torch.inference_mode():
+        executor.graphs.capture_common()
+    return executor, memory
+
+
+def requests(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
+    """Of many lengths; every third begins like the others of its kind, so that prefixes are shared."""
+    rng = random.Random(seed)
+    head = [rng.randrange(200) for _ in range(140)]
+    found = []
+    for i in range(count):
+        prompt = [rng.randrange(200) for _ in range(rng.randint(1, 30))]
+        params = SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 50), ignore_eos=True)
+        found.append((head + prompt if i % 3 == 0 else prompt, params))
+    return found
+
+
+def run(engine: LLMEngine, work: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """A few at a time, so that prompts come while others decode, and the batch grows and shrinks."""
+    done: dict[str, RequestOutput] = {}
+    waiting = [(str(i), *one) for i, one in enumerate(work)]
+    while waiting or engine.has_unfinished_requests():
+        for request_id, prompt, params in waiting[:1]:
+            engine.add_request(request_id, prompt, params)
+        waiting = waiting[1:]
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = output
+    return [done[str(i)].outputs[0].token_ids for i in range(len(work))]
+
+
+@pytest.mark.parametrize("when", ["captured while idle", "captured when it pays"])
+def test_the_tokens_are_those_without_graphs(weights: Path, when: str) -> None:
+    work = requests(1, 200)
+    expected = run(make_engine(weights), work)
+    engine = make_engine(weights)
+    executor, memory = with_graphs(engine)
+    at_start = memory.num_captures
+    if when == "captured while idle":
+        while engine.core.prepare_more():
+            pass
+        assert memory.num_captures > at_start + 30
+    assert run(engine, work) == expected
+    assert memory.num_played[0] > 50
+    assert executor.graphs is not None
+    if when == "captured when it pays":
+        sizes = {padded_size(num) for num in range(1, MAX_NUM_SEQS + 1)}
+        assert at_start < memory.num_captures < at_start + len(sizes)  # not every shape that was passed through
+
+
+@pytest.mark.parametrize("room", [0, 1, 4])
+def test_a_capture_that_finds_no_memory_is_done_without(weights: Path, room: int) -> None:
+    work = requests(2, 100)
+    expected = run(make_engine(weights), work)
+    engine = make_engine(weights)
+    executor, memory = with_graphs(engine)
+    memory.room = room
+    if room == 4:
+        while engine.core.prepare_more():
+            pass
+    assert run(engine, work) == expected
+    assert memory.num_played[0] > 30 and (memory.room == 0 or room)
+
+
+def test_no_graph_at_all_and_no_memory_for_one(weights: Path) -> None:
+    work = requests(3, 20)
+    expected = run(make_engine(weights), work)
+    engine = make_engine(weights)
+    executor, memory = with_graphs(engine)
+    assert executor.graphs is not None
+    executor.graphs._graphs.clear()
+    memory.room = 0
+    assert run(engine, work) == expected
+    assert memory.num_played[0] == 0
+
+
+def test_a_batch_that_outgrows_the_captured_ones_captures_the_largest_once(weights: Path) -> None:
+    engine = make_engine(weights)
+    executor, memory = with_graphs(engine)
+    assert executor.graphs is not None
+    before = memory.num_captures
+    work = [([i + 1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)) for i in range(39)]
+    assert max(shape.size for shape in executor.graphs._graphs) == 32
+    for i, (prompt, params) in enumerate(work):
+        engine.add_request(str(i), prompt, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert DecodeShape(40, shares=False) in executor.graphs._graphs
+    assert memory.num_captures == before + 1
