@@ -9,9 +9,10 @@ import torch
 from quire.config import EngineConfig
 from quire.executor import sizing
 from quire.executor.batch import PersistentBatch
+from quire.executor.captured import GraphMemory
+from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.device import Backend, choose_backend
 from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
-from quire.executor.graphs import DecodeGraphs, GraphMemory
 from quire.executor.kv_cache import KVCache, block_bytes
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.executor.batch import PersistentBatch
 from quire.executor.clock import StepClock
-from quire.executor.graphs import DecodeGraphs
+from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.kv_cache import KVCache
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.mixed_step import MixedShape

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from quire.config import EngineConfig
-from quire.executor.graphs import MAX_GROUPS, common_sizes
+from quire.executor.decode_graphs import MAX_GROUPS, common_sizes
 from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype, padded_size
 from quire.kernels.interface import AttentionBatch, FoldedNorm, LinearWeight, Unscaled
 from quire.kernels.reference import DenseLinear

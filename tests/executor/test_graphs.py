@@ -6,7 +6,7 @@ import operator
 
 import pytest
 
-from quire.executor.graphs import DecodeShape, common_sizes, other_sizes
+from quire.executor.decode_graphs import DecodeShape, common_sizes, other_sizes
 from quire.executor.mixed_step import MixedShape
 from quire.executor.sizing import MAX_GRAPH_SEQS, padded_size
 from quire.executor.stand_in import USES_THAT_PAY, StandIns

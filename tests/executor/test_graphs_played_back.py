@@ -16,9 +16,9 @@ import torch
 
 from quire import LLMEngine, SamplingParams
 from quire.config import EngineConfig
-from quire.executor import graphs as decode_module
+from quire.executor import decode_graphs as decode_module
 from quire.executor import mixed_graphs as mixed_module
-from quire.executor.graphs import DecodeGraphs, DecodeShape
+from quire.executor.decode_graphs import DecodeGraphs, DecodeShape
 from quire.executor.local import LocalExecutor
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.sizing import num_graph_rows, padded_size
@@ -154,7 +154,7 @@ def test_a_capture_that_finds_no_memory_is_done_without(weights: Path, room: int
     work = requests(2, 100)
     expected = run(make_engine(weights), work)
     engine = make_engine(weights)
-    executor, memory = with_graphs(engine)
+    _, memory = with_graphs(engine)
     memory.room = room
     if room == 4:
         while engine.core.prepare_more():

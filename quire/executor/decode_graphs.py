@@ -1,15 +1,11 @@
-"""CUDA graphs of decode steps: one launch instead of three hundred.
+"""Graphs of decode steps, by padded batch size.
 
-Common padded batch sizes are captured at start; the others while there is nothing else to do, or when they have come
-often. Everything a graph reads is in tensors that stay where they are: the persistent batch, the KV cache,
-and one small block of integers that each step overwrites. Padding rows point at a spare row and a spare block of their
-own.
+Common sizes are captured at start. What changes from step to step is one small block of integers. Padding rows point at
+a spare row and a spare block of their own.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.executor.batch import PersistentBatch
-from quire.executor.profile import hold_activation_memory
-from quire.executor.sizing import MAX_GRAPH_SEQS, num_graph_rows, padded_size
+from quire.executor.captured import CapturedSteps, GraphMemory
+from quire.executor.sizing import MAX_GRAPH_SEQS, padded_size
 from quire.executor.stand_in import StandIns
 from quire.executor.transfer import StagingRing
 from quire.kernels.interface import AttentionBatch
@@ -48,46 +44,6 @@ def other_sizes(max_num_seqs: int) -> list[int]:
     return rest[-1:] + rest[:-1]
 
 
-@dataclass(slots=True)
-class CaptureOutcome:
-    had_room: bool = True
-
-
-@contextlib.contextmanager
-def out_of_memory_is_survived() -> Iterator[CaptureOutcome]:
-    """Around a capture that nobody waits for: without its graph a step is slower, and that is all."""
-    outcome = CaptureOutcome()
-    try:
-        yield outcome
-    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        # The driver's own allocations, for a graph or a kernel's code, fail with the second kind.
-        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
-            raise
-        outcome.had_room = False
-        torch.cuda.empty_cache()
-
-
-class GraphMemory:
-    """What captured steps share: only one of them runs at a time."""
-
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        # One place for all graphs' logits. If each kept its own, every batch size would take half a gigabyte more.
-        self.logits = torch.empty((num_graph_rows(max_num_seqs), vocab_size), dtype=torch.float32, device=device)
-        self.num_captures = 0
-        self.held_bytes = 0  # for steps without a graph: see hold_activation_memory
-
-    def capture(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            step()
-        self.num_captures += 1
-        # torch lets go of everything before a capture.
-        hold_activation_memory(self.held_bytes, self.logits.device)
-        return graph
-
-
 @dataclass(slots=True, frozen=True)
 class DecodeShape:
     """Padded batch size, and whether the step reads shared prefixes once for all that share them."""
@@ -100,8 +56,8 @@ class DecodeShape:
         return self.size >= other.size and not self.shares
 
 
-class DecodeGraphs:
-    """Graphs by padded batch size, over one decoder, cache and persistent batch."""
+class DecodeGraphs(CapturedSteps[DecodeShape]):
+    """By padded batch size."""
 
     def __init__(
         self,
@@ -113,25 +69,27 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
-        self.memory = memory
-        self._decoder = decoder
-        self._layers = layers
-        self._batch = batch
-        self._max_model_len = max_model_len
         self._max_num_seqs = min(max_num_seqs, MAX_GRAPH_SEQS)
+        super().__init__(
+            decoder,
+            layers,
+            batch,
+            memory,
+            max_model_len=max_model_len,
+            stand_ins=StandIns(holds=DecodeShape.holds, size=lambda shape: shape.size),
+            while_idle=[DecodeShape(size, shares=False) for size in other_sizes(self._max_num_seqs)],
+        )
         size = padded_size(self._max_num_seqs)
         # [rows, positions, kv_lens] of each sequence: what changes from step to step.
         self._step = torch.zeros((3, size), dtype=torch.int64, device=batch.device)
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=batch.device)
         self._staging = StagingRing(3 * size)
-        self._graphs: dict[DecodeShape, torch.cuda.CUDAGraph] = {}
-        self._not_captured = other_sizes(self._max_num_seqs)
-        self._without: set[DecodeShape] = set()  # for which there was no memory
-        self._stand_ins: StandIns[DecodeShape] = StandIns(holds=DecodeShape.holds, size=lambda shape: shape.size)
         self._groups = torch.zeros(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=batch.device)
         self._grouped: tuple[int, list[int]] | None = None  # the batch's version and rows that _groups is about
         self._has_groups = False
         self._next = DecodeShape(0, shares=False)
+        self._rows: list[int] = []  # of the step that is about to run; none while idle
+        self._positions: list[int] = []
 
     @property
     def num_captures(self) -> int:
@@ -141,19 +99,7 @@ class DecodeGraphs:
     def capture_common(self) -> None:
         """Largest first: the smaller ones then fit into memory that the pool already has."""
         for size in common_sizes(self._max_num_seqs):
-            self._capture(DecodeShape(size, shares=False), [], [])
-
-    def capture_next(self) -> bool:
-        """While nothing runs: another size. False when there is none left, or no memory for it."""
-        while self._not_captured:
-            shape = DecodeShape(self._not_captured.pop(0), shares=False)
-            if shape in self._graphs or shape in self._without:
-                continue
-            had_room = self._try_to_capture(shape, [], [])
-            if not had_room:
-                self._not_captured.clear()
-            return had_room
-        return False
+            self._capture(DecodeShape(size, shares=False))
 
     def choose(self, rows: list[int], positions: list[int]) -> bool:
         """The graph that is to run one token of each row; it may have to be captured first. False: there is none."""
@@ -162,25 +108,13 @@ class DecodeGraphs:
         size = padded_size(len(rows))
         if self._grouped != (self._batch.version, rows):
             self._group(rows, positions, size)
-        chosen = self._shape_for(DecodeShape(size, self._has_groups), rows, positions)
+        self._rows, self._positions = rows, positions
+        chosen = self._shape_for(DecodeShape(size, self._has_groups))
+        self._rows, self._positions = [], []
         if chosen is None:
             return False
         self._next = chosen
         return True
-
-    def _shape_for(self, shape: DecodeShape, rows: list[int], positions: list[int]) -> DecodeShape | None:
-        if shape in self._graphs:
-            return shape
-        is_worth_it = shape not in self._without and self._stand_ins.pays(shape)
-        if is_worth_it and self._try_to_capture(shape, rows, positions):
-            return shape
-        if found := self._stand_ins.find(shape, self._graphs):
-            return found
-        # One capture that then stands in for all, instead of one for each size that a growing batch passes through.
-        largest = DecodeShape(padded_size(self._max_num_seqs), shares=False)
-        if largest not in self._without and self._try_to_capture(largest, rows, positions):
-            return largest
-        return None
 
     def prepare(self, rows: list[int], positions: list[int]) -> None:
         """For the graph that was chosen."""
@@ -188,8 +122,16 @@ class DecodeGraphs:
 
     def replay(self, num_rows: int) -> Tensor:
         """Run what was prepared; logits [num_rows, vocab], valid until the next step."""
-        self._graphs[self._next].replay()
-        return self.memory.logits[:num_rows]
+        return self._replay(self._next, num_rows)
+
+    def _shape_for(self, shape: DecodeShape) -> DecodeShape | None:
+        if self._is_captured(shape):
+            return shape
+        if found := self._stand_ins.find(shape, self._graphs):
+            return found
+        # One capture that then stands in for all, instead of one for each size that a growing batch passes through.
+        largest = DecodeShape(padded_size(self._max_num_seqs), shares=False)
+        return largest if largest not in self._without and self._try_to_capture(largest) else None
 
     def _group(self, rows: list[int], positions: list[int], size: int) -> None:
         """Find who shares a prefix. It stays true until the batch changes: tables only grow at their end."""
@@ -213,19 +155,10 @@ class DecodeGraphs:
         host[2, : len(rows)] = host[1, : len(rows)] + 1
         self._staging.copy_to(host, self._step[:, :size])
 
-    def _try_to_capture(self, shape: DecodeShape, rows: list[int], positions: list[int]) -> bool:
-        """False where memory is short."""
-        with out_of_memory_is_survived() as outcome:
-            self._capture(shape, rows, positions)
-        if not outcome.had_room:
-            self._without.add(shape)
-        return outcome.had_room
-
-    def _capture(self, shape: DecodeShape, rows: list[int], positions: list[int]) -> None:
-        """On padding, or on a step that is about to run: what its kernels write, it writes again."""
-        self._fill(rows, positions, shape.size)
-        self._forward(shape)  # kernels compile, and cuBLAS chooses, outside of the capture
-        self._graphs[shape] = self.memory.capture(lambda: self._forward(shape))
+    def _fill_for_capture(self, shape: DecodeShape) -> None:
+        # With the step that is about to run, where there is one: what the kernels write now, it writes again. Groups
+        # of sequences, which lie there already, would not agree with padding.
+        self._fill(self._rows, self._positions, shape.size)
 
     def _forward(self, shape: DecodeShape) -> None:
         """One token of each sequence, all of it from the device's own state."""

@@ -1,0 +1,131 @@
+"""CUDA graphs of steps, by shape: one launch instead of three hundred.
+
+A graph serves every step of its shape, because all that it reads is in tensors that stay where they are: the persistent
+batch, the KV cache, and a few integers that each step overwrites. Shapes are captured at start, while there is nothing
+else to do, or when they have come often enough; until then a larger one stands in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from quire.executor.batch import PersistentBatch
+from quire.executor.profile import hold_activation_memory
+from quire.executor.sizing import num_graph_rows
+from quire.executor.stand_in import Shape, StandIns
+from quire.models.decoder import Decoder
+
+
+@dataclass(slots=True)
+class CaptureOutcome:
+    had_room: bool = True
+
+
+@contextlib.contextmanager
+def out_of_memory_is_survived() -> Iterator[CaptureOutcome]:
+    """Around a capture: without its graph a step is slower, and that is all."""
+    outcome = CaptureOutcome()
+    try:
+        yield outcome
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        # The driver's own allocations, for a graph or a kernel's code, fail with the second kind.
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
+        outcome.had_room = False
+        torch.cuda.empty_cache()
+
+
+class GraphMemory:
+    """What captured steps share: only one of them runs at a time."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        # One place for all graphs' logits. If each kept its own, every batch size would take half a gigabyte more.
+        self.logits = torch.empty((num_graph_rows(max_num_seqs), vocab_size), dtype=torch.float32, device=device)
+        self.num_captures = 0
+        self.held_bytes = 0  # for steps without a graph: see hold_activation_memory
+
+    def capture(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        self.num_captures += 1
+        # torch lets go of everything before a capture.
+        hold_activation_memory(self.held_bytes, self.logits.device)
+        return graph
+
+
+class CapturedSteps(Generic[Shape]):
+    """The graphs of one kind of step, over one decoder, cache and persistent batch."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        layers: list[Tensor],
+        batch: PersistentBatch,
+        memory: GraphMemory,
+        *,
+        max_model_len: int,
+        stand_ins: StandIns[Shape],
+        while_idle: list[Shape],
+    ) -> None:
+        self.memory = memory
+        self._decoder = decoder
+        self._layers = layers
+        self._batch = batch
+        self._max_model_len = max_model_len
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._without: set[Shape] = set()  # for which there was no memory
+        self._stand_ins = stand_ins
+        self._while_idle = while_idle
+
+    def capture_next(self) -> bool:
+        """While nothing runs: another shape. False when there is none left, or no memory for it."""
+        while self._while_idle:
+            shape = self._while_idle.pop(0)
+            if shape in self._graphs or shape in self._without:
+                continue
+            had_room = self._try_to_capture(shape)
+            if not had_room:
+                self._while_idle.clear()  # the others would not fit either
+            return had_room
+        return False
+
+    def _is_captured(self, shape: Shape) -> bool:
+        """Whether the shape has a graph, or has come so often that it is given one now."""
+        if shape in self._graphs:
+            return True
+        return shape not in self._without and self._stand_ins.pays(shape) and self._try_to_capture(shape)
+
+    def _try_to_capture(self, shape: Shape) -> bool:
+        """False where memory is short."""
+        with out_of_memory_is_survived() as outcome:
+            self._capture(shape)
+        if not outcome.had_room:
+            self._without.add(shape)
+        return outcome.had_room
+
+    def _capture(self, shape: Shape) -> None:
+        self._fill_for_capture(shape)
+        self._forward(shape)  # kernels compile, and cuBLAS chooses, outside of the capture
+        self._graphs[shape] = self.memory.capture(lambda: self._forward(shape))
+
+    def _replay(self, shape: Shape, num_rows: int) -> Tensor:
+        """-> logits of the rows that sample, valid until the next step."""
+        self._graphs[shape].replay()
+        return self.memory.logits[:num_rows]
+
+    def _fill_for_capture(self, shape: Shape) -> None:
+        """Put integers where the step reads them that do no harm."""
+        raise NotImplementedError
+
+    def _forward(self, shape: Shape) -> None:
+        """The step: only work on the device, on what lies there."""
+        raise NotImplementedError
