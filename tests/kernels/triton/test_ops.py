@@ -125,13 +125,16 @@ def make_layer(ops, device, *, bias):
     return layer
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])  # plain products, tensor cores, cuBLAS
-@pytest.mark.parametrize(
-    ("dtype", "has_qk_norms", "is_sandwiched", "is_folded"),
-    [(torch.bfloat16, False, False, False), (torch.bfloat16, False, False, True), (torch.bfloat16, True, False, True),
-     (torch.bfloat16, True, True, False), (torch.float16, False, False, False), (torch.float32, False, False, False),
-     (torch.float32, True, False, True)],
-)  # fmt: skip
+LAYERS = [
+    (torch.bfloat16, False, False, False), (torch.bfloat16, False, False, True), (torch.bfloat16, True, False, True),
+    (torch.bfloat16, True, True, False), (torch.float16, False, False, False), (torch.float32, False, False, False),
+    (torch.float32, True, False, True),
+]  # fmt: skip
+# Plain products, tensor cores, and cuBLAS, for which only folded norms make a difference.
+CASES = [(rows, *layer) for rows in (1, 5) for layer in LAYERS] + [(33, *layer) for layer in LAYERS if layer[3]]
+
+
+@pytest.mark.parametrize(("rows", "dtype", "has_qk_norms", "is_sandwiched", "is_folded"), CASES)
 def test_a_layer_of_paired_operations(rows, dtype, has_qk_norms, is_sandwiched, is_folded, device):
     """Launched in pairs as far as norms and dtypes allow: several rows in float32 are the composition's."""
     ops, oracle = TritonOps(device, dtype, max_seqs=64, max_kv_heads=2), ReferenceOps(device, torch.float64)
