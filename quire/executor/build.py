@@ -9,7 +9,7 @@ import torch
 from quire.config import EngineConfig
 from quire.executor import sizing
 from quire.executor.batch import PersistentBatch
-from quire.executor.captured import GraphMemory
+from quire.executor.captured import GraphMemory, StepParts
 from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.device import Backend, choose_backend
 from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
@@ -147,10 +147,8 @@ def make_graphs(
 ) -> tuple[DecodeGraphs, MixedGraphs]:
     """For steps that only decode, and for those with short prompts; nothing is captured yet."""
     memory = GraphMemory(max_num_seqs, decoder.spec.vocab_size, batch.device)
-    return (
-        DecodeGraphs(decoder, cache.layers, batch, memory, max_num_seqs=max_num_seqs, max_model_len=max_model_len),
-        MixedGraphs(decoder, cache.layers, batch, memory, max_model_len=max_model_len),
-    )
+    parts = StepParts(decoder, cache.layers, batch, memory, max_model_len)
+    return DecodeGraphs(parts, max_num_seqs), MixedGraphs(parts)
 
 
 def _plan(

@@ -8,6 +8,7 @@ else to do, or when they have come often enough; until then a larger one stands 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic
@@ -62,25 +63,24 @@ class GraphMemory:
         return graph
 
 
-class CapturedSteps(Generic[Shape]):
-    """The graphs of one kind of step, over one decoder, cache and persistent batch."""
+@dataclass(slots=True, frozen=True)
+class StepParts:
+    """What every captured step works on."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        layers: list[Tensor],
-        batch: PersistentBatch,
-        memory: GraphMemory,
-        *,
-        max_model_len: int,
-        stand_ins: StandIns[Shape],
-        while_idle: list[Shape],
-    ) -> None:
-        self.memory = memory
-        self._decoder = decoder
-        self._layers = layers
-        self._batch = batch
-        self._max_model_len = max_model_len
+    decoder: Decoder
+    layers: list[Tensor]  # of the KV cache
+    batch: PersistentBatch
+    memory: GraphMemory
+    max_model_len: int
+
+
+class CapturedSteps(ABC, Generic[Shape]):
+    """The graphs of one kind of step."""
+
+    def __init__(self, parts: StepParts, stand_ins: StandIns[Shape], while_idle: list[Shape]) -> None:
+        self.memory = parts.memory
+        self._parts = parts
+        self._batch = parts.batch
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._without: set[Shape] = set()  # for which there was no memory
         self._stand_ins = stand_ins
@@ -122,10 +122,10 @@ class CapturedSteps(Generic[Shape]):
         self._graphs[shape].replay()
         return self.memory.logits[:num_rows]
 
+    @abstractmethod
     def _fill_for_capture(self, shape: Shape) -> None:
         """Put integers where the step reads them that do no harm."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _forward(self, shape: Shape) -> None:
         """The step: only work on the device, on what lies there."""
-        raise NotImplementedError

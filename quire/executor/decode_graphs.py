@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.executor.batch import PersistentBatch
-from quire.executor.captured import CapturedSteps, GraphMemory
+from quire.executor.captured import CapturedSteps, StepParts
 from quire.executor.sizing import MAX_GRAPH_SEQS, padded_size
 from quire.executor.stand_in import StandIns
 from quire.executor.transfer import StagingRing
@@ -24,7 +23,6 @@ from quire.kernels.shared_prefix import (
     packed_length,
     unpack_shared_prefixes,
 )
-from quire.models.decoder import Decoder
 from quire.sampling.transfer import to_device
 
 MAX_GROUPS = 8  # of sequences with a common prefix; more are served, each reading for itself
@@ -59,27 +57,14 @@ class DecodeShape:
 class DecodeGraphs(CapturedSteps[DecodeShape]):
     """By padded batch size."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        layers: list[Tensor],
-        batch: PersistentBatch,
-        memory: GraphMemory,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-    ) -> None:
+    def __init__(self, parts: StepParts, max_num_seqs: int) -> None:
         self._max_num_seqs = min(max_num_seqs, MAX_GRAPH_SEQS)
         super().__init__(
-            decoder,
-            layers,
-            batch,
-            memory,
-            max_model_len=max_model_len,
-            stand_ins=StandIns(holds=DecodeShape.holds, size=lambda shape: shape.size),
+            parts,
+            StandIns(holds=DecodeShape.holds, size=lambda shape: shape.size),
             while_idle=[DecodeShape(size, shares=False) for size in other_sizes(self._max_num_seqs)],
         )
-        size = padded_size(self._max_num_seqs)
+        batch, size = parts.batch, padded_size(self._max_num_seqs)
         # [rows, positions, kv_lens] of each sequence: what changes from step to step.
         self._step = torch.zeros((3, size), dtype=torch.int64, device=batch.device)
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=batch.device)
@@ -174,11 +159,11 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
             kv_lens=kv_lens.to(torch.int32),
             block_tables=tables,
             max_query_len=1,
-            max_kv_len=self._max_model_len,
+            max_kv_len=self._parts.max_model_len,
             num_decodes=size,
         )
         if shape.shares:
             packed = self._groups[: packed_length(size, MAX_GROUPS)]
             attention.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
-        hidden = self._decoder.forward(batch.tokens[rows, positions], attention, self._layers)
-        self._decoder.logits(hidden, None, self.memory.logits[:size])
+        hidden = self._parts.decoder.forward(batch.tokens[rows, positions], attention, self._parts.layers)
+        self._parts.decoder.logits(hidden, None, self.memory.logits[:size])

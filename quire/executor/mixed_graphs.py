@@ -6,12 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.executor.batch import PersistentBatch
-from quire.executor.captured import CapturedSteps, GraphMemory
+from quire.executor.captured import CapturedSteps, StepParts
 from quire.executor.mixed_step import MixedInputs, MixedShape, all_shapes, run_mixed_step, shape_of
 from quire.executor.stand_in import StandIns
 from quire.executor.transfer import StagingRing
-from quire.models.decoder import Decoder
 from quire.plan import StepPlan
 
 _WORTH_PADDING = 448  # tokens: a step of so many computes for about as long as launching its kernels one by one takes
@@ -20,25 +18,13 @@ _WORTH_PADDING = 448  # tokens: a step of so many computes for about as long as 
 class MixedGraphs(CapturedSteps[MixedShape]):
     """By padded numbers of decodes and of prompts' tokens."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        layers: list[Tensor],
-        batch: PersistentBatch,
-        memory: GraphMemory,
-        *,
-        max_model_len: int,
-    ) -> None:
+    def __init__(self, parts: StepParts) -> None:
         super().__init__(
-            decoder,
-            layers,
-            batch,
-            memory,
-            max_model_len=max_model_len,
-            stand_ins=StandIns(holds=MixedShape.holds, size=lambda shape: shape.total_tokens),
-            while_idle=all_shapes(len(memory.logits)),
+            parts,
+            StandIns(holds=MixedShape.holds, size=lambda shape: shape.total_tokens),
+            while_idle=all_shapes(len(parts.memory.logits)),
         )
-        self._ints = torch.zeros(MixedInputs.NUM_INTS, dtype=torch.int64, device=batch.device)
+        self._ints = torch.zeros(MixedInputs.NUM_INTS, dtype=torch.int64, device=parts.batch.device)
         self._staging = StagingRing(MixedInputs.NUM_INTS)
 
     def shape_of(self, plan: StepPlan) -> MixedShape | None:
@@ -70,13 +56,13 @@ class MixedGraphs(CapturedSteps[MixedShape]):
 
     def _forward(self, shape: MixedShape) -> None:
         run_mixed_step(
-            self._decoder,
-            self._layers,
+            self._parts.decoder,
+            self._parts.layers,
             MixedInputs.of(self._ints, shape),
             shape,
             tokens=self._batch.tokens,
             block_tables=self._batch.block_tables,
             block_size=self._batch.block_size,
-            max_model_len=self._max_model_len,
+            max_model_len=self._parts.max_model_len,
             out=self.memory.logits[: shape.num_seqs],
         )

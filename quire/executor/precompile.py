@@ -61,8 +61,7 @@ class Precompile:
         return cls(process)
 
     def wait(self, stage: str = START) -> None:
-        """Until the kernels of a stage are compiled, or the helper gave up. It goes on with others
-        that requests may need."""
+        """Until the kernels of a stage are compiled, or the helper gave up. It goes on with what requests may need."""
         self._is_ready[stage].wait()
 
     def _attend(self, process: subprocess.Popen[bytes]) -> None:

@@ -13,7 +13,7 @@ class ComposedOps:
     folds_norms = False
 
     def fold_norm(self, norm: Tensor, weight: LinearWeight) -> FoldedNorm:
-        raise NotImplementedError("this backend folds no norms")
+        raise AssertionError("only asked of backends whose folds_norms is true")
 
     def norm(self: Ops, residual: Tensor, norm: Tensor | FoldedNorm, eps: float) -> Tensor | Unscaled:
         assert not isinstance(norm, FoldedNorm)

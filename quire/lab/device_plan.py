@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from quire.config import GIB, EngineConfig
 from quire.errors import MemoryBudgetError
 from quire.executor import sizing
+from quire.executor.gpu_record import GpuRecord
 from quire.executor.memory import MemoryLedger, available_host_bytes, cpu_kv_budget, cuda_kv_budget, plan_memory
 from quire.lab.traffic import Fit, MixNeeds, fit_mix
 from quire.models.spec import ModelSpec
@@ -50,9 +51,9 @@ def plan_device(
     memory_bytes: int | None,
     needs: MixNeeds | None = None,
     tensor_parallel: int = 1,
-    driver_bytes: int | None = None,
+    record: GpuRecord | None = None,
 ) -> DevicePlan:
-    """One device's ledger, as the engine would draw it up. `driver_bytes`: of a GPU, where something is known of it."""
+    """One device's ledger, as the engine would draw it up. `record`: of a GPU that one has started on."""
     shard = shard_spec(spec, tensor_parallel)
     assert not isinstance(shard, str), shard
     dtype = sizing.activation_dtype(config, spec, device)
@@ -70,10 +71,9 @@ def plan_device(
             graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs, *lengths)
     kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
     block_bytes = sizing.kv_block_bytes(shard, config.block_size, kv_value_bytes)
-    if device == "cpu":
-        driver_bytes = 0
-    elif driver_bytes is None:
-        driver_bytes = DRIVER_BYTES
+    driver_bytes = 0
+    if device == "cuda":
+        driver_bytes = DRIVER_BYTES if record is None else record.rest_bytes
     budget: int | None = None
     ledger: MemoryLedger | None = None
     problem: str | None = None

@@ -125,8 +125,7 @@ def make_plan(
     max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
     needs = mix_needs(mix, config.block_size) if mix else None
     wanted = sizing.kv_dtype(config, dtype)
-    driver_bytes = record.rest_bytes if record is not None else None
-    chosen = plan_device(config, spec, device=device, memory_bytes=memory_bytes, needs=needs, driver_bytes=driver_bytes)
+    chosen = plan_device(config, spec, device=device, memory_bytes=memory_bytes, needs=needs, record=record)
     choices, skipped = [], []
     for degree in TENSOR_PARALLEL if device == "cuda" else (1,):
         shard = shard_spec(spec, degree)
@@ -142,7 +141,7 @@ def make_plan(
                 memory_bytes=memory_bytes,
                 needs=needs,
                 tensor_parallel=degree,
-                driver_bytes=driver_bytes,
+                record=record,
             )
             choices.append(choice)
     plan = Plan(
@@ -235,14 +234,13 @@ def _recommend_width(plan: Plan, config: EngineConfig, flags: list[Flag]) -> Eng
 
 
 def _replan(plan: Plan, config: EngineConfig) -> DevicePlan:
-    driver_bytes = plan.record.rest_bytes if plan.record is not None else None
     return plan_device(
         config,
         plan.spec,
         device=plan.device,
         memory_bytes=plan.memory_bytes,
         needs=plan.needs,
-        driver_bytes=driver_bytes,
+        record=plan.record,
     )
 
 

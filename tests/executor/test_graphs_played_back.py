@@ -18,6 +18,7 @@ from quire import LLMEngine, SamplingParams
 from quire.config import EngineConfig
 from quire.executor import decode_graphs as decode_module
 from quire.executor import mixed_graphs as mixed_module
+from quire.executor.captured import StepParts
 from quire.executor.decode_graphs import DecodeGraphs, DecodeShape
 from quire.executor.local import LocalExecutor
 from quire.executor.mixed_graphs import MixedGraphs
@@ -95,10 +96,8 @@ def with_graphs(engine: LLMEngine) -> tuple[LocalExecutor, PlaybackMemory]:
     executor = engine.core.executor
     assert isinstance(executor, LocalExecutor)
     memory: Any = PlaybackMemory(engine.spec.vocab_size)
-    parts = (executor.decoder, executor.cache.layers, executor.batch, memory)
-    max_model_len = engine.max_model_len
-    executor.graphs = DecodeGraphs(*parts, max_num_seqs=MAX_NUM_SEQS, max_model_len=max_model_len)
-    executor._mixed = MixedGraphs(*parts, max_model_len=max_model_len)
+    parts = StepParts(executor.decoder, executor.cache.layers, executor.batch, memory, engine.max_model_len)
+    executor.graphs, executor._mixed = DecodeGraphs(parts, MAX_NUM_SEQS), MixedGraphs(parts)
     with torch.inference_mode():
         executor.graphs.capture_common()
     return executor, memory

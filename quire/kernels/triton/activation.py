@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import Unscaled
-from quire.kernels.triton.common import next_power_of_2
-from quire.kernels.triton.norm import row_factor
+from quire.kernels.triton.norm import row_factor, stream_arguments
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -55,13 +54,12 @@ def act_mul(
     assert activation in ACTIVATIONS, activation
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    stream, eps = (factors_of.x, factors_of.eps) if factors_of is not None else (None, 0.0)
+    stream, eps, stream_width, stream_pad = stream_arguments(factors_of)
     if tile is None:
         tile = 2048 if stream is not None and rows > 256 else 1024  # each program looks at the whole row of the stream
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    stream_width = stream.shape[1] if stream is not None else 1
     act_mul_kernel[(rows, -(-width // tile))](
         gate_up, out, bias, stream, eps, WIDTH=width, SILU=activation == "silu", TILE=tile,
-        STREAM=stream_width, STREAM_PAD=next_power_of_2(stream_width), num_warps=num_warps,
+        STREAM=stream_width, STREAM_PAD=stream_pad, num_warps=num_warps,
     )  # fmt: skip
     return out

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.interface import Unscaled
 from quire.kernels.triton.common import next_power_of_2
 
 
@@ -34,6 +35,15 @@ def norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, x_stride, WIDTH: 
         x = total.to(tl.float32)  # what the next layer will read back, rounded
     rms = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
     tl.store(out_ptr + row * WIDTH + cols, (x * rms * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def stream_arguments(rows: Unscaled | None) -> tuple[Tensor | None, float, int, int]:
+    """For a kernel that calls `row_factor`: the stream, its eps, width and padded width; None where nothing is left to
+    do."""
+    if rows is None:
+        return None, 0.0, 1, 1
+    width = rows.x.shape[1]
+    return rows.x, rows.eps, width, next_power_of_2(width)
 
 
 def rms_norm(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Unscaled
 from quire.kernels.triton.common import next_power_of_2
-from quire.kernels.triton.norm import row_factor
+from quire.kernels.triton.norm import row_factor, stream_arguments
 
 FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn: past it the format has only NaN
 
@@ -108,15 +108,14 @@ def rope_and_write(
     if tile_heads is None:
         tile_heads = 4 if tokens <= 64 else 16  # few tokens: more programs; many: fewer, fuller ones
     q_out = torch.empty((tokens, spec.num_heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
-    stream, stream_eps = (factors_of.x, factors_of.eps) if factors_of is not None else (None, 0.0)
-    stream_width = stream.shape[1] if stream is not None else 1
+    stream, stream_eps, stream_width, stream_pad = stream_arguments(factors_of)
     rope_kernel[(tokens, -(-total_heads // tile_heads))](
         qkv, cos_sin, kv, q_out, batch.positions, batch.slots, q_norm, k_norm,
         bias, stream, stream_eps, eps, 1.0 / spec.k_scale, 1.0 / spec.v_scale,
         HEADS=spec.num_heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
         HALF_PAD=next_power_of_2(spec.head_dim // 2), BLOCK_SIZE=kv.shape[3], TILE_HEADS=tile_heads,
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        STREAM=stream_width, STREAM_PAD=next_power_of_2(stream_width),
+        STREAM=stream_width, STREAM_PAD=stream_pad,
         num_warps=num_warps,
     )  # fmt: skip
     return q_out
