@@ -8,21 +8,24 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import http.client
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
 from quire.errors import EngineDeadError, QuireError
+from quire.log import get_logger
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.params import OutputKind, SamplingParams
 from quire.request import Request
@@ -87,7 +90,8 @@ class FakeEngine:
             raise self._error
         self.state = EngineState.READY
         assert self._child is not None
-        print(f"engine pid {self._child.pid}", file=sys.stderr, flush=True)
+        # Through the log, as a thread writes it: a line of our own could come before an earlier one of the server's.
+        get_logger().info("engine pid %d", self._child.pid)
 
     def on_death(self, callback: Callable[[str], None]) -> None:
         self._callbacks.append(callback)
@@ -165,6 +169,8 @@ def output_of(request: PreparedRequest, text: str, ids: list[int], finish_reason
 
 # -- a real process
 
+_PATIENCE_S = 60.0  # for a line that must come
+
 
 @dataclasses.dataclass
 class Server:
@@ -175,13 +181,22 @@ class Server:
     connections: list[http.client.HTTPConnection] = dataclasses.field(default_factory=list)
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """The first line on stderr that matches."""
+        """The first line on stderr that matches, among those read already too."""
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if found := re.search(pattern, line):
-                return found
+        give_up = threading.Timer(_PATIENCE_S, self.process.kill)  # its stderr ends then, and so does our reading
+        give_up.start()
+        try:
+            for line in itertools.chain(tuple(self.lines), self._fresh_lines(self.process.stderr)):
+                if found := re.search(pattern, line):
+                    return found
+        finally:
+            give_up.cancel()
         raise AssertionError(f"no line with {pattern!r} in: {''.join(self.lines)}")
+
+    def _fresh_lines(self, stderr: IO[str]) -> Iterator[str]:
+        for line in stderr:
+            self.lines.append(line)
+            yield line
 
     def connect(self, timeout_s: float = 10.0) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
