@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from quire.config import EngineConfig
@@ -204,11 +205,13 @@ def _as_batch(prompts: Any) -> list[Prompt]:
     """One prompt or many? Text, a dict, and a list of numbers are one."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if hasattr(prompts, "tolist"):  # an array of numpy's or a tensor: a row is a prompt
+        prompts = prompts.tolist()
     if not isinstance(prompts, Sequence):
         raise BadRequestError(
             f"prompts must be text, token ids, a dict or a list of these, got {type(prompts).__name__}", param="prompts"
         )
-    if prompts and isinstance(prompts[0], int):
+    if prompts and isinstance(prompts[0], Integral):
         return [prompts]
     return list(prompts)
 

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.errors import (
@@ -46,6 +48,22 @@ def test_every_kind_of_prompt_is_one_prompt(llm: LLM) -> None:
     texts = {llm.generate(kind, params, use_tqdm=False)[0].outputs[0].text for kind in kinds}
     texts |= {o.outputs[0].text for o in llm.generate(kinds, params, use_tqdm=False)}
     assert len(texts) == 1
+
+
+def test_token_ids_may_be_an_array_or_a_tensor(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    ids = [5, 6, 7]
+    wanted = llm.generate(ids, params, use_tqdm=False)[0].outputs[0].token_ids
+    rows = [np.array(ids), torch.tensor(ids), list(np.array(ids)), np.array([ids, ids]), torch.tensor([ids, ids])]
+    for given in (*rows, [np.array(ids), torch.tensor(ids)], {"prompt_token_ids": np.array(ids)}):
+        for output in llm.generate(given, params, use_tqdm=False):
+            assert output.outputs[0].token_ids == wanted
+            assert [type(token) for token in output.prompt_token_ids] == [int] * 3
+    for wrong in ([np.array([1.5, 2.0])], [np.array([True, False])], [np.array(7)], [[True, False]]):
+        with pytest.raises(BadRequestError, match=r"token ids are whole numbers|a row of token ids"):
+            llm.generate(wrong, params, use_tqdm=False)
+    with pytest.raises(BadRequestError, match="got int"):
+        llm.generate(np.array(7), params, use_tqdm=False)
 
 
 def test_one_params_each(llm: LLM) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
+from numbers import Integral
 from typing import Any
 
 from quire.errors import BadRequestError, ConfigError
@@ -236,4 +237,15 @@ class InputProcessor:
 def _token_list(given: Any) -> list[int]:
     if isinstance(given, (str, bytes, bytearray, Mapping)) or not isinstance(given, Iterable):
         raise BadRequestError(f"a prompt is text or token ids, got {type(given).__name__}", param="prompt")
-    return list(given)
+    to_list = getattr(given, "tolist", None)  # numpy's arrays and torch's tensors, whose elements are no ints
+    token_ids = list(given) if to_list is None else to_list()
+    if not isinstance(token_ids, list):
+        raise BadRequestError(f"a prompt is a row of token ids, got the single value {token_ids}", param="prompt")
+    if token_ids and type(token_ids[0]) is not int:
+        return [_as_int(token) for token in token_ids]
+    return token_ids
+
+
+def _as_int(token: Any) -> Any:
+    """A whole number of numpy's as Python's; anything else as it is, for the check to name."""
+    return int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token
