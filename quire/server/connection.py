@@ -15,7 +15,7 @@ import time
 from email.utils import formatdate
 from typing import Any
 
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -122,6 +122,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            _end_by_closing(cycle)
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
@@ -200,6 +202,19 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(_LINGER_S, self.transport.close)
+
+
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: an answer whose length nobody knows before ends with its connection."""
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def send_plain(message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))  # each piece is as long as it is
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]
 
 
 @functools.lru_cache(maxsize=1)

@@ -18,7 +18,7 @@ from quire.server.http_server import HttpServer
 from quire.server.listen import open_socket
 from quire.server.settings import ServerSettings
 
-_PATHS = ("/", "/slow", "/echo", "/until-gone", "/long")
+_PATHS = ("/", "/slow", "/echo", "/until-gone", "/long", "/pieces")
 Client = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
@@ -39,6 +39,8 @@ def served(use: Callable[[Client], Awaitable[None]], **settings: Any) -> None:
             gone.set()
         if request.url.path == "/long":
             return StreamingResponse(long_answer())
+        if request.url.path == "/pieces":
+            return StreamingResponse(iter([b"one ", b"", b"two"]))
         return JSONResponse(len(request.headers))
 
     async def long_answer() -> AsyncIterator[bytes]:
@@ -199,6 +201,22 @@ def test_an_offer_of_another_protocol_is_passed_over(name: bytes) -> None:
             writer.write(head + b"HTTP2-Settings: AAMAAABk\r\ncontent-length: 9\r\n\r\n\r\nUpgrade")
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
             assert await reader.readexactly(9) == b"\r\nUpgrade"
+
+    served(use)
+
+
+@pytest.mark.parametrize(("path", "body"), [(b"/pieces", b"one two"), (b"/", b"1")])
+def test_an_answer_to_http_1_0_has_no_chunks_and_ends_with_its_connection(path: bytes, body: bytes) -> None:
+    async def use(client: Client) -> None:
+        for method, wanted in ((b"GET", body), (b"HEAD", b"")):
+            reader, writer = await client()
+            writer.write(method + b" " + path + b" HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+            head, _, found = (await reader.read()).partition(b"\r\n\r\n")
+            assert found == wanted
+            assert b"chunked" not in head
+            assert b"connection: close" in head
+            assert (b"content-length: 1" in head) == (path == b"/")
+            writer.close()
 
     served(use)
 
