@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from quire.bench import gpu_attention, gpu_products, gpu_step
+from quire.bench import gpu_attention, gpu_folded, gpu_products, gpu_step
 from quire.bench.gpu_measure import Report
 from quire.kernels.triton import unavailable_reason
 
@@ -31,6 +31,7 @@ SECTIONS: dict[str, tuple[Callable[[Report], None], str]] = {
     "skinny": (gpu_products.run_skinny, "products of few rows"),
     "pairs": (gpu_products.run_pairs, "products of few rows together with what follows them"),
     "fused": (gpu_products.run_fused, "the kernels between products"),
+    "folded": (gpu_folded.run_folded, "norms folded into their neighbours, and the kernels that work out the factors"),
     "step": (gpu_step.run_step, "a whole decode step"),
 }
 
@@ -43,6 +44,8 @@ def _run_task(task: Callable[[], object]) -> None:
 
 def precompile(sections: Sequence[str]) -> None:
     tasks = gpu_attention.compile_tasks(sections) + gpu_products.compile_tasks(sections)
+    if "folded" in sections:
+        tasks += gpu_folded.compile_tasks()
     workers = min(12, (os.cpu_count() or 2) - 1, len(tasks))
     if workers < 2:
         return

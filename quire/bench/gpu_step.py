@@ -14,7 +14,7 @@ from quire.bench.gpu_inputs import BLOCK_SIZE, LLAMA, Shape, attention_inputs, d
 from quire.bench.gpu_measure import Report, error, time_us
 from quire.bench.gpu_products import PRODUCTS
 from quire.kernels.composed import ComposedOps
-from quire.kernels.interface import AttentionBatch, LinearWeight, Unscaled
+from quire.kernels.interface import AttentionBatch, FoldedNorm, LinearWeight, Unscaled
 from quire.kernels.reference import DenseLinear
 from quire.kernels.triton import TritonOps
 
@@ -60,14 +60,16 @@ class Model:
         self.norm = torch.ones(4096, device="cuda")
         self.cos_sin = torch.randn(8192, 128, device="cuda")
 
-    def step(self, ops: TritonOps, token_ids: Tensor, batch: AttentionBatch, kvs: list[Tensor]) -> Tensor:
+    def step(
+        self, ops: TritonOps, norm: Tensor | FoldedNorm, token_ids: Tensor, batch: AttentionBatch, kvs: list[Tensor]
+    ) -> Tensor:
         residual = ops.embed(token_ids, self.head)
-        x: Tensor | Unscaled = ops.rms_norm(residual, self.norm, EPS)
+        x: Tensor | Unscaled = ops.norm(residual, norm, EPS)
         for i, (layer, kv) in enumerate(zip(self.layers, kvs, strict=True)):
             q = ops.linear_rope_write(x, layer["qkv"], self.cos_sin, kv, batch, LLAMA)
-            x = ops.linear_add_norm(ops.attention(q, kv, batch, LLAMA), layer["o"], residual, self.norm, EPS)
+            x = ops.linear_add_norm(ops.attention(q, kv, batch, LLAMA), layer["o"], residual, norm, EPS)
             gated = ops.linear_act(x, layer["gate_up"], "silu")
-            x = ops.linear_add_norm(gated, layer["down"], residual, self.norm if i < 31 else None, EPS)
+            x = ops.linear_add_norm(gated, layer["down"], residual, norm if i < 31 else None, EPS)
         return ops.logits(ops.rms_norm(residual, self.norm, EPS), self.head)
 
 
@@ -87,19 +89,25 @@ def run_step(report: Report) -> None:
         batch.slots = blocks * BLOCK_SIZE + last % BLOCK_SIZE
         batch.max_kv_len = 8192  # a graph is captured for the longest sequence that a server allows
         token_ids = torch.randint(0, 128256, (rows,), device="cuda")
-        runs = {label: (ops, batch) for label, ops in variants.items()}
-        if rows > 32:  # the table leaves all of these to cuBLAS
-            runs = {"cuBLAS": (variants["cuBLAS"], replace(batch, shared=None))}
-        if batch.shared is not None:
-            runs["cuBLAS, prefix read once"] = (variants["cuBLAS"], batch)
+        runs: dict[str, tuple[TritonOps, Tensor | FoldedNorm, AttentionBatch]]
+        if rows <= 32:
+            runs = {label: (ops, model.norm, batch) for label, ops in variants.items()}
+        else:  # the table leaves all of these products to cuBLAS
+            plain, folded = replace(batch, shared=None), FoldedNorm(model.norm)
+            runs = {
+                "cuBLAS": (variants["cuBLAS"], model.norm, plain),
+                "cuBLAS, norms folded": (variants["paired"], folded, plain),
+            }
+            if batch.shared is not None:
+                runs["and prefix read once"] = (variants["paired"], folded, batch)
         truth: Tensor | None = None
-        for label, (ops, placed) in runs.items():
+        for label, (ops, norm, placed) in runs.items():
             try:
-                logits = model.step(ops, token_ids, placed, kvs)
+                logits = model.step(ops, norm, token_ids, placed, kvs)
                 truth = logits if truth is None else truth
                 # Random weights of 32 layers amplify rounding: only nonsense would differ by this much.
                 off = error(logits, truth)
-                us = time_us([partial(model.step, ops, token_ids, placed, kvs)], budget_ms=100)
+                us = time_us([partial(model.step, ops, norm, token_ids, placed, kvs)], budget_ms=100)
             except Exception as exc:
                 report.fail(f"step {name} {label}: {type(exc).__name__}: {str(exc).strip().splitlines()[-1:]}")
                 continue

@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 
 from quire.config import EngineConfig
 from quire.executor.decode_graphs import MAX_GROUPS, common_sizes
-from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype, padded_size
+from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype, num_graph_rows, padded_size
 from quire.kernels.interface import AttentionBatch, FoldedNorm, LinearWeight, Unscaled
 from quire.kernels.reference import DenseLinear
 from quire.kernels.shared_prefix import packed_length, unpack_shared_prefixes
@@ -53,6 +53,7 @@ def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> 
             steps.decode(min(size, steps.max_num_seqs), shares=True)
             for num_tokens in (2, 16, 64, 128):  # short chunks have smaller tiles
                 steps.mixed(size - 1, num_tokens)
+        steps.logits(num_graph_rows(steps.max_num_seqs))
     return NeededKernels(
         list(prompts.values()),
         [job for key, job in start.items() if key not in prompts],
@@ -133,15 +134,17 @@ class _Rehearsal:
         length = min(length, self.max_len)
         num_seqs = -(-self.max_tokens // length)
         self._run(self._batch(self.max_tokens, num_seqs, length), self.cache)
-        # The start-up measures logits for as many rows as there may be.
-        hidden = torch.empty((self.max_num_seqs, self.spec.hidden_size), dtype=self.decoder.dtype, device=_META)
-        self.decoder.logits(hidden, None)
+        self.logits(self.max_num_seqs)  # the start-up measures them for as many rows as there may be
         if self.cache.element_size() == 1:  # its scales are found with a cache that needs none
             self._run(self._batch(self.max_tokens, num_seqs, length), self.wide_cache)
 
     def mixed(self, num_decodes: int, num_tokens: int) -> None:
         """Decodes beside one chunk of a prompt."""
         self._run(self._batch(num_decodes + num_tokens, num_decodes + 1, num_tokens, num_decodes), self.cache)
+
+    def logits(self, num_rows: int) -> None:
+        hidden = torch.empty((num_rows, self.spec.hidden_size), dtype=self.decoder.dtype, device=_META)
+        self.decoder.logits(hidden, None)
 
     def decode(self, size: int, *, shares: bool) -> None:
         batch = self._batch(size, size, 1, size)

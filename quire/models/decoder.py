@@ -115,12 +115,18 @@ class Decoder:
             layer.mlp_norm = self._ops.fold_norm(layer.mlp_norm, layer.gate_up)
 
     def multiply_once(self, num_tokens: int) -> None:
-        """With each of a layer's matrices, for what a library does when it is first called."""
+        """With each of a layer's matrices, for what a library does when it is first called: in the way of the steps, as
+        it has other code for products that are added to something."""
         layer = self._layers[0]
         num_tokens = max(num_tokens, 64)  # few rows are multiplied by kernels that may not be compiled yet
-        for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        residual = torch.zeros((num_tokens, self.spec.hidden_size), dtype=self.dtype, device=self._device)
+        adds = isinstance(layer.mlp_norm, FoldedNorm)
+        for matrix, is_added in ((layer.qkv, False), (layer.output, adds), (layer.gate_up, False), (layer.down, adds)):
             rows = torch.zeros((num_tokens, matrix.in_features), dtype=self.dtype, device=self._device)
-            self._ops.linear(rows, matrix)
+            if is_added:
+                self._ops.linear_add_norm(rows, matrix, residual, None, self.spec.norm_eps)
+            else:
+                self._ops.linear(rows, matrix)
 
     def set_kv_scales(self, scales: Sequence[tuple[float, float]]) -> None:
         """(k_scale, v_scale) of each layer, for an 8-bit cache. Before the first step: captured steps keep them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 
 import models_harness as harness
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from quire.kernels.reference import ReferenceOps
+from quire.kernels.triton import TritonOps
 from quire.models.decoder import Decoder
 
 LENGTHS = (37, 19, 1, 26)
@@ -147,6 +149,29 @@ def test_dummy_weights_fill_everything_and_follow_the_seed(name):
     assert first.isfinite().all()
     assert torch.equal(first, logits(1))
     assert not torch.equal(first, logits(1000))
+
+
+@pytest.mark.parametrize(("name", "num_added"), [("llama", 2), ("gemma3", 0)])
+def test_each_matrix_is_multiplied_once_in_the_way_of_the_steps(name, num_added):
+    """Products that are added to the residual stream are other code of the library's than those that are not."""
+    calls = Counter()
+
+    class Recording(TritonOps):
+        def linear(self, x, weight):
+            calls["linear", *x.shape, weight.out_features] += 1
+
+        def _multiply_add(self, x, weight, residual):
+            assert residual.shape == (len(x), weight.out_features)
+            calls["added", *x.shape, weight.out_features] += 1
+
+    spec, device = _case(name)[0], torch.device("meta")
+    ops = Recording(device, torch.bfloat16)
+    decoder = Decoder(spec, ops, device=device, dtype=torch.bfloat16, max_position=64)
+    decoder.finish_loading()
+    decoder.multiply_once(100)
+    assert sum(calls.values()) == 4
+    assert sum(count for (kind, *_), count in calls.items() if kind == "added") == num_added
+    assert all(num_rows == 100 for _, num_rows, *_ in calls)
 
 
 def _ops():

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -14,28 +16,55 @@ from quire.kernels.triton.norm import row_factor, stream_arguments
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
+# Rows from which there are enough of them for one program each: it then looks at its row of the stream once.
+ROWS_OF_ONE_PROGRAM = 1024
+
+
 @triton.jit
 def act_mul_kernel(x_ptr, out_ptr, bias_ptr, stream_ptr, eps, WIDTH: tl.constexpr, SILU: tl.constexpr,
-                   TILE: tl.constexpr, STREAM: tl.constexpr, STREAM_PAD: tl.constexpr):  # fmt: skip
+                   TILE: tl.constexpr, TILES_EACH: tl.constexpr, STREAM: tl.constexpr,
+                   STREAM_PAD: tl.constexpr):  # fmt: skip
     # The width is a constant so that the compiler sees rows that are aligned, and moves them in 16 bytes at a time.
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = cols < WIDTH
-    gate = tl.load(x_ptr + row * (2 * WIDTH) + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * (2 * WIDTH) + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-    if stream_ptr is not None:
-        factor = row_factor(stream_ptr + row * STREAM, eps, STREAM, STREAM_PAD)
-        gate *= factor
-        up *= factor
-    if bias_ptr is not None:
-        gate += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        up += tl.load(bias_ptr + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-    if SILU:
-        gate = gate * tl.sigmoid(gate)
-    else:
-        # 0.5 * (1 + tanh(u)) is sigmoid(2 * u), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
-        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    tl.store(out_ptr + row * WIDTH + cols, (gate * up).to(out_ptr.dtype.element_ty), mask=mask)
+    # A row's programs are neighbours: all of them look at its row of the stream, which is in the L2 cache by then.
+    PROGRAMS: tl.constexpr = (WIDTH + TILE * TILES_EACH - 1) // (TILE * TILES_EACH)
+    row = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    first = tl.program_id(0) % PROGRAMS * (TILE * TILES_EACH)
+    for i in tl.static_range(TILES_EACH):
+        cols = first + i * TILE + tl.arange(0, TILE)
+        mask = cols < WIDTH
+        gate = tl.load(x_ptr + row * (2 * WIDTH) + cols, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * (2 * WIDTH) + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+        if stream_ptr is not None:
+            if i == 0:
+                tl.debug_barrier()  # the loads above are under way before those of the stream are waited for
+                factor = row_factor(stream_ptr + row * STREAM, eps, STREAM, STREAM_PAD)
+            gate *= factor
+            up *= factor
+        if bias_ptr is not None:
+            gate += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+            up += tl.load(bias_ptr + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+        if SILU:
+            gate = gate * tl.sigmoid(gate)
+        else:
+            # 0.5 * (1 + tanh(u)) is sigmoid(2 * u), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
+            gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        tl.store(out_ptr + row * WIDTH + cols, (gate * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class ActConfig:
+    tile: int
+    tiles_each: int  # of one program
+    num_warps: int
+
+
+def act_config(rows: int, width: int, *, has_stream: bool) -> ActConfig:
+    """How a step's rows are cut. Each program that uses the stream reads a whole row of it: few wide ones do less."""
+    if not has_stream:
+        return ActConfig(1024, 1, 4)
+    if rows < ROWS_OF_ONE_PROGRAM:
+        return ActConfig(4096, 1, 8)
+    return ActConfig(2048, -(-width // 2048), 4)
 
 
 def act_mul(
@@ -44,8 +73,7 @@ def act_mul(
     *,
     factors_of: Unscaled | None = None,
     bias: Tensor | None = None,
-    tile: int | None = None,
-    num_warps: int = 4,
+    config: ActConfig | None = None,
 ) -> Tensor:
     """gate_up: [rows, 2 * n] -> [rows, n].
 
@@ -55,11 +83,10 @@ def act_mul(
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     stream, eps, stream_width, stream_pad = stream_arguments(factors_of)
-    if tile is None:
-        tile = 2048 if stream is not None and rows > 256 else 1024  # each program looks at the whole row of the stream
+    config = config or act_config(rows, width, has_stream=stream is not None)
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    act_mul_kernel[(rows, -(-width // tile))](
-        gate_up, out, bias, stream, eps, WIDTH=width, SILU=activation == "silu", TILE=tile,
-        STREAM=stream_width, STREAM_PAD=stream_pad, num_warps=num_warps,
+    act_mul_kernel[(rows * -(-width // (config.tile * config.tiles_each)),)](
+        gate_up, out, bias, stream, eps, WIDTH=width, SILU=activation == "silu", TILE=config.tile,
+        TILES_EACH=config.tiles_each, STREAM=stream_width, STREAM_PAD=stream_pad, num_warps=config.num_warps,
     )  # fmt: skip
     return out

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Unscaled
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps, unavailable_reason
+from quire.kernels.triton.activation import ROWS_OF_ONE_PROGRAM, ActConfig, act_config, act_mul
+from quire.kernels.triton.rope import RopeConfig, rope_and_write, rope_config
 
 SPEC = AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=48, scale=0.14)
 
@@ -48,6 +50,56 @@ def test_add_rms_norm_updates_the_residual(rows, width, ops, oracle, device):
 def test_act_mul(activation, ops, oracle, device):
     gate_up = torch.randn(3, 2 * 1100, device=device).bfloat16() * 4
     assert close(ops.act_mul(gate_up, activation), oracle.act_mul(gate_up.double(), activation))
+
+
+@pytest.mark.parametrize("config", [None, ActConfig(256, 1, 1), ActConfig(256, 2, 1), ActConfig(256, 5, 1)])
+def test_act_mul_of_rows_that_are_not_normalised_yet(config, oracle, device):
+    """However a row is cut among programs, and its bias left out of the factor."""
+    stream, gate_up = (torch.randn(3, n, device=device).bfloat16() for n in (96, 2 * 1100))
+    bias = torch.randn(2 * 1100, device=device).bfloat16()
+    factor = torch.rsqrt(stream.double().square().mean(1, keepdim=True) + 1e-5)
+    out = act_mul(gate_up, "silu", factors_of=Unscaled(stream, None, 1e-5), bias=bias, config=config)
+    assert close(out, oracle.act_mul(gate_up.double() * factor + bias.double(), "silu"))
+
+
+def test_many_rows_have_one_program_each():
+    """A program that uses the stream reads a whole row of it: with many rows that is most of what it reads."""
+    for rows in (ROWS_OF_ONE_PROGRAM, 131_072):
+        act = act_config(rows, 14336, has_stream=True)
+        rope = rope_config(rows, 48, has_stream=True)
+        assert act.tile * act.tiles_each >= 14336 and rope.tile_heads * rope.tiles_each >= 48
+    few = act_config(ROWS_OF_ONE_PROGRAM - 1, 14336, has_stream=True)
+    assert few.tile * few.tiles_each < 14336
+
+
+@pytest.mark.parametrize("config", [RopeConfig(1, 1), RopeConfig(2, 2), RopeConfig(2, 3), RopeConfig(4, 2)])
+def test_rope_cut_in_any_way_writes_the_same(config, device):
+    tokens, width = 3, 5 * SPEC.head_dim
+    batch = AttentionBatch(
+        positions=torch.tensor([4, 0, 9], device=device),
+        slots=torch.tensor([6, -1, 1], device=device),
+        query_starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        kv_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        max_query_len=tokens,
+        max_kv_len=tokens,
+        num_decodes=0,
+    )
+    stream, qkv = (torch.randn(tokens, n, device=device).bfloat16() for n in (96, width))
+    norms = [torch.randn(SPEC.head_dim, device=device).bfloat16() for _ in range(2)]
+    bias, cos_sin = torch.randn(width, device=device).bfloat16(), torch.randn(10, SPEC.head_dim, device=device)
+    found = []
+    for tried in (RopeConfig(16, 1), config):
+        kv = torch.full((2, 2, 1, 4, SPEC.head_dim), 7.0, device=device).bfloat16()
+        q = rope_and_write(
+            qkv, cos_sin, kv, batch, SPEC, *norms, 1e-6, factors_of=Unscaled(stream, None, 1e-5), bias=bias,
+            config=tried,
+        )  # fmt: skip
+        found.append((q, kv))
+    (q, kv), (other_q, other_kv) = found
+    assert close(other_q, q.double(), 1e-3) and close(other_kv, kv.double(), 1e-3)  # sums may be in another order
+    assert torch.equal(other_kv == 7.0, kv == 7.0)
+    assert (kv != 7.0).sum() == 2 * 2 * SPEC.head_dim
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
