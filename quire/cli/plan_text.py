@@ -65,7 +65,9 @@ def _memory(plan: Plan) -> list[str]:
     sign = entries[-1][0]
     entries.append((sign, f"largest step: {step}", chosen.step_bytes))
     if chosen.graph_bytes:
-        entries.append((sign, "captured decode steps", chosen.graph_bytes))
+        entries.append((sign, "captured steps", chosen.graph_bytes))
+    if chosen.batch_bytes:
+        entries.append((sign, f"tokens and block tables of {plan.max_num_seqs:,} sequences", chosen.batch_bytes))
     if chosen.driver_bytes:
         origin = "about" if plan.record is None else "as the last start here found"
         entries.append((sign, f"driver and kernels, {origin}", chosen.driver_bytes))

@@ -105,6 +105,10 @@ def build_executor(
         graphs, mixed = make_graphs(
             decoder, cache, batch, max_num_seqs=max_num_seqs, max_model_len=ledger.max_model_len
         )
+    timeline.mark("cache")
+    if precompile is not None:
+        precompile.wait(START)
+        timeline.mark("more kernels")
     with torch.inference_mode():
         sampler = Sampler(
             num_rows=max_num_seqs,
@@ -112,15 +116,11 @@ def build_executor(
             device=backend.device,
             max_model_len=ledger.max_model_len,
         )
-        timeline.mark("cache and sampler")
-        if precompile is not None:
-            precompile.wait(START)
-            timeline.mark("more kernels")
+        timeline.mark("sampler")
         if graphs is not None:
             graphs.capture_common()
             timeline.mark("graphs")
-    if backend.device.type == "cuda":
-        hold_activation_memory(ledger.activation_bytes, backend.device)
+    hold_activation_memory(ledger.activation_bytes, backend.device)
     if graphs is not None:
         graphs.memory.held_bytes = ledger.activation_bytes
     executor = LocalExecutor(
@@ -155,7 +155,7 @@ def _plan(
     config: EngineConfig, spec: ModelSpec, backend: Backend, decoder: Decoder, max_num_seqs: int, max_tokens: int
 ) -> MemoryLedger:
     device = backend.device.type
-    graph_bytes = 0
+    graph_bytes = batch_bytes = 0
     if device == "cuda":
         activation_bytes = measure_activation_bytes(
             decoder,
@@ -171,12 +171,13 @@ def _plan(
         lengths = (decoder.max_position, config.block_size)
         if _has_graphs(config, backend):
             graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths)
+        batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
         free, total = torch.cuda.mem_get_info(backend.device)
         reckoned = sizing.weight_bytes(spec, dtype, decoder.max_position)
         reckoned += sizing.cuda_step_bytes(spec, dtype, max_num_seqs, max_tokens, *lengths)
         rest = total - free + activation_bytes - reckoned
         remember_gpu(torch.cuda.get_device_name(backend.device), GpuRecord(total, rest, record_key(config, spec)))
-        taken = activation_bytes + graph_bytes
+        taken = activation_bytes + graph_bytes + batch_bytes
         budget = cuda_kv_budget(config, free_bytes=free, total_bytes=total, activation_bytes=taken)
         flag = "gpu_memory_utilization"
     else:
@@ -190,6 +191,7 @@ def _plan(
         weight_bytes=decoder.weight_bytes,
         activation_bytes=activation_bytes,
         graph_bytes=graph_bytes,
+        batch_bytes=batch_bytes,
         block_bytes=block_bytes(spec, config.block_size, backend.kv_dtype),
         kv_budget_bytes=budget,
         kv_budget_flag="kv_cache_memory_bytes" if config.kv_cache_memory_bytes is not None else flag,

@@ -7,9 +7,8 @@ else to do, or when they have come often enough; until then a larger one stands 
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
@@ -23,23 +22,11 @@ from quire.executor.stand_in import Shape, StandIns
 from quire.models.decoder import Decoder
 
 
-@dataclass(slots=True)
-class CaptureOutcome:
-    had_room: bool = True
-
-
-@contextlib.contextmanager
-def out_of_memory_is_survived() -> Iterator[CaptureOutcome]:
-    """Around a capture: without its graph a step is slower, and that is all."""
-    outcome = CaptureOutcome()
-    try:
-        yield outcome
-    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        # The driver's own allocations, for a graph or a kernel's code, fail with the second kind.
-        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
-            raise
-        outcome.had_room = False
-        torch.cuda.empty_cache()
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """torch has an error of its own for it. The driver's, for a graph or a kernel's code, and Triton's and cuBLAS's
+    tell it in their text."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
 
 
 class GraphMemory:
@@ -49,18 +36,30 @@ class GraphMemory:
         self._pool = torch.cuda.graph_pool_handle()
         # One place for all graphs' logits. If each kept its own, every batch size would take half a gigabyte more.
         self.logits = torch.empty((num_graph_rows(max_num_seqs), vocab_size), dtype=torch.float32, device=device)
-        self.num_captures = 0
+        self.num_attempts = 0
+        self.num_captures = 0  # that succeeded
         self.held_bytes = 0  # for steps without a graph: see hold_activation_memory
 
     def capture(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            step()
+        stream = torch.cuda.current_stream()
+        try:
+            # Other threads of a program may use the GPU meanwhile, and are no part of this.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                step()
+        except RuntimeError:
+            if not self.num_captures:
+                self._pool = torch.cuda.graph_pool_handle()  # torch gives up a pool when its only graph fails
+            raise
+        finally:
+            torch.cuda.set_stream(stream)  # a graph that the driver has no memory for would leave us on its own stream
         self.num_captures += 1
-        # torch lets go of everything before a capture.
-        hold_activation_memory(self.held_bytes, self.logits.device)
         return graph
+
+    def hold_again(self) -> bool:
+        """After an attempt, before which torch lets go of everything. False where the memory went elsewhere."""
+        return hold_activation_memory(self.held_bytes, self.logits.device)
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,10 +91,7 @@ class CapturedSteps(ABC, Generic[Shape]):
             shape = self._while_idle.pop(0)
             if shape in self._graphs or shape in self._without:
                 continue
-            had_room = self._try_to_capture(shape)
-            if not had_room:
-                self._while_idle.clear()  # the others would not fit either
-            return had_room
+            return self._try_to_capture(shape)
         return False
 
     def _is_captured(self, shape: Shape) -> bool:
@@ -105,12 +101,21 @@ class CapturedSteps(ABC, Generic[Shape]):
         return shape not in self._without and self._stand_ins.pays(shape) and self._try_to_capture(shape)
 
     def _try_to_capture(self, shape: Shape) -> bool:
-        """False where memory is short."""
-        with out_of_memory_is_survived() as outcome:
+        """False where memory is short: without its graph a step is slower, and that is all."""
+        self.memory.num_attempts += 1
+        has_room = True
+        try:
             self._capture(shape)
-        if not outcome.had_room:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            has_room = False
+        if not has_room:
+            torch.cuda.empty_cache()  # not earlier: the error holds on to what the step had made
             self._without.add(shape)
-        return outcome.had_room
+        if not self.memory.hold_again() or not has_room:
+            self._while_idle.clear()  # the others would not fit either
+        return has_room
 
     def _capture(self, shape: Shape) -> None:
         self._fill_for_capture(shape)

@@ -23,6 +23,7 @@ from quire.kernels.shared_prefix import (
     packed_length,
     unpack_shared_prefixes,
 )
+from quire.log import get_logger
 from quire.sampling.transfer import to_device
 
 MAX_GROUPS = 8  # of sequences with a common prefix; more are served, each reading for itself
@@ -83,8 +84,13 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
 
     def capture_common(self) -> None:
         """Largest first: the smaller ones then fit into memory that the pool already has."""
-        for size in common_sizes(self._max_num_seqs):
-            self._capture(DecodeShape(size, shares=False))
+        shapes = [DecodeShape(size, shares=False) for size in common_sizes(self._max_num_seqs)]
+        if without := [shape.size for shape in shapes if not self._try_to_capture(shape)]:
+            get_logger().warning(
+                "no GPU memory is left for captured steps of %s sequences, which will be slower: lower "
+                "gpu_memory_utilization, or see what else uses this GPU",
+                ", ".join(map(str, without)),
+            )
 
     def choose(self, rows: list[int], positions: list[int]) -> bool:
         """The graph that is to run one token of each row; it may have to be captured first. False: there is none."""

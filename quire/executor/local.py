@@ -110,10 +110,10 @@ class LocalExecutor:
     def _run(self, plan: StepPlan) -> _Submitted:
         clock = StepClock(on_gpu=self._on_gpu)
         self._apply(plan)
-        num_captures = self._num_captures
+        num_attempts = self._num_attempts
         can_replay = self._can_replay(plan)
         shape = None if can_replay else self._mixed_shape(plan)
-        if self._num_captures != num_captures:
+        if self._num_attempts != num_attempts:
             clock = StepClock(on_gpu=self._on_gpu)  # the scheduler would take a capture for a slow step
         sampled = None
         prompt: dict[int, list[TokenLogprobs]] = {}
@@ -170,8 +170,9 @@ class LocalExecutor:
         return self._mixed.shape_of(plan)
 
     @property
-    def _num_captures(self) -> int:
-        return self.graphs.num_captures if self.graphs is not None else 0
+    def _num_attempts(self) -> int:
+        """To capture a step."""
+        return self.graphs.memory.num_attempts if self.graphs is not None else 0
 
     def prepare_more(self) -> bool:
         with torch.inference_mode():

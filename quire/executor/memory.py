@@ -21,6 +21,7 @@ class MemoryLedger:
     weight_bytes: int
     activation_bytes: int  # of the largest step
     graph_bytes: int  # what captured steps keep to themselves
+    batch_bytes: int  # on a GPU: tokens and block tables of as many sequences as may run
     kv_bytes: int
     swap_bytes: int
     block_bytes: int
@@ -41,6 +42,7 @@ class MemoryLedger:
             ("weights", self.weight_bytes, ""),
             ("activations", self.activation_bytes, ""),
             ("graphs", self.graph_bytes, ""),
+            ("sequences' tables", self.batch_bytes, ""),
             ("KV cache", self.kv_bytes, f" ({self.num_blocks:,} blocks of {self.block_size} = {tokens:,} tokens)"),
             ("swap", self.swap_bytes, f" ({self.num_host_blocks:,} blocks on the host)"),
         ]
@@ -56,6 +58,7 @@ def plan_memory(
     activation_bytes: int,
     block_bytes: int,
     graph_bytes: int = 0,
+    batch_bytes: int = 0,
     kv_budget_bytes: int,
     kv_budget_flag: str,
 ) -> MemoryLedger:
@@ -86,6 +89,7 @@ def plan_memory(
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
         graph_bytes=graph_bytes,
+        batch_bytes=batch_bytes,
         kv_bytes=num_blocks * block_bytes,
         swap_bytes=num_host_blocks * block_bytes,
         block_bytes=block_bytes,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor
 
@@ -48,17 +46,26 @@ def measure_activation_bytes(
     return peak + step_slack_bytes(max_num_seqs, max_seq_len, block_size)
 
 
-def hold_activation_memory(num_bytes: int, device: torch.device) -> None:
+def hold_activation_memory(num_bytes: int, device: torch.device) -> bool:
     """Give torch's allocator the memory of the largest step as one piece, to cut all steps' tensors out of.
 
     Otherwise it asks the driver for a piece of each size that it meets and keeps them all, and steps of many sizes come
-    to hold several times what the largest needs. After everything that stays: it would be cut out of this, too.
+    to hold several times what the largest needs. After everything that stays: it would be cut out of this, too. False
+    where there is no room for it: steps then have what they find one by one.
     """
-    if not num_bytes:
-        return
-    # Where there is no room for it, steps still have what they find one by one.
-    with contextlib.suppress(torch.OutOfMemoryError):
+    if device.type != "cuda":
+        return True
+    try:
         torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def let_go_of_held_memory(device: torch.device) -> None:
+    """Before something is made that stays."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 # An 8-bit float keeps its precision over many powers of two, so this only has to be far from both ends of its range.

@@ -103,6 +103,11 @@ def table_bytes(num_seqs: int, max_seq_len: int, block_size: int) -> int:
     return num_seqs * -(-max_seq_len // block_size) * 4
 
 
+def batch_bytes(max_num_seqs: int, max_seq_len: int, block_size: int) -> int:
+    """Of the persistent batch: every sequence's tokens and block table, and one more of each."""
+    return (max_num_seqs + 1) * (max_seq_len + 1) * 8 + table_bytes(max_num_seqs + 1, max_seq_len, block_size)
+
+
 def layers_bytes(spec: ModelSpec, dtype: str, num_tokens: int) -> int:
     """What a GPU's layers hold at once: the residual stream, and the widest of what stands between two products."""
     q_width = spec.num_heads * spec.head_dim

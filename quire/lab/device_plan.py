@@ -30,6 +30,7 @@ class DevicePlan:
     weight_bytes: int
     step_bytes: int
     graph_bytes: int
+    batch_bytes: int
     driver_bytes: int
     token_bytes: int  # of K and V, on this device
     block_bytes: int
@@ -37,6 +38,11 @@ class DevicePlan:
     ledger: MemoryLedger | None  # None: it does not fit
     problem: str | None  # then: why
     fit: Fit | None = None  # of the mix, where one was given
+
+    @property
+    def running_bytes(self) -> int:
+        """What steps take beside weights and KV."""
+        return self.step_bytes + self.graph_bytes + self.batch_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +66,7 @@ def plan_device(
     max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
     held_bytes = sizing.weight_bytes(shard, config.quantization or dtype, config.max_model_len or spec.max_position)
     whole_logits = replace(shard, vocab_size=spec.vocab_size)  # every rank gathers all of them
-    graph_bytes = 0
+    graph_bytes = batch_bytes = 0
     if device == "cpu":
         step_bytes = sizing.cpu_step_bytes(whole_logits, max_num_seqs, max_tokens)
     else:
@@ -69,6 +75,8 @@ def plan_device(
         step_bytes = sizing.cuda_step_bytes(whole_logits, dtype, max_num_seqs, max_tokens, *lengths)
         if not config.enforce_eager:
             graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs, *lengths)
+        batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
+    running_bytes = step_bytes + graph_bytes + batch_bytes
     kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
     block_bytes = sizing.kv_block_bytes(shard, config.block_size, kv_value_bytes)
     driver_bytes = 0
@@ -82,17 +90,17 @@ def plan_device(
         if device == "cuda":
             assert memory_bytes is not None
             if config.kv_cache_memory_bytes is not None:
-                _check_cuda_room(config, memory_bytes, held_bytes + driver_bytes + step_bytes + graph_bytes)
-            elif held_bytes + driver_bytes + step_bytes + graph_bytes >= memory_bytes:
+                _check_cuda_room(config, memory_bytes, held_bytes + driver_bytes + running_bytes)
+            elif held_bytes + driver_bytes + running_bytes >= memory_bytes:
                 raise MemoryBudgetError(
-                    f"weights of {size(held_bytes)} and a step of {size(step_bytes + graph_bytes)} do not fit in "
+                    f"weights of {size(held_bytes)} and a step of {size(running_bytes)} do not fit in "
                     f"{size(memory_bytes)}: use a larger GPU, a smaller model, or lower max_num_batched_tokens"
                 )
             budget = cuda_kv_budget(
                 config,
                 free_bytes=memory_bytes - held_bytes - driver_bytes,
                 total_bytes=memory_bytes,
-                activation_bytes=step_bytes + graph_bytes,
+                activation_bytes=running_bytes,
             )
             flag = "gpu_memory_utilization"
         else:
@@ -111,6 +119,7 @@ def plan_device(
             weight_bytes=held_bytes,
             activation_bytes=step_bytes,
             graph_bytes=graph_bytes,
+            batch_bytes=batch_bytes,
             block_bytes=block_bytes,
             kv_budget_bytes=budget,
             kv_budget_flag="kv_cache_memory_bytes" if config.kv_cache_memory_bytes is not None else flag,
@@ -125,6 +134,7 @@ def plan_device(
         weight_bytes=held_bytes,
         step_bytes=step_bytes,
         graph_bytes=graph_bytes,
+        batch_bytes=batch_bytes,
         driver_bytes=driver_bytes,
         token_bytes=block_bytes // config.block_size,
         block_bytes=block_bytes,

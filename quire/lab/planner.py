@@ -181,7 +181,7 @@ def _size_for_concurrency(plan: Plan) -> None:
     num_blocks = max(plan.needs.max_blocks, int(blocks) + 1)
     device = plan.chosen
     plan.wanted_kv_bytes = num_blocks * device.block_bytes
-    other = device.weight_bytes + device.step_bytes + device.graph_bytes + device.driver_bytes
+    other = device.weight_bytes + device.running_bytes + device.driver_bytes
     if plan.device == "cuda":
         plan.wanted_memory_bytes = int((plan.wanted_kv_bytes + other) / plan.config.gpu_memory_utilization) + 1
     else:

@@ -112,10 +112,12 @@ class Workbench:
         from quire.executor.kv_cache import KVCache, block_bytes
         from quire.executor.local import LocalExecutor
         from quire.executor.precompile import Precompile
+        from quire.executor.profile import hold_activation_memory, let_go_of_held_memory
 
         spec, backend, ledger = self.base().spec, built.backend, built.ledger
         if precompile := Precompile.start(self.config.replace(block_size=block_size), spec):
             precompile.wait()  # on all cores; else each kernel would be compiled where it is launched first
+        let_go_of_held_memory(backend.device)
         num_bytes = block_bytes(spec, block_size, backend.kv_dtype)
         num_blocks = ledger.kv_bytes // num_bytes
         cache = KVCache(
@@ -140,6 +142,8 @@ class Workbench:
             )
             with torch.inference_mode():
                 graphs.capture_common()
+            graphs.memory.held_bytes = ledger.activation_bytes
+        hold_activation_memory(ledger.activation_bytes, backend.device)
         # The sampler knows rows and the vocabulary, not blocks: the two executors, of which one runs, share it.
         sampler = built.executor.sampler
         executor = LocalExecutor(

@@ -149,7 +149,9 @@ def test_what_an_engine_found_here_makes_the_plan_exact(
     assert main(["plan", "llama-3.1-8b", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["exact"] and plan["memory_bytes"] == total and plan["chosen"]["driver_bytes"] == rest
-    taken = sum(plan["chosen"][name] for name in ("weight_bytes", "step_bytes", "graph_bytes", "driver_bytes"))
+    taken = sum(
+        plan["chosen"][name] for name in ("weight_bytes", "step_bytes", "graph_bytes", "batch_bytes", "driver_bytes")
+    )
     assert plan["chosen"]["kv_budget_bytes"] == int(total * 0.92) - taken
     assert main(["plan", "llama-3.1-8b", "--max-num-seqs", "16"]) == 0
     out = capsys.readouterr().out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,28 @@ def test_nobody_waits_for_a_helper_that_gave_up(program: str) -> None:
     process.wait(10)
     assert process.stdin is not None
     process.stdin.close()
+
+
+def test_a_killed_helper_takes_its_processes_with_it() -> None:
+    """They hold its end of the pipe: while one of them lives, the engine would wait."""
+    program = (
+        "import quire.kernels.triton.precompile as module, time, types\n"
+        "kernel = types.SimpleNamespace(fn=module.compile_jobs)\n"
+        "module.ASTSource = lambda *parts: time.sleep(60)\n"
+        "module.compile_stages({'prompts': [module.KernelJob(kernel, {}, {}, {}, {})]}, None, when_done=print)\n"
+    )
+    precompile, process = helper(f"import sys; sys.path[:0] = {sys.path!r}\n{program}")
+    process.stdin.close()  # type: ignore[union-attr]
+    deadline_s = time.monotonic() + 30
+    while not (children := _children_of(process.pid)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert children and waits(precompile, START, 0.5)
+    process.kill()
+    assert not waits(precompile, START, 10)
+
+
+def _children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_without_a_gpu_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,11 @@ import subprocess
 import sys
 import textwrap
 
+import torch
+
+from quire.executor import sizing
+from quire.executor.batch import PersistentBatch
+
 # In a process of its own: kernels imported under Triton's interpreter, as other tests want them, cannot be rehearsed.
 SCRIPT = textwrap.dedent(
     """
@@ -68,3 +73,12 @@ def test_layers_hold_what_the_planner_says() -> None:
     assert [case for case, *_ in found] == CASES
     for case, peak, foretold in found:
         assert peak == foretold, case
+
+
+def test_the_persistent_batch_holds_what_the_planner_says() -> None:
+    for lengths in ((7, 33, 4), (16, 64, 16)):
+        num_rows, max_model_len, block_size = lengths
+        batch = PersistentBatch(
+            num_rows=num_rows, max_model_len=max_model_len, block_size=block_size, device=torch.device("cpu")
+        )
+        assert sizing.batch_bytes(*lengths) == batch.tokens.nbytes + batch.block_tables.nbytes

@@ -113,7 +113,7 @@ def test_a_gpus_budget_is_the_engines_function_of_the_same_parts() -> None:
         config,
         free_bytes=80 * GIB - taken,
         total_bytes=80 * GIB,
-        activation_bytes=device.step_bytes + device.graph_bytes,
+        activation_bytes=device.step_bytes + device.graph_bytes + device.batch_bytes,
     )
     assert device.kv_budget_bytes == budget
     assert device.token_bytes == 2 * 32 * 8 * 128 * 2

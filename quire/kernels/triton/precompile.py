@@ -8,9 +8,11 @@ are noted down, and forked processes compile them into Triton's cache on disk, f
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import multiprocessing
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -106,11 +108,20 @@ def compile_stages(
             when_done(stage)
         return
     # Not a Pool: that waits for ever for the work of a process that was killed.
-    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork")) as pool:
+    forked = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(num_processes, forked, initializer=_end_with, initargs=(os.getpid(),)) as pool:
         for done in as_completed([pool.submit(_compile, index) for index in range(len(_jobs))]):
             left[stage_of[done.result()]] -= 1
             while waiting and not left[waiting[0]]:
                 when_done(waiting.pop(0))
+
+
+def _end_with(parent: int) -> None:
+    """Or a killed helper's processes would wait for work for ever, and the engine for them: they hold its pipe open."""
+    with contextlib.suppress(OSError, AttributeError):  # where there is no such call
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)  # it was gone before we asked
 
 
 def _compile(index: int) -> int:
