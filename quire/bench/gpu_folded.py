@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench.gpu_inputs import BLOCK_SIZE, LLAMA, Shape, attention_inputs
+from quire.bench.gpu_inputs import LLAMA
 from quire.bench.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
-from quire.bench.gpu_products import PRODUCTS
+from quire.bench.gpu_products import new_layers, scattered_rows
 from quire.kernels.interface import AttentionBatch, FoldedNorm, Unscaled
 from quire.kernels.reference import DenseLinear, ReferenceOps
 from quire.kernels.triton import TritonOps
@@ -57,11 +57,7 @@ class _Layer:
 
 def run_folded(report: Report) -> None:
     ops = TritonOps("cuda", torch.bfloat16)
-    names = ("qkv", "o", "gate_up", "down")
-    layers = [{name: ops.new_linear(*PRODUCTS[name]) for name in names} for _ in range(2)]  # too many for the L2 cache
-    for i, matrices in enumerate(layers):
-        for j, matrix in enumerate(matrices.values()):
-            matrix.randomize(0.02, 4 * i + j)
+    layers = new_layers(ops, 2)  # too many for the L2 cache
     for rows in ROWS:
         _run_layers(report, ops, layers, rows)
         _sweep_act(report, rows)
@@ -72,7 +68,7 @@ def run_folded(report: Report) -> None:
 
 
 def _run_layers(report: Report, ops: TritonOps, layers: list[dict[str, DenseLinear]], rows: int) -> None:
-    kv, batch, cos_sin = _placed(rows)
+    kv, batch, cos_sin = scattered_rows(rows)
     ones = torch.ones(4096, device="cuda")
     begin = torch.randn(rows, 4096, device="cuda").bfloat16()
     times: dict[str, float] = {}
@@ -93,8 +89,7 @@ def _run_layers(report: Report, ops: TritonOps, layers: list[dict[str, DenseLine
 def _sweep_act(report: Report, rows: int) -> None:
     sets = _inputs(rows, 2 * _WIDTH)
     stream, gate_up = sets[0]
-    factor = torch.rsqrt(stream.x.float().square().mean(1, keepdim=True) + EPS)
-    expected = ReferenceOps("cuda", torch.float32).act_mul(gate_up.float() * factor, "silu")
+    expected = ReferenceOps("cuda", torch.float32).act_mul(_scaled(stream, gate_up), "silu")
 
     def build(config: Any) -> tuple[float, list[Callable[[], object]]]:
         poison()
@@ -107,13 +102,12 @@ def _sweep_act(report: Report, rows: int) -> None:
 
 
 def _sweep_rope(report: Report, rows: int) -> None:
-    kv, batch, cos_sin = _placed(rows)
+    kv, batch, cos_sin = scattered_rows(rows)
     sets = _inputs(rows, _NUM_HEADS * 128)
     stream, qkv = sets[0]
-    factor = torch.rsqrt(stream.x.float().square().mean(1, keepdim=True) + EPS)
     wide = ReferenceOps("cuda", torch.float32)
     wide_kv = torch.zeros_like(kv, dtype=torch.float32)
-    expected = wide.rope_and_write(qkv.float() * factor, cos_sin, wide_kv, batch, LLAMA)
+    expected = wide.rope_and_write(_scaled(stream, qkv), cos_sin, wide_kv, batch, LLAMA)
 
     def call(stream: Unscaled | None, qkv: Tensor, config: RopeConfig | None) -> Tensor:
         return rope_and_write(qkv, cos_sin, kv, batch, LLAMA, None, None, EPS, factors_of=stream, config=config)
@@ -156,13 +150,8 @@ def _inputs(rows: int, width: int) -> list[tuple[Unscaled, Tensor]]:
     ]  # fmt: skip
 
 
-def _placed(rows: int) -> tuple[Tensor, AttentionBatch, Tensor]:
-    _, _, batch = attention_inputs(Shape([rows], [rows]))
-    num_blocks = rows // BLOCK_SIZE + 64
-    batch.positions = torch.arange(rows, device="cuda")
-    batch.slots = torch.randperm(num_blocks * BLOCK_SIZE, device="cuda")[:rows]
-    kv = torch.zeros((num_blocks, 2, 8, BLOCK_SIZE, 128), device="cuda", dtype=torch.bfloat16)
-    return kv, batch, torch.randn(8192, 128, device="cuda")
+def _scaled(stream: Unscaled, product: Tensor) -> Tensor:
+    return product.float() * torch.rsqrt(stream.x.float().square().mean(1, keepdim=True) + stream.eps)
 
 
 def compile_tasks() -> list[Callable[[], object]]:
@@ -176,6 +165,6 @@ def _act_once(config: ActConfig) -> None:
 
 
 def _rope_once(config: RopeConfig) -> None:
-    kv, batch, cos_sin = _placed(64)
+    kv, batch, cos_sin = scattered_rows(64)
     stream, qkv = _inputs(64, _NUM_HEADS * 128)[0]
     rope_and_write(qkv, cos_sin, kv, batch, LLAMA, None, None, EPS, factors_of=stream, config=config)

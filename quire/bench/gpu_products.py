@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.bench.gpu_inputs import BLOCK_SIZE, LLAMA, Shape, attention_inputs, decodes
 from quire.bench.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
 from quire.kernels.composed import ComposedOps
-from quire.kernels.interface import Unscaled
+from quire.kernels.interface import AttentionBatch, Unscaled
 from quire.kernels.reference import DenseLinear, ReferenceOps
 from quire.kernels.triton import TritonOps
 from quire.kernels.triton.configs import SkinnyConfig, skinny_config
@@ -47,6 +47,26 @@ _TILE_SWEEP = (
 
 def skinny_sweep(rows: int) -> tuple[SkinnyConfig, ...]:
     return (*(_VECTOR_SWEEP if rows == 1 else ()), *_TILE_SWEEP)
+
+
+def new_layers(ops: TritonOps, count: int) -> list[dict[str, DenseLinear]]:
+    """The matrices of so many layers, each with numbers of its own."""
+    names = ("qkv", "o", "gate_up", "down")
+    layers = [{name: ops.new_linear(*PRODUCTS[name]) for name in names} for _ in range(count)]
+    for i, layer in enumerate(layers):
+        for j, matrix in enumerate(layer.values()):
+            matrix.randomize(0.02, 4 * i + j)
+    return layers
+
+
+def scattered_rows(rows: int) -> tuple[Tensor, AttentionBatch, Tensor]:
+    """For kernels that rotate and write: a cache, where the rows stand and go in it, and the rotary table."""
+    num_blocks = rows // BLOCK_SIZE + 64
+    _, _, batch = attention_inputs(Shape([rows], [rows]))
+    batch.positions = torch.randint(0, 8192, (rows,), device="cuda")
+    batch.slots = torch.randperm(num_blocks * BLOCK_SIZE, device="cuda")[:rows]
+    kv = torch.zeros((num_blocks, 2, 8, BLOCK_SIZE, 128), device="cuda", dtype=torch.bfloat16)
+    return kv, batch, torch.randn(8192, 128, device="cuda")
 
 
 def run_skinny(report: Report) -> None:
@@ -206,31 +226,24 @@ def run_fused(report: Report) -> None:
 
 
 def _run_rope(report: Report, ops: TritonOps, rows: int) -> None:
-    cos_sin = torch.randn(8192, 128, device="cuda")
-    num_blocks = rows // BLOCK_SIZE + 64
+    kv, batch, cos_sin = scattered_rows(rows)
     norms = [torch.randn(128, device="cuda").bfloat16() for _ in range(2)]
-    _, _, batch = attention_inputs(Shape([rows], [rows]))
-    batch.positions = torch.randint(0, 8192, (rows,), device="cuda")
-    batch.slots = torch.randperm(num_blocks * BLOCK_SIZE, device="cuda")[:rows]
     qkvs = [
         torch.randn(rows, 6144, device="cuda").bfloat16() for _ in range(max(1, min(8, COLD_BYTES // (rows << 14))))
     ]
-    shape = (num_blocks, 2, 8, BLOCK_SIZE, 128)
     off = 0.0
     for q_norm, k_norm in ((None, None), (norms[0], norms[1])):
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
             spec = LLAMA if dtype == torch.bfloat16 else replace(LLAMA, k_scale=0.25, v_scale=0.25)
-            kv = torch.zeros(shape, device="cuda", dtype=dtype)
-            expected_kv = torch.zeros(shape, device="cuda", dtype=torch.float32)
+            found_kv, expected_kv = torch.zeros_like(kv, dtype=dtype), torch.zeros_like(kv, dtype=torch.float32)
             poison()
-            q = ops.rope_and_write(qkvs[0], cos_sin, kv, batch, spec, q_norm, k_norm)
+            q = ops.rope_and_write(qkvs[0], cos_sin, found_kv, batch, spec, q_norm, k_norm)
             expected = ReferenceOps("cuda", torch.float32).rope_and_write(
                 qkvs[0].float(), cos_sin, expected_kv, batch, spec, q_norm, k_norm
             )
             off = max(off, error(q, expected))
             # An 8-bit float has 3 bits of mantissa: its own rounding is up to 6 %.
-            off = max(off, error(kv.float(), expected_kv) / (1.0 if dtype == torch.bfloat16 else 5.0))
-    kv = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+            off = max(off, error(found_kv.float(), expected_kv) / (1.0 if dtype == torch.bfloat16 else 5.0))
     calls = [partial(ops.rope_and_write, x, cos_sin, kv, batch, LLAMA) for x in qkvs]
     report.timed("fused", f"rope_and_write {rows}", off, rows * 6144 * 2 * 2, calls)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.bench.gpu_inputs import BLOCK_SIZE, LLAMA, Shape, attention_inputs, decodes, spread
 from quire.bench.gpu_measure import Report, error, time_us
-from quire.bench.gpu_products import PRODUCTS
+from quire.bench.gpu_products import PRODUCTS, new_layers
 from quire.kernels.composed import ComposedOps
 from quire.kernels.interface import AttentionBatch, FoldedNorm, LinearWeight, Unscaled
 from quire.kernels.reference import DenseLinear
@@ -50,12 +50,8 @@ class CublasOps(SeparateOps):
 class Model:
     def __init__(self) -> None:
         ops = TritonOps("cuda", torch.bfloat16)
-        names = ("qkv", "o", "gate_up", "down")
-        self.layers = [{name: ops.new_linear(*PRODUCTS[name]) for name in names} for _ in range(32)]
+        self.layers = new_layers(ops, 32)
         self.head = ops.new_linear(*PRODUCTS["head"])
-        for i, layer in enumerate(self.layers):
-            for j, matrix in enumerate(layer.values()):
-                matrix.randomize(0.02, 4 * i + j)
         self.head.randomize(0.02, 1000)
         self.norm = torch.ones(4096, device="cuda")
         self.cos_sin = torch.randn(8192, 128, device="cuda")

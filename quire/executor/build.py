@@ -120,9 +120,7 @@ def build_executor(
         if graphs is not None:
             graphs.capture_common()
             timeline.mark("graphs")
-    hold_activation_memory(ledger.activation_bytes, backend.device)
-    if graphs is not None:
-        graphs.memory.held_bytes = ledger.activation_bytes
+    hold_memory_for_steps(ledger.activation_bytes, backend.device, graphs)
     executor = LocalExecutor(
         decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, single_threaded_torch=backend.is_native_cpu
     )
@@ -149,6 +147,13 @@ def make_graphs(
     memory = GraphMemory(max_num_seqs, decoder.spec.vocab_size, batch.device)
     parts = StepParts(decoder, cache.layers, batch, memory, max_model_len)
     return DecodeGraphs(parts, max_num_seqs), MixedGraphs(parts)
+
+
+def hold_memory_for_steps(num_bytes: int, device: torch.device, graphs: DecodeGraphs | None) -> None:
+    """From now on, also after captures."""
+    hold_activation_memory(num_bytes, device)
+    if graphs is not None:
+        graphs.memory.held_bytes = num_bytes
 
 
 def _plan(

@@ -108,11 +108,11 @@ class Workbench:
         import torch
 
         from quire.executor.batch import PersistentBatch
-        from quire.executor.build import make_graphs
+        from quire.executor.build import hold_memory_for_steps, make_graphs
         from quire.executor.kv_cache import KVCache, block_bytes
         from quire.executor.local import LocalExecutor
         from quire.executor.precompile import Precompile
-        from quire.executor.profile import hold_activation_memory, let_go_of_held_memory
+        from quire.executor.profile import let_go_of_held_memory
 
         spec, backend, ledger = self.base().spec, built.backend, built.ledger
         if precompile := Precompile.start(self.config.replace(block_size=block_size), spec):
@@ -142,8 +142,7 @@ class Workbench:
             )
             with torch.inference_mode():
                 graphs.capture_common()
-            graphs.memory.held_bytes = ledger.activation_bytes
-        hold_activation_memory(ledger.activation_bytes, backend.device)
+        hold_memory_for_steps(ledger.activation_bytes, backend.device, graphs)
         # The sampler knows rows and the vocabulary, not blocks: the two executors, of which one runs, share it.
         sampler = built.executor.sampler
         executor = LocalExecutor(

@@ -11,13 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import Unscaled
-from quire.kernels.triton.norm import row_factor, stream_arguments
+from quire.kernels.triton.norm import ROWS_OF_ONE_PROGRAM, row_factor, stream_arguments
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-
-
-# Rows from which there are enough of them for one program each: it then looks at its row of the stream once.
-ROWS_OF_ONE_PROGRAM = 1024
 
 
 @triton.jit

@@ -11,6 +11,10 @@ from torch import Tensor
 from quire.kernels.interface import Unscaled
 from quire.kernels.triton.common import next_power_of_2
 
+# For kernels that call `row_factor`: from so many rows on there are enough for one program each, which then looks at
+# its row of the stream once.
+ROWS_OF_ONE_PROGRAM = 1024
+
 
 @triton.jit
 def row_factor(row_ptr, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):

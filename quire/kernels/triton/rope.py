@@ -11,9 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Unscaled
-from quire.kernels.triton.activation import ROWS_OF_ONE_PROGRAM
 from quire.kernels.triton.common import next_power_of_2
-from quire.kernels.triton.norm import row_factor, stream_arguments
+from quire.kernels.triton.norm import ROWS_OF_ONE_PROGRAM, row_factor, stream_arguments
 
 FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn: past it the format has only NaN
 

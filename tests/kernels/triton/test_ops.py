@@ -10,7 +10,8 @@ import torch
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Unscaled
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps, unavailable_reason
-from quire.kernels.triton.activation import ROWS_OF_ONE_PROGRAM, ActConfig, act_config, act_mul
+from quire.kernels.triton.activation import ActConfig, act_config, act_mul
+from quire.kernels.triton.norm import ROWS_OF_ONE_PROGRAM
 from quire.kernels.triton.rope import RopeConfig, rope_and_write, rope_config
 
 SPEC = AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=48, scale=0.14)
@@ -28,6 +29,21 @@ def oracle(device):
 
 def close(out, expected, tolerance=1e-2):
     return torch.isfinite(out.float()).all() and (out.double() - expected).norm() <= tolerance * expected.norm()
+
+
+def prompt_batch(positions, slots):
+    """One prompt whose tokens are written to these slots."""
+    tokens, device = len(positions), positions.device
+    return AttentionBatch(
+        positions=positions,
+        slots=slots,
+        query_starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        kv_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        max_query_len=tokens,
+        max_kv_len=tokens,
+        num_decodes=0,
+    )
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 576), (2, 4096)])
@@ -75,16 +91,7 @@ def test_many_rows_have_one_program_each():
 @pytest.mark.parametrize("config", [RopeConfig(1, 1), RopeConfig(2, 2), RopeConfig(2, 3), RopeConfig(4, 2)])
 def test_rope_cut_in_any_way_writes_the_same(config, device):
     tokens, width = 3, 5 * SPEC.head_dim
-    batch = AttentionBatch(
-        positions=torch.tensor([4, 0, 9], device=device),
-        slots=torch.tensor([6, -1, 1], device=device),
-        query_starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
-        kv_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
-        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        max_query_len=tokens,
-        max_kv_len=tokens,
-        num_decodes=0,
-    )
+    batch = prompt_batch(torch.tensor([4, 0, 9], device=device), torch.tensor([6, -1, 1], device=device))
     stream, qkv = (torch.randn(tokens, n, device=device).bfloat16() for n in (96, width))
     norms = [torch.randn(SPEC.head_dim, device=device).bfloat16() for _ in range(2)]
     bias, cos_sin = torch.randn(width, device=device).bfloat16(), torch.randn(10, SPEC.head_dim, device=device)
@@ -108,15 +115,9 @@ def test_rope_cut_in_any_way_writes_the_same(config, device):
 def test_rope_and_write(tokens, kv_dtype, has_norms, ops, oracle, device):
     spec = replace(SPEC, k_scale=0.5, v_scale=0.25) if kv_dtype == torch.float8_e4m3fn else SPEC
     num_blocks, block_size = 24, 4
-    batch = AttentionBatch(
-        positions=torch.randint(0, 100, (tokens,), device=device),
-        slots=torch.randperm(num_blocks * block_size, device=device)[:tokens],
-        query_starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
-        kv_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
-        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        max_query_len=tokens,
-        max_kv_len=tokens,
-        num_decodes=0,
+    batch = prompt_batch(
+        torch.randint(0, 100, (tokens,), device=device),
+        torch.randperm(num_blocks * block_size, device=device)[:tokens],
     )
     qkv = torch.randn(tokens, 5 * spec.head_dim, device=device).bfloat16()
     cos_sin = torch.randn(100, spec.head_dim, device=device)
