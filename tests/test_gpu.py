@@ -141,12 +141,29 @@ def test_steps_with_prompts_give_the_same_from_graphs(weights: Path, dtype: str)
             assert len(mine.outputs[0].token_ids) == len(other.outputs[0].token_ids)
 
 
+def test_a_capture_without_memory_leaves_the_others_right(weights: Path, on_cpu: list[RequestOutput]) -> None:
+    import torch
+
+    from quire.executor.captured import is_out_of_memory
+
+    engine = make(weights, device="cuda")
+    memory, stream = engine.core.executor.graphs.memory, torch.cuda.current_stream()
+    with pytest.raises(RuntimeError) as caught:
+        memory.capture(lambda: [torch.ones(size, dtype=torch.uint8, device="cuda") for size in (1, 1 << 44)])
+    assert is_out_of_memory(caught.value) and torch.cuda.current_stream() == stream
+    before = memory.num_captures
+    while engine.core.prepare_more():
+        pass
+    assert memory.num_captures > before + 20
+    same_up_to_ties(run_all(engine, requests(24)), on_cpu)
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_steps_of_many_sizes_take_no_more_memory_than_the_largest(weights: Path, eager: bool) -> None:
     import torch
 
     engine = make(weights, dtype="bfloat16", enforce_eager=eager, max_num_seqs=64, max_num_batched_tokens=4096)
-    while engine.core.prepare_more():  # a capture lets go of what is held
+    while engine.core.prepare_more():
         pass
     before = torch.cuda.memory_reserved()
     rng = random.Random(3)

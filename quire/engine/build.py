@@ -12,6 +12,7 @@ from quire.engine.inputs import InputProcessor
 from quire.engine.outputs import OutputProcessor
 from quire.engine.text_side import OpenedModel, TextSide, open_model
 from quire.executor.precompile import Precompile
+from quire.executor.sizing import smooth_prompt_tokens
 from quire.executor.timeline import Timeline
 from quire.kv import KVManager
 from quire.models.spec import ModelSpec
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 # Before anything is measured. The scheduler refines the prefill rate with every step.
 _FIRST_PREFILL_TOKENS_PER_S = {"cpu": 500.0, "cuda": 30_000.0}
 _FIRST_SWAP_BYTES_PER_S = 4e9
-# What a GPU multiplies in less than twice the time in which it reads the weights: the ratio of its two rates, whatever
-# the model. With some 64 decodes it is a whole number of a matrix product's tiles.
-_SMOOTH_PREFILL_TOKENS = 320
 
 
 @dataclass(slots=True)
@@ -46,7 +44,7 @@ class TokenSide:
     def smooth_for_readers(self, config: EngineConfig) -> None:
         """For engines whose tokens are read as they come. A CPU's steps are small anyway."""
         if config.smooth_prefill_tokens is None and self.executor.backend.device.type == "cuda":
-            self.core.scheduler.smooth_steps(_SMOOTH_PREFILL_TOKENS)
+            self.core.scheduler.smooth_steps(smooth_prompt_tokens)
 
 
 @dataclass(slots=True)
@@ -136,8 +134,8 @@ def build_token_side(
         watermark=config.watermark,
     )
     scheduler = Scheduler(scheduler_config(config, executor), kv)
-    if config.smooth_prefill_tokens:
-        scheduler.smooth_steps(config.smooth_prefill_tokens)
+    if smooth_tokens := config.smooth_prefill_tokens:
+        scheduler.smooth_steps(lambda num_decodes: smooth_tokens)
     return TokenSide(executor, EngineCore(scheduler, executor.executor, kv))
 
 

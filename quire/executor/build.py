@@ -18,7 +18,12 @@ from quire.executor.local import LocalExecutor
 from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.precompile import PROMPTS, START, Precompile
-from quire.executor.profile import calibrate_kv_scales, hold_activation_memory, measure_activation_bytes
+from quire.executor.profile import (
+    calibrate_kv_scales,
+    hold_activation_memory,
+    let_go_of_held_memory,
+    measure_activation_bytes,
+)
 from quire.executor.sizing import batch_limits
 from quire.executor.timeline import Timeline
 from quire.models.decoder import Decoder
@@ -150,7 +155,8 @@ def make_graphs(
 
 
 def hold_memory_for_steps(num_bytes: int, device: torch.device, graphs: DecodeGraphs | None) -> None:
-    """From now on, also after captures."""
+    """From now on, also after captures that failed."""
+    let_go_of_held_memory(device)  # by captures
     hold_activation_memory(num_bytes, device)
     if graphs is not None:
         graphs.memory.held_bytes = num_bytes

@@ -2,13 +2,13 @@
 
 A graph serves every step of its shape, because all that it reads is in tensors that stay where they are: the persistent
 batch, the KV cache, and a few integers that each step overwrites. Shapes are captured at start, while there is nothing
-else to do, or when they have come often enough; until then a larger one stands in.
+else to do, or when it has cost enough that they are not; until then a larger one stands in.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic
 
@@ -34,6 +34,7 @@ class GraphMemory:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # that steps are captured on; nothing runs there
         # One place for all graphs' logits. If each kept its own, every batch size would take half a gigabyte more.
         self.logits = torch.empty((num_graph_rows(max_num_seqs), vocab_size), dtype=torch.float32, device=device)
         self.num_attempts = 0
@@ -41,25 +42,30 @@ class GraphMemory:
         self.held_bytes = 0  # for steps without a graph: see hold_activation_memory
 
     def capture(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        torch.cuda.synchronize()
+        """While the GPU goes on with what it has: torch's own context would wait for it, and give back all memory that
+        is held for steps."""
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
+        current = torch.cuda.current_stream()
+        torch.cuda.set_stream(self._stream)
         try:
             # Other threads of a program may use the GPU meanwhile, and are no part of this.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
                 step()
+            finally:
+                graph.capture_end()
         except RuntimeError:
             if not self.num_captures:
                 self._pool = torch.cuda.graph_pool_handle()  # torch gives up a pool when its only graph fails
             raise
         finally:
-            torch.cuda.set_stream(stream)  # a graph that the driver has no memory for would leave us on its own stream
+            torch.cuda.set_stream(current)
         self.num_captures += 1
         return graph
 
-    def hold_again(self) -> bool:
-        """After an attempt, before which torch lets go of everything. False where the memory went elsewhere."""
-        return hold_activation_memory(self.held_bytes, self.logits.device)
+    def hold_again(self) -> None:
+        """After memory was short, and everything that could be was given back."""
+        hold_activation_memory(self.held_bytes, self.logits.device)
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,11 +100,15 @@ class CapturedSteps(ABC, Generic[Shape]):
             return self._try_to_capture(shape)
         return False
 
-    def _is_captured(self, shape: Shape) -> bool:
-        """Whether the shape has a graph, or has come so often that it is given one now."""
+    def _shape_that_serves(self, shape: Shape, stand_ins: Iterable[Shape]) -> Shape | None:
+        """The shape itself where it has a graph, or has cost so much that it is given one now; else one of these that
+        are captured and hold it."""
         if shape in self._graphs:
-            return True
-        return shape not in self._without and self._stand_ins.pays(shape) and self._try_to_capture(shape)
+            return shape
+        found = self._stand_ins.find(shape, stand_ins)
+        if shape not in self._without and self._stand_ins.pays(shape, found) and self._try_to_capture(shape):
+            return shape
+        return found
 
     def _try_to_capture(self, shape: Shape) -> bool:
         """False where memory is short: without its graph a step is slower, and that is all."""
@@ -112,8 +122,8 @@ class CapturedSteps(ABC, Generic[Shape]):
             has_room = False
         if not has_room:
             torch.cuda.empty_cache()  # not earlier: the error holds on to what the step had made
+            self.memory.hold_again()
             self._without.add(shape)
-        if not self.memory.hold_again() or not has_room:
             self._while_idle.clear()  # the others would not fit either
         return has_room
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.executor.captured import CapturedSteps, StepParts
 from quire.executor.sizing import MAX_GRAPH_SEQS, padded_size
-from quire.executor.stand_in import StandIns
+from quire.executor.stand_in import COST_WITHOUT_SHARING, StandIns
 from quire.executor.transfer import StagingRing
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.shared_prefix import (
@@ -62,7 +62,11 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         self._max_num_seqs = min(max_num_seqs, MAX_GRAPH_SEQS)
         super().__init__(
             parts,
-            StandIns(holds=DecodeShape.holds, size=lambda shape: shape.size),
+            StandIns(
+                holds=DecodeShape.holds,
+                size=lambda shape: shape.size,
+                cost=lambda shape: COST_WITHOUT_SHARING if shape.shares else 0,
+            ),
             while_idle=[DecodeShape(size, shares=False) for size in other_sizes(self._max_num_seqs)],
         )
         batch, size = parts.batch, padded_size(self._max_num_seqs)
@@ -116,9 +120,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         return self._replay(self._next, num_rows)
 
     def _shape_for(self, shape: DecodeShape) -> DecodeShape | None:
-        if self._is_captured(shape):
-            return shape
-        if found := self._stand_ins.find(shape, self._graphs):
+        if found := self._shape_that_serves(shape, self._graphs):
             return found
         # One capture that then stands in for all, instead of one for each size that a growing batch passes through.
         largest = DecodeShape(padded_size(self._max_num_seqs), shares=False)

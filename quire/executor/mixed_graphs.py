@@ -12,7 +12,7 @@ from quire.executor.stand_in import StandIns
 from quire.executor.transfer import StagingRing
 from quire.plan import StepPlan
 
-_WORTH_PADDING = 448  # tokens: a step of so many computes for about as long as launching its kernels one by one takes
+_WORTH_PADDING = 512  # tokens: a step of so many computes for about as long as launching its kernels one by one takes
 
 
 class MixedGraphs(CapturedSteps[MixedShape]):
@@ -30,12 +30,9 @@ class MixedGraphs(CapturedSteps[MixedShape]):
     def shape_of(self, plan: StepPlan) -> MixedShape | None:
         """The shape that serves the step; None: it has to run without a graph."""
         shape = shape_of(plan)
-        if shape is None:
+        if shape is None or shape.num_seqs > len(self.memory.logits):
             return None
-        has_logits = shape.num_seqs <= len(self.memory.logits)
-        if has_logits and self._is_captured(shape):
-            return shape
-        return self._stand_ins.find(shape, (one for one in self._graphs if one.total_tokens <= _WORTH_PADDING))
+        return self._shape_that_serves(shape, (one for one in self._graphs if one.total_tokens <= _WORTH_PADDING))
 
     def prepare(self, plan: StepPlan, shape: MixedShape) -> None:
         host = np.empty(MixedInputs.NUM_INTS, dtype=np.int64)

@@ -22,7 +22,7 @@ from quire.executor.sizing import (
     MAX_MIXED_TOKENS,
     MIXED_DECODES,
     MIXED_TOKENS,
-    padded_decodes,
+    is_slow,
 )
 from quire.kernels.interface import AttentionBatch
 from quire.models.decoder import Decoder
@@ -48,11 +48,16 @@ class MixedShape:
         return self.num_decodes >= other.num_decodes and self.num_tokens >= other.num_tokens
 
 
+_SHAPES = sorted(
+    (MixedShape(size, tokens) for tokens in MIXED_TOKENS for size in MIXED_DECODES if not is_slow(size + tokens)),
+    key=lambda shape: shape.total_tokens,
+)
+
+
 def all_shapes(most_seqs: int) -> list[MixedShape]:
     """Those of at most so many sequences. First the largest, into whose memory the others then fit; then the likeliest:
     a prompt or two beside a few decodes."""
-    shapes = [MixedShape(size, tokens) for tokens in MIXED_TOKENS for size in MIXED_DECODES]
-    shapes = [shape for shape in shapes if shape.num_seqs <= most_seqs]
+    shapes = [shape for shape in _SHAPES if shape.num_seqs <= most_seqs]
     # Prompts of a usual length, and the chunks that smooth steps cut long ones into.
     shapes.sort(key=lambda shape: min(abs(shape.num_tokens - 160), abs(shape.num_tokens - 320)) + shape.num_decodes)
     largest = max(shapes, key=lambda shape: shape.total_tokens)
@@ -65,10 +70,8 @@ def shape_of(plan: StepPlan) -> MixedShape | None:
     num_decodes = next((i for i, count in enumerate(counts) if count != 1), len(counts))
     if not 0 < len(counts) - num_decodes <= MAX_MIXED_PROMPTS:
         return None
-    num_tokens = sum(counts) - num_decodes
-    if num_decodes > MAX_MIXED_DECODES or num_tokens > MAX_MIXED_TOKENS:
-        return None
-    return MixedShape(padded_decodes(num_decodes), next(size for size in MIXED_TOKENS if size >= num_tokens))
+    step = MixedShape(num_decodes, sum(counts) - num_decodes)
+    return next((shape for shape in _SHAPES if shape.holds(step)), None)
 
 
 @dataclass(slots=True)

@@ -17,22 +17,38 @@ MIXED_DECODES = (0, 8, 16, 32, 64, 128, 256)
 MIXED_TOKENS = (64, 128, 192, 256, 320, 384, 512)
 MAX_MIXED_DECODES, MAX_MIXED_TOKENS = MIXED_DECODES[-1], MIXED_TOKENS[-1]
 MAX_MIXED_PROMPTS = 16
+# Matrix products of between so many rows and 512 are no faster than those of 512; of 448 they take a fifth longer.
+_SLOW_ROWS = 416
 _GRAPH_WORKSPACE_BYTES = 32 << 20  # cuBLAS's, of the stream on which steps are captured
 _GRAPH_LAYER_BYTES = 34 * 1024  # 1.08 MB more in use for each of 62 captures of a model with 32 layers
 
 
 def padded_size(num_seqs: int) -> int:
     """Rows that a decode step is captured for: powers of two while they are small, then steps of 8, 16 and 32. At most
-    an eighth of a large batch is padding."""
+    a fifth of a large batch is padding."""
     if num_seqs <= 8:
         return 1 << (num_seqs - 1).bit_length()
-    step = 8 if num_seqs <= 256 else 16 if num_seqs <= 512 else 32
+    if _SLOW_ROWS < num_seqs <= MAX_GRAPH_SEQS:
+        return MAX_GRAPH_SEQS
+    step = 8 if num_seqs <= 256 else 16 if num_seqs <= _SLOW_ROWS else 32
     return -(-num_seqs // step) * step
 
 
 def padded_decodes(num_decodes: int) -> int:
     """The decodes that a mixed step is captured for; where there are more than in any, the most there are."""
     return next((size for size in MIXED_DECODES if size >= num_decodes), MAX_MIXED_DECODES)
+
+
+def is_slow(num_rows: int) -> bool:
+    """Whether a product of 512 rows takes less time than one of these."""
+    return _SLOW_ROWS < num_rows < MAX_GRAPH_SEQS
+
+
+def smooth_prompt_tokens(num_decodes: int) -> int:
+    """Of a step that few should notice: what a GPU multiplies in less than twice the time in which it reads the
+    weights, which is the ratio of its two rates, whatever the model. In whole tiles of a matrix product, and beside
+    decodes as they are padded."""
+    return min(320, 384 - padded_decodes(num_decodes))
 
 
 def num_graph_rows(max_num_seqs: int) -> int:

@@ -57,7 +57,7 @@ class Scheduler:
         self._blocked_on: WaitReason | None = None
         self._refusal: BlockedHead | None = None
         self._prefill_limit: int | None = None
-        self._smooth_tokens: int | None = None
+        self._smooth_tokens: Callable[[int], int] | None = None
         self._prompt_logprobs_from: dict[int, int] = {}  # by seq_id: first prompt position not passed on yet
         self._failures: list[SequenceUpdate] = []
 
@@ -126,11 +126,10 @@ class Scheduler:
         assert num_tokens is None or num_tokens > 0, f"a prefill limit must be > 0 or None, not {num_tokens}"
         self._prefill_limit = num_tokens
 
-    def smooth_steps(self, num_tokens: int) -> None:
-        """In steps that also decode, about so many prompt tokens, so that who reads along does not see them stall; more
-        when more wait, so that a backlog is worked off in a few steps all the same."""
-        assert num_tokens > 0, f"steps of {num_tokens} prompt tokens would get nowhere"
-        self._smooth_tokens = num_tokens if self.config.enable_chunked_prefill else None
+    def smooth_steps(self, prompt_tokens: Callable[[int], int]) -> None:
+        """In steps that also decode, about so many prompt tokens beside a number of decodes, so that who reads along
+        does not see them stall; more when more wait, so that a backlog is worked off in a few steps all the same."""
+        self._smooth_tokens = prompt_tokens if self.config.enable_chunked_prefill else None
 
     # -- requests come and go
 
@@ -217,7 +216,7 @@ class Scheduler:
         if self._smooth_tokens is not None and decodes:
             backlog = self._life.queue.num_waiting_tokens
             backlog += sum(len(seq.token_ids) - seq.num_computed_tokens for seq in catching_up)
-            draft.budget = min(draft.budget, max(self._smooth_tokens, backlog // _BACKLOG_STEPS))
+            draft.budget = min(draft.budget, max(self._smooth_tokens(len(decodes)), backlog // _BACKLOG_STEPS))
 
     def _still_running(self) -> Iterable[Sequence]:
         return (seq for seq in list(self._life.running) if seq.state is _RUNNING)

@@ -7,9 +7,9 @@ import operator
 import pytest
 
 from quire.executor.decode_graphs import DecodeShape, common_sizes, other_sizes
-from quire.executor.mixed_step import MixedShape
-from quire.executor.sizing import MAX_GRAPH_SEQS, padded_size
-from quire.executor.stand_in import USES_THAT_PAY, StandIns
+from quire.executor.mixed_step import MixedShape, all_shapes
+from quire.executor.sizing import MAX_GRAPH_SEQS, MAX_MIXED_DECODES, is_slow, padded_size, smooth_prompt_tokens
+from quire.executor.stand_in import CAPTURE_COST, COST_WITHOUT_GRAPH, StandIns
 
 
 def test_padding_is_enough_and_little() -> None:
@@ -19,6 +19,21 @@ def test_padding_is_enough_and_little() -> None:
     assert all(size - n < max(n / 4, 8) for n, size in enumerate(sizes, start=1))
     assert all(padded_size(size) == size for size in sizes)
     assert len(set(sizes)) <= 64  # each costs a capture
+
+
+def test_no_step_is_padded_to_rows_that_multiply_slower_than_more_would() -> None:
+    assert is_slow(448) and not is_slow(384) and not is_slow(512)
+    assert not any(is_slow(padded_size(n)) for n in range(1, MAX_GRAPH_SEQS + 1))
+    assert not any(is_slow(shape.total_tokens) for shape in all_shapes(1000))
+
+
+def test_a_smooth_step_fills_a_shape_of_384_tokens_and_no_more() -> None:
+    for num_decodes in range(1, MAX_MIXED_DECODES + 1):
+        tokens = smooth_prompt_tokens(num_decodes)
+        shape = next(s for s in sorted(all_shapes(1000), key=lambda s: s.total_tokens)
+                     if s.holds(MixedShape(num_decodes, tokens)))  # fmt: skip
+        assert shape.total_tokens <= 384 and shape.num_tokens == tokens >= 128
+    assert smooth_prompt_tokens(1000) == smooth_prompt_tokens(MAX_MIXED_DECODES)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 6, 24, 100, 256, 512])
@@ -31,8 +46,11 @@ def test_every_size_is_captured_at_start_or_later(max_num_seqs: int) -> None:
 
 def test_a_larger_graph_stands_in_until_the_own_one_pays() -> None:
     stand_ins = StandIns[int](holds=operator.ge, size=int)
-    assert [stand_ins.pays(40) for _ in range(USES_THAT_PAY + 1)] == [False] * (USES_THAT_PAY - 1) + [True] * 2
-    assert not stand_ins.pays(24)  # each shape counts for itself
+    uses = CAPTURE_COST // 24
+    assert [stand_ins.pays(40, 64) for _ in range(uses + 2)] == [False] * uses + [True] * 2
+    assert not stand_ins.pays(24, 64)  # each shape counts for itself
+    without = CAPTURE_COST // COST_WITHOUT_GRAPH
+    assert [stand_ins.pays(300, None) for _ in range(without)] == [False] * (without - 1) + [True]
     assert [stand_ins.find(size, [256, 8, 64]) for size in (40, 64, 65, 300)] == [64, 64, 256, None]
 
 

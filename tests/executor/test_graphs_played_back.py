@@ -50,7 +50,6 @@ class PlaybackMemory:
         self.num_played = [0]
         self.room: int | None = None  # captures that memory still suffices for
         self.error: RuntimeError = torch.OutOfMemoryError("none is left")
-        self.can_hold = True
         self.num_holds = 0
 
     def capture(self, step: Callable[[], object]) -> Playback:
@@ -61,9 +60,8 @@ class PlaybackMemory:
         self.num_captures += 1
         return Playback(step, self.num_played)
 
-    def hold_again(self) -> bool:
+    def hold_again(self) -> None:
         self.num_holds += 1
-        return self.can_hold
 
 
 class PlainRing:
@@ -179,7 +177,7 @@ def test_a_capture_that_finds_no_memory_is_done_without(weights: Path, room: int
             pass
     assert run(engine, work) == expected
     assert memory.num_played[0] > 30 and memory.room == 0
-    assert memory.num_holds == memory.num_attempts > memory.num_captures
+    assert memory.num_holds == memory.num_attempts - memory.num_captures > 0  # after each that failed
 
 
 def test_another_error_of_a_capture_is_not_taken_for_a_lack_of_memory(weights: Path) -> None:
@@ -188,18 +186,6 @@ def test_another_error_of_a_capture_is_not_taken_for_a_lack_of_memory(weights: P
     memory.room, memory.error = 0, RuntimeError("operation not permitted when stream is capturing")
     with pytest.raises(RuntimeError, match="not permitted"):
         engine.core.prepare_more()
-
-
-def test_captures_end_when_steps_without_a_graph_lose_their_memory(weights: Path) -> None:
-    engine = make_engine(weights)
-    executor, memory = with_graphs(engine)
-    before = memory.num_captures
-    memory.can_hold = False
-    assert engine.core.prepare_more()
-    while engine.core.prepare_more():
-        pass
-    assert memory.num_captures <= before + 2  # one of each kind, and they are used
-    assert executor.graphs is not None
 
 
 def test_a_start_without_memory_for_graphs_says_so_and_serves(weights: Path, caplog: pytest.LogCaptureFixture) -> None:

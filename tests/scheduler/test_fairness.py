@@ -376,7 +376,7 @@ def test_waiting_tokens_are_counted() -> None:
 
 def test_smooth_steps_take_little_of_a_prompt_beside_decodes_and_more_when_more_waits() -> None:
     rig = Rig(num_blocks=1000, max_num_batched_tokens=512, max_model_len=600)
-    rig.scheduler.smooth_steps(32)
+    rig.scheduler.smooth_steps(lambda num_decodes: 33 - num_decodes)
     rig.add(make_request(200, max_tokens=60))
     assert [n for _, _, n, _ in spans(rig.submit())] == [200]  # nobody reads yet
     rig.collect()
@@ -397,7 +397,7 @@ def test_smooth_steps_take_little_of_a_prompt_beside_decodes_and_more_when_more_
 
 def test_prompts_that_may_not_be_split_are_not_smoothed() -> None:
     rig = Rig(num_blocks=400, max_num_batched_tokens=512, max_model_len=400, enable_chunked_prefill=False)
-    rig.scheduler.smooth_steps(32)
+    rig.scheduler.smooth_steps(lambda num_decodes: 33 - num_decodes)
     rig.add(make_request(20, max_tokens=40))
     rig.submit()
     rig.collect()

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import Unscaled
-from quire.kernels.triton.norm import ROWS_OF_ONE_PROGRAM, row_factor, stream_arguments
+from quire.kernels.triton.norm import ROWS_OF_SEVERAL_PROGRAMS, row_factor, stream_arguments
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -58,9 +58,9 @@ def act_config(rows: int, width: int, *, has_stream: bool) -> ActConfig:
     """How a step's rows are cut. Each program that uses the stream reads a whole row of it: few wide ones do less."""
     if not has_stream:
         return ActConfig(1024, 1, 4)
-    if rows < ROWS_OF_ONE_PROGRAM:
-        return ActConfig(4096, 1, 8)
-    return ActConfig(2048, -(-width // 2048), 4)
+    if rows <= ROWS_OF_SEVERAL_PROGRAMS:
+        return ActConfig(2048, 1, 8)
+    return ActConfig(4096, -(-width // 4096), 8)
 
 
 def act_mul(

@@ -11,9 +11,9 @@ from torch import Tensor
 from quire.kernels.interface import Unscaled
 from quire.kernels.triton.common import next_power_of_2
 
-# For kernels that call `row_factor`: from so many rows on there are enough for one program each, which then looks at
-# its row of the stream once.
-ROWS_OF_ONE_PROGRAM = 1024
+# For kernels that call `row_factor`: up to so many rows each is cut among several programs, or the chip would not be
+# full. More have one program each, which looks at its row of the stream once.
+ROWS_OF_SEVERAL_PROGRAMS = 128
 
 
 @triton.jit

@@ -161,7 +161,7 @@ class TritonOps(ComposedOps):
         from quire.kernels.triton.skinny import can_rope, skinny_linear, skinny_rope_write
 
         assert isinstance(weight, DenseLinear)
-        config = self._skinny_config(x, weight)
+        config = self._pair_config(x, weight)
         if isinstance(x, Unscaled) and x.square_sums is None:
             qkv, bias = self._multiply(x.x, weight), weight.bias
             return rope_and_write(qkv, cos_sin, kv, batch, spec, q_norm, k_norm, eps, factors_of=x, bias=bias)
@@ -185,13 +185,13 @@ class TritonOps(ComposedOps):
         from quire.kernels.triton.skinny import skinny_add_norm
 
         assert isinstance(weight, DenseLinear)
-        config = self._skinny_config(x, weight)
+        config = self._pair_config(x, weight)
         if isinstance(norm, FoldedNorm):
             if len(x) > MAX_SKINNY_ROWS and branch_norm is None:
                 self._multiply_add(x, weight, residual)
                 return Unscaled(residual, None, eps)
             norm = norm.ones
-        elif norm is None and config is None and branch_norm is None:
+        elif norm is None and branch_norm is None and not self.is_skinny(x, weight):
             self._multiply_add(x, weight, residual)
             return residual
         # The residual stream times the norm's weight has the stream's range: more than float16 is sure to hold.
@@ -204,7 +204,7 @@ class TritonOps(ComposedOps):
         from quire.kernels.triton.skinny import skinny_act
 
         assert isinstance(weight, DenseLinear)
-        config = self._skinny_config(x, weight)
+        config = self._pair_config(x, weight)
         if isinstance(x, Unscaled) and x.square_sums is None:
             gate_up, bias = self._multiply(x.x, weight), weight.bias
             return act_mul(gate_up, activation, factors_of=x, bias=bias)
@@ -226,6 +226,11 @@ class TritonOps(ComposedOps):
         """Whether an own kernel multiplies these."""
         assert isinstance(weight, DenseLinear)
         return self._skinny_config(x, weight) is not None
+
+    def _pair_config(self, x: Tensor | Unscaled, weight: DenseLinear) -> SkinnyConfig | None:
+        """How an own kernel multiplies these and does what follows, or None. A single row is faster without."""
+        config = self._skinny_config(x, weight)
+        return config if config is not None and config.use_tensor_cores else None
 
     def _skinny_config(self, x: Tensor | Unscaled, weight: DenseLinear) -> SkinnyConfig | None:
         """How an own kernel multiplies these, or None: then cuBLAS does."""

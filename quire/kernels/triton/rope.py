@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Unscaled
 from quire.kernels.triton.common import next_power_of_2
-from quire.kernels.triton.norm import ROWS_OF_ONE_PROGRAM, row_factor, stream_arguments
+from quire.kernels.triton.norm import ROWS_OF_SEVERAL_PROGRAMS, row_factor, stream_arguments
 
 FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn: past it the format has only NaN
 
@@ -103,7 +103,9 @@ def rope_config(tokens: int, total_heads: int, *, has_stream: bool) -> RopeConfi
     """How a step's rows are cut. Each program that uses the stream reads a whole row of it: few wide ones do less."""
     if not has_stream:
         return RopeConfig(4 if tokens <= 64 else 16, 1)  # few tokens: more programs; many: fewer, fuller ones
-    return RopeConfig(16, 1 if tokens < ROWS_OF_ONE_PROGRAM else -(-total_heads // 16))
+    if tokens <= ROWS_OF_SEVERAL_PROGRAMS:
+        return RopeConfig(16, 1)
+    return RopeConfig(16, -(-total_heads // 16), num_warps=8)
 
 
 def rope_and_write(

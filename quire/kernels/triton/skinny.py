@@ -3,8 +3,8 @@
 
 One row multiplies in plain float32, a few rows of w to a program, so that even a small matrix fills the chip. More
 rows use the tensor cores: w's tile is their left operand, x's rows their right one, and where n is small the programs
-divide k among them; the one that finishes last adds up the parts, in a fixed order. What follows the product in a
-layer costs a launch of its own, or next to nothing here: see epilogue.py.
+divide k among them; the one that finishes last adds up the parts, in a fixed order. What follows a product of several
+rows in a layer costs a launch of its own, or less here: see epilogue.py. With one row it is the other way round.
 """
 
 from __future__ import annotations
@@ -57,29 +57,23 @@ def _finish(sums, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, num_ro
 
 
 @triton.jit(do_not_specialize=["n"])
-def vector_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, scale, to, n, K: tl.constexpr, TILE_N: tl.constexpr,
-                  TILE_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-                  PARTS: tl.constexpr, PARTS_PAD: tl.constexpr, MODE: tl.constexpr, SILU: tl.constexpr,
-                  HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr,
-                  BLOCK_SIZE: tl.constexpr):  # fmt: skip
+def vector_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, n, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+                  EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """One row of x."""
-    tile = tl.program_id(0)
-    rows, exists = epilogue.tile_rows_of(tile, n, MODE, TILE_N, HALF_DIM)
+    rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    exists = rows < n
     cols = tl.arange(0, TILE_K)
-    m = tl.arange(0, 1)
     w = _load_weights(w_ptr, rows, exists, cols, K, TILE_K, EVEN_N).to(tl.float32)
-    squares = None
-    if scale is not None:
-        squares = epilogue.load_square_sums(scale, m, 1, PARTS, PARTS_PAD)
     # x is loaded once for each row of the tile, from L1: in w's own layout, so that no thread waits for another.
     x_ptrs = x_ptr + cols[None, :] + tl.zeros([TILE_N, 1], tl.int32)
     acc = w * tl.load(x_ptrs, mask=cols[None, :] < K, other=0.0).to(tl.float32)
     for start in tl.range(TILE_K, K, TILE_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
         w = _load_weights(w_ptr, rows, exists, start + cols, K, TILE_K, EVEN_N).to(tl.float32)
         acc += w * tl.load(x_ptrs + start, mask=start + cols[None, :] < K, other=0.0).to(tl.float32)
-    sums = tl.sum(acc, axis=1)[:, None]
-    _finish(sums, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, 1, squares, K, MODE, 1, TILE_N, SILU, HEADS,
-            KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
+    sums = tl.sum(acc, axis=1)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out_ptr + rows, sums.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=["n", "num_rows"])
@@ -149,7 +143,11 @@ def skinny_linear(
     plain = x.x if isinstance(x, Unscaled) else x
     if out is None:
         out = torch.empty((plain.shape[0], weight.shape[0]), dtype=plain.dtype, device=plain.device)
-    _launch(x, weight, bias, out, None, config, scratch, mode=STORE.value)
+    if config.use_tensor_cores:
+        _launch(x, weight, bias, out, None, config, scratch, mode=STORE.value)
+    else:
+        assert isinstance(x, Tensor)
+        _launch_vector(x, weight, bias, out, config)
     return out
 
 
@@ -214,6 +212,15 @@ def can_rope(spec: AttentionSpec, config: SkinnyConfig) -> bool:
     return spec.head_dim % config.tile_n == 0
 
 
+def _launch_vector(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: SkinnyConfig) -> None:
+    assert x.shape[0] == 1, "plain multiplication is written for one row"
+    n, k = weight.shape
+    vector_kernel[(-(-n // config.tile_n),)](
+        x, weight, out, bias, n, K=k, TILE_N=config.tile_n, TILE_K=config.tile_k, EVEN_N=n % config.tile_n == 0,
+        STAGES=config.num_stages, UNROLL=config.unroll, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
 def _launch(
     x: Tensor | Unscaled,
     weight: Tensor,
@@ -228,6 +235,7 @@ def _launch(
     spec: AttentionSpec | None = None,
     block_size: int = 0,
 ) -> None:
+    assert config.use_tensor_cores, "plain multiplication does nothing else"
     scale, parts = None, 0
     if isinstance(x, Unscaled):
         assert x.square_sums is not None, "only products of many rows take the residual stream as it is"
@@ -252,10 +260,6 @@ def _launch(
         "BLOCK_SIZE": block_size,
         "num_warps": config.num_warps,
     }
-    if not config.use_tensor_cores:
-        assert rows == 1, "plain multiplication is written for one row"
-        vector_kernel[(tiles,)](x, weight, out, bias, scale, to, n, UNROLL=config.unroll, **constants)
-        return
     partial = None
     if config.split_k > 1:
         partial = torch.empty(config.split_k * rows * n, dtype=torch.float32, device=x.device)

@@ -11,7 +11,7 @@ from quire.kernels.interface import AttentionBatch, AttentionSpec, Unscaled
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps, unavailable_reason
 from quire.kernels.triton.activation import ActConfig, act_config, act_mul
-from quire.kernels.triton.norm import ROWS_OF_ONE_PROGRAM
+from quire.kernels.triton.norm import ROWS_OF_SEVERAL_PROGRAMS
 from quire.kernels.triton.rope import RopeConfig, rope_and_write, rope_config
 
 SPEC = AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=48, scale=0.14)
@@ -80,11 +80,11 @@ def test_act_mul_of_rows_that_are_not_normalised_yet(config, oracle, device):
 
 def test_many_rows_have_one_program_each():
     """A program that uses the stream reads a whole row of it: with many rows that is most of what it reads."""
-    for rows in (ROWS_OF_ONE_PROGRAM, 131_072):
+    for rows in (ROWS_OF_SEVERAL_PROGRAMS + 1, 131_072):
         act = act_config(rows, 14336, has_stream=True)
         rope = rope_config(rows, 48, has_stream=True)
         assert act.tile * act.tiles_each >= 14336 and rope.tile_heads * rope.tiles_each >= 48
-    few = act_config(ROWS_OF_ONE_PROGRAM - 1, 14336, has_stream=True)
+    few = act_config(ROWS_OF_SEVERAL_PROGRAMS, 14336, has_stream=True)
     assert few.tile * few.tiles_each < 14336
 
 

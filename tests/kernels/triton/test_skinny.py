@@ -19,7 +19,7 @@ from quire.kernels.triton.skinny import (
 VECTOR = SkinnyConfig(False, tile_n=8, tile_k=64, num_warps=4, num_stages=1, unroll=2)
 TILE = SkinnyConfig(True, tile_n=16, tile_k=64, num_warps=4, num_stages=3)
 SPLIT = SkinnyConfig(True, tile_n=16, tile_k=64, num_warps=4, num_stages=3, split_k=3)
-CASES = [(VECTOR, 1), (TILE, 1), (TILE, 3), (TILE, 16), (SPLIT, 2), (SPLIT, 8)]
+CASES = [(TILE, 1), (TILE, 3), (TILE, 16), (SPLIT, 2), (SPLIT, 8)]
 cases = pytest.mark.parametrize(
     ("config", "rows"), CASES, ids=lambda v: v if isinstance(v, int) else f"split{v.split_k}"
 )
@@ -64,7 +64,22 @@ def test_products(rows, config, n, k, has_bias, is_scaled, device):
     assert close(wide, expected, 1e-5 if is_scaled else 5e-3)
 
 
-def test_plain_multiplication_is_for_one_row(device):
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (50, 176)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_one_row(n, k, has_bias, device):
+    x, weight = normal(1, k, device=device), normal(n, k, device=device)
+    bias = normal(n, device=device) if has_bias else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    scratch = SkinnyScratch.allocate(8, device)
+    assert close(skinny_linear(x, weight, bias, VECTOR, scratch), expected)
+    out = torch.full((1, n), float("nan"), device=device)
+    assert close(skinny_linear(x, weight, bias, VECTOR, scratch, out=out), expected, 1e-5)
+
+
+def test_plain_multiplication_is_for_one_row_and_nothing_else(device):
+    one, weight = normal(1, 64, device=device), normal(8, 64, device=device)
+    with pytest.raises(AssertionError, match="nothing else"):
+        skinny_act(one, weight, None, "silu", VECTOR, SkinnyScratch.allocate(8, device))
     with pytest.raises(AssertionError, match="one row"):
         skinny_linear(torch.ones(2, 64), torch.ones(8, 64), None, VECTOR, SkinnyScratch.allocate(1, device))
 
