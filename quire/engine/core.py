@@ -32,6 +32,7 @@ class _Flight:
     ticket: int
     kind: StepKind
     num_tokens: int  # that it computes
+    leaves_prompts: bool  # unfinished, for the next
     began_s: float  # no later than the executor began it
 
 
@@ -47,6 +48,7 @@ class EngineCore:
         self.kv = kv
         self._flights: deque[_Flight] = deque()
         self._forecast = StepForecast()
+        self._can_prepare = True  # until there is nothing left of it
         self._last_added_s = 0.0
         self._failure: BaseException | None = None
         self.host = HostSeconds()
@@ -78,6 +80,7 @@ class EngineCore:
             self._fill()
             if not self._flights:
                 return self.scheduler.take_failures()
+            self._prepare_meanwhile()
             started = time.perf_counter()
             flight = self._flights.popleft()
             self.last_num_tokens = flight.num_tokens
@@ -110,9 +113,22 @@ class EngineCore:
             self.last_plan = plan
             ticket = self.executor.submit(plan)
             submitted = time.perf_counter()
-            self._flights.append(_Flight(ticket, StepKind.of(plan), sum(plan.spans.num_tokens), planned))
-            self._forecast.observe_planning(submitted - started)
+            kind = StepKind.of(plan)
+            spans = plan.spans
+            self._flights.append(_Flight(ticket, kind, sum(spans.num_tokens), not all(spans.samples), planned))
+            self._forecast.observe_planning(submitted - started, has_prompts=kind.num_prompt_tokens > 0)
             self.host.submit_s += submitted - planned
+
+    def _prepare_meanwhile(self) -> None:
+        """While a long step runs, the host does what would otherwise keep everybody waiting some time later."""
+        flight = self._flights[0]
+        takes_s = self.scheduler.prompts_s(flight.kind.num_prompt_tokens)
+        while self._can_prepare:
+            started = time.perf_counter()
+            if flight.began_s + takes_s - started < self._forecast.preparing_s:
+                return
+            self._can_prepare = self.executor.prepare_more()
+            self._forecast.observe_preparing(time.perf_counter() - started)
 
     def spare_s(self) -> float:
         """How long `step` may be put off at no cost, because the executor is busy and will be. Who is added before then
@@ -125,10 +141,12 @@ class EngineCore:
         if self.executor.is_idle():
             return 0.0  # sooner than it was thought
         flight = self._flights[-1]
-        return max(0.0, flight.began_s + self._forecast.free_s(flight.kind) - now_s)
+        has_prompts = flight.leaves_prompts or self.scheduler.num_waiting > 0
+        free_s = self._forecast.free_s(flight.kind, has_prompts=has_prompts)
+        return max(0.0, flight.began_s + free_s - now_s)
 
     def prepare_more(self) -> bool:
-        """Something useful for an engine without work to do; False when there is nothing left of it."""
+        """Something useful for an engine with nothing else to do; False when there is nothing left of it."""
         self._raise_if_dead()
         return self.executor.prepare_more()
 

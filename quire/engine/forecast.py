@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from quire.plan import StepPlan
 
 _MARGIN_S = 0.2e-3  # what neither estimate knows of: the host's clock is not the device's
+_FIRST_PREPARING_S = 0.1  # before one was seen
 _ROWS, _TOKENS = 8, 64  # steps whose sizes agree up to these count as one kind
 
 
@@ -41,7 +42,7 @@ class Estimate:
 
 @dataclass(slots=True, frozen=True)
 class StepKind:
-    """What a step's time depends on, coarsely. That contexts grow is slow enough to be followed."""
+    """What a step's time depends on, rounded up. That contexts grow is slow enough to be followed."""
 
     num_decodes: int
     num_prompt_tokens: int
@@ -50,7 +51,8 @@ class StepKind:
     def of(cls, plan: StepPlan) -> StepKind:
         counts = plan.spans.num_tokens
         num_decodes = counts.count(1)
-        return cls(-(-num_decodes // _ROWS), -(-(sum(counts) - num_decodes) // _TOKENS))
+        num_tokens = sum(counts) - num_decodes
+        return cls(-(-num_decodes // _ROWS) * _ROWS, -(-num_tokens // _TOKENS) * _TOKENS)
 
 
 class StepForecast:
@@ -58,7 +60,8 @@ class StepForecast:
 
     def __init__(self) -> None:
         self._steps: dict[StepKind, Estimate] = {}
-        self._planning: Estimate | None = None
+        self._planning: dict[bool, Estimate] = {}  # by whether the step has prompts, which take longer to plan
+        self._preparing: Estimate | None = None
 
     def observe_step(self, kind: StepKind, seconds: float) -> None:
         """Of the device alone: were the host's delays learnt too, a late plan would make the next one later."""
@@ -67,18 +70,34 @@ class StepForecast:
         else:
             self._steps[kind] = Estimate.first(seconds)
 
-    def observe_planning(self, seconds: float) -> None:
+    def observe_planning(self, seconds: float, *, has_prompts: bool) -> None:
         """What the host does between deciding to plan a step and having submitted it."""
-        if self._planning is None:
-            self._planning = Estimate.first(seconds)
-        else:
+        if known := self._planning.get(has_prompts):
             # Now and then a step has no graph, or captures one. That says nothing of the next, which probably has.
-            self._planning.observe(min(seconds, 3 * self._planning.mean_s))
+            known.observe(min(seconds, 3 * known.mean_s))
+        else:
+            self._planning[has_prompts] = Estimate.first(seconds)
 
-    def free_s(self, kind: StepKind) -> float:
-        """How long after a step's begin the next must be planned, so that the device does not wait. 0: at once."""
+    def observe_preparing(self, seconds: float) -> None:
+        """What the host does once, so that later steps are spared it."""
+        if self._preparing is None:
+            self._preparing = Estimate.first(seconds)
+        else:
+            self._preparing.observe(seconds)
+
+    def free_s(self, kind: StepKind, *, has_prompts: bool) -> float:
+        """How long after a step's begin the next must be planned, so that the device does not wait. 0: at once.
+
+        has_prompts: the next.
+        """
         # A step with prompts takes no less than one of its decodes alone.
         known = self._steps.get(kind) or self._steps.get(StepKind(kind.num_decodes, 0))
-        if known is None or self._planning is None:
+        planning = self._planning.get(has_prompts)
+        if known is None or planning is None:
             return 0.0
-        return max(0.0, known.at_least_s - self._planning.at_most_s - _MARGIN_S)
+        return max(0.0, known.at_least_s - planning.at_most_s - _MARGIN_S)
+
+    @property
+    def preparing_s(self) -> float:
+        """How long a piece of preparation takes at most."""
+        return _FIRST_PREPARING_S if self._preparing is None else self._preparing.at_most_s

@@ -24,7 +24,7 @@ class Executor(Protocol):
         """Whether everything that was submitted has run."""
 
     def prepare_more(self) -> bool:
-        """While nothing runs: a piece of work that later steps are spared. False when there is none left."""
+        """A piece of the host's work that later steps are spared. False when there is none left."""
 
     def close(self) -> None:
         """Give memory and threads back. Nothing may be submitted afterwards."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
 import torch
@@ -78,6 +78,11 @@ class StepParts:
     memory: GraphMemory
     max_model_len: int
 
+    def excerpt(self) -> StepParts:
+        """With as few layers as show all kernels."""
+        decoder, kept = self.decoder.excerpt()
+        return replace(self, decoder=decoder, layers=[self.layers[index] for index in kept])
+
 
 class CapturedSteps(ABC, Generic[Shape]):
     """The graphs of one kind of step."""
@@ -85,6 +90,7 @@ class CapturedSteps(ABC, Generic[Shape]):
     def __init__(self, parts: StepParts, stand_ins: StandIns[Shape], while_idle: list[Shape]) -> None:
         self.memory = parts.memory
         self._parts = parts
+        self._excerpt = parts.excerpt()
         self._batch = parts.batch
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._without: set[Shape] = set()  # for which there was no memory
@@ -129,8 +135,8 @@ class CapturedSteps(ABC, Generic[Shape]):
 
     def _capture(self, shape: Shape) -> None:
         self._fill_for_capture(shape)
-        self._forward(shape)  # kernels compile, and cuBLAS chooses, outside of the capture
-        self._graphs[shape] = self.memory.capture(lambda: self._forward(shape))
+        self._forward(shape, self._excerpt)  # kernels compile, and cuBLAS chooses, outside of the capture
+        self._graphs[shape] = self.memory.capture(lambda: self._forward(shape, self._parts))
 
     def _replay(self, shape: Shape, num_rows: int) -> Tensor:
         """-> logits of the rows that sample, valid until the next step."""
@@ -142,5 +148,5 @@ class CapturedSteps(ABC, Generic[Shape]):
         """Put integers where the step reads them that do no harm."""
 
     @abstractmethod
-    def _forward(self, shape: Shape) -> None:
+    def _forward(self, shape: Shape, parts: StepParts) -> None:
         """The step: only work on the device, on what lies there."""

@@ -153,7 +153,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         # of sequences, which lie there already, would not agree with padding.
         self._fill(self._rows, self._positions, shape.size)
 
-    def _forward(self, shape: DecodeShape) -> None:
+    def _forward(self, shape: DecodeShape, parts: StepParts) -> None:
         """One token of each sequence, all of it from the device's own state."""
         size = shape.size
         batch, block_size = self._batch, self._batch.block_size
@@ -167,11 +167,11 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
             kv_lens=kv_lens.to(torch.int32),
             block_tables=tables,
             max_query_len=1,
-            max_kv_len=self._parts.max_model_len,
+            max_kv_len=parts.max_model_len,
             num_decodes=size,
         )
         if shape.shares:
             packed = self._groups[: packed_length(size, MAX_GROUPS)]
             attention.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
-        hidden = self._parts.decoder.forward(batch.tokens[rows, positions], attention, self._parts.layers)
-        self._parts.decoder.logits(hidden, None, self.memory.logits[:size])
+        hidden = parts.decoder.forward(batch.tokens[rows, positions], attention, parts.layers)
+        parts.decoder.logits(hidden, None, self.memory.logits[:size])

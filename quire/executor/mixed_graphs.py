@@ -51,15 +51,15 @@ class MixedGraphs(CapturedSteps[MixedShape]):
         inputs.token_rows.fill_(self._batch.spare_row)
         inputs.kv_lens.fill_(1)
 
-    def _forward(self, shape: MixedShape) -> None:
+    def _forward(self, shape: MixedShape, parts: StepParts) -> None:
         run_mixed_step(
-            self._parts.decoder,
-            self._parts.layers,
+            parts.decoder,
+            parts.layers,
             MixedInputs.of(self._ints, shape),
             shape,
             tokens=self._batch.tokens,
             block_tables=self._batch.block_tables,
             block_size=self._batch.block_size,
-            max_model_len=self._parts.max_model_len,
+            max_model_len=parts.max_model_len,
             out=self.memory.logits[: shape.num_seqs],
         )

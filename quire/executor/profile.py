@@ -23,7 +23,8 @@ def measure_activation_bytes(
     max_seq_len: int,
 ) -> int:
     """Bytes at the peak of a step with as many prompt tokens and as many sampled rows as there may be, and a little
-    more for what such a step has beside."""
+    more for what such a step has beside. Its layers come one after the other: a few show the peak of all."""
+    decoder, kept = decoder.excerpt()
     batch, num_blocks = prompts_step(device, block_size, max_num_batched_tokens, max_seq_len)
     shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     # All layers write to the same blocks: what they hold does not matter, only what the step allocates.
@@ -31,11 +32,11 @@ def measure_activation_bytes(
     num_tokens = batch.positions.shape[0]
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     # Once before it counts: libraries allocate workspaces of their own the first time.
-    decoder.forward(token_ids, batch, [kv] * spec.num_layers)
+    decoder.forward(token_ids, batch, [kv] * len(kept))
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    hidden = decoder.forward(token_ids, batch, [kv] * spec.num_layers)
+    hidden = decoder.forward(token_ids, batch, [kv] * len(kept))
     rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
     logits = decoder.logits(hidden, rows)
     scratch = _sampling_scratch(logits)

@@ -8,6 +8,7 @@ five operations.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,6 +86,15 @@ class Decoder:
             x = ops.linear_add_norm(gated, layer.down, residual, next_norm, eps, branch_norm=layer.after_mlp_norm)
             del gated
         return residual
+
+    def excerpt(self) -> tuple[Decoder, list[int]]:
+        """The same model with the fewest layers that do all that it does, and which ones: each kind of layer, and the
+        last, after which no norm comes. For what only depends on shapes, at a fraction of the time."""
+        kinds = self.spec.layers
+        kept = sorted({kinds.index(kind) for kind in kinds} | {len(kinds) - 1})
+        excerpt = copy(self)
+        excerpt._layers = [self._layers[index] for index in kept]
+        return excerpt, kept
 
     def logits(self, hidden: Tensor, indices: Tensor | None, out: Tensor | None = None) -> Tensor:
         """hidden: [tokens, hidden] from `forward`; indices: [rows] of the tokens wanted, or None for all.

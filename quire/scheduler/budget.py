@@ -46,6 +46,10 @@ class StepCosts:
             cost = (total_s - (self._baseline_s or 0.0)) / num_prefill_tokens
             self._cost_s = _smooth(self._cost_s, max(cost, self._cost_s * _MIN_COST_RATIO))
 
+    def prompts_s(self, num_tokens: int) -> float:
+        """About how long so many prompt tokens take; 0 while nothing is known."""
+        return 0.0 if self._rate_is_a_guess else num_tokens / self.prefill_tokens_per_s
+
     def allowance(self, num_decodes: int) -> int | None:
         """Prompt tokens for a step with so many decodes; None: no limit. One block at least: prompts never starve."""
         if self._target_s is None or not num_decodes:

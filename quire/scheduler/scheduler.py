@@ -81,6 +81,10 @@ class Scheduler:
         """Prompt tokens of all sequences in the queue, preempted and swapped ones too."""
         return self._life.queue.num_waiting_tokens
 
+    def prompts_s(self, num_tokens: int) -> float:
+        """About how long a step's prompt tokens take; 0 while nothing is known."""
+        return self._costs.prompts_s(num_tokens)
+
     @property
     def takes_newcomers(self) -> bool:
         """Whether a request that came now would likely be in the next step: nobody was left waiting by the last, and

@@ -43,43 +43,55 @@ def test_kinds_of_steps() -> None:
     for row, num_tokens in enumerate([1] * 9 + [70, 30]):
         plan.spans.rows.append(row)
         plan.spans.num_tokens.append(num_tokens)
-    assert StepKind.of(plan) == StepKind(2, 2)
+    assert StepKind.of(plan) == StepKind(16, 128)
 
 
 def test_one_slow_plan_does_not_make_the_next_ones_early() -> None:
     forecast, kind = StepForecast(), StepKind(1, 0)
     for _ in range(40):
         forecast.observe_step(kind, 10e-3)
-        forecast.observe_planning(0.5e-3)
-    usual_s = forecast.free_s(kind)
-    forecast.observe_planning(100e-3)  # a graph was captured
-    assert forecast.free_s(kind) > usual_s - 3e-3
+        forecast.observe_planning(0.5e-3, has_prompts=False)
+    usual_s = forecast.free_s(kind, has_prompts=False)
+    forecast.observe_planning(100e-3, has_prompts=False)  # a graph was captured
+    assert forecast.free_s(kind, has_prompts=False) > usual_s - 3e-3
     for _ in range(5):
-        forecast.observe_planning(0.5e-3)
-    assert forecast.free_s(kind) > usual_s - 1e-3
+        forecast.observe_planning(0.5e-3, has_prompts=False)
+    assert forecast.free_s(kind, has_prompts=False) > usual_s - 1e-3
     for _ in range(40):
-        forecast.observe_planning(4e-3)  # it really takes longer now
-    assert forecast.free_s(kind) < 6e-3
+        forecast.observe_planning(4e-3, has_prompts=False)  # it really takes longer now
+    assert forecast.free_s(kind, has_prompts=False) < 6e-3
 
 
 def test_what_is_unknown_is_not_waited_for() -> None:
     forecast = StepForecast()
     decodes, mixed = StepKind(1, 0), StepKind(1, 3)
-    assert forecast.free_s(decodes) == 0
+    assert forecast.free_s(decodes, has_prompts=False) == 0
     for _ in range(30):
         forecast.observe_step(decodes, 10e-3)
-    assert forecast.free_s(decodes) == 0  # how long planning takes is not known
+    assert forecast.free_s(decodes, has_prompts=False) == 0  # how long planning takes is not known
     for _ in range(30):
-        forecast.observe_planning(1e-3)
-    assert 8e-3 < forecast.free_s(decodes) < 9e-3
-    assert forecast.free_s(mixed) == forecast.free_s(decodes)  # it takes no less
+        forecast.observe_planning(1e-3, has_prompts=False)
+    assert 8e-3 < forecast.free_s(decodes, has_prompts=False) < 9e-3
+    assert forecast.free_s(mixed, has_prompts=False) == forecast.free_s(decodes, has_prompts=False)  # it takes no less
     for _ in range(30):
         forecast.observe_step(mixed, 20e-3)
-    assert 18e-3 < forecast.free_s(mixed) < 19e-3
-    assert forecast.free_s(StepKind(2, 0)) == 0
+    assert 18e-3 < forecast.free_s(mixed, has_prompts=False) < 19e-3
+    assert forecast.free_s(StepKind(2, 0), has_prompts=False) == 0
     for _ in range(30):
-        forecast.observe_planning(30e-3)
-    assert forecast.free_s(mixed) == 0
+        forecast.observe_planning(30e-3, has_prompts=False)
+    assert forecast.free_s(mixed, has_prompts=False) == 0
+
+
+def test_a_step_with_prompts_is_planned_earlier_if_that_takes_longer() -> None:
+    forecast, kind = StepForecast(), StepKind(8, 0)
+    for _ in range(40):
+        forecast.observe_step(kind, 10e-3)
+        forecast.observe_planning(1e-3, has_prompts=False)
+    assert forecast.free_s(kind, has_prompts=True) == 0  # nobody knows how long that takes
+    for _ in range(40):
+        forecast.observe_planning(3e-3, has_prompts=True)
+    assert 8e-3 < forecast.free_s(kind, has_prompts=False) < 9e-3
+    assert 6e-3 < forecast.free_s(kind, has_prompts=True) < 7e-3
 
 
 class RealClock(SimClock):
@@ -90,6 +102,36 @@ class RealClock(SimClock):
 
     def advance_to(self, then_s: float) -> None:
         time.sleep(max(0.0, then_s - time.perf_counter()))
+
+
+class Preparing(SimExecutor):
+    """Has so many pieces of work that may be done beforehand."""
+
+    num_pieces = 10
+
+    def prepare_more(self) -> bool:
+        if not self.num_pieces:
+            return False
+        self.num_pieces -= 1
+        time.sleep(0.02)
+        return True
+
+
+def test_the_host_prepares_while_long_steps_run_and_only_then() -> None:
+    kv = KVManager(num_blocks=600, block_size=4)
+    cost = CostModel(overhead_s=1e-3, weights_s=0, token_s=0.3 / 1000, kv_token_s=0, pair_s=0)
+    executor = Preparing(num_blocks=600, block_size=4, max_num_seqs=4, depth=2, cost=cost, clock=RealClock())
+    config = SchedulerConfig(max_in_flight=2, max_num_seqs=4, max_num_batched_tokens=1000, max_model_len=1200)
+    core = EngineCore(Scheduler(config, kv), executor, kv)
+    sizes = []
+    for i, length in enumerate((1000, 1000, 20, 1000)):
+        core.add(make_request(str(i), [i + 1] * length, max_tokens=12))
+        while core.has_work:
+            before = executor.num_pieces
+            core.step()
+            sizes += [core.last_num_tokens] * (before - executor.num_pieces)
+    assert sizes and set(sizes) == {1000}  # not while steps of a token or twenty ran
+    assert len(sizes) >= 4  # several to a step, once it is known how long they take
 
 
 def make_gpu_core(step_s: float = STEP_S, **config: Any) -> EngineCore:

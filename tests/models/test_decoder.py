@@ -174,5 +174,17 @@ def test_each_matrix_is_multiplied_once_in_the_way_of_the_steps(name, num_added)
     assert all(num_rows == 100 for _, num_rows, *_ in calls)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_an_excerpt_has_each_kind_of_layer_and_the_last(name):
+    spec = _case(name)[0]
+    spec = replace(spec, num_layers=3 * len(spec.layers), layers=spec.layers * 3)
+    decoder = Decoder(spec, _ops(), device="cpu", dtype=torch.float32, max_position=64)
+    excerpt, kept = decoder.excerpt()
+    assert kept == sorted(set(kept)) and kept[-1] == spec.num_layers - 1
+    assert {spec.layers[index] for index in kept} == set(spec.layers) and len(kept) <= len(set(spec.layers)) + 1
+    assert all(one is decoder._layers[index] for one, index in zip(excerpt._layers, kept, strict=True))
+    assert len(decoder._layers) == spec.num_layers
+
+
 def _ops():
     return ReferenceOps("cpu", torch.float32)
