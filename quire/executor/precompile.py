@@ -3,7 +3,7 @@
 It starts before torch is imported and the weights are loaded, and works while they are: the first start on a machine
 takes little longer than the next. What it compiles is in Triton's cache on disk; without it, or where it misses a
 kernel, the first launch compiles. It tells when the kernels of a stage are there, so that one stage's run while the
-next one's compile. This module needs neither torch nor Triton.
+next one's compile. This module needs neither torch nor Triton, and the helper does without torch: see outlines.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import threading
 from pathlib import Path
 
 from quire.config import EngineConfig
+from quire.executor import outlines
 from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype
 from quire.models.spec import ModelSpec
 
+_WITH_TORCH = "--with-torch"
 _CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
 PROMPTS, START = "prompts", "start"  # stages: the largest step, and everything else that a start-up launches
@@ -76,19 +78,29 @@ class Precompile:
 
 
 def main() -> None:
-    config, spec = pickle.load(sys.stdin.buffer)
+    given = sys.stdin.buffer.read()
+    config, spec = pickle.loads(given)
     capability = _compute_capability(_device_index(config))
     if capability is None:
         return
     marker = _cache_dir() / f"quire-{_key(config, spec, capability)}"
     if not marker.exists():
+        if _WITH_TORCH not in sys.argv:
+            outlines.install()
         from triton.backends.compiler import GPUTarget
 
         from quire.executor.rehearsal import needed_kernels
         from quire.kernels.triton.precompile import compile_jobs, compile_stages
 
         target = GPUTarget("cuda", capability, 32)
-        needed = needed_kernels(config, spec, target)
+        try:
+            needed = needed_kernels(config, spec, target)
+        except Exception:
+            if _WITH_TORCH in sys.argv:
+                raise
+            # Outlines of tensors were not enough.
+            subprocess.run([sys.executable, "-m", "quire.executor.precompile", _WITH_TORCH], input=given, check=False)
+            return
         compile_stages({PROMPTS: needed.prompts, START: needed.start}, target, when_done=_say)
         os.nice(10)  # from here on the engine goes first
         compile_jobs(needed.later, target)

@@ -19,7 +19,7 @@ from quire.kernels.triton import TritonOps
 from quire.kernels.triton.precompile import KernelJob, collecting
 from quire.kernels.triton.sampling_filter import draw_each_way
 from quire.models.decoder import Decoder
-from quire.models.spec import LayerSpec, ModelSpec
+from quire.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 _META = torch.device("meta")
 _SHORT_PROMPT = 64
@@ -107,6 +107,11 @@ class _RehearsedOps(TritonOps):
         return torch.empty((rows, width), dtype=self.dtype, device=self.device)
 
 
+class _RehearsedDecoder(Decoder):
+    def _rope_table(self, rope: RopeSpec) -> Tensor:
+        return torch.empty((self.max_position, self.spec.head_dim), dtype=torch.float32, device=_META)
+
+
 class _Rehearsal:
     """The model on the meta device, with as few layers as show all that they launch."""
 
@@ -118,7 +123,7 @@ class _Rehearsal:
         self.max_num_seqs, self.max_tokens = batch_limits(config, spec, "cuda")
         kept = _one_of_each(spec)
         self.spec = replace(spec, num_layers=len(kept), layers=kept)
-        self.decoder = Decoder(
+        self.decoder = _RehearsedDecoder(
             self.spec,
             _RehearsedOps(_META, dtype),
             device=_META,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import models_harness as harness
 import pytest
 
 from quire.config import EngineConfig
@@ -66,6 +68,28 @@ def test_a_killed_helper_takes_its_processes_with_it() -> None:
     assert children and waits(precompile, START, 0.5)
     process.kill()
     assert not waits(precompile, START, 10)
+
+
+def test_a_rehearsal_that_outlines_do_not_suffice_for_is_done_with_torch(tmp_path: Path) -> None:
+    """A helper whose stand-in for torch lacks something starts another one with the real thing, which answers."""
+    program = (
+        "import quire.executor.precompile as module, sys\n"
+        "import quire.executor.outlines as outlines\n"
+        "del outlines.Tensor.data_ptr\n"
+        "module._compute_capability = lambda index: 90\n"
+        "module.subprocess.run = lambda command, **kwargs: print(command[-1], len(kwargs['input']) > 100)\n"
+        "module.main()\n"
+    )
+    spec = harness.spec_of(harness.tiny_model("llama"))
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}"],
+        input=pickle.dumps((EngineConfig.from_kwargs(model="x", dtype="bfloat16"), spec)),
+        capture_output=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().split() == ["--with-torch", "True"]
 
 
 def _children_of(pid: int) -> list[str]:

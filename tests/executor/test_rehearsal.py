@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import textwrap
+
+import models_harness as harness
+import pytest
+
+from quire.executor import outlines
 
 # In a process of its own: kernels imported under Triton's interpreter, as other tests want them, cannot be compiled.
 SCRIPT = textwrap.dedent(
@@ -27,19 +33,46 @@ SCRIPT = textwrap.dedent(
     compile_stages({{"norms": norms, "nothing": [], "winners": winners}}, target, when_done=print)
     """
 )
+# The same kernels, to the last constant and alignment, from torch's tensors and from their outlines.
+JOBS_SCRIPT = textwrap.dedent(
+    """
+    import pickle, sys
+    specs = pickle.load(sys.stdin.buffer)
+    if {outlined!r}:
+        from quire.executor import outlines
+        outlines.install()
+    from triton.backends.compiler import GPUTarget
+    from quire.config import EngineConfig
+    from quire.executor.rehearsal import needed_kernels
+
+    for name, spec in specs.items():
+        for dtype, kv, block_size, seqs in (("bfloat16", "auto", 16, None), ("float16", "fp8", 4, 7),
+                                            ("float32", "auto", 128, 40)):
+            config = EngineConfig.from_kwargs(model="x", dtype=dtype, kv_cache_dtype=kv, block_size=block_size,
+                                              max_num_seqs=seqs)
+            for jobs in needed_kernels(config, spec, GPUTarget("cuda", 90, 32)):
+                for job in jobs:
+                    print(name, dtype, job.kernel.__name__, job.signature, job.constants, job.attributes, job.options)
+    assert hasattr(sys.modules["torch"], "cuda") is not {outlined!r}
+    """
+)
 START = ["bound_kernel", "chunk_kernel", "decode_kernel", "finish_kernel", "gather_kernel"]
 
 
 def rehearse(tmp_path, model: str, kv: str) -> list[str]:
+    return run(tmp_path, SCRIPT.format(model=model, kv=kv))
+
+
+def run(tmp_path, script: str, given: bytes = b"") -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(model=model, kv=kv)],
+        [sys.executable, "-c", script],
+        input=given,
         capture_output=True,
-        text=True,
         check=False,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "TRITON_CACHE_DIR": str(tmp_path / "cache")},
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().splitlines()
 
 
 def test_a_step_of_each_kind_is_rehearsed_and_its_kernels_compile(tmp_path) -> None:
@@ -54,3 +87,22 @@ def test_a_step_of_each_kind_is_rehearsed_and_its_kernels_compile(tmp_path) -> N
 def test_an_8_bit_cache_is_scaled_with_a_wide_one_first(tmp_path) -> None:
     prompts, *_ = rehearse(tmp_path, "gemma3", "fp8")
     assert "rope_kernel" in prompts
+
+
+def test_outlines_of_tensors_show_the_same_kernels_as_tensors_do(tmp_path) -> None:
+    specs = pickle.dumps({name: harness.spec_of(harness.tiny_model(name)) for name in harness.TINY_MODELS})
+    real, outlined = (run(tmp_path, JOBS_SCRIPT.format(outlined=outlined), specs) for outlined in (False, True))
+    assert len(real) > 500 and outlined == real
+
+
+def test_what_outlines_lack_is_missed_loudly() -> None:
+    """So that the helper notices, and imports torch."""
+    tensor = outlines.Tensor((4, 6), outlines._DTYPES["float32"], outlines.device("meta"))
+    with pytest.raises(AttributeError):
+        tensor.softmax(0)
+    with pytest.raises(AttributeError):
+        tensor[tensor]
+    part = tensor[1:3, 2]
+    assert part.shape == (2,) and part.stride() == (6,) and not part.is_contiguous()
+    assert part.data_ptr() - tensor.data_ptr() == (6 + 2) * 4
+    assert tensor.view(2, -1).shape == (2, 12) and [len(one) for one in tensor.split([1, 3])] == [1, 3]
