@@ -88,6 +88,9 @@ class StepWatch:
     def is_idle(self) -> bool:
         return self._inner.is_idle()
 
+    def has_time(self) -> bool:
+        return self._inner.has_time()
+
     def prepare_more(self) -> bool:
         return self._inner.prepare_more()
 

@@ -122,10 +122,12 @@ class EngineCore:
     def _prepare_meanwhile(self) -> None:
         """While a long step runs, the host does what would otherwise keep everybody waiting some time later."""
         flight = self._flights[0]
-        takes_s = self.scheduler.prompts_s(flight.kind.num_prompt_tokens)
+        takes_s = self._forecast.step_s(flight.kind)
+        if takes_s is None:
+            takes_s = self.scheduler.prompts_s(flight.kind.num_prompt_tokens)
         while self._can_prepare:
             started = time.perf_counter()
-            if flight.began_s + takes_s - started < self._forecast.preparing_s:
+            if flight.began_s + takes_s - started < self._forecast.preparing_s or not self.executor.has_time():
                 return
             self._can_prepare = self.executor.prepare_more()
             self._forecast.observe_preparing(time.perf_counter() - started)

@@ -83,7 +83,7 @@ class StepForecast:
         if self._preparing is None:
             self._preparing = Estimate.first(seconds)
         else:
-            self._preparing.observe(seconds)
+            self._preparing.observe(min(seconds, 3 * self._preparing.mean_s))  # likewise
 
     def free_s(self, kind: StepKind, *, has_prompts: bool) -> float:
         """How long after a step's begin the next must be planned, so that the device does not wait. 0: at once.
@@ -96,6 +96,11 @@ class StepForecast:
         if known is None or planning is None:
             return 0.0
         return max(0.0, known.at_least_s - planning.at_most_s - _MARGIN_S)
+
+    def step_s(self, kind: StepKind) -> float | None:
+        """How long a step of this kind takes; None where none was seen."""
+        known = self._steps.get(kind)
+        return None if known is None else known.mean_s
 
     @property
     def preparing_s(self) -> float:

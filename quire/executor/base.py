@@ -23,6 +23,9 @@ class Executor(Protocol):
     def is_idle(self) -> bool:
         """Whether everything that was submitted has run."""
 
+    def has_time(self) -> bool:
+        """Whether the oldest step still runs, and the host may prepare something meanwhile."""
+
     def prepare_more(self) -> bool:
         """A piece of the host's work that later steps are spared. False when there is none left."""
 

@@ -127,7 +127,14 @@ def build_executor(
             timeline.mark("graphs")
     hold_memory_for_steps(ledger.activation_bytes, backend.device, graphs)
     executor = LocalExecutor(
-        decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, single_threaded_torch=backend.is_native_cpu
+        decoder,
+        cache,
+        batch,
+        sampler,
+        graphs=graphs,
+        mixed=mixed,
+        single_threaded_torch=backend.is_native_cpu,
+        may_prepare=precompile.is_done if precompile is not None else lambda: True,
     )
     return BuiltExecutor(
         executor=executor,

@@ -24,9 +24,14 @@ from quire.models.decoder import Decoder
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """torch has an error of its own for it. The driver's, for a graph or a kernel's code, and Triton's and cuBLAS's
-    tell it in their text."""
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
+    tell it in their text. The end of a capture that failed may raise another one over it."""
+    found: BaseException | None = error
+    while found is not None:
+        text = str(found)
+        if isinstance(found, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text:
+            return True
+        found = found.__context__
+    return False
 
 
 class GraphMemory:
@@ -63,9 +68,9 @@ class GraphMemory:
         self.num_captures += 1
         return graph
 
-    def hold_again(self) -> None:
-        """After memory was short, and everything that could be was given back."""
-        hold_activation_memory(self.held_bytes, self.logits.device)
+    def hold_again(self) -> bool:
+        """After memory was short, and everything that could be was given back. False where it went elsewhere."""
+        return hold_activation_memory(self.held_bytes, self.logits.device)
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,7 +103,7 @@ class CapturedSteps(ABC, Generic[Shape]):
         self._while_idle = while_idle
 
     def capture_next(self) -> bool:
-        """While nothing runs: another shape. False when there is none left, or no memory for it."""
+        """Another shape, when there is time for it. False when there is none left, or no memory for it."""
         while self._while_idle:
             shape = self._while_idle.pop(0)
             if shape in self._graphs or shape in self._without:
@@ -119,19 +124,25 @@ class CapturedSteps(ABC, Generic[Shape]):
     def _try_to_capture(self, shape: Shape) -> bool:
         """False where memory is short: without its graph a step is slower, and that is all."""
         self.memory.num_attempts += 1
-        has_room = True
+        if self._captures(shape):
+            return True
+        torch.cuda.empty_cache()  # what is held for steps: torch does not give it back in the middle of a capture
+        has_room = self._captures(shape)
+        if not has_room:
+            torch.cuda.empty_cache()
+            self._without.add(shape)
+        if not self.memory.hold_again() or not has_room:
+            self._while_idle.clear()  # the others would not fit either
+        return has_room
+
+    def _captures(self, shape: Shape) -> bool:
         try:
             self._capture(shape)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            has_room = False
-        if not has_room:
-            torch.cuda.empty_cache()  # not earlier: the error holds on to what the step had made
-            self.memory.hold_again()
-            self._without.add(shape)
-            self._while_idle.clear()  # the others would not fit either
-        return has_room
+            return False
+        return True
 
     def _capture(self, shape: Shape) -> None:
         self._fill_for_capture(shape)

@@ -151,7 +151,14 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
     def _fill_for_capture(self, shape: DecodeShape) -> None:
         # With the step that is about to run, where there is one: what the kernels write now, it writes again. Groups
         # of sequences, which lie there already, would not agree with padding.
-        self._fill(self._rows, self._positions, shape.size)
+        if self._rows:
+            self._fill(self._rows, self._positions, shape.size)
+            return
+        # Behind a step that runs for long, the host would wait for a buffer to fill.
+        rows, positions, kv_lens = self._step[:, : shape.size].unbind(0)
+        rows.fill_(self._batch.spare_row)
+        positions.zero_()
+        kv_lens.fill_(1)
 
     def _forward(self, shape: DecodeShape, parts: StepParts) -> None:
         """One token of each sequence, all of it from the device's own state."""

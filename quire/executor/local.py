@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,7 @@ class LocalExecutor:
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
         single_threaded_torch: bool = False,
+        may_prepare: Callable[[], bool] = lambda: True,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
@@ -58,6 +59,7 @@ class LocalExecutor:
         self._mixed = mixed
         self._on_gpu = cache.device_blocks.is_cuda
         self._single_threaded_torch = single_threaded_torch
+        self._may_prepare = may_prepare  # false while another process still compiles what captures would launch
         self._submitted: deque[_Submitted] = deque()
         # By row: what a prompt's logprobs need while the prompt runs.
         self._prompt_logprob_rows: dict[int, tuple[SamplingSpec, list[int]]] = {}
@@ -87,6 +89,9 @@ class LocalExecutor:
 
     def is_idle(self) -> bool:
         return not self._submitted or self._submitted[-1].clock.is_over()
+
+    def has_time(self) -> bool:
+        return bool(self._submitted) and not self._submitted[0].clock.is_over() and self._may_prepare()
 
     def device_memory_bytes(self) -> tuple[int, int] | None:
         """(in use by anyone, there is) on a GPU; None on a CPU, whose memory is the process's."""

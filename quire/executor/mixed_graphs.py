@@ -29,8 +29,8 @@ class MixedGraphs(CapturedSteps[MixedShape]):
 
     def shape_of(self, plan: StepPlan) -> MixedShape | None:
         """The shape that serves the step; None: it has to run without a graph."""
-        shape = shape_of(plan)
-        if shape is None or shape.num_seqs > len(self.memory.logits):
+        shape = shape_of(plan, len(self.memory.logits))
+        if shape is None:
             return None
         return self._shape_that_serves(shape, (one for one in self._graphs if one.total_tokens <= _WORTH_PADDING))
 

@@ -64,14 +64,14 @@ def all_shapes(most_seqs: int) -> list[MixedShape]:
     return [largest, *(shape for shape in shapes if shape != largest)]
 
 
-def shape_of(plan: StepPlan) -> MixedShape | None:
-    """The smallest shape that the step fits into; None where there is none."""
+def shape_of(plan: StepPlan, most_seqs: int) -> MixedShape | None:
+    """The smallest shape that the step fits into, of those with at most so many sequences; None: there is none."""
     counts = plan.spans.num_tokens
     num_decodes = next((i for i, count in enumerate(counts) if count != 1), len(counts))
     if not 0 < len(counts) - num_decodes <= MAX_MIXED_PROMPTS:
         return None
     step = MixedShape(num_decodes, sum(counts) - num_decodes)
-    return next((shape for shape in _SHAPES if shape.holds(step)), None)
+    return next((shape for shape in _SHAPES if shape.holds(step) and shape.num_seqs <= most_seqs), None)
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ class Precompile:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._is_ready = {PROMPTS: threading.Event(), START: threading.Event()}
+        self._is_done = threading.Event()
         threading.Thread(target=self._attend, args=(process,), name="quire-precompile", daemon=True).start()
 
     @classmethod
@@ -66,6 +67,10 @@ class Precompile:
         """Until the kernels of a stage are compiled, or the helper gave up. It goes on with what requests may need."""
         self._is_ready[stage].wait()
 
+    def is_done(self) -> bool:
+        """Whether it has nothing left to compile."""
+        return self._is_done.is_set()
+
     def _attend(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         with process.stdout as pipe:
@@ -74,6 +79,7 @@ class Precompile:
                     event.set()
         for event in self._is_ready.values():
             event.set()  # whatever happened: nothing more will come
+        self._is_done.set()
         process.wait()
 
 
@@ -85,15 +91,15 @@ def main() -> None:
         return
     marker = _cache_dir() / f"quire-{_key(config, spec, capability)}"
     if not marker.exists():
-        if _WITH_TORCH not in sys.argv:
-            outlines.install()
-        from triton.backends.compiler import GPUTarget
-
-        from quire.executor.rehearsal import needed_kernels
-        from quire.kernels.triton.precompile import compile_jobs, compile_stages
-
-        target = GPUTarget("cuda", capability, 32)
         try:
+            if _WITH_TORCH not in sys.argv and "torch" not in sys.modules:
+                outlines.install()
+            from triton.backends.compiler import GPUTarget
+
+            from quire.executor.rehearsal import needed_kernels
+            from quire.kernels.triton.precompile import compile_jobs, compile_stages
+
+            target = GPUTarget("cuda", capability, 32)
             needed = needed_kernels(config, spec, target)
         except Exception:
             if _WITH_TORCH in sys.argv:

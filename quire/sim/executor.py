@@ -104,6 +104,9 @@ class SimExecutor:
     def is_idle(self) -> bool:
         return not self._results or self._clock is None or self._clock() >= self._results[-1][1]
 
+    def has_time(self) -> bool:
+        return bool(self._results) and self._clock is not None and self._clock() < self._results[0][1]
+
     def prepare_more(self) -> bool:
         return False
 

@@ -134,6 +134,23 @@ def test_the_host_prepares_while_long_steps_run_and_only_then() -> None:
     assert len(sizes) >= 4  # several to a step, once it is known how long they take
 
 
+def test_a_step_that_is_over_sooner_than_thought_is_not_kept_waiting() -> None:
+    """The rate of short prompts says nothing of a long one's, which may be far faster."""
+    kv = KVManager(num_blocks=600, block_size=4)
+    cost = CostModel(overhead_s=0.03, weights_s=0, token_s=0, kv_token_s=0, pair_s=0)
+    executor = Preparing(num_blocks=600, block_size=4, max_num_seqs=4, depth=2, cost=cost, clock=RealClock())
+    executor.num_pieces = 100
+    config = SchedulerConfig(max_in_flight=2, max_num_seqs=4, max_num_batched_tokens=1000, max_model_len=1200)
+    core = EngineCore(Scheduler(config, kv), executor, kv)
+    for i, length in enumerate((64, 1000)):  # the first foretells half a second for the second, which takes 0.03 s
+        core.add(make_request(str(i), [i + 1] * length, max_tokens=1))
+        started_s = time.perf_counter()
+        while core.has_work:
+            core.step()
+    assert time.perf_counter() - started_s < 0.25
+    assert executor.num_pieces >= 95
+
+
 def make_gpu_core(step_s: float = STEP_S, **config: Any) -> EngineCore:
     kv = KVManager(num_blocks=64, block_size=4)
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 200} | config

@@ -18,7 +18,7 @@ from quire import LLMEngine, SamplingParams
 from quire.config import EngineConfig
 from quire.executor import decode_graphs as decode_module
 from quire.executor import mixed_graphs as mixed_module
-from quire.executor.captured import StepParts
+from quire.executor.captured import StepParts, is_out_of_memory
 from quire.executor.decode_graphs import DecodeGraphs, DecodeShape
 from quire.executor.local import LocalExecutor
 from quire.executor.mixed_graphs import MixedGraphs
@@ -51,8 +51,13 @@ class PlaybackMemory:
         self.room: int | None = None  # captures that memory still suffices for
         self.error: RuntimeError = torch.OutOfMemoryError("none is left")
         self.num_holds = 0
+        self.can_hold = True
+        self.fails_once = False  # until what is held for steps was given back
 
     def capture(self, step: Callable[[], object]) -> Playback:
+        if self.fails_once:
+            self.fails_once = False
+            raise self.error
         if self.room is not None:
             if not self.room:
                 raise self.error
@@ -60,8 +65,9 @@ class PlaybackMemory:
         self.num_captures += 1
         return Playback(step, self.num_played)
 
-    def hold_again(self) -> None:
+    def hold_again(self) -> bool:
         self.num_holds += 1
+        return self.can_hold
 
 
 class PlainRing:
@@ -178,6 +184,30 @@ def test_a_capture_that_finds_no_memory_is_done_without(weights: Path, room: int
     assert run(engine, work) == expected
     assert memory.num_played[0] > 30 and memory.room == 0
     assert memory.num_holds == memory.num_attempts - memory.num_captures > 0  # after each that failed
+
+
+@pytest.mark.parametrize("can_hold", [True, False])
+def test_a_capture_may_take_what_is_held_for_steps(weights: Path, can_hold: bool) -> None:
+    engine = make_engine(weights)
+    _, memory = with_graphs(engine)
+    before = memory.num_captures
+    memory.fails_once, memory.can_hold = True, can_hold
+    assert engine.core.prepare_more()
+    assert memory.num_captures == before + 1 and memory.num_holds == 1
+    while engine.core.prepare_more():
+        pass
+    # Without it, steps that have no graph are short of memory: mixed ones are captured no more.
+    assert (memory.num_captures > before + 30) is can_hold
+
+
+def test_an_error_at_a_captures_end_does_not_hide_why_it_failed() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        try:
+            raise torch.OutOfMemoryError("none is left")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("operation failed"))
 
 
 def test_another_error_of_a_capture_is_not_taken_for_a_lack_of_memory(weights: Path) -> None:

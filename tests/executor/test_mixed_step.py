@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from quire.executor import mixed_step
 from quire.executor.batch import PersistentBatch
-from quire.executor.mixed_step import MixedInputs, MixedShape, all_shapes, run_mixed_step, shape_of
+from quire.executor.mixed_step import MixedInputs, MixedShape, all_shapes, run_mixed_step
 from quire.executor.sizing import MAX_MIXED_PROMPTS
 from quire.kernels.reference import ReferenceOps
 from quire.plan import StepPlan
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
+
+
+def shape_of(plan: StepPlan, most_seqs: int = 1_000) -> MixedShape | None:
+    return mixed_step.shape_of(plan, most_seqs)
 
 
 def plan_of(spans: list[tuple[int, int, int, bool]]) -> StepPlan:
@@ -34,6 +39,13 @@ def test_the_smallest_shape_that_fits() -> None:
     assert shape_of(plan_of([(0, 0, 513, True)])) is None
     assert shape_of(plan_of([(row, 0, 2, True) for row in range(MAX_MIXED_PROMPTS + 1)])) is None
     assert shape_of(plan_of([(row, 7, 1, True) for row in range(257)] + [(300, 0, 2, True)])) is None
+
+
+def test_a_shape_with_too_many_sequences_is_passed_over_for_a_longer_one() -> None:
+    plan = plan_of([*((row, 7, 1, True) for row in range(60)), (60, 0, 380, True)])
+    assert shape_of(plan) == MixedShape(128, 384)
+    assert shape_of(plan, 80) == MixedShape(64, 512)  # logits of an engine for 64 sequences
+    assert shape_of(plan, 40) is None
 
 
 def test_every_shape_is_one_that_a_step_can_have() -> None:

@@ -38,9 +38,13 @@ def test_each_stage_is_waited_for_by_itself() -> None:
     process.stdin.write(b"go on\n")
     process.stdin.flush()
     assert not waits(precompile, START, 10)
-    assert process.poll() is None  # it goes on with what may be needed later
+    assert process.poll() is None and not precompile.is_done()  # it goes on with what may be needed later
     process.stdin.close()  # its output is the precompile's to read and close
     process.wait(10)
+    deadline_s = time.monotonic() + 10
+    while not precompile.is_done() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert precompile.is_done()
 
 
 @pytest.mark.parametrize("program", ["", "raise SystemExit(3)", "print('prompts')"])
@@ -70,12 +74,13 @@ def test_a_killed_helper_takes_its_processes_with_it() -> None:
     assert not waits(precompile, START, 10)
 
 
-def test_a_rehearsal_that_outlines_do_not_suffice_for_is_done_with_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lacking", ["del outlines.Tensor.data_ptr", "del outlines.Tensor", "outlines.install = None"])
+def test_a_rehearsal_that_outlines_do_not_suffice_for_is_done_with_torch(tmp_path: Path, lacking: str) -> None:
     """A helper whose stand-in for torch lacks something starts another one with the real thing, which answers."""
     program = (
         "import quire.executor.precompile as module, sys\n"
         "import quire.executor.outlines as outlines\n"
-        "del outlines.Tensor.data_ptr\n"
+        f"{lacking}\n"
         "module._compute_capability = lambda index: 90\n"
         "module.subprocess.run = lambda command, **kwargs: print(command[-1], len(kwargs['input']) > 100)\n"
         "module.main()\n"
