@@ -39,6 +39,8 @@ PREFILL_SHAPES = {
     "1 x 8,192": Shape([8192], [8192], 967),
     "2,048 after 30,720": Shape([32768], [2048], 1808),
     "255 x 843 + chunk 1,024": Shape([843] * 255 + [1024], [1] * 255 + [1024], 327),
+    "48 x 500 + chunk 320": Shape([500] * 48 + [320], [1] * 48 + [320]),
+    "48 x 500 + 320 after 640": Shape([500] * 48 + [960], [1] * 48 + [320]),
 }
 PREFIX_SHAPES = {
     f"{count} x {prefix:,} + {low}..{high}" + (f" in {groups}" if groups > 1 else ""): Shape(
