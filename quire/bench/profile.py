@@ -68,7 +68,7 @@ def profile_workload(engine: LLMEngine, workload: Workload, *, name: str) -> tup
     timed = None
     # The decoder looks its operations up at each pass; there is no public way to put others in their place.
     if decoder is not None and engine.built.executor.backend.device.type == "cpu":
-        timed = decoder._ops = _TimedOps(decoder._ops)
+        timed = decoder.ops = _TimedOps(decoder.ops)
     kinds: dict[str, StepKind] = {}
     ids = [f"profile-{i}" for i in range(len(workload))]
     started = time.perf_counter()
@@ -94,7 +94,7 @@ def profile_workload(engine: LLMEngine, workload: Workload, *, name: str) -> tup
                 engine.step()
     finally:
         if timed is not None and decoder is not None:
-            decoder._ops = timed._inner
+            decoder.ops = timed._inner
     seconds = time.perf_counter() - started
     found = sorted(kinds.values(), key=lambda kind: -kind.wall_s)
     report = RunReport(

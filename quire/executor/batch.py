@@ -160,10 +160,14 @@ class PersistentBatch:
             ends += [spans.starts[i] + spans.num_tokens[i] for i in sources]
         return indices, ends
 
-    def store(self, rows: list[int], positions: list[int], tokens: Tensor) -> None:
-        """Write sampled tokens where the next step will read them."""
+    def places(self, rows: list[int], positions: list[int]) -> tuple[Tensor, Tensor]:
+        """The same, on the device."""
         where = to_device(np.array([rows, positions], dtype=np.int64), self.device)
-        self.tokens[where[0], where[1]] = tokens
+        return where[0], where[1]
+
+    def store(self, places: tuple[Tensor, Tensor], tokens: Tensor) -> None:
+        """Write sampled tokens where the next step will read them."""
+        self.tokens[places] = tokens
 
 
 def _to_device_together(parts: list[np.ndarray], device: torch.device) -> list[Tensor]:

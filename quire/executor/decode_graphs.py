@@ -119,6 +119,10 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         """Run what was prepared; logits [num_rows, vocab], valid until the next step."""
         return self._replay(self._next, num_rows)
 
+    def next_places(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Rows and positions, on the device, of the tokens that the step samples: right after those that it ran."""
+        return self._step[0, :num_rows], self._step[2, :num_rows]
+
     def _shape_for(self, shape: DecodeShape) -> DecodeShape | None:
         if found := self._shape_that_serves(shape, self._graphs):
             return found
@@ -163,16 +167,15 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
     def _forward(self, shape: DecodeShape, parts: StepParts) -> None:
         """One token of each sequence, all of it from the device's own state."""
         size = shape.size
-        batch, block_size = self._batch, self._batch.block_size
-        rows, positions, kv_lens = self._step[:, :size].unbind(0)
-        tables = batch.block_tables.index_select(0, rows)
-        blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].to(torch.int64)
+        batch = self._batch
+        step = self._step[:, :size]
+        placed = parts.decoder.ops.place_decodes(step, batch.tokens, batch.block_tables, batch.block_size)
         attention = AttentionBatch(
-            positions=positions,
-            slots=blocks * block_size + positions % block_size,
+            positions=step[1],
+            slots=placed.slots,
             query_starts=self._query_starts[: size + 1],
-            kv_lens=kv_lens.to(torch.int32),
-            block_tables=tables,
+            kv_lens=placed.kv_lens,
+            block_tables=placed.block_tables,
             max_query_len=1,
             max_kv_len=parts.max_model_len,
             num_decodes=size,
@@ -180,5 +183,5 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         if shape.shares:
             packed = self._groups[: packed_length(size, MAX_GROUPS)]
             attention.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
-        hidden = parts.decoder.forward(batch.tokens[rows, positions], attention, parts.layers)
+        hidden = parts.decoder.forward(placed.token_ids, attention, parts.layers)
         parts.decoder.logits(hidden, None, self.memory.logits[:size])

@@ -129,7 +129,8 @@ class LocalExecutor:
             positions = [start + 1 for start in plan.spans.starts]
             logits = self.graphs.replay(len(plan.spans.rows))
             clock.mark("forward")
-            sampled = self._sample(plan, plan.spans.rows, positions, logits)
+            places = self.graphs.next_places(len(plan.spans.rows))
+            sampled = self._sample(plan, plan.spans.rows, positions, logits, places)
         elif shape is not None:
             assert self._mixed is not None
             self._mixed.prepare(plan, shape)
@@ -198,12 +199,20 @@ class LocalExecutor:
                 self._prompt_logprob_rows[new.row] = (new.sampling, new.token_ids[: new.num_prompt_tokens])
         self.batch.apply_table_diffs(plan)
 
-    def _sample(self, plan: StepPlan, rows: list[int], positions: list[int], logits: Tensor) -> SampledBatch:
+    def _sample(
+        self,
+        plan: StepPlan,
+        rows: list[int],
+        positions: list[int],
+        logits: Tensor,
+        places: tuple[Tensor, Tensor] | None = None,
+    ) -> SampledBatch:
+        """places: rows and positions on the device, where they are there already."""
         for fork in plan.forks:
             self.batch.fork(fork.source_row, fork.row, fork.generation)
             self.sampler.fork(fork.source_row, fork.row, fork.sampling)
         sampled = self.sampler.sample(logits, rows, positions)
-        self.batch.store(rows, positions, sampled.token_ids)
+        self.batch.store(places or self.batch.places(rows, positions), sampled.token_ids)
         return sampled
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:

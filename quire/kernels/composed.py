@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec, FoldedNorm, LinearWeight, Ops, Unscaled
+from quire.kernels.interface import (
+    AttentionBatch,
+    AttentionSpec,
+    FoldedNorm,
+    LinearWeight,
+    Ops,
+    PlacedDecodes,
+    Unscaled,
+)
 
 
 class ComposedOps:
@@ -18,6 +27,13 @@ class ComposedOps:
     def norm(self: Ops, residual: Tensor, norm: Tensor | FoldedNorm, eps: float) -> Tensor | Unscaled:
         assert not isinstance(norm, FoldedNorm)
         return self.rms_norm(residual, norm, eps)
+
+    def place_decodes(self: Ops, step: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int) -> PlacedDecodes:
+        rows, positions, kv_lens = step.unbind(0)
+        tables = block_tables.index_select(0, rows)
+        blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].to(torch.int64)
+        slots = blocks * block_size + positions % block_size
+        return PlacedDecodes(tokens[rows, positions], slots, kv_lens.to(torch.int32), tables)
 
     def linear_rope_write(
         self: Ops,

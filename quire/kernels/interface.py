@@ -12,7 +12,7 @@ bytes: what swap and copy-on-write move.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -133,6 +133,15 @@ class LinearWeight(Protocol):
         """Fill with normal noise (dummy weights), where the weight lives."""
 
 
+class PlacedDecodes(NamedTuple):
+    """Of a step with one token of each sequence: see AttentionBatch."""
+
+    token_ids: Tensor  # [seqs] int64
+    slots: Tensor  # [seqs] int64
+    kv_lens: Tensor  # [seqs] int32
+    block_tables: Tensor  # [seqs, max_blocks] int32; what is past a sequence's length is arbitrary
+
+
 class Ops(Protocol):
     """The operations of one backend on one device."""
 
@@ -187,6 +196,12 @@ class Ops(Protocol):
         self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None, out: Tensor | None = None
     ) -> Tensor:
         """hidden: [rows, in] -> float32 [rows, out], capped where asked; into `out` where given."""
+
+    def place_decodes(self, step: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int) -> PlacedDecodes:
+        """Out of a batch's tokens [rows, positions] and tables [rows, blocks], what stands where `step` says.
+
+        step: [3, seqs] int64: each sequence's row, the position of its token, and its tokens up to and with that.
+        """
 
     # Three pairs of the above. `kernels/composed.py` has them as such; a backend may run a pair in one launch.
 

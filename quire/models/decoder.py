@@ -48,7 +48,7 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.max_position = max_position
-        self._ops = ops
+        self.ops = ops
         self._device = torch.device(device)
         self.dtype = dtype
         self._norm_dtype = torch.promote_types(dtype, torch.float32)
@@ -66,7 +66,7 @@ class Decoder:
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor]) -> Tensor:
         """token_ids: [tokens] int64, placed by `batch`; kv: each layer's cache. -> [tokens, hidden], before the final
         norm, which only the tokens that give logits need."""
-        ops, eps, activation, layers = self._ops, self.spec.norm_eps, self.spec.activation, self._layers
+        ops, eps, activation, layers = self.ops, self.spec.norm_eps, self.spec.activation, self._layers
 
         residual = ops.embed(token_ids, self._embedding, self._embedding_scale)
         x = ops.norm(residual, layers[0].attention_norm, eps)
@@ -101,8 +101,8 @@ class Decoder:
         -> float32 [rows, vocab], in `out` where given."""
         if indices is not None:
             hidden = hidden[indices]
-        x = self._ops.rms_norm(hidden, self._final_norm, self.spec.norm_eps)
-        return self._ops.logits(x, self._head, self.spec.logit_softcap, out)
+        x = self.ops.rms_norm(hidden, self._final_norm, self.spec.norm_eps)
+        return self.ops.logits(x, self._head, self.spec.logit_softcap, out)
 
     @property
     def weight_bytes(self) -> int:
@@ -117,12 +117,12 @@ class Decoder:
     def finish_loading(self) -> None:
         """After the last weight, before the first step."""
         # A branch's own norm stands between its product and the residual stream: nothing would be gained.
-        if not self._ops.folds_norms or self.spec.sandwich_norms:
+        if not self.ops.folds_norms or self.spec.sandwich_norms:
             return
         for layer in self._layers:
             assert isinstance(layer.attention_norm, Tensor) and isinstance(layer.mlp_norm, Tensor), "loaded twice"
-            layer.attention_norm = self._ops.fold_norm(layer.attention_norm, layer.qkv)
-            layer.mlp_norm = self._ops.fold_norm(layer.mlp_norm, layer.gate_up)
+            layer.attention_norm = self.ops.fold_norm(layer.attention_norm, layer.qkv)
+            layer.mlp_norm = self.ops.fold_norm(layer.mlp_norm, layer.gate_up)
 
     def multiply_once(self, num_tokens: int) -> None:
         """With each of a layer's matrices, for what a library does when it is first called: in the way of the steps, as
@@ -134,9 +134,9 @@ class Decoder:
         for matrix, is_added in ((layer.qkv, False), (layer.output, adds), (layer.gate_up, False), (layer.down, adds)):
             rows = torch.zeros((num_tokens, matrix.in_features), dtype=self.dtype, device=self._device)
             if is_added:
-                self._ops.linear_add_norm(rows, matrix, residual, None, self.spec.norm_eps)
+                self.ops.linear_add_norm(rows, matrix, residual, None, self.spec.norm_eps)
             else:
-                self._ops.linear(rows, matrix)
+                self.ops.linear(rows, matrix)
 
     def set_kv_scales(self, scales: Sequence[tuple[float, float]]) -> None:
         """(k_scale, v_scale) of each layer, for an 8-bit cache. Before the first step: captured steps keep them."""
@@ -209,7 +209,7 @@ class Decoder:
         )
 
     def _new_matrix(self, out_features: int, in_features: int, *, bias: bool = False) -> LinearWeight:
-        self._matrices.append(self._ops.new_linear(out_features, in_features, bias=bias))
+        self._matrices.append(self.ops.new_linear(out_features, in_features, bias=bias))
         return self._matrices[-1]
 
     def _new_norm(self, width: int) -> Tensor:

@@ -22,9 +22,9 @@ def test_kinds(decodes: int, prefill: int, kind: str) -> None:
 
 def test_parts_add_up_to_the_step(engine: LLMEngine) -> None:
     decoder = engine.core.executor.decoder  # type: ignore[attr-defined]
-    ops = decoder._ops
+    ops = decoder.ops
     report, kinds = profile_workload(engine, [([20 + i] * 30, 6) for i in range(3)], name="three")
-    assert decoder._ops is ops  # given back
+    assert decoder.ops is ops  # given back
     assert {kind.name: kind.num_steps for kind in kinds} == {"prefill": 1, "decode, 3-4": 5}
     assert report.num_steps == 6
     assert sum(kind.num_tokens for kind in kinds) == 90 + 3 * 5

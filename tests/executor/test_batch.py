@@ -47,7 +47,7 @@ def test_all_decodes() -> None:
 
 def test_sampled_tokens_feed_the_next_step_and_tables_grow() -> None:
     batch = make()
-    batch.store([0], [2], torch.tensor([99]))
+    batch.store(batch.places([0], [2]), torch.tensor([99]))
     plan = StepPlan(2)
     plan.grown = [(2, [9, 1])]
     plan.rewired = [(0, 0, 6)]

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.composed import ComposedOps
-from quire.kernels.interface import AttentionBatch, AttentionSpec, FoldedNorm, LinearWeight, Unscaled
+from quire.kernels.interface import (
+    AttentionBatch,
+    AttentionSpec,
+    FoldedNorm,
+    LinearWeight,
+    PlacedDecodes,
+    Unscaled,
+)
 from quire.kernels.reference import DenseLinear
 from quire.kernels.triton.configs import MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
 
@@ -125,6 +132,11 @@ class TritonOps(ComposedOps):
         from quire.kernels.triton.activation import act_mul
 
         return act_mul(gate_up, activation)
+
+    def place_decodes(self, step: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int) -> PlacedDecodes:
+        from quire.kernels.triton.placing import place_decodes
+
+        return place_decodes(step, tokens, block_tables, block_size)
 
     def logits(
         self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None, out: Tensor | None = None
