@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from quire.bench.gpu_measure import Report, time_us
 from quire.bench.gpu_products import new_layers
@@ -17,8 +18,9 @@ _SLOW = 1.02  # times what some larger number takes
 
 
 def run_rows(report: Report) -> None:
-    layers = new_layers(TritonOps("cuda", torch.bfloat16), 2)  # too many for the L2 cache
-    times = {rows: time_us([partial(_multiply, layer, *_inputs(rows)) for layer in layers]) for rows in ROWS}
+    ops = TritonOps("cuda", torch.bfloat16)
+    layers = new_layers(ops, 2)  # too many for the L2 cache
+    times = {rows: time_us([partial(_multiply, ops, layer, *_inputs(rows)) for layer in layers]) for rows in ROWS}
     for rows, us in times.items():
         best = min((other for other in ROWS if other >= rows), key=times.__getitem__)
         is_slow = us > _SLOW * times[best]
@@ -27,14 +29,14 @@ def run_rows(report: Report) -> None:
             report.add("rows", f"layer's products, {rows}", us, note, best_rows=best)
 
 
-def _multiply(layer: dict[str, DenseLinear], x: torch.Tensor, wide: torch.Tensor, residual: torch.Tensor) -> None:
-    """As the steps do: what is added to the residual stream is added by the library."""
-    torch.nn.functional.linear(x, layer["qkv"].weight)
-    residual.addmm_(x, layer["o"].weight.t())
-    torch.nn.functional.linear(x, layer["gate_up"].weight)
-    residual.addmm_(wide, layer["down"].weight.t())
+def _multiply(ops: TritonOps, layer: dict[str, DenseLinear], x: Tensor, wide: Tensor, residual: Tensor) -> None:
+    """As the steps do."""
+    ops._multiply(x, layer["qkv"])
+    ops._multiply_add(x, layer["o"], residual)
+    ops._multiply(x, layer["gate_up"])
+    ops._multiply_add(wide, layer["down"], residual)
 
 
-def _inputs(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     x, wide = (torch.randn(rows, width, device="cuda").bfloat16() for width in (4096, 14336))
     return x, wide, torch.zeros_like(x)

@@ -48,7 +48,7 @@ class EngineCore:
         self.kv = kv
         self._flights: deque[_Flight] = deque()
         self._forecast = StepForecast()
-        self._can_prepare = True  # until there is nothing left of it
+        self.can_prepare = True  # until there is nothing left of it
         self._last_added_s = 0.0
         self._failure: BaseException | None = None
         self.host = HostSeconds()
@@ -121,16 +121,17 @@ class EngineCore:
 
     def _prepare_meanwhile(self) -> None:
         """While a long step runs, the host does what would otherwise keep everybody waiting some time later."""
+        if not self.can_prepare:
+            return
         flight = self._flights[0]
         takes_s = self._forecast.step_s(flight.kind)
         if takes_s is None:
             takes_s = self.scheduler.prompts_s(flight.kind.num_prompt_tokens)
-        while self._can_prepare:
-            started = time.perf_counter()
-            if flight.began_s + takes_s - started < self._forecast.preparing_s or not self.executor.has_time():
+        ends_s = flight.began_s + takes_s
+        while self.can_prepare and ends_s - time.perf_counter() >= self._forecast.preparing_s:
+            if not self.executor.has_time():
                 return
-            self._can_prepare = self.executor.prepare_more()
-            self._forecast.observe_preparing(time.perf_counter() - started)
+            self.prepare_more()
 
     def spare_s(self) -> float:
         """How long `step` may be put off at no cost, because the executor is busy and will be. Who is added before then
@@ -150,7 +151,10 @@ class EngineCore:
     def prepare_more(self) -> bool:
         """Something useful for an engine with nothing else to do; False when there is nothing left of it."""
         self._raise_if_dead()
-        return self.executor.prepare_more()
+        started = time.perf_counter()
+        self.can_prepare = self.executor.prepare_more()
+        self._forecast.observe_preparing(time.perf_counter() - started)
+        return self.can_prepare
 
     @property
     def is_dead(self) -> bool:

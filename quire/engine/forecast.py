@@ -12,6 +12,7 @@ from quire.plan import StepPlan
 
 _MARGIN_S = 0.2e-3  # what neither estimate knows of: the host's clock is not the device's
 _FIRST_PREPARING_S = 0.1  # before one was seen
+_PREPARING = "preparing"
 _ROWS, _TOKENS = 8, 64  # steps whose sizes agree up to these count as one kind
 
 
@@ -60,8 +61,7 @@ class StepForecast:
 
     def __init__(self) -> None:
         self._steps: dict[StepKind, Estimate] = {}
-        self._planning: dict[bool, Estimate] = {}  # by whether the step has prompts, which take longer to plan
-        self._preparing: Estimate | None = None
+        self._host: dict[str, Estimate] = {}
 
     def observe_step(self, kind: StepKind, seconds: float) -> None:
         """Of the device alone: were the host's delays learnt too, a late plan would make the next one later."""
@@ -72,18 +72,18 @@ class StepForecast:
 
     def observe_planning(self, seconds: float, *, has_prompts: bool) -> None:
         """What the host does between deciding to plan a step and having submitted it."""
-        if known := self._planning.get(has_prompts):
-            # Now and then a step has no graph, or captures one. That says nothing of the next, which probably has.
-            known.observe(min(seconds, 3 * known.mean_s))
-        else:
-            self._planning[has_prompts] = Estimate.first(seconds)
+        self._observe_host(_planning(has_prompts), seconds)
 
     def observe_preparing(self, seconds: float) -> None:
         """What the host does once, so that later steps are spared it."""
-        if self._preparing is None:
-            self._preparing = Estimate.first(seconds)
+        self._observe_host(_PREPARING, seconds)
+
+    def _observe_host(self, work: str, seconds: float) -> None:
+        if known := self._host.get(work):
+            # Now and then a step has no graph, or captures one. That says nothing of the next, which probably has.
+            known.observe(min(seconds, 3 * known.mean_s))
         else:
-            self._preparing.observe(min(seconds, 3 * self._preparing.mean_s))  # likewise
+            self._host[work] = Estimate.first(seconds)
 
     def free_s(self, kind: StepKind, *, has_prompts: bool) -> float:
         """How long after a step's begin the next must be planned, so that the device does not wait. 0: at once.
@@ -92,7 +92,7 @@ class StepForecast:
         """
         # A step with prompts takes no less than one of its decodes alone.
         known = self._steps.get(kind) or self._steps.get(StepKind(kind.num_decodes, 0))
-        planning = self._planning.get(has_prompts)
+        planning = self._host.get(_planning(has_prompts))
         if known is None or planning is None:
             return 0.0
         return max(0.0, known.at_least_s - planning.at_most_s - _MARGIN_S)
@@ -105,4 +105,10 @@ class StepForecast:
     @property
     def preparing_s(self) -> float:
         """How long a piece of preparation takes at most."""
-        return _FIRST_PREPARING_S if self._preparing is None else self._preparing.at_most_s
+        known = self._host.get(_PREPARING)
+        return _FIRST_PREPARING_S if known is None else known.at_most_s
+
+
+def _planning(has_prompts: bool) -> str:
+    """A step with prompts takes longer to plan."""
+    return "planning prompts" if has_prompts else "planning decodes"

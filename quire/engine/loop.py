@@ -64,7 +64,6 @@ class EngineLoop:
         self.progress = Progress()
         self.stats = StepStats()
         self._receive = receive
-        self._can_prepare = True  # until there is nothing left of it
         self._send = send
         self._requests: dict[int, Request] = {}  # by key
         self._keys: dict[str, int] = {}  # by request_id
@@ -105,12 +104,12 @@ class EngineLoop:
         while message is None and not self.core.has_work and not self._is_stopping:
             self._report()
             self.progress.step_started_s = None
-            if self._can_prepare:
+            if self.core.can_prepare:
                 message = self._receive(0.0 if is_quiet else _QUIET_S)
                 is_quiet = message is None
                 self.progress.step_started_s = time.monotonic()
                 if is_quiet:
-                    self._can_prepare = self.core.prepare_more()
+                    self.core.prepare_more()
                 continue
             # Rates and brownout fall with time alone.
             is_settled = self._last_load is not None and not self._last_load.tokens_per_s and not self._brownout.level

@@ -98,18 +98,6 @@ def build_executor(
         dtype=backend.kv_dtype,
         device=backend.device,
     )
-    batch = PersistentBatch(
-        num_rows=max_num_seqs,
-        max_model_len=ledger.max_model_len,
-        block_size=config.block_size,
-        device=backend.device,
-        spare_block=cache.spare_block,
-    )
-    graphs = mixed = None
-    if _has_graphs(config, backend):
-        graphs, mixed = make_graphs(
-            decoder, cache, batch, max_num_seqs=max_num_seqs, max_model_len=ledger.max_model_len
-        )
     timeline.mark("cache")
     if precompile is not None:
         precompile.wait(START)
@@ -121,21 +109,20 @@ def build_executor(
             device=backend.device,
             max_model_len=ledger.max_model_len,
         )
-        timeline.mark("sampler")
-        if graphs is not None:
-            graphs.capture_common()
-            timeline.mark("graphs")
-    hold_memory_for_steps(ledger.activation_bytes, backend.device, graphs)
-    executor = LocalExecutor(
+    timeline.mark("sampler")
+    executor = assemble_executor(
         decoder,
         cache,
-        batch,
         sampler,
-        graphs=graphs,
-        mixed=mixed,
-        single_threaded_torch=backend.is_native_cpu,
-        may_prepare=precompile.is_done if precompile is not None else lambda: True,
+        backend,
+        ledger,
+        block_size=config.block_size,
+        max_num_seqs=max_num_seqs,
+        has_graphs=_has_graphs(config, backend),
+        precompile=precompile,
     )
+    if executor.graphs is not None:
+        timeline.mark("graphs")
     return BuiltExecutor(
         executor=executor,
         backend=backend,
@@ -152,21 +139,46 @@ def _has_graphs(config: EngineConfig, backend: Backend) -> bool:
     return backend.ops.name == "triton" and not config.enforce_eager
 
 
-def make_graphs(
-    decoder: Decoder, cache: KVCache, batch: PersistentBatch, *, max_num_seqs: int, max_model_len: int
-) -> tuple[DecodeGraphs, MixedGraphs]:
-    """For steps that only decode, and for those with short prompts; nothing is captured yet."""
-    memory = GraphMemory(max_num_seqs, decoder.spec.vocab_size, batch.device)
-    parts = StepParts(decoder, cache.layers, batch, memory, max_model_len)
-    return DecodeGraphs(parts, max_num_seqs), MixedGraphs(parts)
-
-
-def hold_memory_for_steps(num_bytes: int, device: torch.device, graphs: DecodeGraphs | None) -> None:
-    """From now on, also after captures that failed."""
-    let_go_of_held_memory(device)  # by captures
-    hold_activation_memory(num_bytes, device)
-    if graphs is not None:
-        graphs.memory.held_bytes = num_bytes
+def assemble_executor(
+    decoder: Decoder,
+    cache: KVCache,
+    sampler: Sampler,
+    backend: Backend,
+    ledger: MemoryLedger,
+    *,
+    block_size: int,
+    max_num_seqs: int,
+    has_graphs: bool,
+    precompile: Precompile | None,
+) -> LocalExecutor:
+    """Everything that depends on how the cache is cut into blocks; with graphs, the common ones captured."""
+    batch = PersistentBatch(
+        num_rows=max_num_seqs,
+        max_model_len=ledger.max_model_len,
+        block_size=block_size,
+        device=backend.device,
+        spare_block=cache.spare_block,
+    )
+    graphs = mixed = None
+    if has_graphs:
+        memory = GraphMemory(max_num_seqs, decoder.spec.vocab_size, batch.device)
+        parts = StepParts(decoder, cache.layers, batch, memory, ledger.max_model_len)
+        graphs, mixed = DecodeGraphs(parts, max_num_seqs), MixedGraphs(parts)
+        with torch.inference_mode():
+            graphs.capture_common()
+        memory.held_bytes = ledger.activation_bytes  # from now on, also after captures that failed
+    let_go_of_held_memory(backend.device)  # by captures
+    hold_activation_memory(ledger.activation_bytes, backend.device)
+    return LocalExecutor(
+        decoder,
+        cache,
+        batch,
+        sampler,
+        graphs=graphs,
+        mixed=mixed,
+        single_threaded_torch=backend.is_native_cpu,
+        precompile=precompile,
+    )
 
 
 def _plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.kv_cache import KVCache
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.mixed_step import MixedShape
+from quire.executor.precompile import Precompile
 from quire.models.decoder import Decoder
 from quire.params import SamplingSpec
 from quire.plan import StepPlan, StepResult, TokenLogprobs
@@ -49,7 +50,7 @@ class LocalExecutor:
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
         single_threaded_torch: bool = False,
-        may_prepare: Callable[[], bool] = lambda: True,
+        precompile: Precompile | None = None,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
@@ -59,7 +60,7 @@ class LocalExecutor:
         self._mixed = mixed
         self._on_gpu = cache.device_blocks.is_cuda
         self._single_threaded_torch = single_threaded_torch
-        self._may_prepare = may_prepare  # false while another process still compiles what captures would launch
+        self._precompile = precompile  # while it is at work, captures would compile what it is about to
         self._submitted: deque[_Submitted] = deque()
         # By row: what a prompt's logprobs need while the prompt runs.
         self._prompt_logprob_rows: dict[int, tuple[SamplingSpec, list[int]]] = {}
@@ -91,7 +92,9 @@ class LocalExecutor:
         return not self._submitted or self._submitted[-1].clock.is_over()
 
     def has_time(self) -> bool:
-        return bool(self._submitted) and not self._submitted[0].clock.is_over() and self._may_prepare()
+        if self._precompile is not None and not self._precompile.is_done():
+            return False
+        return bool(self._submitted) and not self._submitted[0].clock.is_over()
 
     def device_memory_bytes(self) -> tuple[int, int] | None:
         """(in use by anyone, there is) on a GPU; None on a CPU, whose memory is the process's."""

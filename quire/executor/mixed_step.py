@@ -16,14 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.executor.sizing import (
-    MAX_MIXED_DECODES,
-    MAX_MIXED_PROMPTS,
-    MAX_MIXED_TOKENS,
-    MIXED_DECODES,
-    MIXED_TOKENS,
-    is_slow,
-)
+from quire.executor.sizing import MAX_MIXED_DECODES, MAX_MIXED_PROMPTS, MAX_MIXED_TOKENS, mixed_sizes
 from quire.kernels.interface import AttentionBatch
 from quire.models.decoder import Decoder
 from quire.plan import StepPlan
@@ -48,10 +41,7 @@ class MixedShape:
         return self.num_decodes >= other.num_decodes and self.num_tokens >= other.num_tokens
 
 
-_SHAPES = sorted(
-    (MixedShape(size, tokens) for tokens in MIXED_TOKENS for size in MIXED_DECODES if not is_slow(size + tokens)),
-    key=lambda shape: shape.total_tokens,
-)
+_SHAPES = sorted((MixedShape(*sizes) for sizes in mixed_sizes()), key=lambda shape: shape.total_tokens)
 
 
 def all_shapes(most_seqs: int) -> list[MixedShape]:

@@ -154,21 +154,15 @@ class _Rehearsal:
 
     def decode(self, size: int, *, shares: bool) -> None:
         batch = self._batch(size, size, 1, size)
-        # As it lies in the graphs' own tensor: whether a row is aligned decides which kernel is compiled.
-        batch.positions = torch.empty((3, padded_size(self.max_num_seqs)), dtype=torch.int64, device=_META)[1, :size]
+        # As they lie in the graphs' own tensor: whether a row is aligned decides which kernel is compiled.
+        step = torch.empty((3, padded_size(self.max_num_seqs)), dtype=torch.int64, device=_META)[:, :size]
+        batch.positions = step[1]
         if shares:
             packed = torch.empty(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=_META)
             batch.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
-        self._place(size)
+        tokens = torch.empty((self.max_num_seqs + 1, self.max_len + 1), dtype=torch.int64, device=_META)
+        self.decoder.ops.place_decodes(step, tokens, batch.block_tables, self.config.block_size)
         self._run(batch, self.cache)
-
-    def _place(self, size: int) -> None:
-        """As graphs of decodes begin."""
-        num_rows, num_blocks = self.max_num_seqs + 1, -(-self.max_len // self.config.block_size)
-        step = torch.empty((3, padded_size(self.max_num_seqs)), dtype=torch.int64, device=_META)[:, :size]
-        tokens = torch.empty((num_rows, self.max_len + 1), dtype=torch.int64, device=_META)
-        tables = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=_META)
-        self.decoder.ops.place_decodes(step, tokens, tables, self.config.block_size)
 
     def _batch(self, num_tokens: int, num_seqs: int, max_query_len: int, num_decodes: int = 0) -> AttentionBatch:
         num_blocks = -(-self.max_len // self.config.block_size)

@@ -28,9 +28,9 @@ def padded_size(num_seqs: int) -> int:
     a fifth of a large batch is padding."""
     if num_seqs <= 8:
         return 1 << (num_seqs - 1).bit_length()
-    if _SLOW_ROWS < num_seqs <= MAX_GRAPH_SEQS:
+    if is_slow(num_seqs):
         return MAX_GRAPH_SEQS
-    step = 8 if num_seqs <= 256 else 16 if num_seqs <= _SLOW_ROWS else 32
+    step = 8 if num_seqs <= 256 else 16 if num_seqs <= MAX_GRAPH_SEQS else 32
     return -(-num_seqs // step) * step
 
 
@@ -42,6 +42,11 @@ def padded_decodes(num_decodes: int) -> int:
 def is_slow(num_rows: int) -> bool:
     """Whether a product of 512 rows takes less time than one of these."""
     return _SLOW_ROWS < num_rows < MAX_GRAPH_SEQS
+
+
+def mixed_sizes() -> list[tuple[int, int]]:
+    """The decodes and prompt tokens that mixed steps are captured for."""
+    return [(size, tokens) for tokens in MIXED_TOKENS for size in MIXED_DECODES if not is_slow(size + tokens)]
 
 
 def smooth_prompt_tokens(num_decodes: int) -> int:
@@ -147,8 +152,8 @@ def num_graphs(max_num_seqs: int) -> int:
     """Of decode steps and mixed ones, once all are captured."""
     most_rows = num_graph_rows(max_num_seqs)
     decodes = {padded_size(num) for num in range(1, min(max_num_seqs, MAX_GRAPH_SEQS) + 1)}
-    mixed = [size for size in MIXED_DECODES if size + MAX_MIXED_PROMPTS <= most_rows]
-    return 2 * len(decodes) + len(mixed) * len(MIXED_TOKENS)  # with and without shared prefixes
+    mixed = [size for size, _ in mixed_sizes() if size + MAX_MIXED_PROMPTS <= most_rows]
+    return 2 * len(decodes) + len(mixed)  # with and without shared prefixes
 
 
 def graph_bytes(spec: ModelSpec, dtype: str, max_num_seqs: int, max_seq_len: int, block_size: int) -> int:

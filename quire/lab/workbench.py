@@ -105,12 +105,8 @@ class Workbench:
 
     def _with_block_size(self, built: BuiltExecutor, block_size: int) -> BuiltExecutor:
         """The same weights, with a cache of as many bytes in blocks of another size; none of them on the host."""
-        import torch
-
-        from quire.executor.batch import PersistentBatch
-        from quire.executor.build import hold_memory_for_steps, make_graphs
+        from quire.executor.build import assemble_executor
         from quire.executor.kv_cache import KVCache, block_bytes
-        from quire.executor.local import LocalExecutor
         from quire.executor.precompile import Precompile
         from quire.executor.profile import let_go_of_held_memory
 
@@ -128,31 +124,17 @@ class Workbench:
             dtype=backend.kv_dtype,
             device=backend.device,
         )
-        batch = PersistentBatch(
-            num_rows=built.max_num_seqs,
-            max_model_len=ledger.max_model_len,
-            block_size=block_size,
-            device=backend.device,
-            spare_block=cache.spare_block,
-        )
-        decoder, graphs, mixed = built.executor.decoder, None, None
-        if built.executor.graphs is not None:
-            graphs, mixed = make_graphs(
-                decoder, cache, batch, max_num_seqs=built.max_num_seqs, max_model_len=ledger.max_model_len
-            )
-            with torch.inference_mode():
-                graphs.capture_common()
-        hold_memory_for_steps(ledger.activation_bytes, backend.device, graphs)
         # The sampler knows rows and the vocabulary, not blocks: the two executors, of which one runs, share it.
-        sampler = built.executor.sampler
-        executor = LocalExecutor(
-            decoder,
+        executor = assemble_executor(
+            built.executor.decoder,
             cache,
-            batch,
-            sampler,
-            graphs=graphs,
-            mixed=mixed,
-            single_threaded_torch=backend.is_native_cpu,
+            built.executor.sampler,
+            backend,
+            ledger,
+            block_size=block_size,
+            max_num_seqs=built.max_num_seqs,
+            has_graphs=built.executor.graphs is not None,
+            precompile=precompile,
         )
         return replace(
             built,

@@ -32,7 +32,6 @@ def act_mul_kernel(x_ptr, out_ptr, bias_ptr, stream_ptr, eps, WIDTH: tl.constexp
         up = tl.load(x_ptr + row * (2 * WIDTH) + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
         if stream_ptr is not None:
             if i == 0:
-                tl.debug_barrier()  # the loads above are under way before those of the stream are waited for
                 factor = row_factor(stream_ptr + row * STREAM, eps, STREAM, STREAM_PAD)
             gate *= factor
             up *= factor

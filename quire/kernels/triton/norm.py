@@ -19,6 +19,7 @@ ROWS_OF_SEVERAL_PROGRAMS = 128
 @triton.jit
 def row_factor(row_ptr, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
     """1 / root mean square of a row. For kernels that use a product of rows that are not normalised yet."""
+    tl.debug_barrier()  # the caller's loads are under way before this one is waited for
     cols = tl.arange(0, WIDTH_PAD)
     x = tl.load(row_ptr + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)

@@ -52,7 +52,6 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
         high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
         if stream_ptr is not None:
             if i == 0:
-                tl.debug_barrier()  # the loads above are under way before those of the stream are waited for
                 factor = row_factor(stream_ptr + token * STREAM, stream_eps, STREAM, STREAM_PAD)
             low *= factor
             high *= factor
