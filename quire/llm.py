@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.inputs import Prompt
+from quire.engine.intake import Intake
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.stats import Metric
 from quire.errors import BadRequestError
@@ -18,6 +19,7 @@ from quire.interrupt import stop_on_interrupt
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
+from quire.request import Request
 from quire.text import Tokenizer
 from quire.text.chat_template import read_chat_template
 
@@ -52,27 +54,15 @@ class LLM:
         lora_request: None = None,
         tokenization_kwargs: None = None,
     ) -> list[RequestOutput]:
-        """Continue every prompt; outputs in the prompts' order. Nothing starts if any prompt is refused."""
+        """Continue every prompt; outputs in the prompts' order.
+
+        A prompt that is refused ends the call, and nothing of it goes on. A GPU may have begun with the ones before it;
+        otherwise nothing starts until all are taken.
+        """
         _refuse("lora_request", lora_request)
         _refuse("tokenization_kwargs", tokenization_kwargs)
         batch = _as_batch(prompts)
-        params = _per_prompt(sampling_params, len(batch), "sampling_params", SamplingParams)
-        priorities = _per_prompt(priority, len(batch), "priority", int)
-        now = time.monotonic()
-        prepared = []
-        for i, prompt in enumerate(batch):
-            own = params[i] or self.get_default_sampling_params()
-            own = own.clone(output_kind=OutputKind.FINAL_ONLY)  # nobody sees a batch before it is done
-            try:
-                prepared.append(
-                    self.llm_engine.prepare(
-                        str(next(self._ids)), prompt, own, arrival_time=now, priority=priorities[i] or 0
-                    )
-                )
-            except BadRequestError as error:
-                raise BadRequestError(f"prompt {i}: {error}" if len(batch) > 1 else str(error), param=error.param)  # noqa: B904
-        with self._one_at_a_time:  # each call takes all outputs that a step brings
-            return self._run(prepared, use_tqdm)
+        return self._generate(batch.__getitem__, len(batch), sampling_params, priority, use_tqdm)
 
     def chat(
         self,
@@ -88,6 +78,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of messages) or several (a list of such lists)."""
+        _refuse("lora_request", lora_request)
         if chat_template_content_format not in ("auto", "string", "openai"):
             raise BadRequestError(
                 f"chat_template_content_format must be auto, string or openai, got {chat_template_content_format!r}",
@@ -110,22 +101,52 @@ class LLM:
                 f"chat_template_kwargs must not contain {', '.join(taken)}", param="chat_template_kwargs"
             )
         template = None if chat_template is None else read_chat_template(chat_template)
-        prompts: list[Prompt] = [
-            self.llm_engine.render_chat(conversation, chat_template=template, **options | dict(switches))  # type: ignore[arg-type]
-            for conversation in conversations
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        options |= switches
 
-    def _run(self, prepared: list[Any], use_tqdm: bool) -> list[RequestOutput]:
+        def prompt_of(i: int) -> Prompt:
+            return self.llm_engine.render_chat(conversations[i], chat_template=template, **options)  # type: ignore[arg-type]
+
+        return self._generate(prompt_of, len(conversations), sampling_params, None, use_tqdm)
+
+    def _generate(
+        self,
+        prompt_of: Callable[[int], Prompt],
+        count: int,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _per_prompt(sampling_params, count, "sampling_params", SamplingParams)
+        priorities = _per_prompt(priority, count, "priority", int)
+        now = time.monotonic()
+
+        def add(i: int) -> Request:
+            own = params[i] or self.get_default_sampling_params()
+            own = own.clone(output_kind=OutputKind.FINAL_ONLY)  # nobody sees a batch before it is done
+            try:
+                return self.llm_engine.add_request(
+                    str(next(self._ids)), prompt_of(i), own, arrival_time=now, priority=priorities[i] or 0
+                )
+            except BadRequestError as error:
+                raise BadRequestError(f"prompt {i}: {error}" if count > 1 else str(error), param=error.param)  # noqa: B904
+
+        with self._one_at_a_time:  # each call takes all outputs that a step brings
+            return self._run(Intake(self.llm_engine, add, count, in_order=priority is None), count, use_tqdm)
+
+    def _run(self, intake: Intake, count: int, use_tqdm: bool) -> list[RequestOutput]:
         engine = self.llm_engine
-        ids = [request.request_id for request, _ in prepared]
+        ids: list[str] = []
         done: dict[str, RequestOutput] = {}
-        bar = _Bar(len(ids)) if use_tqdm else None
+        bar: _Bar | None = None
         try:
-            for request, text in prepared:
-                engine.add_prepared(request, text)
             with stop_on_interrupt() as stop:
-                while len(done) < len(ids):
+                while len(done) < count:
+                    for request in intake.begin_steps():
+                        ids.append(request.request_id)
+                        if stop.is_set:
+                            raise KeyboardInterrupt
+                    if bar is None and use_tqdm:
+                        bar = _Bar(count)
                     for output in engine.step():
                         if output.finished:
                             done[output.request_id] = output
@@ -136,7 +157,7 @@ class LLM:
         finally:
             if bar is not None:
                 bar.close()
-            if len(done) < len(ids):  # an error or Ctrl-C: give the blocks back
+            if len(done) < count:  # an error or Ctrl-C: give the blocks back
                 engine.abort_request(ids)
         return [done[i] for i in ids]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.workloads import Workload
 from quire.params import OutputKind, SamplingParams
+from quire.request import Request
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
@@ -21,21 +21,20 @@ def forced_length(num_out: int, **sampling: Any) -> SamplingParams:
     )
 
 
-def run_workload(
-    engine: LLMEngine,
-    workload: Workload,
-    sampling: dict[str, float] | None = None,
-    after_step: Callable[[], None] | None = None,
-) -> tuple[float, int]:
-    """Seconds and output tokens, all requests arriving at once."""
+def run_workload(engine: LLMEngine, workload: Workload, sampling: dict[str, float] | None = None) -> tuple[float, int]:
+    """Seconds and output tokens, all requests arriving at once, as LLM.generate runs them."""
+    from quire.engine.intake import Intake  # brings torch, which users of the rest here may not need
+
+    def add(i: int) -> Request:
+        prompt, wanted = workload[i]
+        return engine.add_request(str(i), prompt, forced_length(wanted, **(sampling or {})))
+
     started = time.perf_counter()
-    for i, (prompt, num_out) in enumerate(workload):
-        engine.add_request(str(i), prompt, forced_length(num_out, **(sampling or {})))
-    num_out = 0
-    while engine.has_unfinished_requests():
+    intake = Intake(engine, add, len(workload))
+    num_added = num_out = 0
+    while num_added < len(workload) or engine.has_unfinished_requests():
+        num_added += sum(1 for _ in intake.begin_steps())
         num_out += sum(len(output.outputs[0].token_ids) for output in engine.step())
-        if after_step is not None:
-            after_step()
     seconds = time.perf_counter() - started
     assert num_out == sum(n for _, n in workload), "an output has the wrong length"
     return seconds, num_out

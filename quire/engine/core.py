@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quire.engine.forecast import StepForecast, StepKind
@@ -73,11 +75,21 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._flights) or self.scheduler.has_work
 
+    @property
+    def has_room(self) -> bool:
+        """For another step beside those that run."""
+        return len(self._flights) < self.executor.depth
+
+    def begin_step(self) -> bool:
+        """Plan and submit one step. False where there is no room for it, or nothing to plan yet."""
+        with self._dying_of_failures():
+            return self._submit_next()
+
     def step(self) -> list[SequenceUpdate]:
         """Keep the executor as deep in work as it takes, then give out what the oldest step brought."""
-        self._raise_if_dead()
-        try:
-            self._fill()
+        with self._dying_of_failures():
+            while self._submit_next():
+                pass
             if not self._flights:
                 return self.scheduler.take_failures()
             self._prepare_meanwhile()
@@ -93,6 +105,31 @@ class EngineCore:
             self.host.collect_s += collected - started
             self.host.update_s += time.perf_counter() - collected
             return updates
+
+    def _submit_next(self) -> bool:
+        if not self.has_room:
+            return False
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        planned = time.perf_counter()
+        self.host.schedule_s += planned - started
+        if plan is None:
+            return False
+        self.last_plan = plan
+        ticket = self.executor.submit(plan)
+        submitted = time.perf_counter()
+        kind = StepKind.of(plan)
+        spans = plan.spans
+        self._flights.append(_Flight(ticket, kind, sum(spans.num_tokens), not all(spans.samples), planned))
+        self._forecast.observe_planning(submitted - started, has_prompts=kind.num_prompt_tokens > 0)
+        self.host.submit_s += submitted - planned
+        return True
+
+    @contextmanager
+    def _dying_of_failures(self) -> Iterator[None]:
+        self._raise_if_dead()
+        try:
+            yield
         except Exception as failure:
             # Scheduler and executor may disagree now about who holds what: nothing after this could be trusted.
             self._failure = failure
@@ -100,24 +137,6 @@ class EngineCore:
         except BaseException as failure:  # Ctrl-C in the middle: likewise, but it is nobody's error
             self._failure = failure
             raise
-
-    def _fill(self) -> None:
-        """Submit until the executor has as much as it takes, or there is nothing more to plan yet."""
-        while len(self._flights) < self.executor.depth:
-            started = time.perf_counter()
-            plan = self.scheduler.schedule()
-            planned = time.perf_counter()
-            self.host.schedule_s += planned - started
-            if plan is None:
-                return
-            self.last_plan = plan
-            ticket = self.executor.submit(plan)
-            submitted = time.perf_counter()
-            kind = StepKind.of(plan)
-            spans = plan.spans
-            self._flights.append(_Flight(ticket, kind, sum(spans.num_tokens), not all(spans.samples), planned))
-            self._forecast.observe_planning(submitted - started, has_prompts=kind.num_prompt_tokens > 0)
-            self.host.submit_s += submitted - planned
 
     def _prepare_meanwhile(self) -> None:
         """While a long step runs, the host does what would otherwise keep everybody waiting some time later."""

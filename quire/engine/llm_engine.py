@@ -56,12 +56,14 @@ class LLMEngine:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
-    ) -> None:
+    ) -> Request:
         """Queue a request. Raises BadRequestError, and then nothing has changed.
 
         `arrival_time` is on time.monotonic's clock.
         """
-        self.add_prepared(*self.prepare(request_id, prompt, params, arrival_time=arrival_time, priority=priority))
+        request, text = self.prepare(request_id, prompt, params, arrival_time=arrival_time, priority=priority)
+        self.add_prepared(request, text)
+        return request
 
     def prepare(
         self,
@@ -73,6 +75,12 @@ class LLMEngine:
         priority: int = 0,
     ) -> tuple[Request, str | None]:
         """Tokenize and check without touching the engine: any thread may do it, so that no step waits for it."""
+        if priority and self.config.scheduling_policy == "fcfs":
+            raise BadRequestError(
+                f"priority={priority!r} has no effect in the order of arrival: leave it out, or make the engine with "
+                f'scheduling_policy="priority"',
+                param="priority",
+            )
         return self._inputs.make_request(
             request_id,
             prompt,
@@ -104,6 +112,16 @@ class LLMEngine:
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._outputs)
+
+    @property
+    def has_room(self) -> bool:
+        """For another step beside those that run: who is added now may still be in it."""
+        return self.core.has_room
+
+    def begin_step(self) -> bool:
+        """Plan a step and start it without waiting for one; `step` does it, too. False where there is no room for it,
+        or nothing to plan yet."""
+        return self.core.begin_step()
 
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that it moved on."""

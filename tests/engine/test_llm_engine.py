@@ -217,8 +217,17 @@ def test_end_tokens(tiny_model: Path) -> None:
     assert len(finish(engine)["min"].outputs[0].token_ids) >= first + 2
 
 
-def test_the_first_and_the_last_priority(tiny_model: Path) -> None:
+def test_a_priority_is_refused_where_it_would_change_nothing(tiny_model: Path) -> None:
     engine = make(tiny_model)
+    with pytest.raises(BadRequestError, match='make the engine with scheduling_policy="priority"') as refused:
+        engine.add_request("x", "a", SamplingParams(max_tokens=1), priority=3)
+    assert refused.value.param == "priority"
+    engine.add_request("x", "a", SamplingParams(max_tokens=1), priority=0)
+    assert len(finish(engine)) == 1
+
+
+def test_the_first_and_the_last_priority(tiny_model: Path) -> None:
+    engine = make(tiny_model, scheduling_policy="priority")
     ok = SamplingParams(max_tokens=1)
     for priority in (-(2**31), 2**31 - 1):
         engine.add_request(str(priority), "a", ok, priority=priority)
