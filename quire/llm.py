@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.inputs import Prompt
-from quire.engine.intake import Intake
+from quire.engine.intake import Intake, runs_beside_host
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.stats import Metric
 from quire.errors import BadRequestError
@@ -24,6 +25,7 @@ from quire.text import Tokenizer
 from quire.text.chat_template import read_chat_template
 
 Message = Mapping[str, Any]
+Prepared = tuple[Request, str | None]
 
 
 class LLM:
@@ -86,7 +88,7 @@ class LLM:
             )
         if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
             raise BadRequestError("messages must be a list of messages, or of such lists, not empty", param="messages")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -118,37 +120,47 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _per_prompt(sampling_params, count, "sampling_params", SamplingParams)
         priorities = _per_prompt(priority, count, "priority", int)
+        ids = [str(next(self._ids)) for _ in range(count)]
         now = time.monotonic()
 
-        def add(i: int) -> Request:
+        def prepare(i: int) -> Prepared:
             own = params[i] or self.get_default_sampling_params()
             own = own.clone(output_kind=OutputKind.FINAL_ONLY)  # nobody sees a batch before it is done
-            try:
-                return self.llm_engine.add_request(
-                    str(next(self._ids)), prompt_of(i), own, arrival_time=now, priority=priorities[i] or 0
-                )
-            except BadRequestError as error:
-                raise BadRequestError(f"prompt {i}: {error}" if count > 1 else str(error), param=error.param)  # noqa: B904
+            with _naming_prompt(i, count):
+                return self.llm_engine.prepare(ids[i], prompt_of(i), own, arrival_time=now, priority=priorities[i] or 0)
 
+        # With priorities the last may have to go first: nothing can begin before it is known.
+        in_slices = priority is None and runs_beside_host(self.llm_engine.core)
+        prepared = prepare if in_slices else [prepare(i) for i in range(count)].__getitem__
         with self._one_at_a_time:  # each call takes all outputs that a step brings
-            return self._run(Intake(self.llm_engine, add, count, in_order=priority is None), count, use_tqdm)
+            return self._run(ids, prepared, in_slices, use_tqdm)
 
-    def _run(self, intake: Intake, count: int, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, ids: list[str], prepared: Callable[[int], Prepared], in_slices: bool, use_tqdm: bool
+    ) -> list[RequestOutput]:
         engine = self.llm_engine
-        ids: list[str] = []
         done: dict[str, RequestOutput] = {}
+        unfinished = set(ids)
         bar: _Bar | None = None
         try:
             with stop_on_interrupt() as stop:
-                while len(done) < count:
-                    for request in intake.begin_steps():
-                        ids.append(request.request_id)
-                        if stop.is_set:
-                            raise KeyboardInterrupt
+
+                def add(i: int) -> int:
+                    if stop.is_set:
+                        raise KeyboardInterrupt
+                    request, text = prepared(i)
+                    with _naming_prompt(i, len(ids)):
+                        engine.add_prepared(request, text)
+                    return request.num_prompt_tokens
+
+                intake = Intake(engine.core, add, len(ids), in_slices=in_slices)
+                while unfinished:
+                    intake.begin_steps()
                     if bar is None and use_tqdm:
-                        bar = _Bar(count)
+                        bar = _Bar(len(ids))
                     for output in engine.step():
-                        if output.finished:
+                        if output.finished and output.request_id in unfinished:
+                            unfinished.remove(output.request_id)
                             done[output.request_id] = output
                             if bar is not None:
                                 bar.add(output)
@@ -157,8 +169,7 @@ class LLM:
         finally:
             if bar is not None:
                 bar.close()
-            if len(done) < count:  # an error or Ctrl-C: give the blocks back
-                engine.abort_request(ids)
+            engine.abort_request(unfinished)  # after an error or Ctrl-C: give the blocks back
         return [done[i] for i in ids]
 
     def get_tokenizer(self) -> Tokenizer:
@@ -245,6 +256,17 @@ def _per_prompt(value: Any, count: int, name: str, kind: type) -> list[Any]:
     if len(value) != count:
         raise BadRequestError(f"{name} has {len(value)} entries for {count} prompts: give one, or one each", param=name)
     return list(value)
+
+
+@contextmanager
+def _naming_prompt(i: int, count: int) -> Iterator[None]:
+    """A refusal says which of several prompts it means."""
+    try:
+        yield
+    except BadRequestError as error:
+        if count == 1:
+            raise
+        raise BadRequestError(f"prompt {i}: {error}", param=error.param) from None
 
 
 def _refuse(name: str, value: object) -> None:

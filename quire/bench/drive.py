@@ -1,4 +1,4 @@
-"""Running a workload through an engine: the loop that every benchmark times."""
+"""Running a workload through an engine as LLM.generate does, and nothing else: for times to compare with others'."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.workloads import Workload
+from quire.engine.intake import Intake, runs_beside_host
 from quire.params import OutputKind, SamplingParams
-from quire.request import Request
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
@@ -23,17 +23,16 @@ def forced_length(num_out: int, **sampling: Any) -> SamplingParams:
 
 def run_workload(engine: LLMEngine, workload: Workload, sampling: dict[str, float] | None = None) -> tuple[float, int]:
     """Seconds and output tokens, all requests arriving at once, as LLM.generate runs them."""
-    from quire.engine.intake import Intake  # brings torch, which users of the rest here may not need
 
-    def add(i: int) -> Request:
+    def add(i: int) -> int:
         prompt, wanted = workload[i]
-        return engine.add_request(str(i), prompt, forced_length(wanted, **(sampling or {})))
+        return engine.add_request(str(i), prompt, forced_length(wanted, **(sampling or {}))).num_prompt_tokens
 
     started = time.perf_counter()
-    intake = Intake(engine, add, len(workload))
-    num_added = num_out = 0
-    while num_added < len(workload) or engine.has_unfinished_requests():
-        num_added += sum(1 for _ in intake.begin_steps())
+    intake = Intake(engine.core, add, len(workload), in_slices=runs_beside_host(engine.core))
+    num_out = 0
+    while not intake.is_done or engine.has_unfinished_requests():
+        intake.begin_steps()
         num_out += sum(len(output.outputs[0].token_ids) for output in engine.step())
     seconds = time.perf_counter() - started
     assert num_out == sum(n for _, n in workload), "an output has the wrong length"

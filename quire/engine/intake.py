@@ -5,46 +5,56 @@ Slices are measured in tokens, never by the clock, so that the same batch is cut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from quire.engine.llm_engine import LLMEngine
-from quire.request import Request
+from quire.engine.core import EngineCore
 
-_STEPS_A_SLICE = 8  # of work; to prepare so many tokens takes a host less time than a GPU needs for one step
+# Of work in a slice after the first. To tokenize so much takes a host less time than one step takes a GPU, at least of
+# a model of some billion weights.
+_STEPS_A_SLICE = 8
+
+
+def runs_beside_host(core: EngineCore) -> bool:
+    """Whether there is anything to win: elsewhere no step runs while requests are prepared."""
+    return core.executor.depth > 1
 
 
 class Intake:
     """Adds a batch's requests to an engine in their order, each when its slice is due."""
 
-    def __init__(self, engine: LLMEngine, add: Callable[[int], Request], count: int, *, in_order: bool = True) -> None:
-        """add: prepares and adds the request of that index.
+    def __init__(self, core: EngineCore, add: Callable[[int], int], count: int, *, in_slices: bool) -> None:
+        """add: gives the engine the request of that index, and returns its prompt's length in tokens.
 
-        Where nothing runs beside the host, and where the last may have to go first (not in_order), no request begins
-        before the last one is there.
+        Not in slices: no request begins before the last one is there.
         """
-        self._engine = engine
+        self._core = core
         self._add = add
         self._count = count
         self._next = 0
-        in_slices = in_order and engine.core.executor.depth > 1
-        self._step_tokens = engine.core.scheduler.config.max_num_batched_tokens if in_slices else None
+        self._in_slices = in_slices
+        self._slice_steps = 1  # first just enough to begin with
 
-    def begin_steps(self) -> Iterator[Request]:
-        """Begin as many steps as there is room for, and take in a slice before each. Gives each request once it is
-        added: who stops listening stops all of it."""
-        while self._engine.has_room:
-            yield from self._take_slice()
-            if not self._engine.begin_step():
+    @property
+    def is_done(self) -> bool:
+        return self._next == self._count
+
+    def begin_steps(self) -> None:
+        """Begin as many steps as there is room for, and take in a slice before each."""
+        while self._core.has_room:
+            self._take_slice()
+            if not self._core.begin_step():
                 return
 
-    def _take_slice(self) -> Iterator[Request]:
-        """The first is just enough to begin with. Nothing once all are taken."""
-        tokens_left = self._step_tokens
-        if tokens_left is not None and self._next > 0:
-            tokens_left *= _STEPS_A_SLICE
-        while self._next < self._count and (tokens_left is None or tokens_left > 0):
-            request = self._add(self._next)
+    def _take_slice(self) -> None:
+        if self._next > 0:
+            self._slice_steps = self._next_slice_steps()
+        tokens_left = self._slice_steps * self._core.scheduler.config.max_num_batched_tokens
+        while not self.is_done and (tokens_left > 0 or not self._in_slices):
+            tokens_left -= self._add(self._next)
             self._next += 1
-            if tokens_left is not None:
-                tokens_left -= request.num_prompt_tokens
-            yield request
+
+    def _next_slice_steps(self) -> int:
+        if self._slice_steps == 1:
+            return _STEPS_A_SLICE
+        # Where nobody was left waiting, steps could have been larger: the prefix cache has much of these prompts.
+        return self._slice_steps * (2 if self._core.scheduler.num_waiting == 0 else 1)

@@ -113,16 +113,6 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return len(self._outputs)
 
-    @property
-    def has_room(self) -> bool:
-        """For another step beside those that run: who is added now may still be in it."""
-        return self.core.has_room
-
-    def begin_step(self) -> bool:
-        """Plan a step and start it without waiting for one; `step` does it, too. False where there is no room for it,
-        or nothing to plan yet."""
-        return self.core.begin_step()
-
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that it moved on."""
         updates = self.core.step()

@@ -19,19 +19,19 @@ MAX_MIXED_DECODES, MAX_MIXED_TOKENS = MIXED_DECODES[-1], MIXED_TOKENS[-1]
 MAX_MIXED_PROMPTS = 16
 # Matrix products of 448 rows take a third longer than those of 456, and around it times jump about.
 _SLOW_ROWS = 448
-_LARGEST_SIZES = (416, 432, 456, MAX_GRAPH_SEQS)
+_LARGEST_SIZES = (432, 456, MAX_GRAPH_SEQS)  # of decode steps with more than 416 sequences
 _GRAPH_WORKSPACE_BYTES = 32 << 20  # cuBLAS's, of the stream on which steps are captured
 _GRAPH_LAYER_BYTES = 34 * 1024  # 1.08 MB more in use for each of 62 captures of a model with 32 layers
 
 
 def padded_size(num_seqs: int) -> int:
-    """Rows that a decode step is captured for: powers of two while they are small, then steps of 8, 16 and 32. At most
-    a fifth of a large batch is padding."""
+    """Rows that a decode step is captured for: powers of two while they are small, then steps of 8 and 16, and above 416
+    what multiplies fast. At most a fifth of a large batch is padding."""
     if num_seqs <= 8:
         return 1 << (num_seqs - 1).bit_length()
-    if _LARGEST_SIZES[0] < num_seqs <= _LARGEST_SIZES[-1]:
+    if 416 < num_seqs <= MAX_GRAPH_SEQS:
         return next(size for size in _LARGEST_SIZES if size >= num_seqs)
-    step = 8 if num_seqs <= 256 else 16 if num_seqs <= MAX_GRAPH_SEQS else 32
+    step = 8 if num_seqs <= 256 else 16
     return -(-num_seqs // step) * step
 
 
@@ -41,7 +41,7 @@ def padded_decodes(num_decodes: int) -> int:
 
 
 def is_slow(num_rows: int) -> bool:
-    """Whether a product of somewhat more rows takes less time."""
+    """Whether a captured step of so many rows would take longer than one of a few more."""
     return num_rows == _SLOW_ROWS
 
 

@@ -146,10 +146,11 @@ class Scheduler:
 
     def abort(self, request_id: str) -> list[SequenceUpdate]:
         """End a request, wherever it is. Its blocks are free at once; tokens in flight are dropped when they come."""
+        updates = self._take_failures_of(request_id)
         request = self._life.requests.get(request_id)
-        if request is None:
-            return []
-        return [self._end(seq, FinishReason.ABORT) for seq in request.sequences if seq.state is not _FINISHED]
+        if request is not None:
+            updates += [self._end(seq, FinishReason.ABORT) for seq in request.sequences if seq.state is not _FINISHED]
+        return updates
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
         """End one sequence for a cause that only its reader sees, such as a stop string. False: it has ended before."""
@@ -163,6 +164,13 @@ class Scheduler:
         """Sequences that `schedule()` had to give up. `update()` returns them too: this is for when no step runs."""
         failures, self._failures = self._failures, []
         return failures
+
+    def _take_failures_of(self, request_id: str) -> list[SequenceUpdate]:
+        """Of a request that was given up, while nobody has heard of it."""
+        own = [update for update in self._failures if update.seq.request.request_id == request_id]
+        if own:
+            self._failures = [update for update in self._failures if update.seq.request.request_id != request_id]
+        return own
 
     # -- a step is planned
 

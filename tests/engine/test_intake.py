@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,23 +17,34 @@ from quire.errors import BadRequestError
 from quire.executor.local import LocalExecutor
 
 
-def fake_engine(step_tokens: int, depth: int = 2) -> Any:
-    """With room for a step a call."""
-    core = SimpleNamespace(
-        executor=SimpleNamespace(depth=depth),
-        scheduler=SimpleNamespace(config=SimpleNamespace(max_num_batched_tokens=step_tokens)),
-    )
-    return SimpleNamespace(core=core, has_room=True, begin_step=lambda: False)
+def fake_core(step_tokens: int, num_waiting: int = 1, num_steps: int = 1) -> Any:
+    """With room for so many steps."""
+    scheduler = SimpleNamespace(config=SimpleNamespace(max_num_batched_tokens=step_tokens), num_waiting=num_waiting)
+    core = SimpleNamespace(scheduler=scheduler, has_room=True, num_begun=0)
+
+    def begin_step() -> bool:
+        core.num_begun += 1
+        core.has_room = core.num_begun % num_steps > 0
+        return True
+
+    core.begin_step = begin_step
+    return core
 
 
-def slices_of(lengths: list[int], step_tokens: int = 10, *, depth: int = 2, in_order: bool = True) -> list[int]:
-    def add(i: int) -> Any:
-        return SimpleNamespace(num_prompt_tokens=lengths[i])
+def slices_of(lengths: list[int], *, in_slices: bool = True, num_waiting: int = 1) -> list[int]:
+    core, slices = fake_core(10, num_waiting), [0]
 
-    intake = Intake(fake_engine(step_tokens, depth), add, len(lengths), in_order=in_order)
-    slices = []
-    while taken := len(list(intake.begin_steps())):
-        slices.append(taken)
+    def add(i: int) -> int:
+        slices[-1] += 1
+        return lengths[i]
+
+    intake = Intake(core, add, len(lengths), in_slices=in_slices)
+    while not intake.is_done:
+        core.has_room = True
+        intake.begin_steps()
+        slices.append(0)
+    intake.begin_steps()
+    assert slices.pop() == 0
     return slices
 
 
@@ -41,45 +55,23 @@ def test_the_first_slice_fills_a_step_and_later_ones_eight() -> None:
     assert slices_of([]) == []
 
 
-def test_all_are_one_slice_where_nothing_runs_beside_the_host_or_out_of_order() -> None:
-    assert slices_of([500] * 50, depth=1) == [50]
-    assert slices_of([500] * 50, in_order=False) == [50]
+def test_slices_grow_while_steps_could_be_larger() -> None:
+    assert slices_of([5] * 150, num_waiting=0) == [2, 16, 32, 64, 36]
+
+
+def test_not_in_slices_all_are_there_before_the_first_step() -> None:
+    assert slices_of([500] * 50, in_slices=False) == [50]
 
 
 def test_a_slice_is_taken_before_each_step_that_begins() -> None:
-    engine, begun = fake_engine(10), []
+    core, added = fake_core(10, num_steps=2), []
 
-    def begin_step() -> bool:
-        begun.append(len(added))
-        engine.has_room = len(begun) < 2
-        return True
+    def add(i: int) -> int:
+        added.append(core.num_begun)
+        return 5
 
-    added: list[int] = []
-
-    def add(i: int) -> Any:
-        added.append(i)
-        return SimpleNamespace(num_prompt_tokens=5)
-
-    engine.begin_step = begin_step
-    list(Intake(engine, add, 100).begin_steps())
-    assert begun == [2, 18]
-
-
-def test_a_request_is_added_when_it_is_asked_for() -> None:
-    added: list[int] = []
-
-    def add(i: int) -> Any:
-        if i == 3:
-            raise BadRequestError("no")
-        added.append(i)
-        return SimpleNamespace(num_prompt_tokens=1)
-
-    taken = Intake(fake_engine(10), add, 9).begin_steps()
-    next(taken)
-    assert added == [0]
-    with pytest.raises(BadRequestError):
-        list(taken)
-    assert added == [0, 1, 2]
+    Intake(core, add, 100, in_slices=True).begin_steps()
+    assert added == [0] * 2 + [1] * 16
 
 
 @pytest.fixture
@@ -90,7 +82,8 @@ def deep_llm(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 
 def new_llm(model: Path, **settings: Any) -> LLM:
-    return LLM(str(model), load_format="dummy", device="cpu", num_threads=1, kv_cache_memory_bytes=4 << 20, **settings)
+    common: dict[str, Any] = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 4 << 20}
+    return LLM(str(model), load_format="dummy", **common | settings)
 
 
 PROMPTS = [[1 + i % 7] * (5 + 3 * i % 40) for i in range(60)]
@@ -141,6 +134,72 @@ def test_with_priorities_the_last_prompt_may_go_first(deep_llm: LLM, monkeypatch
     monkeypatch.setattr(deep_llm.llm_engine.core.executor, "submit", submitted)
     tokens(deep_llm, [[1] * 64, *PROMPTS, [2] * 64], priority=[1] * (len(PROMPTS) + 1) + [0])
     assert list(plans[0].admitted[0].token_ids) == [2] * 64
+
+
+def test_an_error_in_the_middle_leaves_nothing_behind(deep_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is, and wherever in adding a request it comes."""
+    engine, wanted = deep_llm.llm_engine, tokens(deep_llm)
+    for name, error in [("prepare", ValueError), ("add_prepared", KeyboardInterrupt), ("add_prepared", MemoryError)]:
+        original, num_calls = getattr(engine, name), 0
+
+        def failing(*args: Any, original: Any = original, error: Any = error, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            done = original(*args, **kwargs)
+            num_calls += 1
+            if num_calls == 30:
+                raise error
+            return done
+
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(engine, name, failing)
+            tokens(deep_llm)
+        assert not engine.has_unfinished_requests() and not engine.core.scheduler.requests
+        assert tokens(deep_llm) == wanted
+
+
+def test_a_request_given_up_before_the_call_ended_is_not_the_next_calls(tiny_model: Path, deep_llm: LLM) -> None:
+    """Pinned blocks are in one prompt's way, and a later one is refused before anybody heard of it."""
+    llm = new_llm(tiny_model, max_num_batched_tokens=256, max_model_len=256, kv_cache_memory_bytes=1 << 20)
+    engine = llm.llm_engine
+    kv, token = engine.core.kv, itertools.count(1)
+    while kv.num_free_blocks > 6:
+        engine.pin_prefix([next(token) % 250 for _ in range(min(12, kv.num_free_blocks - 4) * kv.block_size)])
+    large, small = [5] * 180, [[7 + i] * 20 for i in range(8)]
+    [given_up, *_] = llm.generate([large, *small], PARAMS, use_tqdm=False)
+    assert given_up.outputs[0].finish_reason == "error"
+    with pytest.raises(BadRequestError, match="prompt 9"):
+        llm.generate([large, *small, [1] * 400], PARAMS, use_tqdm=False)
+    assert not engine.has_unfinished_requests()
+    for _ in range(2):
+        assert len(tokens(llm, [[3] * 10])[0]) == 5
+
+
+def test_ctrl_c_while_requests_are_taken_in(deep_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, add_prepared, added = deep_llm.llm_engine, deep_llm.llm_engine.add_prepared, []
+
+    def interrupted(request: Any, text: Any) -> None:
+        added.append(request)
+        if len(added) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        add_prepared(request, text)
+
+    monkeypatch.setattr(engine, "add_prepared", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(deep_llm)
+    assert len(added) == 5 and not engine.has_unfinished_requests()
+
+
+def test_somebody_elses_request_in_the_engine_is_not_taken_for_ones_own(deep_llm: LLM) -> None:
+    deep_llm.llm_engine.add_request("mine", [1, 2, 3], SamplingParams(max_tokens=1))
+    assert len(tokens(deep_llm)) == len(PROMPTS)
+
+
+def test_a_refused_batch_counts_nowhere_where_nothing_runs_beside_the_host(tiny_model: Path) -> None:
+    llm = new_llm(tiny_model)
+    before = [(metric.name, metric.value) for metric in llm.get_metrics() if hasattr(metric, "value")]
+    with pytest.raises(BadRequestError, match="prompt 60"):
+        tokens(llm, [*PROMPTS, [1] * 400])
+    assert before == [(metric.name, metric.value) for metric in llm.get_metrics() if hasattr(metric, "value")]
 
 
 def test_a_refused_prompt_far_back_ends_the_call_and_nothing_else(deep_llm: LLM) -> None:
