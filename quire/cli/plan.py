@@ -120,6 +120,8 @@ def _device(args: argparse.Namespace) -> tuple[str, int | None, str, GpuRecord |
         return "cuda", GPU_BYTES[name], f"one {args.gpu.upper()}, whose driver reports about", None
     if args.memory is not None:
         memory = parse_size(args.memory, "--memory")
+        if memory < 1 << 20:
+            raise ConfigError(f"--memory {args.memory} is {memory:,} bytes: did you mean {args.memory}GiB?")
         on_cpu = args.device == "cpu"
         return ("cpu", memory, "a CPU with", None) if on_cpu else ("cuda", memory, "a GPU with", None)
     if args.device != "cpu":

@@ -217,7 +217,12 @@ def _flags(plan: Plan, hub_id: str) -> list[str]:
         return [*lines, "  nothing to add: the defaults fit"]
     width = max(len(flag.name) for flag in plan.flags)
     lines += [f"    {flag.name:<{width}}  {flag.reason}" for flag in plan.flags]
-    after = f"{advised.ledger.num_blocks:,} blocks of {advised.ledger.block_size}, {advised.num_tokens:,} tokens"
+    # What the last start on a GPU left is for its own settings: with others the engine measures anew.
+    is_fixed = plan.config.kv_cache_memory_bytes is not None or "--kv-cache-memory-bytes" in {
+        f.name for f in plan.flags
+    }
+    about = "" if is_fixed or (plan.is_exact and plan.device == "cpu") else "about "
+    after = f"{about}{advised.ledger.num_blocks:,} blocks of {advised.ledger.block_size}, {advised.num_tokens:,} tokens"
     if advised.fit is not None:
         after += f", about {advised.fit.typical:,} of your requests at once"
         if plan.concurrency is not None and advised.fit.typical < plan.concurrency:

@@ -201,12 +201,7 @@ def recommend(plan: Plan) -> tuple[list[Flag], DevicePlan]:
     config = _recommend_more_room(plan, config, flags)
     if config.max_num_seqs is None:
         config = _recommend_width(plan, config, flags)
-    device = _replan(plan, config)
-    if plan.device == "cuda" and device.ledger is not None and config.kv_cache_memory_bytes is None:
-        # Last, at what the other flags leave.
-        reason = f"exactly {device.ledger.num_blocks:,} blocks; without it the engine measures what is left"
-        flags.append(Flag("--kv-cache-memory-bytes", str(device.ledger.kv_bytes), reason))
-        config = config.replace(kv_cache_memory_bytes=device.ledger.kv_bytes)
+    # Not the size of a GPU's cache: the engine measures what is left, and this plan may only reckon it.
     return flags, _replan(plan, config)
 
 
@@ -226,7 +221,7 @@ def _recommend_width(plan: Plan, config: EngineConfig, flags: list[Flag]) -> Eng
     if width == plan.max_num_seqs:
         return config
     if width < plan.max_num_seqs:
-        reason = f"about {width:,} fit; the default of {plan.max_num_seqs:,} would let in more and preempt them"
+        reason = f"about {width:,} fit; {plan.max_num_seqs:,} would preempt each other and leave the cache less"
     else:
         reason = f"you asked for {plan.concurrency:,} and {fits:,} fit; the default is {plan.max_num_seqs:,}"
     flags.append(Flag("--max-num-seqs", str(width), reason))

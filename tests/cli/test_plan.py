@@ -55,6 +55,17 @@ def test_weights_that_stay_packed_are_told_apart(capsys: pytest.CaptureFixture[s
         assert "unpacked" not in capsys.readouterr().out
 
 
+def test_a_gpu_elsewhere_is_not_given_a_fixed_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3.1-8b", "--memory", "80GiB", "--prompt-len", "1024", "--output-len", "256"]) == 0
+    flags = capsys.readouterr().out.split("Flags")[1]
+    assert "--kv-cache-memory-bytes" not in flags and "with these: about " in flags
+
+
+def test_memory_without_its_unit_is_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3.1-8b", "--memory", "80"]) == 2
+    assert "did you mean 80GiB?" in capsys.readouterr().err
+
+
 def test_json_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     mix = ["--mix", "200:400:3", "--mix", "6000:300", "--concurrency", "8"]
     assert main(["plan", "llama-3.1-8b", "--memory", "80GiB", "--json", *mix]) == 0
