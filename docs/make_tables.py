@@ -78,7 +78,16 @@ VLLM_METHODS: dict[str, tuple[str, ...]] = {
         *("start_profile", "stop_profile"),
     ),
     "AsyncLLM": (
-        *("from_engine_args", "generate", "abort", "encode", "check_health", "reset_prefix_cache", "shutdown"),
+        *(
+            "from_engine_args",
+            "generate",
+            "abort",
+            "encode",
+            "check_health",
+            "get_tokenizer",
+            "reset_prefix_cache",
+            "shutdown",
+        ),
         *("pause_generation", "resume_generation", "sleep", "wake_up", "add_lora", "remove_lora", "list_loras"),
         *("start_profile", "stop_profile"),
     ),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
+    from quire.engine.inputs import TextPrompt, TokensPrompt
     from quire.engine.llm_engine import LLMEngine
     from quire.errors import QuireError
     from quire.llm import LLM
@@ -30,7 +31,17 @@ _HOMES = {
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
     "Logprob": "quire.outputs",
+    "TextPrompt": "quire.engine.inputs",
+    "TokensPrompt": "quire.engine.inputs",
     "QuireError": "quire.errors",
+}
+
+# What vLLM's users call some of them.
+_ALIASES = {
+    "AsyncLLMEngine": "AsyncLLM",
+    "EngineArgs": "EngineConfig",
+    "AsyncEngineArgs": "EngineConfig",
+    "RequestOutputKind": "OutputKind",
 }
 
 __all__ = [
@@ -44,13 +55,14 @@ __all__ = [
     "QuireError",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # vLLM's users also write these two.
-    name = {"AsyncLLMEngine": "AsyncLLM", "EngineArgs": "EngineConfig"}.get(name, name)
+    name = _ALIASES.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

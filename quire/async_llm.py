@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from functools import cached_property
 from typing import Any, TypeVar
 
 from quire.config import EngineConfig
@@ -16,10 +17,11 @@ from quire.engine.inputs import Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, QuireError
-from quire.llm import log_start
+from quire.llm import log_start, tokenizer_of
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
+from quire.text import HFTokenizerFacade
 
 T = TypeVar("T")
 
@@ -141,6 +143,14 @@ class AsyncLLM:
 
     async def get_metrics(self) -> list[Metric]:
         return await self._call(self.engine.get_metrics)
+
+    async def get_tokenizer(self) -> HFTokenizerFacade:
+        """The engine's tokenizer under the names that Hugging Face's have."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> HFTokenizerFacade:
+        return tokenizer_of(self.engine)
 
     def check_health(self) -> None:
         if self._death is not None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -21,7 +22,7 @@ from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
 from quire.request import Request
-from quire.text import Tokenizer
+from quire.text import HFTokenizerFacade
 from quire.text.chat_template import read_chat_template
 
 Message = Mapping[str, Any]
@@ -92,7 +93,6 @@ class LLM:
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
-            "tools": tools,
             "content_format": chat_template_content_format,
         }
         switches = chat_template_kwargs or {}
@@ -101,6 +101,12 @@ class LLM:
         if taken := sorted({"messages", "chat_template", "content_format", "self"}.intersection(switches)):
             raise BadRequestError(
                 f"chat_template_kwargs must not contain {', '.join(taken)}", param="chat_template_kwargs"
+            )
+        if tools or switches.get("tools"):
+            raise BadRequestError(
+                "tools is not supported: Quire has no tool calls yet. Leave it out; to tell a model of tools and read "
+                "its answer yourself, generate from get_tokenizer().apply_chat_template(messages, tools=...)",
+                param="tools",
             )
         template = None if chat_template is None else read_chat_template(chat_template)
         options |= switches
@@ -141,7 +147,7 @@ class LLM:
         engine = self.llm_engine
         done: dict[str, RequestOutput] = {}
         unfinished = set(ids)
-        bar: _Bar | None = None
+        bar = _Bar(engine, len(ids)) if use_tqdm else None
         try:
             with stop_on_interrupt() as stop:
 
@@ -156,8 +162,8 @@ class LLM:
                 intake = Intake(engine.core, add, len(ids), in_slices=in_slices)
                 while unfinished:
                     intake.begin_steps()
-                    if bar is None and use_tqdm:
-                        bar = _Bar(len(ids))
+                    if bar is not None:
+                        bar.tick()
                     for output in engine.step():
                         if output.finished and output.request_id in unfinished:
                             unfinished.remove(output.request_id)
@@ -172,10 +178,13 @@ class LLM:
             engine.abort_request(unfinished)  # after an error or Ctrl-C: give the blocks back
         return [done[i] for i in ids]
 
-    def get_tokenizer(self) -> Tokenizer:
-        if self.llm_engine.tokenizer is None:
-            raise BadRequestError("this LLM was made with skip_tokenizer_init=True and has no tokenizer")
-        return self.llm_engine.tokenizer
+    def get_tokenizer(self) -> HFTokenizerFacade:
+        """The engine's tokenizer under the names that Hugging Face's have."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> HFTokenizerFacade:
+        return tokenizer_of(self.llm_engine)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults (its generation config) over SamplingParams's."""
@@ -189,26 +198,59 @@ class LLM:
 
 
 class _Bar:
-    """tqdm over requests, with tokens per second beside it."""
+    """tqdm over requests, with tokens per second beside it: of all requests as they go, not of the finished alone."""
 
-    def __init__(self, total: int) -> None:
-        from tqdm import tqdm
+    _REFRESH_S = 0.5
 
-        self._bar = tqdm(total=total, desc="prompts", unit="req", dynamic_ncols=True)
-        self._started = time.perf_counter()
-        self._tokens_in = self._tokens_out = 0
+    def __init__(self, engine: LLMEngine, total: int) -> None:
+        self._engine = engine
+        self._total = total
+        self._bar: Any = None  # drawn when the first step has begun: a batch that is refused leaves no bar behind
+        self._before_in, self._before_out = self._counts()
+        self._started = self._refreshed = time.perf_counter()
+        self._tokens_in = self._tokens_out = 0  # of finished requests
+
+    def tick(self) -> None:
+        """Between two steps."""
+        now = time.perf_counter()
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._total, desc="prompts", unit="req", dynamic_ncols=True)
+        elif now - self._refreshed >= self._REFRESH_S:
+            self._refreshed = now
+            num_in, num_out = self._counts()
+            # Never less than what is finished: a preempted sequence's tokens leave the count until they are computed
+            # again.
+            self._show_rates(
+                max(num_in - self._before_in, self._tokens_in), max(num_out - self._before_out, self._tokens_out)
+            )
+            self._bar.refresh()
 
     def add(self, output: RequestOutput) -> None:
         self._tokens_in += len(output.prompt_token_ids)
         self._tokens_out += sum(len(c.token_ids) for c in output.outputs)
-        seconds = max(time.perf_counter() - self._started, 1e-9)
-        self._bar.set_postfix_str(
-            f"in {self._tokens_in / seconds:.1f} tok/s, out {self._tokens_out / seconds:.1f} tok/s", refresh=False
-        )
         self._bar.update(1)
 
     def close(self) -> None:
+        if self._bar is None:
+            return
+        if self._bar.n == self._total:  # else Ctrl-C or an error: the last rates stand
+            self._show_rates(self._tokens_in, self._tokens_out)
         self._bar.close()
+
+    def _counts(self) -> tuple[int, int]:
+        """Prompt tokens that steps were given or the cache had, and tokens generated, since the engine's start."""
+        core = self._engine.core
+        planned = core.scheduler.stats
+        num_in = planned.num_prefill_tokens - planned.num_recomputed_tokens + core.kv.counters.prefix.num_hit_tokens
+        return num_in, self._engine.stats.generation_tokens
+
+    def _show_rates(self, tokens_in: int, tokens_out: int) -> None:
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        self._bar.set_postfix_str(
+            f"in {tokens_in / seconds:.1f} tok/s, out {tokens_out / seconds:.1f} tok/s", refresh=False
+        )
 
 
 def log_start(engine: LLMEngine, seconds: float) -> None:
@@ -231,6 +273,12 @@ def log_start(engine: LLMEngine, seconds: float) -> None:
     log.info("%s", engine.ledger.blocks_line())
     if backend.note:
         log.warning("%s", backend.note)
+
+
+def tokenizer_of(engine: LLMEngine) -> HFTokenizerFacade:
+    if engine.tokenizer is None:
+        raise BadRequestError("this engine was made with skip_tokenizer_init=True and has no tokenizer")
+    return HFTokenizerFacade(engine.tokenizer, engine.built.text.chat_template)
 
 
 def _as_batch(prompts: Any) -> list[Prompt]:

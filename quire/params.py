@@ -163,6 +163,11 @@ class SamplingParams:
                 raise BadRequestError("logit_bias needs token ids >= 0 and values in -100..100", param="logit_bias")
             self.logit_bias = bias
 
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """With None for what is not given, as vLLM's; only max_tokens=None has a meaning of its own: no limit."""
+        return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
+
     def clone(self, **changes: Any) -> SamplingParams:
         """A checked copy with some fields changed."""
         return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)

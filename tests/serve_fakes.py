@@ -125,6 +125,7 @@ class FakeEngine:
             number = request.request.max_tokens
             is_final_only = request.request.params.output_kind is OutputKind.FINAL_ONLY
             for i in range(number):
+                request.num_made_tokens[:] = [i]
                 await asyncio.wait({dead}, timeout=self._token_s)
                 if self._dead.is_set():
                     raise EngineDeadError("killed, says /a/path")

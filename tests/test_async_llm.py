@@ -106,6 +106,17 @@ def test_an_idle_engine_burns_nothing(engine: AsyncLLM) -> None:
     assert time.process_time() - before < 0.05
 
 
+def test_the_tokenizer(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        tokenizer = await engine.get_tokenizer()
+        assert await engine.get_tokenizer() is tokenizer
+        [*_, last] = await collect(engine, {"prompt_token_ids": tokenizer.encode("hello")}, LONG)
+        text = tokenizer.decode(last.outputs[0].token_ids, skip_special_tokens=True)
+        assert text == last.outputs[0].text
+
+    asyncio.run(run())
+
+
 def test_death_reaches_every_reader(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         stream = engine.generate("hello", LONG)

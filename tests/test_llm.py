@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, TokensPrompt
 from quire.errors import (
     BadRequestError,
     ConfigError,
@@ -220,6 +220,39 @@ def test_chat_renders_the_models_template(llm: LLM) -> None:
         llm.chat([], params)
 
 
+def test_the_tokenizer_makes_the_prompts_that_the_engine_makes(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, skip_special_tokens=False)
+    messages = [{"role": "user", "content": "Hi"}]
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is llm.get_tokenizer()  # its template is compiled once
+    [chat] = llm.chat(messages, params, use_tqdm=False)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
+    assert (chat.prompt, chat.prompt_token_ids) == (text, ids)
+    [output] = llm.generate(TokensPrompt(prompt_token_ids=ids), params, use_tqdm=False)
+    assert output.outputs[0].token_ids == chat.outputs[0].token_ids
+    assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
+
+
+def test_the_tokenizer_renders_with_the_llms_own_template(tiny_model: Path) -> None:
+    llm = LLM(
+        str(tiny_model), load_format="dummy", device="cpu", num_threads=1, chat_template="{{ messages[0].content }}!"
+    )
+    messages = [{"role": "user", "content": "Hi"}]
+    assert llm.get_tokenizer().apply_chat_template(messages, tokenize=False) == "Hi!"
+    assert llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt == "Hi!"
+
+
+def test_tools_are_refused_wherever_they_stand(llm: LLM) -> None:
+    messages, tools = [{"role": "user", "content": "Hi"}], [{"type": "function", "function": {"name": "f"}}]
+    for arguments in ({"tools": tools}, {"chat_template_kwargs": {"tools": tools}}):
+        for template in (None, "{{ tools }}"):
+            with pytest.raises(BadRequestError, match="no tool calls yet") as refused:
+                llm.chat(messages, use_tqdm=False, chat_template=template, **arguments)  # type: ignore[arg-type]
+            assert refused.value.param == "tools"
+    assert llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, tools=[])
+
+
 def test_refused_by_name(llm: LLM) -> None:
     with pytest.raises(BadRequestError, match="lora_request"):
         llm.generate("a", lora_request=object())  # type: ignore[arg-type]
@@ -249,6 +282,8 @@ def test_skip_tokenizer_init(tiny_model: Path) -> None:
         bare.generate("text", use_tqdm=False)
     with pytest.raises(BadRequestError, match="stop"):
         bare.generate([1], SamplingParams(stop="x"), use_tqdm=False)
+    with pytest.raises(BadRequestError, match="skip_tokenizer_init"):
+        bare.get_tokenizer()
 
 
 def test_start_errors_say_what_to_change(tiny_model: Path, tmp_path: Path) -> None:

@@ -100,10 +100,12 @@ async def run_load(
     *,
     max_concurrency: int | None = None,
     stop: asyncio.Event | None = None,
+    on_sent: Callable[[Outcome], None] | None = None,
     on_done: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
     """Send each request at its time, or as soon after as the cap on concurrency allows. Ends early when `stop` is set:
-    what is under way is cancelled, and only finished outcomes are returned."""
+    what is under way is cancelled, and only finished outcomes are returned. `on_sent` gets an outcome that still grows.
+    """
     aiohttp = require_aiohttp()
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     outcomes: list[Outcome] = []
@@ -117,7 +119,7 @@ async def run_load(
             if gate is not None:
                 await gate.acquire()
             try:
-                outcome = await send(session, target, request, started)
+                outcome = await send(session, target, request, started, on_sent)
             finally:
                 if gate is not None:
                     gate.release()
@@ -144,7 +146,11 @@ async def run_load(
 
 
 async def send(
-    session: aiohttp.ClientSession, target: Target, request: ClientRequest, started: float | None = None
+    session: aiohttp.ClientSession,
+    target: Target,
+    request: ClientRequest,
+    started: float | None = None,
+    on_sent: Callable[[Outcome], None] | None = None,
 ) -> Outcome:
     """One streamed request. Failures are told in the outcome, never raised."""
     import aiohttp
@@ -153,6 +159,8 @@ async def send(
     outcome = Outcome(sent - (sent if started is None else started))
     if isinstance(request.prompt, list):
         outcome.prompt_tokens = len(request.prompt)
+    if on_sent is not None:
+        on_sent(outcome)
     reader = _Reader(outcome, sent, is_chat=target.is_chat)
     try:
         async with session.post(target.url, json=_body(target, request)) as response:

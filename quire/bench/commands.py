@@ -7,16 +7,18 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from quire.bench.address import server_address
 from quire.bench.client import ClientRequest, Target
 from quire.bench.dataset import read_exchanges
-from quire.bench.engines import EngineShelf, progress_bar
+from quire.bench.engines import EngineShelf
 from quire.bench.jobs import Job, check_workload_flags, make_jobs
 from quire.bench.machine import describe_machine
-from quire.bench.measure import measure_repeats, merge_repeats
+from quire.bench.measure import Stage, measure_repeats, merge_repeats
+from quire.bench.progress import WARM_UP, Progress, RunProgress, WarmUpInterrupted, repeat_name, run_progress
 from quire.bench.report import Percentiles, RunReport
 from quire.bench.serve import Load, client_requests, parse_goodput, run_serve
 from quire.bench.tables import errors_text
-from quire.bench.workloads import fixed, usable_vocab
+from quire.bench.workloads import Workload, fixed, usable_vocab
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 
@@ -52,7 +54,7 @@ def _quire_runs(args: argparse.Namespace, config: EngineConfig, shelf: EngineShe
 
 
 def _measure_job(args: argparse.Namespace, engine: Any, job: Job, sampling: dict[str, Any]) -> RunReport:
-    with progress_bar(job.name, sum(num_out for _, num_out in job.workload) * sampling.get("n", 1)) as show:
+    with run_progress(job.name) as progress:
         return measure_repeats(
             engine,
             job.workload,
@@ -63,8 +65,17 @@ def _measure_job(args: argparse.Namespace, engine: Any, job: Job, sampling: dict
             parameters=job.parameters,
             arrivals=job.arrivals,
             sampling=sampling,
-            progress=show,
+            stage=_stages(progress, sampling.get("n", 1)),
         )
+
+
+def _stages(progress: RunProgress, n: int = 1) -> Stage:
+    """`n` answers to each prompt."""
+
+    def begin(name: str, work: Workload) -> Progress:
+        return progress.stage(name, len(work), n * sum(num_out for _, num_out in work))
+
+    return begin
 
 
 def _baseline_runs(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
@@ -72,11 +83,15 @@ def _baseline_runs(args: argparse.Namespace, config: EngineConfig, shelf: Engine
     baseline = shelf.baseline(config, args.hf_max_batch_size)
     longest = min(baseline.max_model_len, config.max_model_len or baseline.max_model_len)
     for job in make_jobs(args, vocab_size=baseline.vocab_size, max_model_len=longest, encode=encode):
-        with progress_bar(job.name, sum(num_out for _, num_out in job.workload)) as show:
+        with run_progress(job.name) as progress:
+            begin = _stages(progress)
             if args.num_warmups:  # a few tokens: there is nothing to compile or capture
-                baseline.measure([(prompt, 4) for prompt, _ in job.warm[: baseline.batch_size]])
+                warm = [(prompt, 4) for prompt, _ in job.warm[: baseline.batch_size]]
+                if baseline.measure(warm, progress=begin(WARM_UP, warm)).interrupted:
+                    raise WarmUpInterrupted
             reports: list[RunReport] = []
             while len(reports) < args.repeats and not (reports and reports[-1].interrupted):
+                show = begin(repeat_name(len(reports), args.repeats), job.workload)
                 reports.append(baseline.measure(job.workload, name=job.name, parameters=job.parameters, progress=show))
         ranked = sorted(reports, key=lambda report: report.output_tok_s)
         chosen = ranked[(len(ranked) - 1) // 2]
@@ -93,22 +108,21 @@ def latency(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) 
         if which == "hf":
             baseline = shelf.baseline(config, args.batch_size)
             work = fixed(usable_vocab(baseline.vocab_size), **shape)
-            reports = []
-            with progress_bar(name, args.num_iters, "iter") as show:
-                for i in range(args.num_iters_warmup + args.num_iters):
-                    report = baseline.measure(work, name=name, parameters=dict(shape))
-                    if i >= args.num_iters_warmup:
-                        reports.append(report)
-                    if show is not None:
-                        show(len(reports))
-                    if report.interrupted:
-                        break
-            chosen = (reports or [report])[-1]
-            merge_repeats(chosen, reports or [report])
+            reports: list[RunReport] = []
+            with run_progress(name) as progress:
+                begin = _stages(progress)
+                for _ in range(args.num_iters_warmup):
+                    if baseline.measure(work, progress=begin(WARM_UP, work)).interrupted:
+                        raise WarmUpInterrupted
+                while len(reports) < args.num_iters and not (reports and reports[-1].interrupted):
+                    show = begin(repeat_name(len(reports), args.num_iters), work)
+                    reports.append(baseline.measure(work, name=name, parameters=dict(shape), progress=show))
+            chosen = reports[-1]
+            merge_repeats(chosen, reports)
         else:
             engine = shelf.engine(config)
             vocab = usable_vocab(engine.spec.vocab_size)
-            with progress_bar(name, args.batch_size * args.output_len) as show:
+            with run_progress(name) as progress:
                 chosen = measure_repeats(
                     engine,
                     fixed(vocab, **shape),
@@ -117,7 +131,7 @@ def latency(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) 
                     repeats=args.num_iters,
                     name=name,
                     parameters=dict(shape),
-                    progress=show,
+                    stage=_stages(progress),
                 )
         batches = Percentiles.of(chosen.repeat_values["seconds"])
         assert batches is not None
@@ -159,9 +173,13 @@ def profile(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) 
     engine = shelf.engine(config)
     encode = None if engine.tokenizer is None else engine.tokenizer.encode
     for job in make_jobs(args, vocab_size=engine.spec.vocab_size, max_model_len=engine.max_model_len, encode=encode):
-        profile_workload(engine, job.warm, name=job.name)
-        engine.reset_prefix_cache()
-        report, _ = profile_workload(engine, job.workload, name=job.name)
+        with run_progress(job.name) as progress:
+            begin = _stages(progress)
+            warm, _ = profile_workload(engine, job.warm, name=job.name, progress=begin(WARM_UP, job.warm))
+            if warm.interrupted:
+                raise WarmUpInterrupted
+            engine.reset_prefix_cache()
+            report, _ = profile_workload(engine, job.workload, name=job.name, progress=begin("", job.workload))
         report.parameters = job.parameters
         yield report
 
@@ -171,12 +189,11 @@ def serve(args: argparse.Namespace, shelf: EngineShelf) -> Runs:
     check_workload_flags(args)
     check_counts(args, repeats=1, num_warmups=0, max_concurrency=1, vocab_size=11)
     goodput = parse_goodput(args.goodput or [])
-    if not args.base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--base-url must start with http:// or https://, got {args.base_url!r}")
+    base_url = server_address(args.base_url, args.host, args.port)
     if args.timeout <= 0:
         raise ConfigError(f"--timeout must be more than 0 seconds, got {args.timeout:g}")
     target = Target(
-        base_url=args.base_url,
+        base_url=base_url,
         endpoint=args.endpoint or ("/v1/chat/completions" if args.backend == "openai-chat" else "/v1/completions"),
         model=args.model or "",
         api_key=args.api_key,
@@ -197,18 +214,36 @@ def serve(args: argparse.Namespace, shelf: EngineShelf) -> Runs:
             goodput_s=goodput,
         )
         parameters = job.parameters | {"max_concurrency": args.max_concurrency}
-        reports: list[RunReport] = []
-        while len(reports) < args.repeats and not (reports and reports[-1].interrupted):
-            reports.append(run_serve(load, name=job.name, parameters=parameters))
+        if args.goodput:
+            parameters["goodput"] = " ".join(args.goodput)
+        with run_progress(job.name) as progress:
+            reports = _serve_repeats(load, job.name, parameters, args.repeats, progress)
         ranked = sorted(reports, key=lambda report: report.output_tok_s)
         chosen = ranked[(len(ranked) - 1) // 2]
-        chosen.interrupted = reports[-1].interrupted
+        chosen.interrupted = reports[-1].interrupted or len(reports) < args.repeats
         merge_repeats(chosen, reports)
         chosen.notes += [
             f"another repeat had errors: {errors_text(r)}" for r in reports if r.errors and r is not chosen
         ]
         chosen.machine = describe_machine()
         yield chosen
+
+
+def _serve_repeats(
+    load: Load, name: str, parameters: dict[str, Any], repeats: int, progress: RunProgress
+) -> list[RunReport]:
+    """As many as there are before Ctrl-C. Each repeat has its own warm-up: one that is interrupted leaves the repeats
+    before it standing."""
+    reports: list[RunReport] = []
+    while len(reports) < repeats and not (reports and reports[-1].interrupted):
+        repeat = repeat_name(len(reports), repeats)
+        try:
+            reports.append(run_serve(load, name=name, parameters=parameters, progress=progress, repeat=repeat))
+        except WarmUpInterrupted:
+            if not reports:
+                raise
+            break
+    return reports
 
 
 def _texts(args: argparse.Namespace, job: Job, encode: Any) -> list[ClientRequest]:

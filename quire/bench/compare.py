@@ -18,7 +18,7 @@ _T95 = (
 )  # fmt: skip
 # Neither direction is better; they explain other numbers.
 _NEUTRAL = {"kv_occupancy_mean", "kv_blocks_allocated"}
-_HIGHER = {"prefix_hit_rate", "goodput_req_s", "req_s"}
+_HIGHER = {"prefix_hit_rate", "goodput_req_s", "goodput_requests", "req_s"}
 
 
 class Verdict(StrEnum):

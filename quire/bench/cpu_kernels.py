@@ -26,7 +26,9 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="tokens a product")
     parser.add_argument("--isas", nargs="+", default=[isa for isa in available_isas() if isa != "generic"] or None)
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=list(WEIGHT_BYTES))

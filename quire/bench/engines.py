@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire.bench.measure import Progress
 from quire.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -63,19 +61,3 @@ class EngineShelf:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-
-
-@contextmanager
-def progress_bar(label: str, total: int, unit: str = "tok") -> Iterator[Progress | None]:
-    """A bar on a terminal; None where nobody looks. Called with the total so far."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=label, unit=unit, dynamic_ncols=True, leave=False) as bar:
-
-        def show(done: int) -> None:
-            bar.update(done - bar.n)
-
-        yield show

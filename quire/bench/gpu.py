@@ -169,7 +169,9 @@ def _chart(path: Path, rows: list[Row]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m quire.bench.gpu", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m quire.bench.gpu", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all of {', '.join(ROWS)}")
     parser.add_argument("--no-profile", action="store_true", help="leave the split of a step out")
     parser.add_argument("--kwargs", default="{}", help='JSON of engine arguments, e.g. \'{"kv_cache_dtype": "fp8"}\'')

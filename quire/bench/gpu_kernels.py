@@ -59,7 +59,9 @@ def precompile(sections: Sequence[str]) -> None:
 def main() -> None:
     listing = "\n".join(f"  {name:8} {what}" for name, (_, what) in SECTIONS.items())
     parser = argparse.ArgumentParser(
-        description=f"{__doc__}\nsections:\n{listing}", formatter_class=argparse.RawDescriptionHelpFormatter
+        description=f"{__doc__}\nsections:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections to run, separated by commas")
     parser.add_argument("--no-precompile", action="store_true", help="compile when a configuration is first timed")

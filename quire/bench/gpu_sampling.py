@@ -163,7 +163,7 @@ def run_sweep(sample_rows: Callable[..., Tensor]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Check and time the sampling kernels.")
+    parser = argparse.ArgumentParser(description="Check and time the sampling kernels.", allow_abbrev=False)
     parser.add_argument("--sweep", action="store_true", help="also time other chunk sizes and numbers of warps")
     sweep = parser.parse_args().sweep
     reason = unavailable_reason()

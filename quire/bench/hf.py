@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.bench.machine import describe_machine, num_usable_cpus, peak_rss_bytes, rss_bytes
-from quire.bench.measure import Progress, check_lengths
+from quire.bench.measure import check_lengths
+from quire.bench.progress import Progress
 from quire.bench.report import Percentiles, RunReport, Sample
 from quire.bench.workloads import Workload
 from quire.config import EngineConfig
@@ -100,7 +101,7 @@ class HFBaseline:
                 torch.cuda.synchronize()
             run.on_token()
             if progress is not None:
-                progress(run.output_tokens)
+                progress(run.output_tokens, run.completed)
             return torch.full((tokens.shape[0],), stop.is_set, device=tokens.device, dtype=torch.bool)
 
         with torch.inference_mode():

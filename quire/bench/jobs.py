@@ -46,7 +46,11 @@ def add_workload_flags(parser: argparse.ArgumentParser, *, default: str) -> None
     group.add_argument("--input-len", "--random-input-len", type=int, metavar="N", help="tokens of a prompt")
     group.add_argument("--output-len", "--random-output-len", type=int, metavar="N", help="tokens of an answer")
     group.add_argument(
-        "--range-ratio", "--random-range-ratio", type=float, metavar="R", help="workload random: lengths are ± this"
+        "--range-ratio",
+        "--random-range-ratio",
+        type=float,
+        metavar="R",
+        help="workload random: lengths are ± this share (default 0.5, and 0 where lengths are given)",
     )
     group.add_argument("--prefix-len", type=int, metavar="N", help="tokens that all prompts share (shared workloads)")
     group.add_argument("--request-rate", type=float, metavar="R", help="arrivals per second (default inf: at once)")
@@ -71,6 +75,8 @@ def workload_names(args: argparse.Namespace) -> list[str]:
         return []
     if names:
         return names
+    if args.default_workload == "random" and _wants_exact_lengths(args):
+        return ["fixed"]
     given = {key for key, value in _parameters(args, args.default_workload).items() if value is not None}
     if given <= set(inspect.signature(WORKLOADS[args.default_workload]).parameters):
         return [args.default_workload]
@@ -130,15 +136,21 @@ def _arrivals(args: argparse.Namespace, name: str, num: int) -> list[float] | No
     return burst_times(num) if name == "burst" else None
 
 
+def _wants_exact_lengths(args: argparse.Namespace) -> bool:
+    """A length that is given is meant, unless a range around it is asked for, as with vLLM."""
+    return args.range_ratio is None and (args.input_len is not None or args.output_len is not None)
+
+
 def _parameters(args: argparse.Namespace, name: str) -> dict[str, Any]:
     known = inspect.signature(WORKLOADS[name]).parameters
     # A shared workload's input length is what each prompt has for itself.
     in_name = "suffix" if "suffix" in known else "num_in"
+    is_exact = name == "random" and _wants_exact_lengths(args)
     return {
         "seed": args.seed,
         "num": args.num_prompts,
         in_name: args.input_len,
         "num_out": args.output_len,
-        "range_ratio": args.range_ratio,
+        "range_ratio": 0.0 if is_exact else args.range_ratio,
         "prefix": args.prefix_len,
     }

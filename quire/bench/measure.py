@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from quire.bench.counters import EngineCounts
 from quire.bench.drive import forced_length
 from quire.bench.machine import describe_engine, describe_machine, num_usable_cpus, peak_rss_bytes, rss_bytes
+from quire.bench.progress import WARM_UP, Progress, WarmUpInterrupted, repeat_name
 from quire.bench.report import KVReport, Percentiles, RunReport, Sample
 from quire.bench.steps import StepWatch, prefill_and_decode_rates, watch_steps
 from quire.bench.workloads import Workload
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from quire.request import Request
     from quire.request import Sequence as Line
 
-Progress = Callable[[int], None]  # called after each step with the output tokens so far
+Stage = Callable[[str, Workload], Progress]  # begins a warm-up or a repeat: its name and its work
 
 
 def measure(
@@ -79,20 +80,25 @@ def measure_repeats(
     warm: Workload | None = None,
     num_warmups: int = 1,
     repeats: int = 1,
+    stage: Stage | None = None,
     **options: Any,
 ) -> RunReport:
     """Untimed runs of `warm` (other prompts of the same lengths), then the workload `repeats` times, each from an
-    empty prefix cache. The median run's report, with every repeat's numbers in it. `options` are measure()'s."""
+    empty prefix cache. The median run's report, with every repeat's numbers in it. `options` are measure()'s.
+
+    Raises WarmUpInterrupted on Ctrl-C in an untimed run: its numbers are nobody's question."""
     assert repeats >= 1
     quiet = {key: options[key] for key in ("sampling", "name") if key in options}
     for _ in range(num_warmups if warm is not None else 0):
         assert warm is not None
-        report = measure(engine, warm, **quiet)
-        if report.interrupted:
-            return _merge([report])
+        progress = stage(WARM_UP, warm) if stage is not None else None
+        if measure(engine, warm, progress=progress, **quiet).interrupted:
+            raise WarmUpInterrupted
     reports: list[RunReport] = []
     while len(reports) < repeats and not (reports and reports[-1].interrupted):
         engine.reset_prefix_cache()
+        if stage is not None:
+            options["progress"] = stage(repeat_name(len(reports), repeats), workload)
         reports.append(measure(engine, workload, **options))
     return _merge(reports)
 
@@ -192,8 +198,9 @@ class _Run:
             if now - self._sampled[0] >= self.sample_every_s:
                 self._sample(now)
             if progress is not None:
-                progress(self.output_tokens)
+                progress(self.output_tokens, self.completed)
         self.seconds = time.monotonic() - self.started_s
+        self.prompt_tokens -= sum(_num_uncomputed(request) for request in self.requests.values())  # after Ctrl-C
         self._sample(time.monotonic())
 
     def unfinished_ids(self) -> list[str]:
@@ -366,6 +373,14 @@ class _Run:
             forks=spent.forks,
             copies=spent.copies,
         )
+
+
+def _num_uncomputed(request: Request) -> int:
+    """Prompt tokens that no step was given yet, and no cache had."""
+    first = request.sequences[0]
+    if first.first_token_s is not None:  # the whole prompt was computed, even if it was preempted since
+        return 0
+    return max(0, request.num_prompt_tokens - first.num_computed_tokens)
 
 
 def _cuda() -> Any:

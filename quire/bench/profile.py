@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quire.bench.drive import forced_length
 from quire.bench.machine import describe_engine, describe_machine
 from quire.bench.measure import check_lengths
+from quire.bench.progress import Progress
 from quire.bench.report import RunReport
 from quire.bench.steps import Step, watch_steps
 from quire.bench.workloads import Workload
@@ -59,7 +60,9 @@ class _TimedOps:
         return timed
 
 
-def profile_workload(engine: LLMEngine, workload: Workload, *, name: str) -> tuple[RunReport, list[StepKind]]:
+def profile_workload(
+    engine: LLMEngine, workload: Workload, *, name: str, progress: Progress | None = None
+) -> tuple[RunReport, list[StepKind]]:
     """Run all requests at once, and divide each step. On a GPU the operations overlap with the host, so a step is
     divided by the executor's own marks, and `quire.bench.gpu` has the split by kernels."""
     check_lengths(workload, engine.max_model_len, name)
@@ -71,6 +74,7 @@ def profile_workload(engine: LLMEngine, workload: Workload, *, name: str) -> tup
         timed = decoder.ops = _TimedOps(decoder.ops)
     kinds: dict[str, StepKind] = {}
     ids = [f"profile-{i}" for i in range(len(workload))]
+    num_done, num_generated = 0, engine.stats.generation_tokens
     started = time.perf_counter()
     try:
         with watch_steps(core, every_step=False) as watch, stop_on_interrupt() as stop:
@@ -82,8 +86,11 @@ def profile_workload(engine: LLMEngine, workload: Workload, *, name: str) -> tup
                 if timed is not None:
                     timed.seconds.clear()
                 began = time.perf_counter()
-                engine.step()
+                outputs = engine.step()
                 wall_s = time.perf_counter() - began
+                num_done += sum(output.finished for output in outputs)
+                if progress is not None:
+                    progress(engine.stats.generation_tokens - num_generated, num_done)
                 if len(watch.steps) == num_before:
                     continue  # nothing ran: block transfers were waited for
                 host_s = (host.schedule_s - before[0], host.update_s - before[1])

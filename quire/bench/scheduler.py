@@ -72,7 +72,9 @@ def _step(scheduler: Scheduler) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time schedule() and update() over decoding sequences.")
+    parser = argparse.ArgumentParser(
+        description="Time schedule() and update() over decoding sequences.", allow_abbrev=False
+    )
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[100, 300, 1000, 3000])
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.bench.client import REFUSED, ClientRequest, Outcome, Target, find_model, require_aiohttp, run_load
-from quire.bench.engines import progress_bar
 from quire.bench.machine import describe_machine
+from quire.bench.progress import WARM_UP, Progress, RunProgress, WarmUpInterrupted
 from quire.bench.report import Percentiles, RunReport, Sample
 from quire.bench.workloads import Workload
 from quire.errors import ConfigError
@@ -68,13 +68,22 @@ def _names() -> str:
     return ", ".join(_GOODPUT)
 
 
-def run_serve(load: Load, *, name: str, parameters: dict[str, Any]) -> RunReport:
-    """Send the load and wait for it. Ctrl-C ends it early and keeps what came back."""
+def run_serve(
+    load: Load, *, name: str, parameters: dict[str, Any], progress: RunProgress | None = None, repeat: str = ""
+) -> RunReport:
+    """Send the load and wait for it. Ctrl-C ends it early and keeps what came back; in the warm-up it raises
+    WarmUpInterrupted. `repeat` is what its progress calls it."""
     require_aiohttp()
-    return asyncio.run(_run(load, name, parameters))
+    report = asyncio.run(_run(load, name, parameters, progress or RunProgress(name), repeat))
+    if report is None:
+        raise WarmUpInterrupted
+    return report
 
 
-async def _run(load: Load, name: str, parameters: dict[str, Any]) -> RunReport:
+async def _run(
+    load: Load, name: str, parameters: dict[str, Any], progress: RunProgress, repeat: str
+) -> RunReport | None:
+    """None where Ctrl-C came before the load."""
     target = load.target
     model = await find_model(target)
     target = Target(
@@ -92,30 +101,18 @@ async def _run(load: Load, name: str, parameters: dict[str, Any]) -> RunReport:
         handles_signals = True
     except (NotImplementedError, RuntimeError, ValueError):  # another thread, or Windows
         handles_signals = False
-    outcomes: list[Outcome] = []
     try:
         if load.num_warmups:
             warm = [load.requests[i % len(load.requests)] for i in range(load.num_warmups)]
-            await run_load(target, warm, [0.0] * len(warm), max_concurrency=load.max_concurrency, stop=stop)
+            show = progress.stage(WARM_UP, len(warm))
+            await _send_all(target, warm, [0.0] * len(warm), load.max_concurrency, stop, show)
+        if stop.is_set():
+            return None
         watch = _ServerWatch(target)
         watching = asyncio.create_task(watch.run())
         started = time.perf_counter()
-        with progress_bar(name, len(load.requests), "req") as show:
-
-            def done(outcome: Outcome) -> None:
-                outcomes.append(outcome)
-                if show is not None:
-                    show(len(outcomes))
-
-            if not stop.is_set():
-                await run_load(
-                    target,
-                    load.requests,
-                    load.arrivals,
-                    max_concurrency=load.max_concurrency,
-                    stop=stop,
-                    on_done=done,
-                )
+        show = progress.stage(repeat, len(load.requests))
+        outcomes = await _send_all(target, load.requests, load.arrivals, load.max_concurrency, stop, show)
         seconds = time.perf_counter() - started
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -129,6 +126,55 @@ async def _run(load: Load, name: str, parameters: dict[str, Any]) -> RunReport:
     report.values |= watch.values()
     report.samples = watch.samples
     return report
+
+
+async def _send_all(
+    target: Target,
+    requests: list[ClientRequest],
+    arrivals: list[float],
+    max_concurrency: int | None,
+    stop: asyncio.Event,
+    show: Progress,
+) -> list[Outcome]:
+    so_far = _SoFar()
+    telling = asyncio.create_task(so_far.tell(show))
+    try:
+        return await run_load(
+            target,
+            requests,
+            arrivals,
+            max_concurrency=max_concurrency,
+            stop=stop,
+            on_sent=so_far.on_sent,
+            on_done=so_far.on_done,
+        )
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+
+
+@dataclass(slots=True)
+class _SoFar:
+    """A load as it goes, with what requests under way have brought: none may end for minutes."""
+
+    num_done: int = 0
+    num_tokens_done: int = 0
+    under_way: dict[int, Outcome] = field(default_factory=dict)  # by id(): outcomes have no hash
+
+    def on_sent(self, outcome: Outcome) -> None:
+        self.under_way[id(outcome)] = outcome
+
+    def on_done(self, outcome: Outcome) -> None:
+        del self.under_way[id(outcome)]
+        self.num_done += 1
+        self.num_tokens_done += outcome.output_tokens
+
+    async def tell(self, show: Progress, every_s: float = 0.5) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            # Chunks, before the server has said how many tokens they were.
+            num_chunks = sum(len(o.itl_s) + (o.ttft_s is not None) for o in self.under_way.values())
+            show(self.num_tokens_done + num_chunks, self.num_done)
 
 
 def summarize(
@@ -161,7 +207,7 @@ def summarize(
     report.values |= {"failed_requests": len(failed) - num_refused, "refused_requests": num_refused}
     if goodput_s:
         kept = sum(all(_meets(o, metric, limit) for metric, limit in goodput_s.items()) for o in good)
-        report.values["goodput_req_s"] = kept / span
+        report.values |= {"goodput_requests": kept, "goodput_req_s": kept / span}
     told = {o.error: o.detail for o in failed if o.detail}
     report.notes = [f"{error}: {detail}" for error, detail in told.items()]
     return report

@@ -24,6 +24,8 @@ def measure_startup(config: EngineConfig, *, repeats: int) -> RunReport:
     try:
         for _ in range(repeats):
             runs.append(_one(config))
+            took = f"{runs[-1]['first_token_s']:.2f} s to the first token"
+            print(f"quire: startup: {len(runs)} of {repeats} processes, {took}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         report.interrupted = True
     report.requests, report.completed = repeats, len(runs)

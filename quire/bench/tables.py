@@ -79,10 +79,10 @@ def details(run: RunReport) -> str:
             (("CPU", run.cpu_percent), ("device busy", run.device_percent)) if value is not None]  # fmt: skip
     if memory or busy:
         lines.append(f"  machine    {', '.join(memory + busy)}")
-    # A batch's latency has a table of its own.
-    more = [f"{name} {number(value)}" for name, value in run.values.items() if not name.startswith("batch_")]
-    if more:
-        lines.append(f"  more       {', '.join(more)}")
+    lines += [f"  {text}" for text in _serving_lines(run)]
+    if "padding_waste_percent" in run.values:
+        waste, reserved = run.values["padding_waste_percent"], run.values["kv_slots_reserved_peak"]
+        lines.append(f"  padding    {waste:.1f} % of the reserved slots stay empty; {reserved:,.0f} reserved at most")
     if run.errors:
         lines.append(f"  errors     {errors_text(run)}")
     lines += [f"  note       {note}" for note in run.notes]
@@ -94,9 +94,48 @@ def errors_text(run: RunReport) -> str:
 
 
 def _latency_table(run: RunReport) -> list[str]:
-    kinds = [("first token", run.ttft_s), ("inter-token", run.itl_s), ("end to end", run.e2e_s)]
+    kinds = [
+        ("first token (TTFT)", run.ttft_s),
+        ("time per output token (TPOT)", run.tpot_s),
+        ("inter-token (ITL)", run.itl_s),
+        ("end to end (E2EL)", run.e2e_s),
+    ]
     rows = [[name, *_percentiles(p)] for name, p in kinds if p is not None]
     return table(["latency, ms", "p50", "p95", "p99", "mean", "max"], rows).splitlines() if rows else []
+
+
+def _serving_lines(run: RunReport) -> list[str]:
+    """What a load test asks for, and what the server said of itself."""
+    values = run.values
+    if "req_s" not in values:
+        return []
+    requests = [f"{number(values['req_s'])}/s"]
+    if values["failed_requests"]:
+        requests.append(f"{values['failed_requests']:.0f} failed")
+    if values["refused_requests"]:
+        requests.append(f"{values['refused_requests']:.0f} refused by a full server")
+    lines = [f"requests   {', '.join(requests)}"]
+    if "goodput_req_s" in values:
+        limits = run.parameters.get("goodput")
+        in_time = "in time" if limits is None else f"in time ({limits})"
+        kept, rate = values["goodput_requests"], values["goodput_req_s"]
+        lines.append(f"goodput    {kept:.0f} of {run.requests} requests {in_time}, {number(rate)}/s")
+    server = _server_words(values)
+    return [*lines, f"server     {', '.join(server)}"] if server else lines
+
+
+def _server_words(values: dict[str, float]) -> list[str]:
+    words = []
+    if "server_kv_usage_max" in values:
+        words.append(f"KV cache {100 * values['server_kv_usage_max']:.1f} % in use at most")
+        words.append(f"{values['server_running_max']:.0f} requests running at most")
+        words.append(f"{values['server_waiting_max']:.0f} waiting at most")
+    if "server_preemptions" in values:
+        count = round(values["server_preemptions"])
+        words.append("no preemptions" if not count else f"{count:,} preemption{'s' * (count > 1)}")
+    if "server_prefix_hit_rate" in values:
+        words.append(f"{100 * values['server_prefix_hit_rate']:.0f} % of prompt tokens from its prefix cache")
+    return words
 
 
 def _percentiles(p: Percentiles) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.cli.options import add_engine_flags, engine_config
+from quire.cli.parser import Parser, WideHelp
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
 
@@ -50,12 +51,12 @@ def _add_offline(commands: Any) -> None:
     add_workload_flags(parser, default="lab16")
     _repeat_flags(parser, repeats=3, num_warmups=1)
     _baseline_flags(parser)
-    parser.add_argument("--n", type=int, default=1, help="continuations per prompt (default 1)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="continuations per prompt (default 1)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="N", help="0 (the default) is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="N", help="nucleus sampling (default 1: all)")
     add_engine_flags(parser)
 
-    parser = _command(commands, "latency", "one batch, again and again")
+    parser = _command(commands, "latency", "one batch, again and again", has_workloads=False)
     parser.add_argument("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (default 32)")
     parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (default 128)")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="requests in the batch (default 8)")
@@ -69,7 +70,8 @@ def _add_offline(commands: Any) -> None:
     _repeat_flags(parser, repeats=3, num_warmups=1)
     add_engine_flags(parser)
 
-    parser = _command(commands, "startup", "from nothing to the first token, in fresh processes")
+    text = "from nothing to the first token, in fresh processes"
+    parser = _command(commands, "startup", text, has_workloads=False)
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="processes (default 3)")
     add_engine_flags(parser)
 
@@ -79,10 +81,11 @@ def _add_offline(commands: Any) -> None:
 
 
 def _add_serve(commands: Any) -> None:
+    from quire.bench.address import add_address_flags
     from quire.bench.jobs import add_workload_flags
 
     parser = _command(commands, "serve", "load on an OpenAI-compatible server")
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="default http://127.0.0.1:8000")
+    add_address_flags(parser)
     parser.add_argument("--backend", choices=["openai", "openai-chat"], default="openai", help="completions or chat")
     parser.add_argument("--endpoint", help="default /v1/completions, with --backend openai-chat /v1/chat/completions")
     parser.add_argument("--model", help="default: the first that the server lists")
@@ -91,7 +94,7 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("--max-concurrency", type=int, metavar="N", help="requests under way at once (default: no cap)")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="per request (default 600)")
     parser.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="also count requests within ttft:200 tpot:50")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default 0")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="N", help="default 0")
     parser.add_argument("--vocab-size", type=int, default=32_000, metavar="N", help="prompts' token ids are below this")
     parser.add_argument("--max-len", type=int, default=2048, metavar="N", help="longest exchange taken from a dataset")
     parser.add_argument("--seed", type=int, help="of prompts and arrivals")
@@ -132,8 +135,14 @@ def _add_compare(commands: Any) -> None:
     parser.set_defaults(run=_run_compare)
 
 
-def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+def _command(commands: Any, name: str, text: str, *, has_workloads: bool = True) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=text.capitalize() + ".",
+        usage=f"quire bench {name} {'[WORKLOAD ...] [flags]' if has_workloads else '[flags]'}",
+        formatter_class=WideHelp,
+    )
     parser.add_argument("--output-json", metavar="FILE", help="keep every number")
     parser.add_argument("--plot", metavar="FILE", help="a chart (.png, .svg, .pdf)")
     parser.set_defaults(run=_run, benchmark=name)
@@ -214,7 +223,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
     from quire.bench.report import RunReport
     from quire.bench.sweep import parse_axes, point_arguments, points
 
-    inner = argparse.ArgumentParser(prog=f"quire bench sweep … {args.benchmark}")
+    inner = Parser(prog="quire bench")
     commands = inner.add_subparsers(required=True)
     _add_offline(commands)
     _add_serve(commands)

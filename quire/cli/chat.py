@@ -7,7 +7,15 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import add_engine_flags, add_sampling_flags, engine_config, sampling_params
+from quire.cli.options import (
+    add_engine_flags,
+    add_output_flags,
+    add_sampling_flags,
+    check_sampling,
+    engine_config,
+    sampling_params,
+)
+from quire.cli.parser import WideHelp
 from quire.errors import BadRequestError
 from quire.params import SamplingParams
 
@@ -21,28 +29,30 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "chat",
         help="talk with a model",
-        description=f"Talk with a model. {_HELP}. Ctrl-C stops an answer. In a pipe, every line is a turn.",
+        description=f"Talk with a model. {_HELP}.\nCtrl-C stops an answer. In a pipe, every line is a turn.",
+        usage="quire chat [flags]",
+        formatter_class=WideHelp,
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    add_sampling_flags(parser)
+    add_output_flags(parser)
+    add_sampling_flags(parser, max_tokens=1024, has_n=False)
     add_engine_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
+    check_sampling(args)
     from quire.cli.session import Session  # torch is loaded from here on: bad flags fail before that
 
-    session = Session(config)
-    defaults = session.engine.built.default_sampling
-    params = sampling_params(args, defaults, max_tokens=1024)
-    if params.n != 1:
-        raise BadRequestError("a chat has one line: leave out --n", param="n")
+    session = Session(config, quiet=args.quiet, verbose=args.verbose)
+    params = sampling_params(args, session.engine.built.default_sampling)
     conversation = _Conversation(session, params, args.system)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  gives input() history and editing
-        print(f"quire: {_HELP}", file=sys.stderr)
+        if not args.quiet:
+            print(f"quire: {_HELP}", file=sys.stderr)
     while (line := _read_line()) is not None:
         if line.strip():
             conversation.take(line.strip())

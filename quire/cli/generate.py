@@ -8,7 +8,15 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from quire.cli.options import add_engine_flags, add_sampling_flags, engine_config, sampling_params
+from quire.cli.options import (
+    add_engine_flags,
+    add_output_flags,
+    add_sampling_flags,
+    check_sampling,
+    engine_config,
+    sampling_params,
+)
+from quire.cli.parser import WideHelp
 from quire.errors import BadRequestError
 
 
@@ -17,24 +25,27 @@ def add_parser(subparsers: Any) -> None:
         "generate",
         help="continue prompts (arguments, or one from stdin)",
         description="Continue prompts, all batched together. Text goes to stdout, the account to stderr.",
+        usage="quire generate [PROMPT ...] [flags]",
+        formatter_class=WideHelp,
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="without any, stdin is one prompt")
     parser.add_argument("--chat", action="store_true", help="treat each prompt as a user's message to a chat model")
     parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt (implies --chat)")
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt on stdout, no streaming")
-    parser.add_argument("--quiet", action="store_true", help="no account at the end")
-    add_sampling_flags(parser)
+    add_output_flags(parser)
+    add_sampling_flags(parser, max_tokens=256, has_n=True)
     add_engine_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    prompts = args.prompts or [_from_stdin()]
     config = engine_config(args)
+    check_sampling(args)
+    prompts = args.prompts or [_from_stdin(quiet=args.quiet)]
     from quire.cli.session import Session  # torch is loaded from here on: bad flags fail before that
 
-    session = Session(config)
-    params = sampling_params(args, session.engine.built.default_sampling, max_tokens=256)
+    session = Session(config, quiet=args.quiet, verbose=args.verbose)
+    params = sampling_params(args, session.engine.built.default_sampling)
     inputs: list[Any] = list(prompts)
     if args.chat or args.system is not None:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -45,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
             printer.add(output)
     finally:
         printer.close()
-        if not args.quiet and not args.json:
+        if session.account.seconds and not args.quiet and not args.json:  # a prompt that is refused took none
             session.print_account()
     return 0
 
 
-def _from_stdin() -> str:
-    if sys.stdin.isatty():
+def _from_stdin(*, quiet: bool) -> str:
+    if sys.stdin.isatty() and not quiet:
         print("quire: reading the prompt from the terminal, end with Ctrl-D", file=sys.stderr)
     text = sys.stdin.read().rstrip("\n")
     if not text:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from quire.cli.parser import WideHelp
 from quire.errors import ConfigError
 
 _DEFAULT_FOLDER = "quire-lab"
@@ -18,17 +19,21 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "lab",
         help="run the PagedAttention experiments and write a report",
         description="Runs the experiments one after the other on this machine and writes a report with charts, tables, "
-        "what was expected and what was seen (report.html), and every number behind it (report.json). Each experiment "
-        "is saved when it is done: after Ctrl-C the same command goes on with those that are missing.",
+        "what was\nexpected and what was seen (report.html), and every number behind it (report.json). Each experiment "
+        "is saved\nwhen it is done: after Ctrl-C the same command goes on with those that are missing.",
+        usage="quire lab [EXPERIMENT ...] [flags]",
         epilog="examples:\n"
         "  quire lab --quick\n"
         "  quire lab --output-dir my-machine\n"
-        "  quire lab --only batch-width,pressure\n"
+        "  quire lab batch-width pressure\n"
         "  quire lab --gpu-8b --output-dir h200",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=WideHelp,
+    )
+    parser.add_argument(
+        "experiments", nargs="*", metavar="EXPERIMENT", help="some of them, by key or number; --list shows them"
     )
     parser.add_argument("--quick", action="store_true", help="less of everything: under 3 minutes on two cores")
-    parser.add_argument("--only", metavar="KEY,...", help="some of them, by key or number; --list shows them")
+    parser.add_argument("--only", metavar="KEY,...", help="the same, with commas between")
     parser.add_argument("--list", action="store_true", help="list the experiments and end")
     parser.add_argument(
         "--output-dir",
@@ -55,10 +60,11 @@ def run(args: argparse.Namespace) -> int:
         for number, each in enumerate(EXPERIMENTS, 1):
             print(f"{number:3}  {each.key:16} {each.title}")
         return 0
-    chosen = choose(None if args.only is None else [key.strip() for key in args.only.split(",") if key.strip()])
+    keys = _keys(args)
+    chosen = choose(keys)
     settings = _settings(args)
     folder = Path(args.output_dir)
-    report = open_report(folder, settings, fresh=args.fresh and args.only is None)
+    report = open_report(folder, settings, fresh=args.fresh and keys is None)
     _check_device(args)
     screen = _Screen(len(chosen), [each.key for each in chosen])
     is_whole = run_lab(report, folder, chosen, screen.say, fresh=args.fresh)
@@ -71,6 +77,12 @@ def run(args: argparse.Namespace) -> int:
     if failed:
         print(f"quire: failed: {', '.join(failed)}; the report says why", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _keys(args: argparse.Namespace) -> list[str] | None:
+    """The experiments that were named, here or there; None for all of them."""
+    words = [*args.experiments, *([] if args.only is None else [args.only])]
+    return [key.strip() for word in words for key in word.split(",") if key.strip()] if words else None
 
 
 def _settings(args: argparse.Namespace) -> Any:

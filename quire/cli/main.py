@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import quire
-from quire.cli import bench, chat, env, generate, lab, models, plan, pull, serve
 from quire.cli.standard_streams import open_closed_streams
 from quire.errors import BadRequestError, ConfigError, QuireError
 
-_COMMANDS = (generate, chat, serve, pull, models, bench, plan, lab, env)
+if TYPE_CHECKING:
+    from quire.cli.parser import Parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    open_closed_streams()
-    parser = argparse.ArgumentParser(
-        prog="quire", description="LLM inference on paged KV memory.", epilog="quire COMMAND --help shows its options."
-    )
-    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_parser(subparsers)
-    args = parser.parse_args(argv)
     try:
+        open_closed_streams()
+        args = _parser().parse_args(argv)
         return int(args.run(args))
     except QuireError as error:
         print(f"quire: error: {error}", file=sys.stderr)
@@ -40,6 +33,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"quire: error: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _parser() -> Parser:
+    # Imported here, where main() takes Ctrl-C: they are nearly all of the time until a command runs.
+    from quire.cli import bench, chat, env, generate, lab, models, plan, pull, serve
+    from quire.cli.parser import Parser
+
+    parser = Parser(
+        prog="quire", description="LLM inference on paged KV memory.", epilog="quire COMMAND --help shows its options."
+    )
+    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (generate, chat, serve, pull, models, bench, plan, lab, env):
+        command.add_parser(subparsers)
+    return parser
 
 
 if __name__ == "__main__":

@@ -43,38 +43,58 @@ ENGINE_SWITCHES: dict[str, str] = {
     "enforce_eager": "no CUDA graphs",
 }
 _SAMPLING: dict[str, tuple[Any, str]] = {
-    "max_tokens": (int, "most tokens to generate"),
-    "temperature": (float, "0 is greedy"),
-    "top_p": (float, "nucleus sampling"),
-    "top_k": (int, "sample from the k likeliest"),
-    "min_p": (float, "drop tokens below this share of the likeliest"),
-    "repetition_penalty": (float, "over 1 discourages repetition"),
-    "n": (int, "continuations per prompt"),
+    "temperature": (float, "0 is greedy (default: the model's own, or 1)"),
+    "top_p": (float, "nucleus sampling (default: the model's own, or 1, which is all)"),
+    "top_k": (int, "sample from the k likeliest (default: the model's own, or 0, which is all)"),
+    "min_p": (float, "drop tokens below this share of the likeliest (default: the model's own, or 0)"),
+    "repetition_penalty": (float, "over 1 discourages repetition (default: the model's own, or 1)"),
 }
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--model", default="smollm2", help="alias, directory, GGUF file or hub id (default smollm2)")
+    group.add_argument(
+        "--model", default="smollm2", metavar="MODEL", help="alias, directory, GGUF file or hub id (default smollm2)"
+    )
     _add(group, MODEL_FLAGS)
     group = parser.add_argument_group("engine")
     _add(group, RUNTIME_FLAGS)
-    group.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false", default=None)
-    group.add_argument("--no-enable-chunked-prefill", dest="enable_chunked_prefill", action="store_false", default=None)
-    group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
+    for name, text in ENGINE_SWITCHES.items():
+        group.add_argument(_option(name), action=argparse.BooleanOptionalAction, default=None, help=text)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int, has_n: bool) -> None:
+    """`max_tokens` is the command's default; `has_n` offers several continuations of a prompt."""
     group = parser.add_argument_group("sampling")
+    _add(group, {"max_tokens": (int, f"most tokens to generate (default {max_tokens})")})
     _add(group, _SAMPLING)
+    if has_n:
+        _add(group, {"n": (int, "continuations per prompt (default 1)")})
+    parser.set_defaults(default_max_tokens=max_tokens)
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated")
-    group.add_argument("--sampling-seed", type=int, metavar="N", help="seed of the request itself")
+    group.add_argument(
+        "--sampling-seed", type=int, metavar="N", help="seed of the request itself (default: drawn by --seed)"
+    )
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the model's end token")
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--quiet", action="store_true", help="the text and errors, nothing else")
+    group.add_argument("-v", "--verbose", action="store_true", help="also where memory and the start-up's time went")
+
+
+def metavar_of(kind: Any) -> str:
+    return "VALUE" if kind is str else "N"
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _add(group: argparse._ArgumentGroup, table: dict[str, tuple[Any, str]]) -> None:
     for name, (kind, text) in table.items():
-        group.add_argument("--" + name.replace("_", "-"), type=kind, default=None, metavar=name.upper(), help=text)
+        group.add_argument(_option(name), type=kind, default=None, metavar=metavar_of(kind), help=text)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -86,8 +106,14 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig.from_kwargs(**values)
 
 
-def sampling_params(args: argparse.Namespace, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
+def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
     """The model's own defaults, then what the command chose, then what the user wrote."""
-    given = {name: getattr(args, name) for name in (*_SAMPLING, "stop", "ignore_eos")}
+    given = {name: getattr(args, name, None) for name in ("max_tokens", *_SAMPLING, "n", "stop", "ignore_eos")}
     given["seed"] = args.sampling_seed
-    return defaults.clone(**(overrides | {k: v for k, v in given.items() if v is not None}))
+    chosen = {"max_tokens": args.default_max_tokens}
+    return defaults.clone(**(chosen | {k: v for k, v in given.items() if v is not None}))
+
+
+def check_sampling(args: argparse.Namespace) -> None:
+    """Refuse now what would be refused once the model is loaded and its own defaults are known."""
+    sampling_params(args, SamplingParams())

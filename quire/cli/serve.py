@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from quire.cli.parser import WideHelp
 from quire.cli.settings_file import Flag, Gathered, gather
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -34,8 +35,7 @@ def add_parser(subparsers: Any) -> None:
         description="Serve a model over HTTP with OpenAI's API, metrics, and a page that shows the KV blocks at work.",
         usage="quire serve [MODEL] [flags]",
         epilog=_EPILOG,
-        formatter_class=_Help,
-        allow_abbrev=False,
+        formatter_class=WideHelp,
     )
     parser.set_defaults(run=run)
     # The flags' own module needs the server's: only when they are wanted.
@@ -133,10 +133,3 @@ def _add_refused(group: argparse._ArgumentGroup, name: str, why: str) -> None:
         option, option.replace("--", "--no-", 1), dest="refused", nargs="*", action=Refuse,
         default=argparse.SUPPRESS, help=argparse.SUPPRESS,
     )  # fmt: skip
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Wide enough that most flags have their help on the same line."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=38, width=118)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from quire.cli.options import ENGINE_SWITCHES, MODEL_FLAGS, RUNTIME_FLAGS
+from quire.cli.options import ENGINE_SWITCHES, MODEL_FLAGS, RUNTIME_FLAGS, metavar_of
 from quire.cli.settings_file import Flag, read_count, read_json, read_number, read_text
 from quire.server.settings import ServerSettings
 
@@ -28,13 +28,9 @@ _READERS: dict[Any, Any] = {int: read_count, float: read_number, str: read_text}
 
 def _from_table(table: Mapping[str, tuple[Any, str]]) -> list[Flag]:
     return [
-        Flag(name=name, help=text, read=_READERS[kind], metavar=_metavar(kind), aliases=_ALIASES.get(name, ()))
+        Flag(name=name, help=text, read=_READERS[kind], metavar=metavar_of(kind), aliases=_ALIASES.get(name, ()))
         for name, (kind, text) in table.items()
     ]
-
-
-def _metavar(kind: Any) -> str:
-    return "VALUE" if kind is str else "N"
 
 
 def _seconds(name: str, text: str) -> Flag:

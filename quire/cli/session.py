@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from quire.engine.inputs import Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.interrupt import stop_on_interrupt
 from quire.llm import log_start
+from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
 
@@ -34,10 +36,12 @@ class Account:
 class Session:
     """Runs prompts to their end, streaming, and keeps the account."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, quiet: bool = False, verbose: bool = False) -> None:
+        if quiet:
+            get_logger().setLevel(logging.ERROR)
         started = time.perf_counter()
-        self.engine = LLMEngine.from_config(config, show_progress=True)
-        log_start(self.engine, time.perf_counter() - started)
+        self.engine = LLMEngine.from_config(config, show_progress=not quiet)
+        (log_start if verbose else _log_ready)(self.engine, time.perf_counter() - started)
         self.account = Account()
         self._next_id = 0
 
@@ -108,3 +112,18 @@ class Session:
         sys.stdout.flush()
         for line in self.account_lines():
             print(f"quire: {line}", file=sys.stderr)
+
+
+def _log_ready(engine: LLMEngine, seconds: float) -> None:
+    """What runs where, in one line; log_start has the rest."""
+    backend, log = engine.built.executor.backend, get_logger()
+    log.info(
+        "%s in %s on %s, %s, ready in %.1f s",
+        engine.config.model,
+        backend.weight_dtype,
+        backend.device.type,
+        backend.kernels,
+        seconds,
+    )
+    if backend.note:
+        log.warning("%s", backend.note)

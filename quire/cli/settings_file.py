@@ -11,7 +11,6 @@ one in the file, it does not add to it.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.cli.suggest import did_you_mean
 from quire.errors import ConfigError
 
 PREFIX = "QUIRE_"
@@ -166,8 +166,7 @@ def _take_file(found: Gathered, path: str, flags: Mapping[str, Flag], refused: M
         if name in refused:
             raise ConfigError(f"{source} is not supported: {refused[name]}")
         if name not in flags:
-            near = difflib.get_close_matches(name, flags, n=1)
-            hint = f": did you mean {near[0].replace('_', '-')}?" if near else ""
+            hint = did_you_mean(name.replace("_", "-"), (known.replace("_", "-") for known in flags))
             raise ConfigError(f"{source} is no flag of quire serve{hint}")
         flag = flags[name]
         if flag.name in found.values:
@@ -190,8 +189,7 @@ def _take_environment(
         flag = by_variable.get(variable)
         if flag is None:
             if not _KUBERNETES.fullmatch(variable):
-                near = difflib.get_close_matches(variable, by_variable, n=1)
-                hint = f": did you mean {near[0]}?" if near else ""
+                hint = did_you_mean(variable, by_variable)
                 found.warnings.append(f"{variable} is set, but no flag has that name{hint}")
             continue
         if variable == "QUIRE_PORT" and text.startswith("tcp://"):

@@ -73,6 +73,8 @@ class PreparedRequest:
 
     request: Request
     prompt: str | None
+    # By sequence, once its stream is closed: more than were read where nobody waited for the end.
+    num_made_tokens: list[int] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -225,6 +225,7 @@ class EngineClient:
                     continue
                 yield output
         finally:
+            prepared.num_made_tokens[:] = stream.num_made_tokens
             streams.close(stream)
 
     async def call(self, name: str, **arguments: Any) -> Any:

@@ -7,14 +7,30 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from numbers import Integral
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from quire.errors import BadRequestError, ConfigError
 from quire.params import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, SamplingSpec
 from quire.request import Request
 from quire.text import Tokenizer
 
-# A prompt: text, token ids, or a dict with one of them (vLLM's TextPrompt and TokensPrompt).
+
+class TextPrompt(TypedDict):
+    """A prompt as text. Requests share cached blocks only with those of the same `cache_salt`."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; `prompt` is then the text that they were made from, for the output to show."""
+
+    prompt_token_ids: Seq[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+# A prompt: text, token ids, or a dict with one of them, such as the two above.
 Prompt = str | Seq[int] | Mapping[str, Any]
 
 # Of all bad words in all their spellings: every step compares as many with each sequence's last tokens.

@@ -33,6 +33,7 @@ class _Line:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     ended: Ended | None = None
+    num_taken: int = 0  # tokens
 
     def take(self) -> SequenceUpdate | None:
         """Everything as one update; None where there is nothing."""
@@ -43,6 +44,7 @@ class _Line:
         if ended is not None:
             update.finished, update.error = True, ended.error
             self.ended = None
+        self.num_taken += len(self.tokens)
         self.tokens, self.logprobs, self.prompt_logprobs = [], None, None
         return update
 
@@ -68,6 +70,12 @@ class Stream:
         self.is_patient = request.params.output_kind is OutputKind.FINAL_ONLY  # wants to hear of the end only
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def num_made_tokens(self) -> list[int]:
+        """By sequence: all that have come, whether or not they were read."""
+        lines = (self.lines.get(index) for index in range(self.request.params.n))
+        return [0 if line is None else line.num_taken + len(line.tokens) for line in lines]
 
     async def wait(self) -> None:
         """Until `wake`. Only the reader waits, and only when there is nothing to take."""

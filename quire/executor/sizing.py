@@ -25,8 +25,8 @@ _GRAPH_LAYER_BYTES = 34 * 1024  # 1.08 MB more in use for each of 62 captures of
 
 
 def padded_size(num_seqs: int) -> int:
-    """Rows that a decode step is captured for: powers of two while they are small, then steps of 8 and 16, above 416 what
-    multiplies fast. At most a fifth of a large batch is padding."""
+    """Rows that a decode step is captured for: powers of two while they are small, then steps of 8 and 16, and what
+    multiplies fast above 416. At most a fifth of a large batch is padding."""
     if num_seqs <= 8:
         return 1 << (num_seqs - 1).bit_length()
     if 416 < num_seqs <= MAX_GRAPH_SEQS:

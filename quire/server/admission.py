@@ -1,7 +1,8 @@
 """Admission: how much may wait for its first output, and who is told to come back later.
 
 Over a cap a request is refused with a 429 before the engine hears of it: a queue that cannot be served in time helps
-nobody. `Retry-After` is how long what waits now will take at the rate at which waiting requests were served of late.
+nobody. `Retry-After` is how long what waits now will take at the rate at which waiting requests were served of late,
+while there were enough of them to fill a batch: with fewer, that rate is how fast requests come, not how fast they go.
 
 What waits is what was admitted and has given no output yet. An answer that is not streamed gives its first output when
 it is done, though, so the engine's own count of what waits bounds ours from above.
@@ -26,7 +27,8 @@ from quire.server.settings import ServerSettings
 
 MAX_TOKENS_HEADER = "x-quire-max-tokens"
 _MAX_RETRY_AFTER_S = 120
-_RATE_MEMORY_S = 15.0  # of time in which something waited
+_RATE_MEMORY_S = 15.0  # of time in which a crowd waited
+_UNKNOWN_RETRY_AFTER_S = 5
 _REPORT_SLACK_S = 0.5  # what was admitted this long before an engine's report is surely in it
 _SHORTER_ANSWERS = 2  # EngineLoad.brownout_level
 _NONE_TAKEN = 3
@@ -72,9 +74,9 @@ class Ticket:
 
 
 class _Rate:
-    """Served requests and tokens per second, over the last seconds in which something waited.
+    """Served requests and tokens per second, over the last seconds in which a crowd waited.
 
-    Idle time does not count: an hour without requests says nothing about how fast the next ones will be served.
+    Other time does not count: a quiet hour says nothing about how fast the next ones will be served.
     """
 
     __slots__ = ("_busy_s", "_num_requests", "_num_tokens")
@@ -95,7 +97,7 @@ class _Rate:
         self._num_tokens += num_tokens
 
     def seconds_for(self, num_requests: int, num_tokens: int) -> float | None:
-        """None: nothing was served yet."""
+        """None: no crowd was served yet."""
         if not self._num_requests:
             return None
         return self._busy_s * max(num_requests / self._num_requests, num_tokens / max(self._num_tokens, 1.0))
@@ -186,13 +188,15 @@ class Admission:
 
     def _overloaded(self, message: str, reason: str) -> OverloadedError:
         seconds = self._rate.seconds_for(self.num_waiting, self.num_waiting_tokens)
-        # Before anything was served there is nothing to tell from.
-        retry_after_s = 5 if seconds is None else min(max(math.ceil(seconds), 1), _MAX_RETRY_AFTER_S)
+        if seconds is None:
+            retry_after_s = _UNKNOWN_RETRY_AFTER_S
+        else:
+            retry_after_s = min(max(math.ceil(seconds), 1), _MAX_RETRY_AFTER_S)
         return OverloadedError(message, reason=reason, retry_after_s=retry_after_s)
 
     def _stop_waiting(self, ticket: Ticket, *, was_served: bool) -> None:
         self._tick()
-        if was_served:
+        if was_served and self._is_crowded:
             self._rate.served(ticket.num_tokens)
         self.num_waiting -= 1
         self.num_waiting_tokens -= ticket.num_tokens
@@ -203,9 +207,18 @@ class Admission:
 
     def _tick(self) -> None:
         now_s = self._clock()
-        if self.num_waiting:
+        if self._is_crowded:
             self._rate.passed(now_s - self._last_s)
         self._last_s = now_s
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether what waits keeps the engine busy. A cap may be lower than a batch, and full of few long prompts."""
+        if not self.num_waiting:
+            return False  # and the caps may not be known: nothing has come yet
+        max_requests, max_tokens = self.caps
+        enough = min(self._engine.info.max_num_seqs, max_requests / 2)
+        return self.num_waiting >= enough or self.num_waiting_tokens >= max_tokens / 2
 
 
 class _Admitted:

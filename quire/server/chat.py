@@ -18,7 +18,7 @@ from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.server.models import check_model, fingerprint
 from quire.server.protocol import ChatBody, TokenizeBody
 from quire.server.replies import AnswerMessage, CachedTokens, ChatChoice, ChatCompletion, ChatLogprobs, Usage
-from quire.server.sampling import chat_params, priority_of
+from quire.server.sampling import chat_params, check_room, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 
 # Names that chat_template_kwargs must not bring: they have fields of their own, or are the renderer's.
@@ -44,6 +44,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
             raise bad_request(str(error), "messages") from None
 
     prepared = await prepared_in_time(prepare, exchange.num_body_bytes)
+    check_room(body, [prepared], engine.info.max_model_len)
     head: dict[str, Any] = {
         "id": f"chatcmpl-{exchange.request_id}",
         "created": int(time.time()),

@@ -16,7 +16,7 @@ from quire.server.logprobs import TextOffsets, TokenNames, completion_logprobs, 
 from quire.server.models import check_model, fingerprint
 from quire.server.protocol import MAX_PROMPTS, CompletionBody
 from quire.server.replies import CachedTokens, Completion, CompletionChoice, CompletionLogprobs, Usage
-from quire.server.sampling import completion_params, priority_of
+from quire.server.sampling import check_room, completion_params, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 
 
@@ -42,6 +42,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
 
     num_chars = sum(map(len, prompts)) + sum(map(len, body.bad_words or ()))
     prepared = await prepared_in_time(prepare, num_chars)
+    check_room(body, prepared, engine.info.max_model_len)
     shown = _Shown(exchange, body, params, prepared)
     head: dict[str, Any] = {
         "id": f"cmpl-{exchange.request_id}",

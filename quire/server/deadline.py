@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 from quire.errors import BadRequestError
-from quire.server.errors import ApiError
+from quire.server.errors import NO_RETRY, ApiError
 from quire.server.life import ServerLife
 from quire.server.settings import ServerSettings
 
@@ -23,7 +23,7 @@ _MAX_TIMEOUT_S = 1e9  # what a loop's timer takes for sure
 
 
 class DeadlineError(ApiError):
-    """The request took longer than it may."""
+    """The request took longer than it may. Sent again, it would take as long again."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(
@@ -31,6 +31,7 @@ class DeadlineError(ApiError):
             f"the request did not finish within its timeout of {timeout_s:g} s and was ended",
             type="timeout",
             code="timeout",
+            headers=NO_RETRY,
         )
 
 

@@ -1,11 +1,4 @@
-"""`/debug/kv`: the KV cache as JSON, for people with a question.
-
-    /debug/kv                 the counts, and the first page of everything below
-    /debug/kv/map             every block: state, users, hits              ?first= &limit=
-    /debug/kv/requests        block tables, and why each hit or missed     ?offset= &limit=
-    /debug/kv/sharing         which blocks which requests share            ?limit=
-    /debug/kv/tree            cached prefixes with hit counts              ?node= &depth= &offset= &limit=
-    /debug/kv/blocks/{id}     one block: who uses it, what text it holds
+"""`/debug/kv`: the KV cache as JSON, for people with a question. `_PATHS` says what is where.
 
 Where several keys are in use, text is shown only to the key whose running request holds it: a prompt is its sender's.
 """
@@ -29,6 +22,14 @@ from quire.server.prefix_tree import Link, Node, PrefixTree, Shown
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
 
+_PATHS = {
+    "/debug/kv?full=1": "the first page of everything below",
+    "/debug/kv/map?first=&limit=": "every block: state, users, hits",
+    "/debug/kv/requests?offset=&limit=": "block tables, and why each request hit or missed",
+    "/debug/kv/sharing?limit=": "which blocks which requests share",
+    "/debug/kv/tree?node=&depth=&offset=&limit=": "cached prefixes with their hit counts",
+    "/debug/kv/blocks/{block}": "one block: who uses it, what text it holds",
+}
 _PIECE_BLOCKS = 4_096  # of one question to the engine
 _MAX_BLOCKS = 1 << 17  # of one answer
 _MAX_REQUESTS = 1_024
@@ -57,8 +58,10 @@ class KVDebug:
         return [Route(f"/debug/kv{path}", handler, methods=["GET"]) for path, handler in paths.items()]
 
     async def index(self, request: HttpRequest) -> Response:
-        _numbers(request, {})
+        asked = _numbers(request, {"full": (0, 1)})
         overview = await self._engine.call("kv_overview")
+        if not asked.get("full"):
+            return _json({"overview": overview, "more": _PATHS})
         blocks = await self._map(0, 1_024)
         tables = await self._engine.call("kv_tables", offset=0, limit=32)
         tree = await self._tree(request, None, depth=2, offset=0, limit=32)

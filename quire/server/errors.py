@@ -34,6 +34,8 @@ _TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
+# OpenAI's clients send whatever got a 5xx again, twice, unless the answer has this.
+NO_RETRY = {"x-should-retry": "false"}
 _AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 _FIELD = re.compile(r"^Object (contains unknown|missing required) field `(.*?)`")
 

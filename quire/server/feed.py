@@ -8,12 +8,14 @@ Lines are JSON objects; columns of numbers in them are base64 of little-endian i
     hello    what is served, and the names of a row's fields
     status   the engine's state, when it changes
     blocks   blocks [first, first + n), and then `block_ids`, as they are now
-    tick     rows of requests, block tables that changed, numbers for the charts
+    tick     rows of requests, block tables that changed, numbers for the charts; `ended`: requests that ended since the
+             last one, with the tokens that each of their sequences made in the end
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import struct
 import time
 from array import array
@@ -29,7 +31,7 @@ from quire.engine.inspect import ROW_FIELDS
 from quire.errors import EngineDeadError
 from quire.server.errors import ApiError
 from quire.server.life import LifeState, ServerLife
-from quire.server.metrics import ServerMetrics
+from quire.server.metrics import RequestSummary, ServerMetrics
 from quire.server.rolling import Rolling
 
 TICK_S = 0.2
@@ -69,7 +71,9 @@ class LiveFeed:
         self._life = life
         self._hello = hello
         self._clock = clock
+        self._metrics = metrics
         self._rolling = Rolling(metrics)
+        self._last_ended: RequestSummary | None = None  # of those that the viewers were told of
         self._viewers: set[_Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._watch: int | None = None
@@ -179,6 +183,7 @@ class LiveFeed:
         self._tables.clear()
         self._chart.clear()
         self._last_tick = b""
+        self._last_ended = self._metrics.recent[-1] if self._metrics.recent else None
         self._status = ("", "")
 
     def _tell_status(self) -> bool:
@@ -260,9 +265,17 @@ class LiveFeed:
             gauges |= self._rolling.read(now_s, gauges) | {"brownout_level": load.brownout_level}
             self._chart.append(gauges)
         tick = {"type": "tick", "rows": rows, "host_tables": found["host_tables"], "gauges": gauges}
-        self._tell(_line(tick | {"tables": found["tables"]}))
+        self._tell(_line(tick | {"tables": found["tables"], "ended": self._take_ended()}))
         # The copy brings all tables and the chart's numbers by itself.
-        self._last_tick = _line(tick | {"tables": [], "gauges": None})
+        self._last_tick = _line(tick | {"tables": [], "ended": [], "gauges": None})
+
+    def _take_ended(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The engine's rows say how far a request was at the last look, and not where it ended."""
+        recent = self._metrics.recent
+        ended = [*itertools.takewhile(lambda one: one is not self._last_ended, reversed(recent))]
+        if ended:
+            self._last_ended = ended[0]
+        return [(one.request_id, one.output_tokens_by_index) for one in ended]
 
 
 _encoder = msgspec.json.Encoder()

@@ -48,6 +48,19 @@ class UnavailableError(ApiError):
         )
 
 
+class StoppedError(ApiError):
+    """The server does not wait for this request any longer."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            503,
+            "the server was stopped before this request finished: send it again",
+            type="service_unavailable",
+            code="stopped",
+            headers={"retry-after": str(RETRY_AFTER_S)},
+        )
+
+
 class ServerLife:
     """State, the number of requests under way, and a way to end those that will not end by themselves."""
 

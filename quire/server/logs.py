@@ -19,6 +19,7 @@ from quire.server.log_writer import LogWriter
 from quire.server.metrics import RequestSummary
 
 _EVENT = "quire_event"  # the attribute of a LogRecord that holds (event, fields)
+ENGINE_READY = "engine_ready"
 _LOGGERS = ("quire", "uvicorn")  # uvicorn's own lines look like ours
 
 BROWNOUT_STEPS = (
@@ -30,11 +31,11 @@ BROWNOUT_STEPS = (
 
 
 class LineFormatter(logging.Formatter):
-    """`time level event key=value ...`, or `time level message` for what has no fields."""
+    """`time level event key=value ...`, or `time level message` for what is told in a sentence."""
 
     def format(self, record: logging.LogRecord) -> str:
-        event, fields = _parts(record)
-        line = f"{_time(record)} {record.levelname.lower()} {event or record.getMessage()}"
+        _, fields = _parts(record)
+        line = f"{_time(record)} {record.levelname.lower()} {record.getMessage()}"
         line += "".join(f" {name}={_quoted(value)}" for name, value in fields.items())
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
@@ -47,8 +48,8 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         event, fields = _parts(record)
         line: dict[str, Any] = {"time": _time(record), "level": record.levelname.lower(), "event": event or "log"}
-        if not event:
-            line["message"] = record.getMessage()
+        if (message := record.getMessage()) != event:
+            line["message"] = message
         line |= fields
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -127,26 +128,28 @@ class RequestLog:
         fields = {"request_id": request_id, "tenant": tenant or None, "endpoint": endpoint, "status": status}
         self._write(_level(status), "request", fields | {"error": error_code, "param": param, "total_s": total_s})
 
-    def event(self, event: str, severity: int = logging.INFO, **fields: Any) -> None:
-        """Something in the life of server or engine."""
+    def event(self, event: str, severity: int = logging.INFO, *, message: str = "", **fields: Any) -> None:
+        """Something in the life of server or engine. With a message, that is what a line of text says."""
         if self._logger.isEnabledFor(severity):
-            self._write(severity, event, fields)
+            self._write(severity, event, fields, message)
 
-    def _write(self, level: int, event: str, fields: dict[str, Any]) -> None:
+    def _write(self, level: int, event: str, fields: dict[str, Any], message: str = "") -> None:
         known = {
             name: round(value, 6) if isinstance(value, float) else value
             for name, value in fields.items()
             if value is not None
         }
-        self._logger.log(level, event, extra={_EVENT: (event, known)})
+        self._logger.log(level, "%s", message or event, extra={_EVENT: (event, known)})
 
 
 async def watch_engine(engine: ServingEngine, log: RequestLog, *, interval_s: float = 0.5) -> None:
-    """Log each change of the engine's state and of its brownout, until cancelled."""
+    """Log each change of the engine's state and of its brownout, until cancelled. That it has started is told by who
+    waited for it, with what it serves."""
     health, level = EngineHealth(EngineState.STARTING), 0
     while True:
         found = engine.health()
-        if found.state is not health.state:
+        has_started = health.state is EngineState.STARTING and found.state is EngineState.READY
+        if found.state is not health.state and not has_started:
             bad = found.state in (EngineState.STUCK, EngineState.DEAD)
             log.event(
                 f"engine_{found.state.value}", logging.ERROR if bad else logging.INFO, reason=found.reason or None

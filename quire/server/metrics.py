@@ -67,6 +67,7 @@ class RequestSummary:
     finish_reason: str
     cache_outcome: str | None
     num_preemptions: int
+    output_tokens_by_index: tuple[int, ...] = ()
 
 
 class ServerMetrics(Collector):
@@ -159,6 +160,15 @@ class ServerMetrics(Collector):
         live = self._live.pop(request.request_id, None)
         total_s = self._clock() - request.arrival_s
         counts = live.num_tokens if live is not None else [0] * request.params.n
+        num_cached_tokens = request.sequences[0].num_cached_tokens if request.sequences else 0
+        if last_output is not None:
+            num_cached_tokens = last_output.num_cached_tokens
+        if prepared.num_made_tokens and not (last_output is not None and last_output.finished):
+            # What was cut off has cost its tokens, even where nobody was to see any before the end.
+            counts = [max(pair) for pair in zip(counts, prepared.num_made_tokens, strict=True)]
+            if live is None and any(counts):
+                self._num_prompt_tokens += prepared.num_prompt_tokens
+                self._num_cached_tokens += num_cached_tokens
         reasons = [finish_reason or FinishReason.ABORT.value] * request.params.n
         for completion in last_output.outputs if last_output is not None else ():
             reasons[completion.index] = completion.finish_reason or reasons[completion.index]
@@ -172,7 +182,8 @@ class ServerMetrics(Collector):
         self._longest_output.observe(max(counts))
         self._total.observe(total_s)
         num_output_tokens = sum(counts)
-        self._on_tenant(request.tenant, prepared.num_prompt_tokens if live is not None else 0, num_output_tokens)
+        has_begun = live is not None or num_output_tokens > 0
+        self._on_tenant(request.tenant, prepared.num_prompt_tokens if has_begun else 0, num_output_tokens)
         measured = last_output.metrics if last_output is not None else None
         queue_s = measured.queue_s if measured is not None else None
         first_token_s = measured.first_token_s if measured is not None else None
@@ -182,7 +193,7 @@ class ServerMetrics(Collector):
             request_id=request.request_id,
             tenant=request.tenant,
             num_prompt_tokens=prepared.num_prompt_tokens,
-            num_cached_tokens=last_output.num_cached_tokens if last_output is not None else 0,
+            num_cached_tokens=num_cached_tokens,
             num_output_tokens=num_output_tokens,
             queue_s=queue_s,
             first_token_s=first_token_s,
@@ -191,6 +202,7 @@ class ServerMetrics(Collector):
             finish_reason=reasons[0] if len(set(reasons)) == 1 else ",".join(reasons),
             cache_outcome=measured.cache_outcome if measured is not None else None,
             num_preemptions=measured.num_preemptions if measured is not None else 0,
+            output_tokens_by_index=tuple(counts),
         )
         self.recent.append(summary)
         return summary

@@ -127,7 +127,12 @@ OPERATIONS = (
         statuses=(*_ALWAYS, 400, 429),
     ),
     Operation(
-        method="get", path="/debug/kv", tag="Cache", summary="The KV cache in numbers, and the start of the rest."
+        method="get",
+        path="/debug/kv",
+        tag="Cache",
+        summary="The KV cache in numbers, and where the rest is.",
+        statuses=(*_ALWAYS, 400),
+        parameters=(("full", "query", "1: the first page of the rest too."),),
     ),
     Operation(
         method="get",

@@ -16,7 +16,7 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from quire.config import EngineConfig
@@ -28,9 +28,9 @@ from quire.server.admission import Admission
 from quire.server.app import create_app
 from quire.server.context import ServerContext
 from quire.server.http_server import HttpServer
-from quire.server.life import LifeState, ServerLife, UnavailableError
+from quire.server.life import LifeState, ServerLife, StoppedError, UnavailableError
 from quire.server.listen import address_of, open_socket, socket_file
-from quire.server.logs import set_up_logs, watch_engine
+from quire.server.logs import ENGINE_READY, set_up_logs, watch_engine
 from quire.server.metrics import ServerMetrics
 from quire.server.settings import ServerSettings
 from quire.server.tls import make_ssl_context
@@ -69,6 +69,7 @@ def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEn
     # Its lines about itself say nothing that ours do not.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     model = (*settings.served_model_names, config.model)[0]
+    loaded = loaded_model(config.model, settings.served_model_names)
     if "scheduling_policy" not in config.given:
         config = config.replace(scheduling_policy="priority")  # requests may bring one; equal ones keep their order
     try:
@@ -85,7 +86,7 @@ def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEn
                     logs=logs,
                     life=life,
                 )
-                return await _Run(context, engine, model, listener, ssl_context).run()
+                return await _Run(context, engine, loaded, listener, ssl_context).run()
 
             return runner.run(run())
     finally:
@@ -101,14 +102,14 @@ class _Run:
         self,
         context: ServerContext,
         engine: StartableEngine,
-        model: str,
+        loaded: str,
         listener: socket.socket,
         ssl_context: ssl.SSLContext | None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._context = context
         self._engine = engine
-        self._model = model
+        self._loaded = loaded
         self._life = context.life
         self._settings = context.settings
         self._address = address_of(listener, context.settings)
@@ -143,7 +144,7 @@ class _Run:
 
     async def _start(self) -> None:
         """Until the engine is ready, or somebody wants to stop. Raises what kept the engine from starting."""
-        self._log.info("listening at %s, loading %s", self._address, self._model)
+        self._log.info("listening at %s, loading %s", self._address, self._loaded)
         start = asyncio.create_task(self._start_engine())
         try:
             await _first_of(start, self._drain_wanted, self._death)
@@ -155,7 +156,8 @@ class _Run:
                 start.result()
                 settle_for_serving()
                 self._life.ready()
-                self._log.info("%s", ready_line(self._address, self._model, self._engine.info))
+                line = ready_line(self._address, self._loaded, self._engine.info)
+                self._context.logs.event(ENGINE_READY, message=line)
                 self._warn_if_open()
         finally:
             start.cancel()
@@ -181,14 +183,14 @@ class _Run:
         await _first_of(idle, self._stop_wanted, self._death)
         if self._stop_wanted.done():
             idle.cancel()
-            self._life.cut(UnavailableError(LifeState.DRAINING))
+            self._life.cut(StoppedError())
             await asyncio.sleep(0)  # so that those that can be told are
             return 130
         if self._death.done():
             idle.cancel()
             return await self._die(self._death.result())
         if not idle.result():
-            num_cut = self._life.cut(UnavailableError(LifeState.DRAINING))
+            num_cut = self._life.cut(StoppedError())
             self._log.warning("drain timeout of %g s is over: %d requests are cut off", timeout_s, num_cut)
             await self._life.idle(_CUT_S)
         return 0
@@ -240,10 +242,15 @@ async def _first_of(*waited: asyncio.Future[Any]) -> None:
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
 
 
-def ready_line(address: str, model: str, info: EngineInfo) -> str:
+def loaded_model(model: str, served_names: Sequence[str]) -> str:
+    """What was loaded, and where clients ask for it under another name, that one."""
+    return model if tuple(served_names) in ((), (model,)) else f"{model} as {', '.join(served_names)}"
+
+
+def ready_line(address: str, loaded: str, info: EngineInfo) -> str:
     """What people look for: where it is, what it serves, and where the memory went."""
     kind = f"{info.architecture}, {info.dtype} on {info.device}"
-    parts = [f"ready at {address} in {info.ready_s:.1f} s: {model} ({kind})", info.ledger_summary, info.blocks_line]
+    parts = [f"ready at {address} in {info.ready_s:.1f} s: {loaded} ({kind})", info.ledger_summary, info.blocks_line]
     return "; ".join(" ".join(part.split()) for part in parts if part)
 
 

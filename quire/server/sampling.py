@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.api import EngineInfo
+from quire.engine.api import EngineInfo, PreparedRequest
 from quire.params import OutputKind, SamplingParams
 from quire.server.errors import bad_request
 from quire.server.protocol import ChatBody, CompletionBody, GenerationBody
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+TOO_MANY_TOKENS = "max_tokens_too_large"  # the page's chat knows this code
 # Each prompt of a request takes its lists along to the engine. Ids, or characters of words, times prompts.
 _MAX_LISTED = 2**20
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -75,6 +77,23 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _params(body, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+
+
+def check_room(body: CompletionBody | ChatBody, prepared: Sequence[PreparedRequest], max_model_len: int) -> None:
+    """A length that was asked for by number must fit behind every prompt. The engine would cut it and say nothing."""
+    asked, param = body.max_tokens, "max_tokens"
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        asked, param = body.max_completion_tokens, "max_completion_tokens"
+    num_prompt_tokens = max(one.num_prompt_tokens for one in prepared)
+    room = max_model_len - num_prompt_tokens
+    if asked is not None and asked > room:
+        which = "the longest prompt" if len(prepared) > 1 else "the prompt"
+        raise bad_request(
+            f"{param} is too large: {asked}; {which} has {num_prompt_tokens} tokens and max_model_len is "
+            f"{max_model_len}: ask for at most {room}",
+            param,
+            TOO_MANY_TOKENS,
+        )
 
 
 def priority_of(body: GenerationBody, info: EngineInfo) -> int:

@@ -2,7 +2,16 @@
 
 from quire.text.chat_template import ChatTemplate, read_chat_template
 from quire.text.detokenizer import Detokenizer
+from quire.text.hf_facade import HFTokenizerFacade
 from quire.text.stop_strings import StopMatch, StopStrings
 from quire.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopMatch", "StopStrings", "Tokenizer", "read_chat_template"]
+__all__ = [
+    "ChatTemplate",
+    "Detokenizer",
+    "HFTokenizerFacade",
+    "StopMatch",
+    "StopStrings",
+    "Tokenizer",
+    "read_chat_template",
+]

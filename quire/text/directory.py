@@ -39,7 +39,7 @@ class TokenizerFiles:
         # Settings for training batches; here they would cut or stretch prompts in silence.
         backend.no_truncation()
         backend.no_padding()
-        special = [token for token in self._special_tokens() if backend.token_to_id(token) is not None]
+        special = [token for token in self.special_tokens() if backend.token_to_id(token) is not None]
         known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special if t not in known])
         if any(isinstance(self.config.get(key), bool) for key in ("add_bos_token", "add_eos_token")):
@@ -82,7 +82,8 @@ class TokenizerFiles:
                 f"got {type(found).__name__}: correct the file or pass chat_template=..."
             ) from None
 
-    def _special_tokens(self) -> list[str]:
+    def special_tokens(self) -> list[str]:
+        """The tokens that the directory names as special."""
         values = [self.config.get(f"{name}_token") for name in _NAMES]
         for key in ("additional_special_tokens", "extra_special_tokens"):
             more = self.config.get(key) or []

@@ -32,6 +32,7 @@ class Tokenizer:
         named_token_ids: Mapping[str, int | None],
         end_token_ids: frozenset[int] | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        listed_special_tokens: Iterable[str] | None = None,
     ) -> None:
         self._backend = backend
         self.source = source
@@ -42,6 +43,10 @@ class Tokenizer:
         self.unk_token_id = named_token_ids.get("unk")
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # Those that the model's files list by name; a GGUF file lists none, so there they are all.
+        if listed_special_tokens is None:
+            listed_special_tokens = (added[token_id].content for token_id in sorted(self.special_token_ids))
+        self.listed_special_tokens = tuple(listed_special_tokens)
         eos = frozenset[int]() if self.eos_token_id is None else frozenset((self.eos_token_id,))
         self.end_token_ids = eos if end_token_ids is None else end_token_ids | eos
         self.chat_templates = dict(chat_templates or {})
@@ -65,6 +70,7 @@ class Tokenizer:
             vocab_size=max(backend.get_vocab().values(), default=-1) + 1,
             named_token_ids=files.named_token_ids(backend),
             chat_templates=files.chat_templates(),
+            listed_special_tokens=[t for t in files.special_tokens() if backend.token_to_id(t) is not None],
         )
 
     @classmethod
@@ -154,6 +160,11 @@ class Tokenizer:
     def token_bytes_table(self, *, skip_special_tokens: bool) -> TokenBytes:
         """Bytes by token id, for the detokenizer."""
         return self._table_without_special if skip_special_tokens else self._table
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, for what only programs ask of it; shared, so nobody may change it."""
+        return self._backend
 
     @property
     def bos_token(self) -> str | None:

@@ -60,13 +60,13 @@ def _explain(error: Exception, repo: str, revision: str | None) -> DownloadError
             else "ask for access on the model's page, then set HF_TOKEN to a token of your account"
         )
         return DownloadError(f"{where} is gated: {do} (https://huggingface.co/{repo})")
-    if isinstance(error, errors.RepositoryNotFoundError):
-        near = difflib.get_close_matches(repo.lower(), ALIASES, n=1)
-        guess = f"did you mean the alias {near[0]!r}? Otherwise " if near else ""
-        token = "" if has_token else ", and set HF_TOKEN if it is private"
-        return DownloadError(f"{where} does not exist or is private: {guess}check the spelling{token}")
     if isinstance(error, errors.RevisionNotFoundError):
         return DownloadError(f"{where} does not exist: check the revision")
+    if "/" not in repo:  # hardly a hub id: all but a few old ones have an owner
+        return _no_such_name(repo, is_asked=isinstance(error, errors.RepositoryNotFoundError))
+    if isinstance(error, errors.RepositoryNotFoundError):
+        token = "" if has_token else ", and set HF_TOKEN if it is private"
+        return DownloadError(f"{where} does not exist or is private: {_guess(repo)}check the spelling{token}")
     if isinstance(error, (errors.HFValidationError, errors.OfflineModeIsEnabled)):
         return DownloadError(f"{where} cannot be fetched: {error}")
     if isinstance(error, errors.LocalEntryNotFoundError):
@@ -79,6 +79,19 @@ def _explain(error: Exception, repo: str, revision: str | None) -> DownloadError
             f"path. {_first_line(error)}"
         )
     return DownloadError(f"{where} could not be fetched: {_first_line(error)}: check the network and try again")
+
+
+def _no_such_name(name: str, *, is_asked: bool) -> DownloadError:
+    hub = "the hub has none either" if is_asked else "the hub could not be asked"
+    return DownloadError(
+        f"no file, folder or alias is called {name!r} ({hub}): {_guess(name)}give a path, an alias "
+        f"({', '.join(ALIASES)}) or a hub id of the form owner/name"
+    )
+
+
+def _guess(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), ALIASES, n=1)
+    return f"did you mean the alias {near[0]!r}? Otherwise " if near else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -38,7 +38,7 @@ def test_padded_batches_by_hand(baseline: HFBaseline) -> None:
 
 
 def test_ctrl_c_keeps_what_was_done(baseline: HFBaseline) -> None:
-    def interrupt(output_tokens: int) -> None:
+    def interrupt(output_tokens: int, completed: int) -> None:
         if output_tokens == 8:
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from quire.bench.measure import measure, measure_repeats
+from quire.bench.progress import Progress, WarmUpInterrupted
 from quire.bench.workloads import WORKLOADS, Workload
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError
@@ -152,7 +153,7 @@ def test_repeats_and_their_spread(engine: LLMEngine) -> None:
 
 
 def test_ctrl_c_keeps_what_was_done(engine: LLMEngine) -> None:
-    def interrupt(output_tokens: int) -> None:
+    def interrupt(output_tokens: int, completed: int) -> None:
         if output_tokens >= 6:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -169,7 +170,7 @@ def test_ctrl_c_keeps_what_was_done(engine: LLMEngine) -> None:
 def test_ctrl_c_in_the_second_repeat_keeps_the_first(engine: LLMEngine) -> None:
     seen = []
 
-    def interrupt(output_tokens: int) -> None:
+    def interrupt(output_tokens: int, completed: int) -> None:
         seen.append(output_tokens)
         if seen.count(4) == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -177,6 +178,29 @@ def test_ctrl_c_in_the_second_repeat_keeps_the_first(engine: LLMEngine) -> None:
     report = measure_repeats(engine, [([30] * 4, 9)], repeats=5, progress=interrupt)
     assert report.interrupted
     assert len(report.repeats) == 1 and report.completed == 1 and report.output_tokens == 9
+
+
+def test_ctrl_c_counts_only_prompt_tokens_that_were_computed(engine: LLMEngine) -> None:
+    def interrupt(output_tokens: int, completed: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    # A step takes 512 tokens: two prompts and a part of the third.
+    report = measure(engine, [([30 + i] * 200, 50) for i in range(5)], progress=interrupt)
+    assert (report.interrupted, report.num_steps, report.prompt_tokens) == (True, 1, 512)
+    assert report.total_tok_s == pytest.approx((512 + report.output_tokens) / report.seconds)
+
+
+def test_ctrl_c_in_the_warm_up_is_no_measurement(engine: LLMEngine) -> None:
+    begun = []
+
+    def stage(name: str, work: Workload) -> Progress:
+        begun.append(name)
+        return lambda output_tokens, completed: os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(WarmUpInterrupted):
+        measure_repeats(engine, [([30] * 4, 9)], warm=[([31] * 4, 9)], stage=stage)
+    assert begun == ["warming up"]
+    assert not engine.has_unfinished_requests() and engine.core.kv.num_used_blocks == 0
 
 
 @pytest.mark.parametrize(

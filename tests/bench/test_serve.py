@@ -10,6 +10,7 @@ import pytest
 from bench_server import FakeServer, serving_in_a_thread
 
 from quire.bench.client import ClientRequest, Outcome, Target
+from quire.bench.progress import Progress, RunProgress, WarmUpInterrupted
 from quire.bench.serve import Load, client_requests, parse_goodput, read_metrics, run_serve, summarize
 from quire.errors import ConfigError
 
@@ -43,6 +44,7 @@ def test_latencies_are_of_what_succeeded() -> None:
     assert report.ttft_s.p95 == pytest.approx(np.percentile([0.1 * (i + 1) for i in range(10)], 95))
     assert (report.itl_s.count, report.tpot_s.count) == (40, 10)
     assert report.tpot_s.p50 == pytest.approx(0.055)
+    assert report.values["goodput_requests"] == 3
     assert report.values["goodput_req_s"] == pytest.approx(3 / 2.0)  # tpot is the stricter of the two: 10, 20, 30 ms
     assert report.notes == ["HTTP 429: why", "timeout: why"]
 
@@ -110,3 +112,44 @@ def test_ctrl_c_keeps_what_came_back() -> None:
     assert report.interrupted
     assert (report.requests, report.completed, report.output_tokens) == (5, 3, 9)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_in_the_warm_up_is_no_measurement() -> None:
+    class Interrupting(FakeServer):
+        async def answer(self, request):  # type: ignore[no-untyped-def]
+            os.kill(os.getpid(), signal.SIGINT)
+            return await super().answer(request)
+
+    with serving_in_a_thread(Interrupting(token_s=0.001)) as server:
+        load = Load(
+            target=Target(base_url=server.url, model="m"),
+            requests=[ClientRequest([1], 50_000)],
+            arrivals=[0.0],
+            num_warmups=1,
+        )
+        with pytest.raises(WarmUpInterrupted):
+            run_serve(load, name="cut", parameters={})
+    assert len(server.bodies) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_progress_counts_what_is_under_way() -> None:
+    stages: list[tuple[str, int]] = []
+    said: list[tuple[int, int]] = []
+
+    class Recorded(RunProgress):
+        def stage(self, name: str, num_requests: int, num_tokens: int | None = None) -> Progress:
+            stages.append((name, num_requests))
+            return lambda output_tokens, completed: said.append((output_tokens, completed))
+
+    with serving_in_a_thread(FakeServer(token_s=0.01)) as server:
+        load = Load(
+            target=Target(base_url=server.url),
+            requests=[ClientRequest([1], 5), ClientRequest([1], 100)],
+            arrivals=[0.0, 0.0],
+            num_warmups=1,
+        )
+        run_serve(load, name="two", parameters={}, progress=Recorded("two"), repeat="run 1 of 2")
+    assert stages == [("warming up", 1), ("run 1 of 2", 2)]
+    tokens, completed = said[0]  # half a second into a load of at least one
+    assert completed == 1 and 5 < tokens < 105

@@ -24,7 +24,7 @@ def test_some_experiments_and_then_the_rest(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [*flags, "--output-dir", str(tmp_path)]
-    assert main([*command, "--only", "prefix-sharing"]) == 0
+    assert main([*command, "prefix-sharing"]) == 0
     assert main([*command, "--only", "7,memory"]) == 0
     out, err = capsys.readouterr()
     assert "prefix-sharing: done before" in err
@@ -96,6 +96,9 @@ def test_ctrl_c_keeps_what_is_done(flags: list[str], tmp_path: Path, monkeypatch
     [
         (["--only", "nope"], "no experiment is called nope"),
         (["--only", ","], "there are baseline"),
+        (["nope"], "no experiment is called nope"),
+        (["memory", "99"], "no experiment is called 99"),
+        (["memory", "--only", "nope"], "no experiment is called nope"),
         (["--gpu-8b", "--model", "x"], "--gpu-8b brings its own model"),
         (["--load-format", "nope"], "load_format must be one of"),
         (["--model", "./not/there", "--only", "batching"], "not/there"),
@@ -120,3 +123,30 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "--list"]) == 0
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 10 and "fragmentation" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ([], None),
+        (["block-size"], ["block-size"]),
+        (["block-size", "7,memory"], ["block-size", "7", "memory"]),
+        (["--only", "pressure, memory"], ["pressure", "memory"]),
+        (["block-size", "--only", "pressure"], ["block-size", "pressure"]),
+    ],
+)
+def test_experiments_are_named_with_or_without_only(
+    words: list[str], keys: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.errors import ConfigError
+    from quire.lab import experiments
+
+    asked: list[list[str] | None] = []
+
+    def choose(given: list[str] | None) -> None:
+        asked.append(given)
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr(experiments, "choose", choose)
+    assert main(["lab", *words, "--output-dir", str(tmp_path)]) == 2
+    assert asked == [keys]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
+import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,7 +101,6 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--model", "./nowhere"], 1, "nowhere"),
         (["generate", "x", "--top-p", "7"], 2, "top_p"),
         (["generate", "x", "--max-model-len", "many"], 2, "max_model_len"),
-        (["chat", "--n", "2"], 2, "--n"),
     ],
 )
 def test_errors_are_one_line(
@@ -110,9 +113,117 @@ def test_errors_are_one_line(
     assert "Traceback" not in err
 
 
-def test_unknown_flag_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["generate", "--no-such-flag"], []):
-        with pytest.raises(SystemExit) as refused:
-            main(arguments)
-        assert refused.value.code == 2
-    assert "usage" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "x", "--max-tokens", "0"], "max_tokens must be >= 1"),
+        (["generate", "x", "--temperature", "-1"], "temperature must be >= 0"),
+        (["generate", "x", "--n", "2", "--temperature", "0"], "n=2 with temperature=0"),
+        (["generate", "x", "--stop", ""], "stop must be"),
+        (["chat", "--max-tokens", "0"], "max_tokens must be >= 1"),
+    ],
+)
+def test_bad_sampling_is_refused_before_anything_is_loaded(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        pytest.fail("the model was loaded first")
+
+    monkeypatch.setattr("quire.cli.session.Session.__init__", load)
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_refused_prompt_has_no_account(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert "quire: error: prompt has no tokens" in err
+    assert "tokens out" not in err and out == ""
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"]])
+def test_how_much_is_said(
+    command: list[str],
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What log handlers print differs between a test and a terminal: records are what reaches them.
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    told: dict[str, list[str]] = {}
+    for extra in ("", "--quiet", "--verbose"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        logging.getLogger("quire").setLevel(logging.INFO)
+        caplog.clear()
+        assert main([*command, *([extra] if extra else []), "--max-tokens", "4", "--ignore-eos", *flags]) == 0
+        out, err = capsys.readouterr()
+        told[extra] = [record.getMessage() for record in caplog.records if record.name == "quire"]
+        assert out
+        if extra == "--quiet":
+            assert err == ""
+    assert told["--quiet"] == []
+    [line] = told[""]
+    assert " on cpu, " in line and "ready in" in line
+    assert [
+        any(text.startswith(part) for text in told["--verbose"]) for part in ("memory: ", "start-up: ", "# CPU")
+    ] == [
+        True,
+        True,
+        True,
+    ]
+
+
+def test_help_is_short_and_has_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, max_tokens in (("generate", 256), ("chat", 1024)):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = capsys.readouterr().out
+        assert text.splitlines()[1] == "", "the usage is one line"
+        assert f"--max-tokens N                      most tokens to generate (default {max_tokens})" in text
+        assert "default: the model's own" in text
+        assert "LONG_PREFILL_TOKEN_THRESHOLD" not in text and "--long-prefill-token-threshold N " in text
+    assert " --n " not in text, "a chat has one line"
+
+
+def test_the_defaults_that_help_names_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.cli import chat, generate
+    from quire.cli.options import sampling_params
+    from quire.cli.parser import Parser
+    from quire.params import SamplingParams
+
+    own = SamplingParams(temperature=0.3)
+    for command, words, max_tokens in ((generate, ["generate"], 256), (chat, ["chat"], 1024)):
+        parser = Parser(prog="quire")
+        command.add_parser(parser.add_subparsers())
+        params = sampling_params(parser.parse_args(words), own)
+        assert (params.max_tokens, params.temperature, params.n) == (max_tokens, 0.3, 1)
+        assert sampling_params(parser.parse_args([*words, "--max-tokens", "7"]), own).max_tokens == 7
+
+
+def test_switches_have_both_spellings() -> None:
+    from quire.cli import generate
+    from quire.cli.options import engine_config
+    from quire.cli.parser import Parser
+
+    parser = Parser(prog="quire")
+    generate.add_parser(parser.add_subparsers())
+    for words, expected in ((["--no-enable-prefix-caching"], False), (["--enable-prefix-caching"], True), ([], True)):
+        assert engine_config(parser.parse_args(["generate", *words])).enable_prefix_caching is expected
+
+
+def test_ctrl_c_while_the_commands_are_set_up(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(subparsers: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quire.cli.serve.add_parser", interrupted)
+    assert main(["env"]) == 130
+    assert capsys.readouterr().err == "quire: interrupted\n"
+
+
+def test_what_is_slow_to_import_is_imported_where_ctrl_c_is_taken() -> None:
+    code = "import sys, quire.cli.main; print(sorted(m for m in sys.modules if m.startswith('quire.')))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert set(ast.literal_eval(found)) == {"quire.cli", "quire.cli.main", "quire.cli.standard_streams", "quire.errors"}

@@ -106,6 +106,18 @@ def test_it_is_what_a_server_needs(shared: EngineClient) -> None:
     assert engine.render_chat([{"role": "user", "content": "hi"}])["prompt"].startswith("<|start|>user")
 
 
+def test_who_leaves_before_the_end_learns_what_was_made(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient) -> None:
+        prepared = client.prepare("a", "hello", ENDLESS.clone(output_kind=OutputKind.FINAL_ONLY))
+        stream = client.stream(prepared)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.5)
+        await stream.aclose()
+        assert 5 < prepared.num_made_tokens[0] < 190
+
+    run(body, SimSettings(step_s=0.01))
+
+
 def test_deltas_join_to_the_whole(runner: asyncio.Runner, shared: EngineClient) -> None:
     async def body() -> None:
         whole = (await collect(shared, "a", "hello", LONG))[-1]

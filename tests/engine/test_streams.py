@@ -139,6 +139,20 @@ def test_who_wants_the_end_is_woken_at_the_end(tokenizer: Tokenizer) -> None:
     run(tokenizer, body)
 
 
+def test_what_was_made_is_counted_whether_or_not_it_was_read(tokenizer: Tokenizer) -> None:
+    async def body(side: Side) -> None:
+        stream = side.open(DELTA.clone(output_kind=OutputKind.FINAL_ONLY, n=2))
+        assert stream.num_made_tokens == [0, 0]
+        side.step("abc")
+        assert side.text(stream) is None  # it looked, and there was no end yet
+        side.step("de")
+        assert stream.num_made_tokens == [5, 0]
+        side.step("x", key=2, started=[Started(2, 1, 1.25, 4, "partial")])
+        assert stream.num_made_tokens == [5, 1]
+
+    run(tokenizer, body)
+
+
 def test_a_reader_is_woken_by_a_token(tokenizer: Tokenizer) -> None:
     async def body(side: Side) -> None:
         stream = side.open()

@@ -136,6 +136,45 @@ def test_retry_after_is_what_the_queue_takes_at_the_rate_seen() -> None:
     asyncio.run(run())
 
 
+def test_quiet_traffic_says_nothing_about_how_fast_a_crowd_is_served() -> None:
+    async def run() -> None:
+        bench = Bench(max_waiting_requests=20)
+        for _ in range(50):  # one by one, each after two seconds: not because the next ones wait for it
+            ticket = await bench.admit()
+            bench.now_s += 2.0
+            ticket.started()
+        tickets = [await bench.admit() for _ in range(20)]
+        with pytest.raises(OverloadedError) as refused:
+            await bench.admit()
+        assert refused.value.retry_after_s == 5  # not 40
+        for ticket in tickets[:10]:  # four a second, now that there are enough
+            bench.now_s += 0.25
+            ticket.started()
+        for _ in range(10):
+            await bench.admit()
+        with pytest.raises(OverloadedError) as refused:
+            await bench.admit()
+        assert 4 <= refused.value.retry_after_s <= 6  # 20 waiting, 4 a second
+
+    asyncio.run(run())
+
+
+def test_a_low_cap_or_long_prompts_make_a_crowd_too() -> None:
+    async def run(num_tokens: int, **caps: int) -> int:
+        bench = Bench(**caps)
+        tickets = [await bench.admit(num_tokens) for _ in range(4)]
+        for ticket in tickets[:2]:
+            bench.now_s += 10.0
+            ticket.started()
+            await bench.admit(num_tokens)
+        with pytest.raises(OverloadedError) as refused:
+            await bench.admit(num_tokens)
+        return refused.value.retry_after_s
+
+    assert 30 <= asyncio.run(run(4, max_waiting_requests=4)) <= 50  # one in ten seconds
+    assert 30 <= asyncio.run(run(25, max_waiting_tokens=100)) <= 50
+
+
 def test_what_the_engine_reports_as_running_does_not_wait() -> None:
     """An answer that is not streamed gives no output before its end."""
 

@@ -131,6 +131,9 @@ def test_prompt_logprobs_and_ids_stand_beside_the_choices(server: Server) -> Non
         ({"best_of": 2}, "best_of", "not a field"),
         ({"top_logprobs": 1}, "top_logprobs", "logprobs=true"),
         ({"audio": {"voice": "x"}}, "audio", "text only"),
+        ({"max_tokens": 250}, "max_tokens", "ask for at most"),
+        ({"max_completion_tokens": 250}, "max_completion_tokens", "max_completion_tokens is too large: 250"),
+        ({"max_tokens": 250, "max_completion_tokens": 250}, "max_completion_tokens", "ask for at most"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(server: Server, body: dict[str, Any], param: str, says: str) -> None:

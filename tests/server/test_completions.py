@@ -163,6 +163,9 @@ def test_what_the_engine_gets(server: Server) -> None:
         ({"prompt": "x", "logit_bias": {"400": 1}}, "logit_bias", "319"),
         ({"prompt": "x", "n": 2, "temperature": 0}, "n", "equal"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+        ({"prompt": [65], "max_tokens": 256}, "max_tokens", "too large: 256; the prompt has 1 tokens"),
+        ({"prompt": [[65], [65] * 9], "max_tokens": 255}, "max_tokens", "max_model_len is 256: ask for at most 247"),
+        ({"prompt": [65] * 255, "max_tokens": 2, "stream": True}, "max_tokens", "ask for at most 1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(server: Server, body: dict[str, Any], param: str, says: str) -> None:
@@ -172,6 +175,13 @@ def test_what_cannot_be_is_refused_with_the_reason(server: Server, body: dict[st
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert says in error["message"]
+
+
+def test_a_length_that_just_fits_is_taken_and_one_that_nobody_named_is_cut(server: Server) -> None:
+    assert done(server, prompt=[65] * 250, max_tokens=6)["usage"]["completion_tokens"] == 6
+    assert done(server, prompt=[65] * 250)["usage"]["completion_tokens"] == 6  # the default of 16 is not the sender's
+    assert done(server, prompt=[65] * 250, max_tokens=None)["usage"]["completion_tokens"] == 6
+    assert done(server, prompt=[65] * 255, max_tokens=0, echo=True)["usage"]["completion_tokens"] == 0
 
 
 def test_an_unknown_model_is_a_404(server: Server) -> None:

@@ -49,6 +49,7 @@ def test_the_deadline_ends_and_frees_the_stream(item_s: float) -> None:
                 pass
         assert refused.value.status == 504
         assert refused.value.code == "timeout"
+        assert refused.value.headers == {"x-should-retry": "false"}
         assert source.is_closed
         task = asyncio.current_task()
         assert task is not None

@@ -8,6 +8,7 @@ import pytest
 from live_harness import CoreEngine, make_core, make_request, run_to_end
 from server_harness import Server, running
 
+from quire.server.debug import routes
 from quire.server.metrics import RequestSummary
 from quire.server.settings import ApiKey
 from quire.text import Tokenizer
@@ -44,8 +45,27 @@ def get(server: Server, path: str) -> Any:
     return reply.json()
 
 
-def test_everything_at_once(server: Server) -> None:
+def test_the_bare_path_is_short_and_says_where_the_rest_is(server: Server) -> None:
     found = get(server, "")
+    assert set(found) == {"overview", "more"}
+    overview = found["overview"]
+    assert overview["num_free"] + overview["num_cached"] + overview["num_used"] == 64
+    paths = [path.partition("?")[0].replace("{block}", "0") for path in found["more"]]
+    assert {"/debug/kv/map", "/debug/kv/requests", "/debug/kv/sharing", "/debug/kv/tree"} <= set(paths)
+    for path in paths:
+        assert server.get(path).status == 200
+    served = {route.path for route in routes(server.context)}
+    assert {path.partition("?")[0] for path in found["more"]} == served
+
+
+def test_a_large_cache_has_a_short_overview() -> None:
+    with running(CoreEngine(make_core(num_blocks=10_000))) as server:
+        assert len(server.get("/debug/kv").text) < 4_000
+        assert [name for name, _ in server.engine.calls] == ["kv_overview"]
+
+
+def test_everything_at_once(server: Server) -> None:
+    found = get(server, "?full=1")
     assert set(found) == {"overview", "map", "requests", "sharing", "tree"}
     assert found["overview"]["num_running"] == 2
     assert len(found["map"]["states"]) == 64

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from live_harness import CoreEngine, make_core, make_request, run_to_end
+from observing_fakes import prepared
 
 from quire.engine.api import EngineState
 from quire.server import feed as feed_module
@@ -102,6 +103,32 @@ def test_it_follows_the_engine() -> None:
             await viewer.until(lambda: viewer.gauges is not None and viewer.gauges["num_running"] == 2)
             run_to_end(engine.core)
             await viewer.until(lambda: not viewer.rows and viewer.codes == codes_of(engine))
+
+    asyncio.run(run())
+
+
+def test_it_tells_where_a_request_ended() -> None:
+    """A row is how far a request was at the last look."""
+
+    async def run() -> None:
+        engine = CoreEngine(make_core())
+        metrics = ServerMetrics(engine, "tiny")
+        metrics.on_finished(prepared("before"), None, "abort")
+        life = ServerLife()
+        life.ready()
+        feed = LiveFeed(engine, metrics, life, hello=dict)
+        async with viewing(feed) as viewer:
+            ended: list[Any] = []
+            await viewer.until(lambda: viewer.gauges is not None)
+            for name, made in {"a": [7], "b": [9]}.items():
+                request = prepared(name)
+                request.num_made_tokens[:] = made
+                metrics.on_finished(request, None, "abort")
+            while len(ended) < 2:
+                ended += (await viewer.read()).get("ended", ())
+            for _ in range(4):
+                ended += (await viewer.read()).get("ended", ())
+            assert sorted(ended) == [["a", [7]], ["b", [9]]]  # once each, and nothing from before it looked
 
     asyncio.run(run())
 

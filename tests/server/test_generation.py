@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 from server_harness import MODEL, ScriptedEngine, Server, running
 
@@ -127,6 +128,24 @@ def test_the_deadline_is_a_504_or_an_error_event(server: Server, prompt: Any) ->
     assert chunks
     assert error["error"]["code"] == "timeout"
     wait_for(lambda: not server.engine.running)
+
+
+def test_the_official_client_does_not_send_again_what_took_too_long(server: Server) -> None:
+    server.engine.step_s = 0.02
+    server.engine.prepared.clear()
+    with (
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=2) as client,
+        pytest.raises(openai.InternalServerError) as refused,
+    ):
+        client.completions.create(model=MODEL, prompt="x", max_tokens=200, extra_body={"timeout": 0.1})
+    assert refused.value.status_code == 504
+    assert len(server.engine.prepared) == 1
+
+
+def test_what_may_go_better_later_is_not_marked(server: Server) -> None:
+    server.engine.dies_after = 3
+    reply = server.post("/v1/completions", LONG)
+    assert reply.status == 503 and "x-should-retry" not in reply.headers
 
 
 def test_the_deadline_may_be_a_header(server: Server) -> None:

@@ -99,6 +99,16 @@ def test_levels(level: str, statuses: list[int]) -> None:
     assert [json.loads(line)["status"] for line in stream.getvalue().splitlines()] == statuses
 
 
+def test_an_event_may_be_told_in_a_sentence() -> None:
+    stream = io.StringIO()
+    set_up_logs("text", "info", stream).event("engine_ready", message="ready at 100 % of some address")
+    assert stream.getvalue().endswith("Z info ready at 100 % of some address\n")
+    stream = io.StringIO()
+    set_up_logs("json", "info", stream).event("engine_ready", message="ready at an address")
+    line = json.loads(stream.getvalue())
+    assert (line["event"], line["message"]) == ("engine_ready", "ready at an address")
+
+
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_plain_messages_and_tracebacks(log_format: str) -> None:
     stream = io.StringIO()
@@ -132,6 +142,7 @@ def test_the_engines_life_is_logged_once_per_change() -> None:
             (EngineState.READY, 2),
             (EngineState.READY, 0),
             (EngineState.STUCK, 0),
+            (EngineState.READY, 0),
             (EngineState.DEAD, 0),
         ]:
             engine.state, engine.now_load = state, EngineLoad(brownout_level=level, kv_usage=0.97)
@@ -141,11 +152,11 @@ def test_the_engines_life_is_logged_once_per_change() -> None:
     asyncio.run(live())
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [(line["event"], line["level"]) for line in lines] == [
-        ("engine_ready", "info"),
         ("brownout", "warning"),
         ("brownout", "info"),
         ("engine_stuck", "error"),
+        ("engine_ready", "info"),  # again: the first time, who started it says so
         ("engine_dead", "error"),
     ]
-    assert (lines[1]["brownout_level"], lines[1]["was"], lines[1]["kv_usage"]) == (2, 0, 0.97)
-    assert lines[1]["means"] == "shorter answers for new requests"
+    assert (lines[0]["brownout_level"], lines[0]["was"], lines[0]["kv_usage"]) == (2, 0, 0.97)
+    assert lines[0]["means"] == "shorter answers for new requests"

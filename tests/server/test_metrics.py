@@ -15,6 +15,7 @@ from quire.engine.stats import Metric
 from quire.errors import EngineDeadError
 from quire.outputs import RequestMetrics
 from quire.params import OutputKind
+from quire.request import Sequence
 from quire.server.metric_names import NAMES
 from quire.server.metrics import ServerMetrics, routes
 
@@ -112,6 +113,25 @@ def test_a_streamed_request(metrics: ServerMetrics, clock: Clock) -> None:
     assert (summary.num_output_tokens, summary.num_cached_tokens, summary.num_preemptions) == (3, 4, 2)
     assert (summary.finish_reason, summary.cache_outcome) == ("stop", "partial")
     assert summary.total_s == pytest.approx(0.08)
+
+
+def test_what_was_made_counts_though_nobody_read_it(metrics: ServerMetrics) -> None:
+    request = prepared(num_prompt_tokens=10, output_kind=OutputKind.FINAL_ONLY)
+    request.num_made_tokens[:] = [7]
+    request.request.sequences = [Sequence(request.request, 0, [], num_cached_tokens=8)]
+    summary = metrics.on_finished(request, None, "error")
+    assert (summary.num_output_tokens, summary.output_tokens_by_index) == (7, (7,))
+    assert get(metrics, "vllm:request_generation_tokens_sum") == 7
+    assert get(metrics, "vllm:prompt_tokens_total") == 10
+    assert get(metrics, "vllm:prompt_tokens_cached_total") == summary.num_cached_tokens == 8
+
+
+def test_of_a_finished_request_what_was_shown_counts(metrics: ServerMetrics) -> None:
+    request = prepared()
+    request.num_made_tokens[:] = [5]  # two came after its stop string
+    last = output("r1", [1, 2, 3], finish_reason="stop")
+    metrics.on_output(request, last, 101.0)
+    assert metrics.on_finished(request, last, "stop").num_output_tokens == 3
 
 
 def test_cumulative_outputs_count_each_token_once(metrics: ServerMetrics) -> None:

@@ -260,6 +260,37 @@ def test_the_grid_changes_while_requests_run(page: Page, pace: Pace) -> None:
 
 
 @in_browser
+def test_a_request_that_ended_has_its_last_count(page: Page, pace: Pace) -> None:
+    pace.set(SLOW_S)
+    page.ask("a", "How long is the sea?")
+    eventually(lambda: page.state("[...state.rows.values()][0]?.num_output_tokens"))
+    pace.set(QUICK_S)
+    page.wait_until_done("a")
+    eventually(lambda: re.search(r"chat-a-1-\w+\s+done \d+ 160 ", page.text("#request-rows")), timeout_s=5.0)
+
+
+@in_browser
+def test_a_chat_goes_on_to_the_end_of_the_models_length(page: Page) -> None:
+    for most in (1_400, 100_000):  # too many behind this prompt; more than the model's length
+        page.set_max_tokens(most)
+        page.find("#chat-a .clear").click()
+        page.ask("a", "Tell me everything, and more.")
+        page.wait_until_done("a")
+        said = re.search(r"([\d,]+) tokens .* of ([\d,]+) prompt", page.text("#chat-a footer"))
+        assert said and sum(int(count.replace(",", "")) for count in said.groups()) == SIM["max_model_len"]
+        complaints = page.log()
+        assert len(complaints) == (most < 1_500) and all("400" in one for one in complaints)
+
+
+@in_browser
+def test_hits_say_since_when_they_are_counted(page: Page) -> None:
+    assert "opened" in page.script("return document.getElementById('chart-hits').parentElement.title")
+    page.ask("a", "Is it in the cache?")
+    page.wait_until_done("a")
+    eventually(lambda: "new prompts" in page.text("#chart-hits"))
+
+
+@in_browser
 def test_sharing_is_visible_and_a_block_shows_its_text(page: Page, pace: Pace) -> None:
     pace.set(SLOW_S)
     page.find("#system").clear()

@@ -19,7 +19,7 @@ from serve_fakes import INFO, serving
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.server.run import ready_line, serve
+from quire.server.run import loaded_model, ready_line, serve
 from quire.server.settings import ServerSettings
 
 
@@ -43,6 +43,7 @@ def test_health_says_starting_until_the_engine_is_ready_and_then_a_line_says_whe
         assert "retry-after" in headers
         assert server.get("/v1/models")[0] == 503
         line = server.wait_for("ready at").string
+        assert not any("engine_ready" in other for other in server.lines)  # one line says it
         assert f"http://127.0.0.1:{server.port}" in line
         assert "fake" in line
         assert "2 MiB KV cache" in line
@@ -73,10 +74,10 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones() -> None:
 def test_after_the_drain_timeout_what_still_runs_is_told_and_the_server_exits() -> None:
     with serving(drain_timeout_s=0.3) as server:
         server.wait_for("ready at")
-        stream = server.begin_stream(num_tokens=100_000)
+        stream = server.begin_stream(num_tokens=90_000)
         server.signal(signal.SIGTERM)
         rest = stream.read().decode()
-        assert '"code":"draining"' in rest
+        assert '"code":"stopped"' in rest and "stopped before this request finished" in rest
         assert server.exit_code() == 0
         assert any("1 requests are cut off" in line for line in server.lines)
 
@@ -84,7 +85,14 @@ def test_after_the_drain_timeout_what_still_runs_is_told_and_the_server_exits() 
 def test_one_interrupt_drains_and_says_so_and_a_second_stops_at_once() -> None:
     with serving(drain_timeout_s=60.0) as server:
         server.wait_for("ready at")
-        server.begin_stream(num_tokens=100_000)
+        server.begin_stream(num_tokens=90_000)
+        whole = server.connect()
+        body = {"model": "fake", "prompt": [1], "max_tokens": 90_000}
+        headers = {"content-type": "application/json", "x-request-id": "whole"}
+        whole.request("POST", "/v1/completions", json.dumps(body), headers)
+        while server.get("/load")[1]["server_load"] < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)  # some tokens
         server.signal(signal.SIGINT)
         server.wait_for("Ctrl[+]C again stops at once")
         assert server.get("/health")[1]["status"] == "draining"
@@ -92,6 +100,8 @@ def test_one_interrupt_drains_and_says_so_and_a_second_stops_at_once() -> None:
         server.signal(signal.SIGINT)
         assert server.exit_code() == 130
         assert time.monotonic() - began_s < 3.0
+        (line,) = [line for line in server.lines if "request_id=whole" in line]
+        assert "error=stopped" in line and "output_tokens=0" not in line  # nobody saw them, but they were made
 
 
 def test_a_signal_while_starting_ends_it() -> None:
@@ -104,7 +114,7 @@ def test_killing_the_engine_tells_every_client_and_ends_the_server_with_a_failur
     with serving() as server:
         pid = int(server.wait_for(r"engine pid (\d+)")[1])
         server.wait_for("ready at")
-        streams = [server.begin_stream(num_tokens=100_000) for _ in range(3)]
+        streams = [server.begin_stream(num_tokens=90_000) for _ in range(3)]
         began_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         deadline_s = began_s + 5.0
@@ -213,6 +223,14 @@ def test_too_few_files_say_what_to_raise() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_the_log_names_what_was_loaded_and_under_which_names_it_is_served() -> None:
+    assert loaded_model("smollm2", ()) == loaded_model("smollm2", ("smollm2",)) == "smollm2"
+    assert loaded_model("/models/some.gguf", ("foo", "bar")) == "/models/some.gguf as foo, bar"
+    with serving(served_model_names=["foo"]) as server:
+        assert "loading fake as foo" in server.lines[-1]
+        assert "s: fake as foo (FakeForCausalLM" in server.wait_for("ready at").string
+
+
 def test_the_ready_line_is_one_line() -> None:
     line = ready_line("http://127.0.0.1:8000", "fake", INFO)
     assert "\n" not in line
@@ -232,9 +250,11 @@ def test_a_server_may_have_more_connections_than_a_shells_default_allows() -> No
 def test_a_deadline_ends_a_stream_with_an_error_and_a_reply_with_a_504() -> None:
     with serving() as server:
         server.wait_for("ready at")
-        body = {"model": "fake", "prompt": [1], "max_tokens": 100_000, "timeout": 0.2}
+        body = {"model": "fake", "prompt": [1], "max_tokens": 90_000, "timeout": 0.2}
         status, answer, _ = server.post("/v1/completions", body)
         assert (status, answer["error"]["code"]) == (504, "timeout")
+        logged = server.wait_for(r"error=timeout .* output_tokens=(\d+)")
+        assert int(logged[1]) > 5  # one in 10 ms
         connection = server.connect()
         headers = {"content-type": "application/json", "x-request-timeout": "0.2"}
         del body["timeout"]
@@ -251,7 +271,7 @@ def test_too_much_that_waits_is_a_429_with_retry_after() -> None:
     with serving(max_waiting_requests=2) as server:
         server.wait_for("ready at")
         waiting = server.connect()
-        waits = {"model": "fake", "prompt": [1], "max_tokens": 100_000}  # all of them in one answer
+        waits = {"model": "fake", "prompt": [1], "max_tokens": 90_000}  # all of them in one answer
         waiting.request("POST", "/v1/completions", json.dumps(waits), {"content-type": "application/json"})
         while not server.get("/load")[1]["server_load"]:
             time.sleep(0.01)

@@ -119,10 +119,37 @@ def test_errors_say_what_to_do(hub, monkeypatch, make, environment, says):
     assert caught.value.__cause__ is hub.error
 
 
-def test_a_misspelled_alias_is_guessed(hub):
-    hub.error = http_error(errors.RepositoryNotFoundError)
+NOT_THERE = [
+    (lambda: http_error(errors.RepositoryNotFoundError), "the hub has none either"),
+    (lambda: errors.LocalEntryNotFoundError("x"), "the hub could not be asked"),
+    (lambda: OSError("proxy"), "the hub could not be asked"),
+    (lambda: errors.HFValidationError("bad id"), "the hub could not be asked"),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), NOT_THERE)
+def test_a_name_without_an_owner_is_no_fault_of_the_network(hub, make, says):
+    hub.error = make()
+    with pytest.raises(DownloadError, match=r"no file, folder or alias is called 'nope'") as caught:
+        fetch_from_hub("nope")
+    assert says in str(caught.value)
+    assert "an alias (smollm2)" in str(caught.value) and "owner/name" in str(caught.value)
+    assert "network" not in str(caught.value) and "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["SmolLM-2", "smolm2"])
+@pytest.mark.parametrize("make", [make for make, _ in NOT_THERE])
+def test_a_misspelled_alias_is_guessed(hub, name, make):
+    hub.error = make()
     with pytest.raises(DownloadError, match="did you mean the alias 'smollm2'"):
-        fetch_from_hub("SmolLM-2")
+        fetch_from_hub(name)
+
+
+def test_an_old_id_without_an_owner_is_still_fetched(hub, snapshot):
+    assert fetch_from_hub("gpt2") == snapshot
+    hub.error = http_error(errors.GatedRepoError, 403)
+    with pytest.raises(DownloadError, match="is gated"):
+        fetch_from_hub("gpt2")
 
 
 def test_bars_of_the_library_are_off_in_a_pipe_and_on_again_after(hub, monkeypatch):

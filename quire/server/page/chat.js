@@ -103,23 +103,32 @@ class Chat {
 
   async *chunks(turns, requestId) {
     const system = byId("system").value.trim();
-    const response = await request("/v1/chat/completions", {
-      signal: this.controller.signal,
-      requestId,
-      body: {
-        model: state.info?.model,
-        messages: [...(system ? [{ role: "system", content: system }] : []), ...turns],
-        max_completion_tokens: Math.max(1, byId("max-tokens").valueAsNumber || 160),
-        temperature: Math.max(0, byId("temperature").valueAsNumber || 0),
-        stream: true,
-        stream_options: { include_usage: true },
-      },
-    });
+    const body = {
+      model: state.info?.model,
+      messages: [...(system ? [{ role: "system", content: system }] : []), ...turns],
+      temperature: Math.max(0, byId("temperature").valueAsNumber || 0),
+      stream: true,
+      stream_options: { include_usage: true },
+    };
+    const most = Math.max(1, byId("max-tokens").valueAsNumber || 160);
+    const response = await this.open(body, most, requestId);
     for await (const line of lines(response)) {
       if (!line.startsWith("data: ")) continue;
       const data = line.slice(6);
       if (data === "[DONE]") return;
       yield JSON.parse(data);
+    }
+  }
+
+  /** Ask for at most so many tokens, or for as many as are left when the chat has become too long for that. */
+  async open(body, most, requestId) {
+    const send = (more) => request("/v1/chat/completions", { signal: this.controller.signal, requestId, body: { ...body, ...more } });
+    if (most >= (state.info?.max_model_len ?? Infinity)) return send({});
+    try {
+      return await send({ max_completion_tokens: most });
+    } catch (error) {
+      if (error.code !== "max_tokens_too_large") throw error;
+      return send({});
     }
   }
 

@@ -12,6 +12,7 @@ class State extends EventTarget {
   seqIds = new Uint32Array(0);
   rows = new Map(); // by seq_id, in order of arrival
   done = new Map(); // rows that ended lately
+  ends = new Map(); // by request id: the output tokens of its sequences, at its end
   tables = new Map(); // by seq_id: [first, count, first, count, ...]
   hostTables = new Map();
   gauges = null;
@@ -76,6 +77,7 @@ class State extends EventTarget {
       if (row.until < now || this.done.size > MAX_DONE || rows.has(seqId)) this.done.delete(seqId);
     }
     this.rows = rows;
+    this.takeEnds(message.ended);
     for (const [seqId, runs] of message.tables) this.tables.set(seqId, runs);
     for (const seqId of this.tables.keys()) if (!rows.has(seqId)) this.tables.delete(seqId);
     this.hostTables = new Map(message.host_tables);
@@ -85,6 +87,14 @@ class State extends EventTarget {
     }
     if (this.selected !== null && !rows.has(this.selected) && !this.done.has(this.selected)) this.select(null);
     this.tell("rows");
+  }
+
+  /** A row that ended has the count of some moment before; its end may be told earlier or later than the row goes. */
+  takeEnds(ended) {
+    for (const [requestId, counts] of ended) this.ends.set(requestId, counts);
+    for (const row of this.done.values()) row.num_output_tokens = this.ends.get(row.request_id)?.[row.index] ?? row.num_output_tokens;
+    const shown = new Set([...this.rows.values(), ...this.done.values()].map((row) => row.request_id));
+    for (const requestId of this.ends.keys()) if (!shown.has(requestId)) this.ends.delete(requestId);
   }
 
   /** Every row to show: what runs and waits, then what ended lately. */

@@ -1,0 +1,69 @@
+"""The parser of `quire` and, as argparse gives subcommands their parent's class, of all its commands."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import Any, NoReturn
+
+from quire.cli.suggest import did_you_mean
+
+_LIKE_A_FLAG = re.compile(r"--?[A-Za-z][\w-]*")  # no negative number, and no text that begins with a dash
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes flags by their whole names only, and tells a mistake in one line that names the command's own help."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # A prefix is a trap: --gpu-memory would be --gpu-memory-utilization, and the next flag makes it ambiguous.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self._arguments: list[str] = []
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses what it does not know. argparse would hand that to the parent, which cannot say what was meant."""
+        self._arguments = list(sys.argv[1:] if args is None else args)
+        namespace, unknown = super().parse_known_args(self._arguments, namespace)
+        if unknown:
+            self.error(self._about_extra(next((word for word in unknown if word != "--"), "--")))
+        return namespace, unknown
+
+    def error(self, message: str) -> NoReturn:
+        # A mistyped flag's value is taken for something else, and that may be what argparse complains about.
+        flag = self._unknown_flag()
+        if flag is not None:
+            message = f"{flag} is no flag of {self.prog}" + did_you_mean(flag.lstrip("-"), self._names(), prefix="--")
+        self.exit(2, f"quire: error: {message} (see {self.prog} --help)\n")
+
+    def _about_extra(self, word: str) -> str:
+        lists = [action.metavar for action in self._actions if not action.option_strings and action.nargs == "*"]
+        if lists:  # argparse takes a list in one piece
+            return f"{word!r} stands apart from the other {lists[0]}s: put the flags before or behind all of them"
+        return f"{word!r} is one argument too many"
+
+    def _unknown_flag(self) -> str | None:
+        # Behind the name of another command, the flags are that command's.
+        hands_on = any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in self._actions)
+        is_value = False
+        for argument in self._arguments:
+            flag, equals, _ = argument.partition("=")
+            if argument == "--" or (hands_on and not is_value and not argument.startswith("-")):
+                return None
+            is_flag = _LIKE_A_FLAG.fullmatch(flag) is not None
+            known = self._option_string_actions.get(flag)
+            if is_flag and known is None and flag[:2] not in self._option_string_actions:  # -q8 is -q with its value
+                return flag
+            is_value = known is not None and known.nargs != 0 and not equals
+        return None
+
+    def _names(self) -> list[str]:
+        """The long flags that --help shows, without their dashes."""
+        shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
+        return [o.removeprefix("--") for action in shown for o in action.option_strings if o.startswith("--")]
+
+
+class WideHelp(argparse.RawDescriptionHelpFormatter):
+    """Wide enough that most flags have their help on the same line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=38, width=118)
