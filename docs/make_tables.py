@@ -93,7 +93,7 @@ VLLM_METHODS: dict[str, tuple[str, ...]] = {
     ),
     "LLMEngine": (
         *("from_engine_args", "add_request", "step", "abort_request", "has_unfinished_requests"),
-        *("get_num_unfinished_requests", "reset_prefix_cache", "add_lora", "sleep", "wake_up"),
+        *("get_num_unfinished_requests", "get_tokenizer", "reset_prefix_cache", "add_lora", "sleep", "wake_up"),
     ),
 }
 

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from functools import cached_property
 from typing import Any, TypeVar
 
 from quire.config import EngineConfig
@@ -17,7 +16,7 @@ from quire.engine.inputs import Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, QuireError
-from quire.llm import log_start, tokenizer_of
+from quire.llm import log_start
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
@@ -146,11 +145,7 @@ class AsyncLLM:
 
     async def get_tokenizer(self) -> HFTokenizerFacade:
         """The engine's tokenizer under the names that Hugging Face's have."""
-        return self._tokenizer
-
-    @cached_property
-    def _tokenizer(self) -> HFTokenizerFacade:
-        return tokenizer_of(self.engine)
+        return self.engine.get_tokenizer()
 
     def check_health(self) -> None:
         if self._death is not None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -180,11 +179,7 @@ class LLM:
 
     def get_tokenizer(self) -> HFTokenizerFacade:
         """The engine's tokenizer under the names that Hugging Face's have."""
-        return self._tokenizer
-
-    @cached_property
-    def _tokenizer(self) -> HFTokenizerFacade:
-        return tokenizer_of(self.llm_engine)
+        return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults (its generation config) over SamplingParams's."""
@@ -273,12 +268,6 @@ def log_start(engine: LLMEngine, seconds: float) -> None:
     log.info("%s", engine.ledger.blocks_line())
     if backend.note:
         log.warning("%s", backend.note)
-
-
-def tokenizer_of(engine: LLMEngine) -> HFTokenizerFacade:
-    if engine.tokenizer is None:
-        raise BadRequestError("this engine was made with skip_tokenizer_init=True and has no tokenizer")
-    return HFTokenizerFacade(engine.tokenizer, engine.built.text.chat_template)
 
 
 def _as_batch(prompts: Any) -> list[Prompt]:

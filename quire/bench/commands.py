@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from quire.bench.address import server_address
 from quire.bench.client import ClientRequest, Target
@@ -13,14 +14,17 @@ from quire.bench.dataset import read_exchanges
 from quire.bench.engines import EngineShelf
 from quire.bench.jobs import Job, check_workload_flags, make_jobs
 from quire.bench.machine import describe_machine
-from quire.bench.measure import Stage, measure_repeats, merge_repeats
-from quire.bench.progress import WARM_UP, Progress, RunProgress, WarmUpInterrupted, repeat_name, run_progress
+from quire.bench.measure import Stage, measure_repeats, median_run, merge_repeats, run_repeats
+from quire.bench.progress import WARM_UP, Progress, RunProgress, WarmUpInterrupted, run_progress
 from quire.bench.report import Percentiles, RunReport
 from quire.bench.serve import Load, client_requests, parse_goodput, run_serve
 from quire.bench.tables import errors_text
 from quire.bench.workloads import Workload, fixed, usable_vocab
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.bench.hf import HFBaseline
 
 Runs = Iterator[RunReport]
 
@@ -83,20 +87,26 @@ def _baseline_runs(args: argparse.Namespace, config: EngineConfig, shelf: Engine
     baseline = shelf.baseline(config, args.hf_max_batch_size)
     longest = min(baseline.max_model_len, config.max_model_len or baseline.max_model_len)
     for job in make_jobs(args, vocab_size=baseline.vocab_size, max_model_len=longest, encode=encode):
-        with run_progress(job.name) as progress:
-            begin = _stages(progress)
-            if args.num_warmups:  # a few tokens: there is nothing to compile or capture
-                warm = [(prompt, 4) for prompt, _ in job.warm[: baseline.batch_size]]
-                if baseline.measure(warm, progress=begin(WARM_UP, warm)).interrupted:
-                    raise WarmUpInterrupted
-            reports: list[RunReport] = []
-            while len(reports) < args.repeats and not (reports and reports[-1].interrupted):
-                show = begin(repeat_name(len(reports), args.repeats), job.workload)
-                reports.append(baseline.measure(job.workload, name=job.name, parameters=job.parameters, progress=show))
-        ranked = sorted(reports, key=lambda report: report.output_tok_s)
-        chosen = ranked[(len(ranked) - 1) // 2]
+        # A few tokens once: there is nothing to compile or capture.
+        warm = [[(prompt, 4) for prompt, _ in job.warm[: baseline.batch_size]]] if args.num_warmups else []
+        reports = _baseline_repeats(baseline, job.workload, warm, args.repeats, job.name, job.parameters)
+        chosen = median_run(reports)
         merge_repeats(chosen, reports)
         yield chosen
+
+
+def _baseline_repeats(
+    baseline: HFBaseline, work: Workload, warm_ups: list[Workload], repeats: int, name: str, parameters: dict[str, Any]
+) -> list[RunReport]:
+    with run_progress(name) as progress:
+        begin = _stages(progress)
+        for warm in warm_ups:
+            if baseline.measure(warm, progress=begin(WARM_UP, warm)).interrupted:
+                raise WarmUpInterrupted
+        return run_repeats(
+            repeats,
+            lambda repeat: baseline.measure(work, name=name, parameters=parameters, progress=begin(repeat, work)),
+        )
 
 
 def latency(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
@@ -108,15 +118,8 @@ def latency(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) 
         if which == "hf":
             baseline = shelf.baseline(config, args.batch_size)
             work = fixed(usable_vocab(baseline.vocab_size), **shape)
-            reports: list[RunReport] = []
-            with run_progress(name) as progress:
-                begin = _stages(progress)
-                for _ in range(args.num_iters_warmup):
-                    if baseline.measure(work, progress=begin(WARM_UP, work)).interrupted:
-                        raise WarmUpInterrupted
-                while len(reports) < args.num_iters and not (reports and reports[-1].interrupted):
-                    show = begin(repeat_name(len(reports), args.num_iters), work)
-                    reports.append(baseline.measure(work, name=name, parameters=dict(shape), progress=show))
+            warm = [work] * args.num_iters_warmup
+            reports = _baseline_repeats(baseline, work, warm, args.num_iters, name, dict(shape))
             chosen = reports[-1]
             merge_repeats(chosen, reports)
         else:
@@ -217,9 +220,9 @@ def serve(args: argparse.Namespace, shelf: EngineShelf) -> Runs:
         if args.goodput:
             parameters["goodput"] = " ".join(args.goodput)
         with run_progress(job.name) as progress:
-            reports = _serve_repeats(load, job.name, parameters, args.repeats, progress)
-        ranked = sorted(reports, key=lambda report: report.output_tok_s)
-        chosen = ranked[(len(ranked) - 1) // 2]
+            run = partial(run_serve, load, name=job.name, parameters=parameters, progress=progress)
+            reports = run_repeats(args.repeats, run)
+        chosen = median_run(reports)
         chosen.interrupted = reports[-1].interrupted or len(reports) < args.repeats
         merge_repeats(chosen, reports)
         chosen.notes += [
@@ -227,23 +230,6 @@ def serve(args: argparse.Namespace, shelf: EngineShelf) -> Runs:
         ]
         chosen.machine = describe_machine()
         yield chosen
-
-
-def _serve_repeats(
-    load: Load, name: str, parameters: dict[str, Any], repeats: int, progress: RunProgress
-) -> list[RunReport]:
-    """As many as there are before Ctrl-C. Each repeat has its own warm-up: one that is interrupted leaves the repeats
-    before it standing."""
-    reports: list[RunReport] = []
-    while len(reports) < repeats and not (reports and reports[-1].interrupted):
-        repeat = repeat_name(len(reports), repeats)
-        try:
-            reports.append(run_serve(load, name=name, parameters=parameters, progress=progress, repeat=repeat))
-        except WarmUpInterrupted:
-            if not reports:
-                raise
-            break
-    return reports
 
 
 def _texts(args: argparse.Namespace, job: Job, encode: Any) -> list[ClientRequest]:

@@ -94,20 +94,39 @@ def measure_repeats(
         progress = stage(WARM_UP, warm) if stage is not None else None
         if measure(engine, warm, progress=progress, **quiet).interrupted:
             raise WarmUpInterrupted
-    reports: list[RunReport] = []
-    while len(reports) < repeats and not (reports and reports[-1].interrupted):
+
+    def run(repeat: str) -> RunReport:
         engine.reset_prefix_cache()
         if stage is not None:
-            options["progress"] = stage(repeat_name(len(reports), repeats), workload)
-        reports.append(measure(engine, workload, **options))
-    return _merge(reports)
+            options["progress"] = stage(repeat, workload)
+        return measure(engine, workload, **options)
+
+    return _merge(run_repeats(repeats, run))
+
+
+def run_repeats(repeats: int, run: Callable[..., RunReport]) -> list[RunReport]:
+    """As many as there are before Ctrl-C; `run` is told as `repeat` what it is called. Where it has a warm-up of its
+    own, one that is interrupted leaves the repeats before it standing."""
+    reports: list[RunReport] = []
+    while len(reports) < repeats and not (reports and reports[-1].interrupted):
+        try:
+            reports.append(run(repeat=repeat_name(len(reports), repeats)))
+        except WarmUpInterrupted:
+            if not reports:
+                raise
+            break
+    return reports
+
+
+def median_run(reports: Sequence[RunReport]) -> RunReport:
+    """By throughput."""
+    return sorted(reports, key=lambda report: report.output_tok_s)[(len(reports) - 1) // 2]
 
 
 def _merge(reports: list[RunReport]) -> RunReport:
     """The median by throughput. An interrupted run stands only where there is no whole one."""
     whole = [report for report in reports if not report.interrupted]
-    ranked = sorted(whole or reports, key=lambda report: report.output_tok_s)
-    chosen = ranked[(len(ranked) - 1) // 2]
+    chosen = median_run(whole or reports)
     merge_repeats(chosen, whole or reports)
     chosen.interrupted = len(whole) < len(reports)
     return chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from quire.config import EngineConfig
@@ -15,6 +16,7 @@ from quire.errors import BadRequestError, EngineDeadError
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
 from quire.request import Request
+from quire.text import HFTokenizerFacade
 
 
 class LLMEngine:
@@ -100,6 +102,16 @@ class LLMEngine:
     ) -> dict[str, Any]:
         """A conversation as a prompt: the template's text and its tokens."""
         return self.built.text.render_chat(messages, chat_template=chat_template, **kwargs)
+
+    def get_tokenizer(self) -> HFTokenizerFacade:
+        """The engine's tokenizer under the names that Hugging Face's have. Its own is `tokenizer`."""
+        return self._hf_tokenizer
+
+    @cached_property
+    def _hf_tokenizer(self) -> HFTokenizerFacade:
+        if self.tokenizer is None:
+            raise BadRequestError("this engine was made with skip_tokenizer_init=True and has no tokenizer")
+        return HFTokenizerFacade(self.tokenizer, self.built.text.chat_template)
 
     def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
         """End requests wherever they are; gives their last outputs. Unknown ids are passed over."""

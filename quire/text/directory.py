@@ -39,7 +39,7 @@ class TokenizerFiles:
         # Settings for training batches; here they would cut or stretch prompts in silence.
         backend.no_truncation()
         backend.no_padding()
-        special = [token for token in self.special_tokens() if backend.token_to_id(token) is not None]
+        special = self.special_tokens(backend)
         known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special if t not in known])
         if any(isinstance(self.config.get(key), bool) for key in ("add_bos_token", "add_eos_token")):
@@ -82,13 +82,14 @@ class TokenizerFiles:
                 f"got {type(found).__name__}: correct the file or pass chat_template=..."
             ) from None
 
-    def special_tokens(self) -> list[str]:
-        """The tokens that the directory names as special."""
+    def special_tokens(self, backend: tokenizers.Tokenizer) -> list[str]:
+        """The tokens that the directory names as special, as far as the vocabulary has them."""
         values = [self.config.get(f"{name}_token") for name in _NAMES]
         for key in ("additional_special_tokens", "extra_special_tokens"):
             more = self.config.get(key) or []
             values += more.values() if isinstance(more, dict) else more
-        return [content for value in values if (content := _content(value))]
+        named = [content for value in values if (content := _content(value))]
+        return [token for token in named if backend.token_to_id(token) is not None]
 
     def _missing(self) -> str:
         other = next((n for n in ("tokenizer.model", "vocab.json") if (self.path / n).is_file()), None)

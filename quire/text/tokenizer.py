@@ -70,7 +70,7 @@ class Tokenizer:
             vocab_size=max(backend.get_vocab().values(), default=-1) + 1,
             named_token_ids=files.named_token_ids(backend),
             chat_templates=files.chat_templates(),
-            listed_special_tokens=[t for t in files.special_tokens() if backend.token_to_id(t) is not None],
+            listed_special_tokens=files.special_tokens(backend),
         )
 
     @classmethod
