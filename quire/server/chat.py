@@ -13,13 +13,14 @@ from quire.log import get_logger
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.server.endpoint import Exchange
 from quire.server.errors import bad_request
-from quire.server.generation import Generation, engine_ids, prepared_in_time
+from quire.server.generation import Generation, engine_ids
 from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.server.models import check_model, fingerprint
 from quire.server.protocol import ChatBody, TokenizeBody
 from quire.server.replies import AnswerMessage, CachedTokens, ChatChoice, ChatCompletion, ChatLogprobs, Usage
 from quire.server.sampling import chat_params, check_room, priority_of
 from quire.server.sse import StreamWriter, stream_reply
+from quire.server.text_work import request_deadline
 
 # Names that chat_template_kwargs must not bring: they have fields of their own, or are the renderer's.
 _NOT_SWITCHES = {"self", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
@@ -30,6 +31,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
     model = check_model(exchange.context, body.model)
     params = chat_params(body, engine.default_sampling)
     priority = priority_of(body, engine.info)
+    deadline = request_deadline(exchange, body.timeout)
     (request_id,) = engine_ids(exchange, "chatcmpl", 1)
 
     def prepare() -> PreparedRequest:
@@ -43,7 +45,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
                 raise
             raise bad_request(str(error), "messages") from None
 
-    prepared = await prepared_in_time(prepare, exchange.num_body_bytes)
+    prepared = await exchange.context.text_work.run(exchange, deadline, prepare, exchange.num_body_bytes, is_chat=True)
     check_room(body, [prepared], engine.info.max_model_len)
     head: dict[str, Any] = {
         "id": f"chatcmpl-{exchange.request_id}",
@@ -52,7 +54,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
         "system_fingerprint": fingerprint(engine.info),
     }
     shown = _Shown(engine, body)
-    async with Generation(exchange, body, [prepared], model) as generation:
+    async with Generation(exchange, body, [prepared], model, deadline) as generation:
         if body.stream:
             await stream_reply(exchange, generation, _Writer(head, shown))
             return
@@ -87,7 +89,7 @@ def render(engine: ServingEngine, body: ChatBody | TokenizeBody) -> dict[str, An
     if body.add_special_tokens:
         tokenizer = engine.tokenizer
         assert tokenizer is not None, "a chat was rendered"
-        prompt["prompt_token_ids"] = tokenizer.encode(prompt["prompt"])
+        prompt["prompt_token_ids"] = tokenizer.encode(prompt["prompt"], at_most=engine.info.max_model_len)
     return prompt
 
 

@@ -9,15 +9,16 @@ from quire.engine.api import PreparedRequest
 from quire.engine.inputs import Prompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.params import SamplingParams
-from quire.server.endpoint import Exchange
+from quire.server.endpoint import ClientGone, Exchange
 from quire.server.errors import bad_request
-from quire.server.generation import Generation, engine_ids, prepared_in_time
+from quire.server.generation import Generation, engine_ids
 from quire.server.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
 from quire.server.models import check_model, fingerprint
 from quire.server.protocol import MAX_PROMPTS, CompletionBody
 from quire.server.replies import CachedTokens, Completion, CompletionChoice, CompletionLogprobs, Usage
 from quire.server.sampling import check_room, completion_params, priority_of
 from quire.server.sse import StreamWriter, stream_reply
+from quire.server.text_work import request_deadline
 
 
 async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
@@ -26,31 +27,28 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
     prompts = read_prompts(body.prompt)
     params = completion_params(body, engine.default_sampling)
     priority = priority_of(body, engine.info)
+    deadline = request_deadline(exchange, body.timeout)
     ids = engine_ids(exchange, "cmpl", len(prompts))
 
-    def prepare() -> list[PreparedRequest]:
-        return [
-            engine.prepare(
-                request_id,
-                _engine_prompt(exchange, body, prompt),
-                params,
-                priority=priority,
-                tenant=exchange.tenant,
-            )
-            for request_id, prompt in zip(ids, prompts, strict=True)
-        ]
+    def prepare() -> tuple[list[PreparedRequest], _Shown]:
+        prepared = []
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            if exchange.is_abandoned:
+                raise ClientGone
+            made = _engine_prompt(exchange, body, prompt)
+            prepared.append(engine.prepare(request_id, made, params, priority=priority, tenant=exchange.tenant))
+        check_room(body, prepared, engine.info.max_model_len)
+        return prepared, _Shown(exchange, body, params, prepared)
 
     num_chars = sum(map(len, prompts)) + sum(map(len, body.bad_words or ()))
-    prepared = await prepared_in_time(prepare, num_chars)
-    check_room(body, prepared, engine.info.max_model_len)
-    shown = _Shown(exchange, body, params, prepared)
+    prepared, shown = await exchange.context.text_work.run(exchange, deadline, prepare, num_chars)
     head: dict[str, Any] = {
         "id": f"cmpl-{exchange.request_id}",
         "created": int(time.time()),
         "model": model,
         "system_fingerprint": fingerprint(engine.info),
     }
-    async with Generation(exchange, body, prepared, model) as generation:
+    async with Generation(exchange, body, prepared, model, deadline) as generation:
         if body.stream:
             await stream_reply(exchange, generation, _Writer(head, body, shown, num_prompts=len(prepared)))
             return

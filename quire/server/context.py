@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.engine.api import ServingEngine
 from quire.server.admission import Admission
@@ -10,6 +10,7 @@ from quire.server.life import ServerLife
 from quire.server.logs import RequestLog
 from quire.server.metrics import ServerMetrics
 from quire.server.settings import ServerSettings
+from quire.server.text_work import TextWork
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,3 +21,4 @@ class ServerContext:
     metrics: ServerMetrics
     logs: RequestLog
     life: ServerLife
+    text_work: TextWork = field(default_factory=TextWork)

@@ -66,15 +66,36 @@ def _seconds(value: Any, param: str) -> float:
 
 
 class Deadline:
-    """Begins when it is made. `watch` then runs one or more of the request's streams under it."""
+    """Begins when the request has arrived. `watch` runs one or more of the request's streams under it."""
 
     __slots__ = ("_at_s", "_life", "_loop", "timeout_s")
 
-    def __init__(self, timeout_s: float | None, life: ServerLife) -> None:
+    def __init__(self, timeout_s: float | None, life: ServerLife, *, arrived_s: float | None = None) -> None:
         self.timeout_s = timeout_s
         self._life = life
         self._loop = asyncio.get_running_loop()
-        self._at_s = None if timeout_s is None else self._loop.time() + timeout_s
+        begins_s = self._loop.time() if arrived_s is None else arrived_s
+        self._at_s = None if timeout_s is None else begins_s + timeout_s
+
+    async def wait_for(self, work: asyncio.Future[T], gone: asyncio.Future[None]) -> T | None:
+        """What the work gives, or None if the client is gone first. Raises as `watch` does; the work goes on then."""
+        cut: asyncio.Future[ApiError] = self._loop.create_future()
+
+        def end(with_error: ApiError) -> None:
+            if not cut.done():
+                cut.set_result(with_error)
+
+        left_s = None if self._at_s is None else max(self._at_s - self._loop.time(), 0.0)
+        with self._life.ends_with(end):
+            await asyncio.wait((work, gone, cut), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        if gone.done():
+            return None
+        if cut.done():
+            raise cut.result()
+        assert self.timeout_s is not None
+        raise DeadlineError(self.timeout_s)
 
     async def watch(self, stream: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         """The stream's items. Raises DeadlineError at the deadline, or the error with which the server cuts it off;

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from quire.server.context import ServerContext
 from quire.server.errors import ApiError, to_api_error
 from quire.server.protocol import BodyDecoder
+
+if TYPE_CHECKING:
+    from quire.server.context import ServerContext
 
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what is safe in a header and in a log
@@ -35,7 +38,9 @@ class Exchange:
     request_id: str
     tenant: str
     endpoint: str
+    arrived_s: float = 0.0  # when the body was read, by the loop's clock: deadlines begin there
     num_body_bytes: int = 0  # bounds every text in it
+    is_abandoned: bool = False  # nobody waits for the answer: work for it stops where it can
     has_begun: bool = False  # the status is out: a later error can only be a part of the body
     is_admitted: bool = False  # the log's line is then written where the tokens were counted
 
@@ -94,6 +99,7 @@ class JsonEndpoint:
         try:
             body = await exchange.read_body()
             exchange.num_body_bytes = len(body)
+            exchange.arrived_s = asyncio.get_running_loop().time()
             await self._handler(exchange, self._decoder.decode(body))
         except ClientGone:
             return

@@ -1,6 +1,6 @@
 """A request's way through the server, the same for completions and chats:
 
-    prepare  tokenized and checked, in a thread where the text is long
+    prepare  tokenized and checked (`text_work.py`), already under the deadline
     admit    refused with a 429 while too much waits
     run      one engine stream per prompt, under the deadline, until the end or until the client hangs up
     tell     metrics and one line in the log, however it ended
@@ -15,24 +15,20 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 from quire.engine.api import PreparedRequest
 from quire.errors import BadRequestError
 from quire.outputs import RequestOutput
 from quire.request import FinishReason
 from quire.server.admission import Ticket
-from quire.server.deadline import TIMEOUT_HEADER, Deadline, timeout_s
+from quire.server.deadline import Deadline
 from quire.server.endpoint import ClientGone, Exchange
 from quire.server.errors import ApiError, to_api_error
 from quire.server.protocol import GenerationBody
 
-T = TypeVar("T")
-
-# Tokenizing takes about a microsecond per character: up to here a thread costs more than the wait.
-_LONG_TEXT_CHARS = 2_000
 _CLIENT_GONE = 499  # for the log alone: nobody reads the status
 
 _next_number = itertools.count(1)
@@ -44,26 +40,27 @@ def engine_ids(exchange: Exchange, kind: str, num_prompts: int) -> list[str]:
     return [name] if num_prompts == 1 else [f"{name}-{i}" for i in range(num_prompts)]
 
 
-async def prepared_in_time(make: Callable[[], T], num_chars: int) -> T:
-    """Run what tokenizes: here when it is short, else in a thread, so that no other stream waits for it."""
-    return make() if num_chars <= _LONG_TEXT_CHARS else await asyncio.to_thread(make)
-
-
 class Generation:
     """An admitted request while it runs. `async with` ends what is left of it.
 
     After `take` has given an output with `finished` for every prompt, nothing more comes.
     """
 
-    def __init__(self, exchange: Exchange, body: GenerationBody, prepared: list[PreparedRequest], model: str) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        body: GenerationBody,
+        prepared: list[PreparedRequest],
+        model: str,
+        deadline: Deadline,
+    ) -> None:
         self._exchange = exchange
         self._context = exchange.context
         self._metrics = exchange.context.metrics
         self._prepared = prepared
         self._model = model
         self._is_stream = bool(body.stream)
-        seconds = timeout_s(self._context.settings, field=body.timeout, header=exchange.header(TIMEOUT_HEADER))
-        self._deadline = Deadline(seconds, self._context.life)
+        self._deadline = deadline
         self._places = AsyncExitStack()
         self._tickets: list[Ticket] = []
         self._last: list[RequestOutput | None] = [None] * len(prepared)

@@ -24,7 +24,7 @@ class BodyTooLargeError(ApiError):
     def __init__(self, max_body_bytes: int) -> None:
         super().__init__(
             413,
-            f"the body is larger than {max_body_bytes} bytes, the most that this server takes",
+            f"the body is larger than {max_body_bytes} bytes, the most that this server takes (--max-body-bytes)",
             code="body_too_large",
             headers={"connection": "close"},
         )

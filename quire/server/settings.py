@@ -39,7 +39,7 @@ class ServerSettings:
     # Who may ask
     api_keys: tuple[ApiKey, ...] = ()  # empty: anyone
     cors_origins: tuple[str, ...] = ()  # empty: no other site's page may
-    max_body_bytes: int = 32 * MIB
+    max_body_bytes: int = 4 * MIB  # a prompt of 128k tokens in any script, escaped
     max_header_bytes: int = 64 << 10
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0

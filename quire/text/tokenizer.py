@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Text after which the next word starts without the space that SentencePiece vocabularies put before a text.
 _NO_SPACE_BEFORE = "\n"
 _LONG_TEXT_CHARS = 2_000
-_CHARS_PER_TOKEN = 16  # more than texts have, but for runs of one character
+_WINDOW_CHARS = 65_536
 
 
 class Tokenizer:
@@ -95,8 +95,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, at_most: int | None = None) -> list[int]:
         """Token ids of a text. Special tokens that are written out in it are recognized.
 
-        `at_most` is how many the caller can use: a text that has many times as many is refused without reading all of
-        it. One that has a few more comes back whole, for the caller to refuse with the number.
+        `at_most` is how many the caller can use. A text that has many times as many is refused before it costs their
+        time and memory; one that has a few more comes back whole, for the caller to refuse with the number.
         """
         if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
             if at_most is not None:
@@ -109,17 +109,33 @@ class Tokenizer:
             raise _not_text([text]) from None
 
     def _refuse_far_too_long(self, text: str, at_most: int) -> None:
-        """A beginning with twice the tokens decides: how its last word ends can change a few of them, not half."""
-        num_chars = max(at_most * _CHARS_PER_TOKEN, _LONG_TEXT_CHARS)
-        if len(text) <= 2 * num_chars:
-            return
-        num_tokens = len(self.encode_batch([text[:num_chars]], add_special_tokens=False)[0])
-        if num_tokens > 2 * at_most:
+        """Encoding takes about 400 bytes and 2 us a token, so no more than `worth_of_work` are ever made at once."""
+        if len(text) > at_most * self.max_token_chars:
             raise BadRequestError(
-                f"the text has {len(text):,} characters, the first {num_chars:,} of them {num_tokens:,} tokens, and at "
-                f"most {at_most:,} tokens fit: shorten it",
+                f"the text has {len(text):,} characters, and at most {at_most:,} tokens of at most "
+                f"{self.max_token_chars} characters fit: shorten it",
                 param="prompt",
             )
+        limit = worth_of_work(at_most)
+        if len(text) <= limit:
+            return
+        # Few texts that long would fit: their tokens are counted piece by piece. A cut changes the tokens beside it
+        # alone, so the sum is right but for a few, and the limit is several times what fits.
+        num_tokens = 0
+        for start in range(0, len(text), _WINDOW_CHARS):
+            piece = text[start : start + _WINDOW_CHARS]
+            num_tokens += len(self.encode_batch([piece], add_special_tokens=False)[0])
+            if num_tokens > limit:
+                raise BadRequestError(
+                    f"the text has {len(text):,} characters, the first {start + len(piece):,} of them {num_tokens:,} "
+                    f"tokens, and at most {at_most:,} tokens fit: shorten it",
+                    param="prompt",
+                )
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Of the longest token, as the vocabulary writes it: never fewer than it has in a text."""
+        return max(map(len, self._backend.get_vocab()), default=1)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """As `encode`, for many texts in parallel."""
@@ -222,6 +238,11 @@ class Tokenizer:
             f"{source}: the embedding has {embedding_rows} rows, but {what}: it belongs to another model; "
             "use the tokenizer that came with these weights"
         )
+
+
+def worth_of_work(at_most: int) -> int:
+    """How many tokens are worth making or reading for somebody who can use `at_most`, if only to say how many."""
+    return max(4 * at_most, _WINDOW_CHARS)
 
 
 def _not_text(texts: Sequence[object]) -> BadRequestError:

@@ -16,7 +16,7 @@ from quire.engine.api import EngineLoad
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.server.endpoint import ClientGone
 from quire.server.errors import ApiError
-from quire.server.generation import Mailbox, prepared_in_time
+from quire.server.generation import Mailbox
 
 LONG = {"prompt": "Hello", "max_tokens": 200}
 
@@ -224,15 +224,5 @@ def test_a_mailbox_tells_what_came_before_the_failure() -> None:
         assert await waiting == [(0, output), (1, output)]
         with pytest.raises(ApiError):
             await box.take()
-
-    asyncio.run(main())
-
-
-def test_long_texts_are_prepared_in_a_thread() -> None:
-    import threading
-
-    async def main() -> None:
-        assert await prepared_in_time(threading.get_ident, 10) == threading.get_ident()
-        assert await prepared_in_time(threading.get_ident, 100_000) != threading.get_ident()
 
     asyncio.run(main())

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,11 +110,25 @@ def test_long_texts_are_encoded_as_short_ones(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode(word * 1_000)) > 900
 
 
-def test_a_text_that_is_far_too_long_is_refused_without_reading_it_all(tokenizer: Tokenizer) -> None:
+def test_a_text_that_is_far_too_long_is_refused_without_reading_it_all(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "one two three, " * 5_000
     num_tokens = len(tokenizer.encode(text))
     assert len(tokenizer.encode(text, at_most=num_tokens)) == num_tokens
     assert len(tokenizer.encode(text, at_most=num_tokens - 1)) == num_tokens  # the caller knows what to say
-    with pytest.raises(BadRequestError, match=r"at most 100 tokens fit") as refused:
+    num_chars: list[int] = []
+    encode_batch = Tokenizer.encode_batch
+
+    def watched(self: Tokenizer, texts: list[str], **options: Any) -> list[list[int]]:
+        num_chars.append(len(texts[0]))
+        return encode_batch(self, texts, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", watched)
+    with pytest.raises(BadRequestError, match=r"has 75,000 characters, and at most 100 tokens of at most") as refused:
         tokenizer.encode(text, at_most=100)
-    assert refused.value.param == "prompt"
+    assert refused.value.param == "prompt" and not num_chars  # by its characters alone
+    # It begins with long tokens, and then almost every character is one.
+    with pytest.raises(BadRequestError, match=r"at most 20,000 tokens fit: shorten it"):
+        tokenizer.encode("one two three, " * 10_000 + "1a.2b," * 40_000, at_most=20_000)
+    assert max(num_chars) <= 65_536 and sum(num_chars) < 390_000

@@ -1,0 +1,63 @@
+"""Tokenizing and rendering for requests: off the event loop where it takes long, and never much of it at once.
+
+A text's tokens take about 400 bytes each while they are made, and a processor that the engine may need too. So there
+are two lanes: long texts go one at a time, and others never queue behind them. Whoever waits does so under the
+request's deadline; when that passes or the client leaves, what has not begun never does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from quire.server.deadline import TIMEOUT_HEADER, Deadline, timeout_s
+from quire.server.endpoint import ClientGone, Exchange
+
+T = TypeVar("T")
+
+# Tokenizing takes one to four microseconds per character. Up to the first, a thread costs more than the wait.
+_INLINE_CHARS = 2_000
+_LONG_CHARS = 65_536
+_NUM_SHORT, _NUM_LONG = 2, 1
+
+
+class TextWork:
+    """The threads that prepare requests. They start when first needed."""
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(_NUM_SHORT, thread_name_prefix="quire-text")
+        self._long = ThreadPoolExecutor(_NUM_LONG, thread_name_prefix="quire-long-text")
+
+    async def run(
+        self, exchange: Exchange, deadline: Deadline, make: Callable[[], T], num_chars: int, *, is_chat: bool = False
+    ) -> T:
+        """What `make` gives. Of a long `make`, parts are left out once `exchange.is_abandoned`.
+
+        A chat is never rendered on the event loop, however short: its template is a program that came with the model.
+        """
+        if num_chars <= _INLINE_CHARS and not is_chat:
+            return make()
+        lane = self._short if num_chars <= _LONG_CHARS else self._long
+        # In a list, because None is how `wait_for` tells that the client is gone.
+        job = lane.submit(lambda: [make()])
+        work = asyncio.wrap_future(job)
+        gone = asyncio.ensure_future(exchange.wait_until_gone())
+        try:
+            made = await deadline.wait_for(work, gone)
+            if made is None:
+                raise ClientGone
+            return made[0]
+        finally:
+            gone.cancel()
+            if not work.done():
+                exchange.is_abandoned = True
+                job.cancel()  # takes it out of the lane, if it has not begun
+
+
+def request_deadline(exchange: Exchange, field: float | None = None) -> Deadline:
+    """The request's deadline, from when its body was read. `field` is the timeout that the body names."""
+    context = exchange.context
+    seconds = timeout_s(context.settings, field=field, header=exchange.header(TIMEOUT_HEADER))
+    return Deadline(seconds, context.life, arrived_s=exchange.arrived_s)
