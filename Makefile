@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint format bench clean
+.PHONY: setup demo test fuzz lint format bench clean
 
 setup: $(VENV)/.ready
 
@@ -20,6 +20,10 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest
+
+# Longer than the second that `make test` gives each target: make fuzz TARGETS=http_body SECONDS=3600
+fuzz: setup
+	PYTHONPATH=.:tests $(BIN)/python -m fuzz $(TARGETS) --seconds $(or $(SECONDS),60)
 
 lint: setup
 	$(BIN)/ruff check quire tests

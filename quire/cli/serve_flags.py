@@ -41,8 +41,8 @@ def _count(name: str, text: str) -> Flag:
     return Flag(name=name, help=text, read=read_count, metavar="N")
 
 
-def _path(name: str, text: str) -> Flag:
-    return Flag(name=name, help=text, metavar="PATH")
+def _path(name: str, text: str, *, is_guard: bool = False) -> Flag:
+    return Flag(name=name, help=text, metavar="PATH", is_guard=is_guard)
 
 
 _MODEL = [
@@ -71,10 +71,10 @@ _HTTP = [
     Flag(name="host", help="address to listen on; 0.0.0.0 for every one", metavar="ADDRESS"),
     Flag(name="port", help="port to listen on; 0 for any free one", read=read_count, metavar="N"),
     Flag(name="uds", help="listen on this Unix socket instead", metavar="PATH"),
-    _path("ssl_certfile", "certificate chain in PEM; makes it https"),
-    _path("ssl_keyfile", "its private key, where the certificate's file does not hold it"),
-    Flag(name="ssl_keyfile_password", help="the private key's password", metavar="TEXT", is_secret=True),
-    _path("ssl_ca_certs", "clients must show a certificate that one of these signed"),
+    _path("ssl_certfile", "certificate chain in PEM; makes it https", is_guard=True),
+    _path("ssl_keyfile", "its private key, where the certificate's file does not hold it", is_guard=True),
+    Flag(name="ssl_keyfile_password", help="the private key's password", metavar="TEXT", is_secret=True, is_guard=True),
+    _path("ssl_ca_certs", "clients must show a certificate that one of these signed", is_guard=True),
     _seconds("keep_alive", "how long an idle connection stays open"),
 ]
 _GUARDING = [
@@ -84,8 +84,9 @@ _GUARDING = [
         metavar="KEY",
         is_list=True,
         is_secret=True,
+        is_guard=True,
     ),
-    _path("api_key_file", "keys from a file, one a line, as KEY or NAME:KEY"),
+    _path("api_key_file", "keys from a file, one a line, as KEY or NAME:KEY", is_guard=True),
     Flag(
         name="cors_origin",
         help="a site whose pages may call this server, or *; may be repeated (default: none)",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +70,8 @@ class Flag:
     is_switch: bool = False
     is_list: bool = False  # given several times; in a variable, with spaces between
     takes_several: bool = False  # a list that also takes several values after one flag
-    is_secret: bool = False  # no message shows its value; an empty variable is a mistake, not "not given"
+    is_secret: bool = False  # no message shows its value
+    is_guard: bool = False  # given but empty is a mistake, not "not given": without it the server would be open
 
     @property
     def names(self) -> list[str]:
@@ -93,6 +95,8 @@ class Flag:
 
     def from_text(self, text: str, source: str) -> Any:
         """What a variable holds, or one value of the command line."""
+        if self.is_guard and not text.strip():
+            raise _empty(source)
         if self.is_switch:
             if text.strip().lower() not in _SWITCH:
                 raise ConfigError(f"{source} must be true or false, got {text!r}")
@@ -104,6 +108,8 @@ class Flag:
             raise ConfigError(f"{source} must be {error}{got}") from None
 
     def from_yaml(self, value: Any, source: str) -> Any:
+        if self.is_guard and (value is None or value == []):
+            raise _empty(source)
         if self.is_list:
             values = value if isinstance(value, list) else [value]
             return [self._one_from_yaml(one, source) for one in values]
@@ -122,6 +128,10 @@ class Flag:
         if self.is_secret and not isinstance(value, str):  # YAML reads 0123 as a number, and it would be another key
             raise ConfigError(f"{source} must be text: put it in quotes")
         return self.from_text(str(value), source)
+
+
+def _empty(source: str) -> ConfigError:
+    return ConfigError(f"{source} is given but empty: leave it out, or give it a value")
 
 
 @dataclass(slots=True)
@@ -143,8 +153,12 @@ def gather(
     by_name = {name: flag for flag in flags for name in flag.names}
     refused = refused or {}
     found = Gathered()
-    path = getattr(args, "config", None) or environ.get(PREFIX + "CONFIG")
-    if path:
+    path, source = getattr(args, "config", None), "--config"
+    if path is None:
+        path, source = environ.get(PREFIX + "CONFIG"), PREFIX + "CONFIG"
+    if path is not None:
+        if not path.strip():
+            raise _empty(source)  # the file that was meant may hold the keys
         _take_file(found, path, by_name, refused)
     _take_environment(found, environ, by_name, refused)
     for name, value in vars(args).items():
@@ -171,7 +185,7 @@ def _take_file(found: Gathered, path: str, flags: Mapping[str, Flag], refused: M
         flag = flags[name]
         if flag.name in found.values:
             raise ConfigError(f"{source} is given twice")
-        if value is not None:
+        if value is not None or flag.is_guard:
             found.values[flag.name] = flag.from_yaml(value, source)
             found.sources[flag.name] = source
 
@@ -198,13 +212,11 @@ def _take_environment(
                 "set enableServiceLinks: false in the pod, or use --port"
             )
             continue
-        if not text.strip():
-            if flag.is_secret:
-                raise ConfigError(f"{variable} is set but empty: unset it, or give it a value")
+        if not text.strip() and not flag.is_guard:
             continue
         value: Any
         if flag.is_list:
-            value = [flag.from_text(one, variable) for one in text.split()]
+            value = [flag.from_text(one, variable) for one in text.split() or [text]]
         else:
             value = flag.from_text(text, variable)
         found.values[flag.name] = value
@@ -223,10 +235,10 @@ def read_yaml(path: str) -> dict[Any, Any]:
         def compose_mapping_node(self, anchor: Any) -> Any:
             # As written: once `<<` has merged another mapping in, a key may stand there twice with good reason.
             node = super().compose_mapping_node(anchor)
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            twice = [key for key in keys if keys.count(key) > 1]
-            if twice:
-                raise ConfigError(f"{twice[0]} in {path} is given twice")
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            for key, number in keys.most_common(1):
+                if number > 1:
+                    raise ConfigError(f"{key} in {path} is given twice")
             return node
 
     try:
@@ -243,6 +255,8 @@ def read_yaml(path: str) -> dict[Any, Any]:
         raise ConfigError(f"--config {path} is not valid YAML{where}: {' '.join(problem.split())}") from None
     except ConfigError:
         raise
+    except RecursionError:
+        raise ConfigError(f"--config {path} is nested too deeply") from None
     except (ValueError, KeyError):  # PyYAML's own, of a date like 2024-13-45 or a tag like !!int
         raise ConfigError(f"--config {path}: a value is not what it looks like: put text in quotes") from None
     if found is None:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -36,8 +35,17 @@ _TYPES = {
 }
 # OpenAI's clients send whatever got a 5xx again, twice, unless the answer has this.
 NO_RETRY = {"x-should-retry": "false"}
-_AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
-_FIELD = re.compile(r"^Object (contains unknown|missing required) field `(.*?)`")
+# What a client wrote is cut before anything looks at it, sends it back or logs it.
+MAX_NAME_CHARS = 100
+_MAX_MESSAGE_CHARS = 1_000
+_MAX_PATH_CHARS = 200  # of msgspec's, which is made of our own names and of numbers
+_NEAR = 0.8  # of difflib's ratio: a typing error, not another word with letters in common
+_UNKNOWN, _MISSING = "Object contains unknown field `", "Object missing required field `"
+
+
+def shown(text: str, max_chars: int = MAX_NAME_CHARS) -> str:
+    """A client's text as a message may repeat it."""
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
 
 class ApiError(Exception):
@@ -53,11 +61,12 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = shown(message, _MAX_MESSAGE_CHARS)
         super().__init__(message)
         self.status = status
         self.message = message
         self.type = type or _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
-        self.param = param
+        self.param = None if param is None else shown(param, _MAX_PATH_CHARS)
         self.code = code
         self.headers = dict(headers or {})
 
@@ -107,19 +116,28 @@ def from_decode_error(error: Exception, known_fields: Sequence[str] = ()) -> Api
         return bad_request("the body is nested too deeply")
     if not isinstance(error, msgspec.ValidationError):
         return bad_request(f"the body is not valid JSON: {error}", code="invalid_json")
-    text = str(error)
-    where = ""
-    if at := _AT.search(text):
-        text, where = text[: at.start()], at[1]
-    if field := _FIELD.match(text):
-        param = f"{where}.{field[2]}" if where else field[2]
-        if field[1] == "missing required":
-            return bad_request(f"{param} is required", param, "missing_field")
-        near = get_close_matches(field[2], known_fields, n=1) if not where else []
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return bad_request(f"{param} is not a field of this request{hint}", param, "unknown_field")
-    text = text[0].lower() + text[1:]
+    text, where = _message_and_path(str(error))
+    for start in (_UNKNOWN, _MISSING):
+        if text.startswith(start):
+            name = shown(text[len(start) : len(start) + MAX_NAME_CHARS + 1].removesuffix("`"))
+            param = f"{where}.{name}" if where else name
+            if start is _MISSING:
+                return bad_request(f"{param} is required", param, "missing_field")
+            near = get_close_matches(name, known_fields, n=1, cutoff=_NEAR) if not where else []
+            hint = f"; did you mean {near[0]}?" if near else ""
+            return bad_request(f"{param} is not a field of this request{hint}", param, "unknown_field")
+    text = shown(text[0].lower() + text[1 : 2 * MAX_NAME_CHARS], 2 * MAX_NAME_CHARS)
     return bad_request(f"{where or 'the body'}: {text}", where or None, "invalid_value")
+
+
+def _message_and_path(text: str) -> tuple[str, str]:
+    """msgspec's message and the path that stands behind it, like messages[0].role. The message may quote the client
+    at any length, so only its end is searched."""
+    before, at, path = text[-_MAX_PATH_CHARS:].rpartition(" - at `")
+    path = path.removeprefix("key in ")
+    if not at or not path.startswith("$"):
+        return text, ""
+    return text[:-_MAX_PATH_CHARS] + before, path[1:].removesuffix("`").removeprefix(".")
 
 
 async def http_error(request: HttpRequest, error: Exception) -> Response:
@@ -127,7 +145,7 @@ async def http_error(request: HttpRequest, error: Exception) -> Response:
     from starlette.exceptions import HTTPException
 
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path = shown(request.url.path)
     message = str(error.detail)
     if error.status_code == 404:
         message = f"there is no {path} here: GET /openapi.json lists what there is"

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import quire
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, shown
 from quire.server.replies import Model, ModelList, Version
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def check_model(context: ServerContext, name: str | None) -> str:
     if name not in names:
         raise ApiError(
             404,
-            f"the model {name!r} is not here: use {' or '.join(repr(known) for known in names)}",
+            f"the model {shown(name)!r} is not here: use {' or '.join(repr(known) for known in names)}",
             param="model",
             code="model_not_found",
         )

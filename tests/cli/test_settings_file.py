@@ -14,7 +14,8 @@ FLAGS = [
     Flag(name="dtype"),
     Flag(name="drain_timeout", read=read_number),
     Flag(name="swap_space_gb", read=read_number, aliases=("--swap-space",)),
-    Flag(name="api_key", is_list=True, is_secret=True),
+    Flag(name="api_key", is_list=True, is_secret=True, is_guard=True),
+    Flag(name="api_key_file", is_guard=True),
     Flag(name="served_model_name", is_list=True, takes_several=True),
     Flag(name="enforce_eager", is_switch=True),
     Flag(name="hf_overrides", read=read_json),
@@ -161,13 +162,39 @@ def test_what_kubernetes_sets_beside_a_service_named_quire_is_no_port() -> None:
     [
         ({"QUIRE_PORT": "x"}, "QUIRE_PORT must be a whole number"),
         ({"QUIRE_ENFORCE_EAGER": "maybe"}, "QUIRE_ENFORCE_EAGER must be true or false"),
-        ({"QUIRE_API_KEY": ""}, "QUIRE_API_KEY is set but empty"),
+        ({"QUIRE_API_KEY": ""}, "QUIRE_API_KEY is given but empty"),
         ({"QUIRE_HF_OVERRIDES": "{"}, "QUIRE_HF_OVERRIDES must be JSON"),
     ],
 )
 def test_a_variables_mistake_names_it(environ: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         take(environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "file"),
+    [
+        ([], {"QUIRE_API_KEY_FILE": ""}, None),
+        ([], {"QUIRE_API_KEY_FILE": " "}, None),
+        ([], {"QUIRE_API_KEY": " "}, None),
+        ([], {"QUIRE_CONFIG": ""}, None),
+        (["--config", ""], {}, None),
+        (["--api-key-file", ""], {}, None),
+        (["--api-key", ""], {}, None),
+        ([], {}, "api-key:"),
+        ([], {}, "api-key: ~"),
+        ([], {}, "api-key: []"),
+        ([], {}, "api-key: ['']"),
+        ([], {}, "api-key-file:"),
+        ([], {}, "api-key-file: ''"),
+        ([], {}, "api_key_file: []"),
+    ],
+)
+def test_a_guard_that_is_given_but_empty_is_refused(
+    arguments: list[str], environ: dict[str, str], file: str | None, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="is given but empty: leave it out, or give it a value"):
+        take(*arguments, environ=environ, file=file, tmp_path=tmp_path)
 
 
 def test_an_empty_variable_is_as_if_it_were_not_set() -> None:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+import time
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from quire.server.errors import ApiError, from_decode_error, to_api_error
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):
     size: int
+    kind: Literal["a", "b"] = "a"
 
 
 class Outer(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,6 +47,44 @@ def test_an_unknown_field_comes_with_the_one_that_was_meant() -> None:
     with pytest.raises(msgspec.DecodeError) as caught:
         msgspec.json.decode(b'{"items":[],"max_token":1}', type=Outer)
     assert "did you mean max_tokens?" in from_decode_error(caught.value, Outer.__struct_fields__).message
+    with pytest.raises(msgspec.DecodeError) as caught:
+        msgspec.json.decode(b'{"items":[],"request_id":1}', type=Outer)
+    far = from_decode_error(caught.value, ("lora_request", "max_tokens"))
+    assert far.message == "request_id is not a field of this request"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {" - at `$" * 60_000: 1},  # 7 s in a quadratic pattern, for a fifth of it
+        {"x" * 30_000_000: 1},  # 3.8 s in difflib, and an answer of 60 MB
+        {"items": [{"size": 1, "`" * 1_000_000: 1}]},
+        {"items": [{"size": 1, "kind": "x" * 1_000_000}]},
+    ],
+    ids=["quadratic", "long", "nested", "value"],
+)
+def test_a_clients_text_is_cut_before_anything_looks_at_it(body: Any) -> None:
+    with pytest.raises(msgspec.DecodeError) as caught:
+        msgspec.json.decode(json.dumps(body), type=Outer)
+    started_s = time.thread_time()
+    error = from_decode_error(caught.value, Outer.__struct_fields__)
+    assert time.thread_time() - started_s < 0.5
+    assert len(error.encode()) < 1_000
+    assert error.param is not None
+    assert len(error.param) <= 120
+
+
+@pytest.mark.parametrize("length", [99, 100, 101])
+def test_a_name_is_shown_whole_or_cut_with_a_mark(length: int) -> None:
+    with pytest.raises(msgspec.DecodeError) as caught:
+        msgspec.json.decode(json.dumps({"items": [{"size": 1, "x" * length: 1}]}), type=Outer)
+    param = from_decode_error(caught.value).param
+    assert param == "items[0]." + ("x" * length if length <= 100 else "x" * 99 + "…")
+
+
+def test_no_error_repeats_more_than_a_line_of_what_was_sent() -> None:
+    error = to_api_error(BadRequestError("no such thing: " + "x" * 1_000_000, param="y" * 1_000_000))
+    assert len(error.encode()) < 2_000
 
 
 @pytest.mark.parametrize(

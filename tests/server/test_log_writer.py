@@ -43,27 +43,55 @@ def test_lines_come_out_in_order(pipe: tuple[int, int]) -> None:
     assert read_all(pipe[0]).splitlines() == [f"line {index} – ü" for index in range(100)]
 
 
+def fill(pipe: tuple[int, int]) -> int:
+    """As many bytes as it holds: whoever writes one more waits."""
+    os.set_blocking(pipe[1], False)
+    num_bytes = 0
+    try:
+        while True:
+            num_bytes += os.write(pipe[1], b"." * 4096)
+    except BlockingIOError:
+        os.set_blocking(pipe[1], True)
+        return num_bytes
+
+
 def test_a_log_that_nobody_reads_holds_nobody_up(pipe: tuple[int, int]) -> None:
-    writer = LogWriter(pipe[1], max_lines=50)
+    writer = LogWriter(pipe[1], max_waiting_bytes=50 * (len("line 10\n") + 64))
     logger = log_to(writer)
+    num_before = fill(pipe)
     started = time.monotonic()
-    logger.info("x" * 200_000)  # more than a pipe holds: the thread is stuck in it
+    logger.info("stuck")
     eventually(lambda: not writer._lines)
-    for index in range(80):
+    for index in range(10, 90):
         logger.info("line %d", index)
     assert time.monotonic() - started < 1
     started = time.monotonic()
     writer.flush()  # as at the program's end
     assert time.monotonic() - started < 3
     # Now somebody reads.
-    found = os.read(pipe[0], 200_001)
+    found = os.read(pipe[0], num_before)
     while b"left out" not in found:
         found += os.read(pipe[0], 100_000)
-    lines = found.decode().splitlines()
-    assert lines[1:51] == [f"line {index}" for index in range(50)]
+    lines = found[num_before:].decode().splitlines()
+    assert lines[:51] == ["stuck", *(f"line {index}" for index in range(10, 60))]
     assert lines[51] == "30 log lines were left out here: nobody read this log for a while"
     logger.info("and on")
     assert os.read(pipe[0], 100) == b"and on\n"
+
+
+def test_what_waits_is_bounded_in_bytes_and_a_line_is_cut(pipe: tuple[int, int]) -> None:
+    writer = LogWriter(pipe[1])
+    logger = log_to(writer)
+    fill(pipe)
+    logger.info("stuck")
+    eventually(lambda: not writer._lines)
+    for _ in range(1_000):  # 1 GB
+        logger.info("%s", "ü" * 1_000_000)
+    assert 100 < len(writer._lines) < 1_000
+    assert sum(map(len, writer._lines)) <= 4 << 20
+    assert writer._lines[0].decode().endswith("ü... (1000000 characters, cut here)\n")
+    assert all(len(line) < 33_000 for line in writer._lines)
+    os.close(pipe[0])
 
 
 def test_a_closed_log_is_no_error(pipe: tuple[int, int]) -> None:
