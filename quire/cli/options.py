@@ -31,7 +31,7 @@ RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "max_num_seqs": (int, "sequences that run at once"),
     "max_num_batched_tokens": (int, "tokens computed in one step"),
     "long_prefill_token_threshold": (int, "most tokens of one prompt in a step"),
-    "target_step_ms": (float, "shrink prefill so that steps with decodes stay near this"),
+    "target_step_ms": (float, "shrink prefill so that steps with decodes stay near this (served by a CPU: 120)"),
     "smooth_prefill_tokens": (int, "prompt tokens beside decodes, unless many wait (served by a GPU: 320 or fewer)"),
     "scheduling_policy": (str, "fcfs or priority"),
     "priority_ageing_s": (float, "waiting so long counts as one priority (default 10)"),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Before anything is measured. The scheduler refines the prefill rate with every step.
 _FIRST_PREFILL_TOKENS_PER_S = {"cpu": 500.0, "cuda": 30_000.0}
 _FIRST_SWAP_BYTES_PER_S = 4e9
+CPU_READERS_STEP_S = 0.12  # faster than people read, and long enough for chunks that multiply at nearly full speed
 
 
 @dataclass(slots=True)
@@ -42,9 +43,18 @@ class TokenSide:
         return self.executor.ledger
 
     def smooth_for_readers(self, config: EngineConfig) -> None:
-        """For engines whose tokens are read as they come. A CPU's steps are small anyway."""
-        if config.smooth_prefill_tokens is None and self.executor.backend.device.type == "cuda":
+        """For engines whose tokens are read as they come: prompts must not hold up the tokens of others.
+
+        What a GPU computes beside decodes without much delay depends on little but its shapes, so there the prompts'
+        share of a step is a number of tokens. CPUs and the models on them differ by orders of magnitude: there it is
+        what measured steps say fits into a time.
+        """
+        if config.smooth_prefill_tokens is not None:
+            return
+        if self.executor.backend.device.type == "cuda":
             self.core.scheduler.smooth_steps(smooth_prompt_tokens)
+        elif config.target_step_ms is None:
+            self.core.scheduler.set_target_step(CPU_READERS_STEP_S)
 
 
 @dataclass(slots=True)

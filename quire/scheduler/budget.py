@@ -17,7 +17,7 @@ class StepCosts:
     """
 
     def __init__(self, *, target_step_s: float | None, prefill_tokens_per_s: float, block_size: int) -> None:
-        self._target_s = target_step_s
+        self.target_s = target_step_s  # None: prompts take what the step's budget has
         self._block_size = block_size
         self._baseline_s: float | None = None
         self._cost_s = 1.0 / prefill_tokens_per_s
@@ -52,9 +52,9 @@ class StepCosts:
 
     def allowance(self, num_decodes: int) -> int | None:
         """Prompt tokens for a step with so many decodes; None: no limit. One block at least: prompts never starve."""
-        if self._target_s is None or not num_decodes:
+        if self.target_s is None or not num_decodes:
             return None
-        spare_s = self._target_s - (self._baseline_s or 0.0)
+        spare_s = self.target_s - (self._baseline_s or 0.0)
         return max(self._block_size, int(spare_s / self._cost_s))
 
 

@@ -135,6 +135,14 @@ class Scheduler:
         does not see them stall; more when more wait, so that a backlog is worked off in a few steps all the same."""
         self._smooth_tokens = prompt_tokens if self.config.enable_chunked_prefill else None
 
+    @property
+    def target_step_s(self) -> float | None:
+        return self._costs.target_s
+
+    def set_target_step(self, seconds: float) -> None:
+        """What `target_step_ms` does, for an engine that learns only after it is built whether somebody reads along."""
+        self._costs.target_s = seconds if self.config.enable_chunked_prefill else None
+
     # -- requests come and go
 
     def add(self, request: Request) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from quire import LLMEngine, SamplingParams
 from quire.config import EngineConfig
+from quire.engine.build import CPU_READERS_STEP_S
 from quire.errors import BadRequestError, EngineDeadError, QuireError
 from quire.outputs import RequestOutput
 from quire.params import OutputKind
@@ -92,6 +93,26 @@ def test_same_tokens_however_they_are_run(tiny_model: Path, alone: list[list[int
     assert engine.core.kv.num_used_blocks == 0
     if "preemption" in kwargs:
         assert engine.core.scheduler.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "target_s"),
+    [
+        ({}, CPU_READERS_STEP_S),
+        ({"target_step_ms": 40.0}, 0.04),
+        ({"smooth_prefill_tokens": 0}, None),
+        ({"enable_chunked_prefill": False}, None),
+    ],
+    ids=str,
+)
+def test_steps_are_kept_short_on_a_cpu_where_somebody_reads_along(
+    tiny_model: Path, kwargs: dict[str, Any], target_s: float | None
+) -> None:
+    engine = make(tiny_model, **kwargs)
+    if "target_step_ms" not in kwargs:
+        assert engine.core.scheduler.target_step_s is None  # a program that waits for whole answers gains nothing
+    engine.built.tokens.smooth_for_readers(engine.built.config)
+    assert engine.core.scheduler.target_step_s == target_s
 
 
 def test_second_turn_finds_the_first(tiny_model: Path) -> None:

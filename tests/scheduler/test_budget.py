@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from scheduler.harness import Rig, make_request
 
+from quire.engine.build import CPU_READERS_STEP_S
+from quire.kv import KVManager
+from quire.scheduler import SchedulerConfig
 from quire.scheduler.budget import StepCosts
-from quire.sim import CostModel
+from quire.sim import CostModel, SimRun, poisson_arrivals
 
 
 def decoding_rig(target_step_ms: float | None, *, depth: int = 1, cost: CostModel | None = None) -> Rig:
@@ -66,6 +71,35 @@ def test_a_slower_machine_than_told_is_noticed() -> None:
     slow = CostModel(token_s=240e-6, pair_s=0.0)
     times = mixed_steps_ms(decoding_rig(40.0, cost=slow))
     assert max(times[5:-2]) < 48
+
+
+def read_along(target_s: float | None) -> tuple[float, float]:
+    """256-token prompts at nearly all that two CPU cores can do: the slowest percent of the waits between two tokens
+    that a reader sees, and when the last request ended."""
+    cost = CostModel(overhead_s=1e-3, weights_s=5.6e-3, token_s=1e-3, kv_token_s=3e-6, pair_s=1e-7)
+    config = SchedulerConfig(
+        max_num_seqs=64, max_num_batched_tokens=512, max_model_len=2048, prefill_tokens_per_s=500.0
+    )
+    run = SimRun.build(KVManager(num_blocks=1456, block_size=16), config, cost=cost)
+    if target_s is not None:
+        run.scheduler.set_target_step(target_s)
+    steps: list[tuple[float, int]] = []  # when each began, and for how many readers
+    run.run(
+        poisson_arrivals([(256, 64)] * 60, rate_per_s=3.0, seed=0),
+        on_step=lambda step: steps.append((step.start_s, step.plan.spans.num_tokens.count(1))),
+    )
+    waits = sorted(
+        after - before for (before, readers), (after, _) in itertools.pairwise(steps) for _ in range(readers)
+    )
+    return waits[int(0.99 * len(waits))], run.clock.now_s
+
+
+def test_readers_on_a_cpu_do_not_wait_for_whole_prompts_and_throughput_stays() -> None:
+    stalled_s, rough_end_s = read_along(None)
+    wait_s, end_s = read_along(CPU_READERS_STEP_S)
+    assert stalled_s > 0.5
+    assert wait_s < 1.1 * CPU_READERS_STEP_S
+    assert end_s < 1.02 * rough_end_s
 
 
 def costs(target_ms: float | None = 10.0) -> StepCosts:
