@@ -7,6 +7,7 @@ a process boundary.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -21,7 +22,9 @@ MAX_BAD_WORDS = 1000
 MAX_BAD_WORD_CHARS = 128
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**18  # as many tokens as the largest vocabularies have
+_MAX_ID = 2**31 - 1
 MAX_LOGIT_BIAS = 4096
+MAX_CACHE_SALT_CHARS = 1024
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 # Fields of vLLM's SamplingParams that Quire refuses by name until it has them.
@@ -148,11 +151,18 @@ class SamplingParams:
                 continue
             token_ids = list(value)
             _at_most(token_ids, limit, name, "token ids")
-            if set(map(type, token_ids)) - {int} or min(token_ids, default=0) < 0:
-                raise BadRequestError(f"{name} must be a list of token ids >= 0", param=name)
-            setattr(self, name, tuple(token_ids))  # so that what is made of it can share it
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise BadRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+            if (
+                set(map(type, token_ids)) - {int}
+                or min(token_ids, default=0) < 0
+                or max(token_ids, default=0) > _MAX_ID
+            ):
+                raise BadRequestError(f"{name} must be a list of token ids from 0 to {_MAX_ID}", param=name)
+            setattr(self, name, tuple(token_ids))
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise BadRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+            # Four bytes an id, where a list takes forty; and what is made of it can share it.
+            self.allowed_token_ids = array("i", self.allowed_token_ids)
         if self.logit_bias is not None:
             try:
                 bias = {int(k): float(v) for k, v in self.logit_bias.items()}
@@ -193,7 +203,7 @@ class SamplingSpec:
     min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()  # banned until min_tokens are out: eos and stop_token_ids
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None  # top-k asked for; -1 is the whole vocabulary
     prompt_logprobs: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from hashlib import blake2b
 
 from quire.params import SamplingParams, SamplingSpec
 
@@ -46,6 +47,19 @@ class CacheOutcome(StrEnum):
 _next_seq_id = itertools.count(1)
 
 
+def cache_scope(cache_salt: str | None, tenant: str = "") -> str | None:
+    """The salt of a request's block hashes: a digest, so that nothing keeps what a client sent, however long it was.
+
+    `tenant`: whose cached prefixes the request may find; empty where everybody shares them.
+    """
+    if cache_salt is None and not tenant:
+        return None
+    # The tenant's length comes first, so that no salt of one tenant can spell another's name.
+    text = f"{len(tenant)}:{tenant}" + ("" if cache_salt is None else f"+{cache_salt}")
+    # surrogatepass: a salt comes from a user's JSON, which may hold a lone surrogate.
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """What a user asked for. Made by the engine, which has already checked it."""
@@ -59,19 +73,18 @@ class Request:
     specs: list[SamplingSpec] = field(default_factory=list)  # one per sequence
     priority: int = 0  # lower runs first
     arrival_s: float = 0.0
-    salt: str | None = None  # enters the hash of every cached block: other salts never match
+    salt: str | None = None  # of `cache_scope`; enters the hash of every cached block: other salts never match
     adapter: str | None = None
     tenant: str = ""  # whose it is: tenants share the engine fairly
     skip_prefix_cache_read: bool = False
+    # Each of these points back: whoever keeps a finished request for long empties the list, so that its memory is free
+    # at once and not when the garbage collector finds the circle.
     sequences: list[Sequence] = field(default_factory=list)
+    is_finished: bool = False  # all of them have ended
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
-
-    @property
-    def is_finished(self) -> bool:
-        return bool(self.sequences) and all(s.state is SequenceState.FINISHED for s in self.sequences)
 
 
 @dataclass(slots=True, eq=False)

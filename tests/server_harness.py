@@ -102,7 +102,6 @@ class ScriptedEngine:
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         request = prepared.request
         lines = [Line(request, index, []) for index in range(request.params.n)]
-        request.sequences = lines
         self._outputs.add(request, prepared.prompt)
         self.running.add(request.request_id)
         finished = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from quire.errors import BadRequestError
@@ -41,6 +43,7 @@ from quire.params import OutputKind, SamplingParams
         ("stop_token_ids", [1] * 1025),
         ("allowed_token_ids", [1] * (2**18 + 1)),
         ("allowed_token_ids", [True]),
+        ("allowed_token_ids", [2**31]),
         ("logit_bias", dict.fromkeys(range(4097), 1)),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", "ab"),
@@ -71,6 +74,12 @@ def test_unknown_field() -> None:
 def test_other_spellings_of_off() -> None:
     params = SamplingParams(top_k=-1, seed=-1)
     assert (params.top_k, params.seed) == (0, None)
+
+
+def test_a_whole_vocabulary_is_held_compactly() -> None:
+    allowed = SamplingParams(allowed_token_ids=list(range(2**18))).allowed_token_ids
+    assert allowed is not None and sys.getsizeof(allowed) < 5 * 2**18
+    assert list(allowed[-2:]) == [2**18 - 2, 2**18 - 1]
 
 
 def test_normalised() -> None:

@@ -88,6 +88,11 @@ _GUARDING = [
     ),
     _path("api_key_file", "keys from a file, one a line, as KEY or NAME:KEY", is_guard=True),
     Flag(
+        name="share_prefixes_across_keys",
+        help="keys find each other's prompts in the cache, and can tell (default: off)",
+        is_switch=True,
+    ),
+    Flag(
         name="cors_origin",
         help="a site whose pages may call this server, or *; may be repeated (default: none)",
         metavar="ORIGIN",

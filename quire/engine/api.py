@@ -67,14 +67,15 @@ class EngineLoad:
     brownout_level: int = 0  # 0: none, 1: smaller prefills, 2: shorter answers for new requests, 3: none are taken
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class PreparedRequest:
     """Tokenized and checked, not yet with the engine."""
 
     request: Request
     prompt: str | None
-    # By sequence, once its stream is closed: more than were read where nobody waited for the end.
+    # Once its stream is closed. By sequence: more than were read where nobody waited for the end.
     num_made_tokens: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

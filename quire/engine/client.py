@@ -42,10 +42,11 @@ from quire.engine.metrics import request_metrics
 from quire.engine.stats import Metric
 from quire.engine.streams import Streams
 from quire.engine.text_side import TextSide, open_model
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
+from quire.request import cache_scope
 from quire.text import Tokenizer
 
 _TICK_S = 1.0
@@ -111,7 +112,7 @@ class EngineClient:
             self._inputs = self._text.make_inputs(info.max_model_len, info.max_num_seqs)
             self._streams = Streams(self._text.make_outputs(), self._link.send)
             for token_ids in self._inputs.encode_pinned(self.config.pinned_prefixes, info.block_size):
-                await self._call("pin_prefix", token_ids=token_ids)
+                await self._pin(token_ids, info.block_size)
             if self._state is EngineState.DEAD or self._is_closing:  # meanwhile
                 raise EngineDeadError(self._death_reason or _SHUT_DOWN)
         except Exception as error:
@@ -123,6 +124,18 @@ class EngineClient:
         self._heartbeat_s = time.monotonic()
         self._state = EngineState.READY
         self._tick = self._loop.call_later(_TICK_S, self._on_tick)
+
+    async def _pin(self, token_ids: list[int], block_size: int) -> None:
+        """Once for each tenant that would not find another's."""
+        tenants = self.options.isolated_tenants or ("",)
+        for tenant in tenants:
+            num_pinned = await self._call("pin_prefix", token_ids=token_ids, salt=cache_scope(None, tenant))
+            if num_pinned < len(token_ids) // block_size * block_size:
+                each = f" for each of {len(tenants)} keys" if len(tenants) > 1 else ""
+                raise ConfigError(
+                    f"the KV cache has no room to pin a prefix of {len(token_ids)} tokens{each}: pin less, raise "
+                    "kv_cache_memory_bytes" + (", or set share_prefixes_across_keys" if each else "")
+                )
 
     def on_death(self, callback: Callable[[str], None]) -> None:
         """Called once, with the reason, if an engine that was ready dies. A failed start is `ready()`'s to tell."""
@@ -201,7 +214,13 @@ class EngineClient:
         """Tokenize and check. Any thread may call it."""
         self._raise_if_not_ready()
         request, text = self._inputs.make_request(
-            request_id, prompt, params, arrival_s=time.monotonic(), priority=priority, tenant=tenant
+            request_id,
+            prompt,
+            params,
+            arrival_s=time.monotonic(),
+            priority=priority,
+            tenant=tenant,
+            cache_tenant=tenant if self.options.isolated_tenants else "",
         )
         return PreparedRequest(request, text)
 
@@ -225,7 +244,7 @@ class EngineClient:
                     continue
                 yield output
         finally:
-            prepared.num_made_tokens[:] = stream.num_made_tokens
+            prepared.num_made_tokens, prepared.num_cached_tokens = stream.num_made_tokens, stream.num_cached_tokens
             streams.close(stream)
 
     async def call(self, name: str, **arguments: Any) -> Any:

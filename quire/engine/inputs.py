@@ -10,8 +10,8 @@ from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
 from quire.errors import BadRequestError, ConfigError
-from quire.params import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, SamplingSpec
-from quire.request import Request
+from quire.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, MIN_PRIORITY, SamplingParams, SamplingSpec
+from quire.request import Request, cache_scope
 from quire.text import Tokenizer
 
 
@@ -70,8 +70,12 @@ class InputProcessor:
         arrival_s: float,
         priority: int = 0,
         tenant: str = "",
+        cache_tenant: str = "",
     ) -> tuple[Request, str | None]:
-        """The request and, where known, its prompt's text. Raises BadRequestError."""
+        """The request and, where known, its prompt's text. Raises BadRequestError.
+
+        `cache_tenant`: the tenant whose cached prefixes it may find, where tenants do not share them.
+        """
         text, token_ids, salt = self.read_prompt(prompt)
         self._check_tokens(token_ids, "prompt")
         num_prompt = len(token_ids)
@@ -100,7 +104,7 @@ class InputProcessor:
             eos_token_ids=eos_ids - stop_ids,
             priority=priority,
             arrival_s=arrival_s,
-            salt=salt,
+            salt=cache_scope(salt, cache_tenant),
             tenant=tenant,
             # Logprobs of cached prompt tokens are not kept, so the prompt has to run.
             skip_prefix_cache_read=bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None,
@@ -120,6 +124,11 @@ class InputProcessor:
             salt = prompt.get("cache_salt")
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise BadRequestError("cache_salt must be a non-empty text", param="cache_salt")
+            if salt is not None and len(salt) > MAX_CACHE_SALT_CHARS:
+                raise BadRequestError(
+                    f"cache_salt may have {MAX_CACHE_SALT_CHARS:,} characters, and has {len(salt):,}: send its hash",
+                    param="cache_salt",
+                )
             text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is None and given is None:
                 raise BadRequestError("a prompt dict needs prompt or prompt_token_ids", param="prompt")
@@ -190,7 +199,6 @@ class InputProcessor:
         bad_words = self._bad_words(tuple(params.bad_words or ()))
         self._check_some_token_is_left(params, end_token_ids, bad_words)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & (2**64 - 1)
-        allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
         return [
             SamplingSpec(
                 temperature=params.temperature,
@@ -205,7 +213,7 @@ class InputProcessor:
                 min_tokens=min(params.min_tokens, self.max_model_len),
                 end_token_ids=tuple(sorted(end_token_ids)),
                 logit_bias=params.logit_bias,
-                allowed_token_ids=allowed,
+                allowed_token_ids=params.allowed_token_ids,
                 bad_words=bad_words,
                 logprobs=params.logprobs,
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,

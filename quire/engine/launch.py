@@ -36,6 +36,7 @@ class EngineProcessOptions:
     dump_dir: str = field(default_factory=tempfile.gettempdir)  # where the watchdog writes what it saw
     heartbeat_s: float = 1.0
     brownout: BrownoutSettings = field(default_factory=BrownoutSettings)
+    isolated_tenants: tuple[str, ...] = ()  # who find no cached prefix but their own; empty: everybody shares them
     # What to run instead of this interpreter's quire.engine.process. It gets the same input.
     command: tuple[str, ...] | None = None
 

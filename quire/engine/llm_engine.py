@@ -15,7 +15,7 @@ from quire.engine.stats import Metric, RequestStats, StepStats
 from quire.errors import BadRequestError, EngineDeadError
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
-from quire.request import Request
+from quire.request import Request, cache_scope
 from quire.text import HFTokenizerFacade
 
 
@@ -158,12 +158,12 @@ class LLMEngine:
         self.add_request("pinned-prefix", prompt, params)
         while self.has_unfinished_requests():
             self.step()
-        return self.core.kv.pin(token_ids, salt=cache_salt)
+        return self.core.kv.pin(token_ids, salt=cache_scope(cache_salt))
 
     def unpin_prefix(self, prefix: str | Iterable[int], *, cache_salt: str | None = None) -> int:
         """Let a pinned prefix be evicted again; returns the number of tokens unpinned."""
         token_ids = self._inputs.encode(prefix) if isinstance(prefix, str) else list(prefix)
-        return self.core.kv.unpin(token_ids, salt=cache_salt)
+        return self.core.kv.unpin(token_ids, salt=cache_scope(cache_salt))
 
     def _warm_pinned_prefixes(self) -> None:
         for token_ids in self._inputs.encode_pinned(self.config.pinned_prefixes, self.config.block_size):

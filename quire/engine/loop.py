@@ -231,6 +231,7 @@ class EngineLoop:
             key = self._keys.pop(seq.request.request_id, None)
             if key is not None:
                 del self._requests[key]
+                seq.request.sequences = []
 
     # -- reports
 

@@ -9,6 +9,7 @@ Both processes are on one machine: times are those of the one monotonic clock.
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from typing import Any
 
 import msgspec
@@ -67,31 +68,35 @@ class Add(msgspec.Struct, array_like=True, tag=1, frozen=True):
     request_id: str
     prompt_token_ids: list[int]
     spec: SamplingSpec  # of the first sequence; the others' differ in their index
+    allowed_token_ids: bytes | None  # the spec's, four bytes each: they may be a whole vocabulary
     n: int
     max_tokens: int
     end_token_ids: list[int]
     eos_token_ids: list[int]
     priority: int
     arrival_s: float
-    salt: bytes | None  # bytes, because a user's text may hold a lone surrogate
+    salt: str | None
     adapter: str | None
     tenant: str
     skip_prefix_cache_read: bool
 
     @classmethod
     def of(cls, request: Request, key: int) -> Add:
+        spec = request.specs[0]
+        allowed = spec.allowed_token_ids
         return cls(
             key=key,
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            spec=request.specs[0],
+            spec=dataclasses.replace(spec, allowed_token_ids=None) if allowed is not None else spec,
+            allowed_token_ids=None if allowed is None else array("i", allowed).tobytes(),
             n=request.params.n,
             max_tokens=request.max_tokens,
             end_token_ids=list(request.end_token_ids),
             eos_token_ids=list(request.eos_token_ids),
             priority=request.priority,
             arrival_s=request.arrival_s,
-            salt=None if request.salt is None else request.salt.encode("utf-8", "surrogatepass"),
+            salt=request.salt,
             adapter=request.adapter,
             tenant=request.tenant,
             skip_prefix_cache_read=request.skip_prefix_cache_read,
@@ -100,6 +105,8 @@ class Add(msgspec.Struct, array_like=True, tag=1, frozen=True):
     def to_request(self) -> Request:
         """As the scheduler needs it: of the parameters, only what it reads."""
         spec = self.spec
+        if self.allowed_token_ids is not None:
+            spec = dataclasses.replace(spec, allowed_token_ids=array("i", self.allowed_token_ids))
         rest = [dataclasses.replace(spec, index=i, prompt_logprobs=None) for i in range(1, self.n)]
         return Request(
             request_id=self.request_id,
@@ -113,7 +120,7 @@ class Add(msgspec.Struct, array_like=True, tag=1, frozen=True):
             specs=[spec, *rest],
             priority=self.priority,
             arrival_s=self.arrival_s,
-            salt=None if self.salt is None else self.salt.decode("utf-8", "surrogatepass"),
+            salt=self.salt,
             adapter=self.adapter,
             tenant=self.tenant,
             skip_prefix_cache_read=self.skip_prefix_cache_read,

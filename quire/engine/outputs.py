@@ -192,7 +192,7 @@ class OutputProcessor:
         elif kind is OutputKind.FINAL_ONLY:
             return None
         delta = kind is OutputKind.DELTA
-        num_cached = request.sequences[0].num_cached_tokens
+        num_cached = lines[0].seq.num_cached_tokens
         num_created = 0
         if self.cached_block_size is not None:
             num_created = request.num_prompt_tokens // self.cached_block_size * self.cached_block_size - num_cached
@@ -203,7 +203,7 @@ class OutputProcessor:
             outputs=[_completion(line, delta) for line in lines],
             finished=finished,
             prompt_logprobs=job.prompt_logprobs,
-            metrics=_metrics(request, len(lines[0].token_ids)),
+            metrics=_metrics(request.arrival_s, [line.seq for line in lines], len(lines[0].token_ids)),
             num_cached_tokens=num_cached,
             num_cache_creation_tokens=num_created,
         )
@@ -242,9 +242,8 @@ def _completion(line: _Line, delta: bool) -> CompletionOutput:
     )
 
 
-def _metrics(request: Request, num_output_tokens: int) -> RequestMetrics:
+def _metrics(arrival: float, seqs: list[Sequence], num_output_tokens: int) -> RequestMetrics:
     """`num_output_tokens` are the first sequence's, whose times these are."""
-    arrival, seqs = request.arrival_s, request.sequences
     first = seqs[0]
     metrics = RequestMetrics(arrival)
     metrics.num_preemptions, metrics.num_recomputed_tokens = first.num_preemptions, first.num_recomputed_tokens

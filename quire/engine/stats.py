@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from quire.outputs import RequestOutput
 from quire.plan import StepResult
-from quire.request import FinishReason, Request
+from quire.request import FinishReason, Request, Sequence
 from quire.scheduler import SequenceUpdate
 
 # Tokens of a step, as vLLM buckets them.
@@ -90,9 +90,9 @@ class RequestStats:
         for completion in output.outputs:
             self.finished[completion.finish_reason or FinishReason.ABORT.value] += 1
 
-    def on_left(self, request: Request) -> None:
+    def on_left(self, request: Request, seqs: list[Sequence]) -> None:
         """Its reader went away before the end."""
         self.prompt_tokens += request.num_prompt_tokens
-        self.cached_prompt_tokens += request.sequences[0].num_cached_tokens if request.sequences else 0
-        for seq in request.sequences:
+        self.cached_prompt_tokens += seqs[0].num_cached_tokens
+        for seq in seqs:
             self.finished[(seq.finish_reason or FinishReason.ABORT).value] += 1

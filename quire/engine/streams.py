@@ -72,6 +72,10 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
 
     @property
+    def num_cached_tokens(self) -> int:
+        return self.lines[0].seq.num_cached_tokens
+
+    @property
     def num_made_tokens(self) -> list[int]:
         """By sequence: all that have come, whether or not they were read."""
         lines = (self.lines.get(index) for index in range(self.request.params.n))
@@ -116,7 +120,6 @@ class Streams:
         for _ in range(request.params.n - 1):
             next(self._keys)
         stream = Stream(request, key)
-        request.sequences = []
         self._add_line(stream, 0)
         self._streams[key] = stream
         self._outputs.add(request, prompt)
@@ -140,12 +143,13 @@ class Streams:
             return
         for index in stream.lines:
             self._lines.pop(stream.key + index, None)
-        if stream.request.request_id not in self._outputs:
-            return
-        self._outputs.discard(stream.request.request_id)
-        if not stream.is_gone:
-            self._send(Abort(stream.key))
-            self.stats.on_left(stream.request)
+        if stream.request.request_id in self._outputs:
+            self._outputs.discard(stream.request.request_id)
+            if not stream.is_gone:
+                self._send(Abort(stream.key))
+                self.stats.on_left(stream.request, [line.seq for line in stream.lines.values()])
+        # Both lead back here: without this, only the garbage collector would free a request that has ended.
+        stream.lines, stream.error = {}, None
 
     # -- from the engine
 
@@ -206,7 +210,6 @@ class Streams:
 
     def _add_line(self, stream: Stream, index: int) -> _Line:
         stream.lines[index] = line = _Line(stream, Sequence(stream.request, index, []))
-        stream.request.sequences.append(line.seq)
         self._lines[stream.key + index] = line
         return line
 
@@ -215,6 +218,8 @@ class Streams:
         seq.state, seq.finish_reason = SequenceState.FINISHED, FinishReason(ended.reason)
         seq.stop_reason, seq.finished_s = ended.stop_reason, now_s
         line.ended = ended
+        stream = line.stream
+        stream.request.is_finished = all(one.seq.state is SequenceState.FINISHED for one in stream.lines.values())
 
     def _pump(self, stream: Stream) -> None:
         if stream.is_eager:

@@ -172,8 +172,10 @@ class Lifecycle:
         seq.finish_reason = reason
         seq.finished_s = self._clock()
         self.stats.num_finished += 1
-        if seq.request.is_finished:
-            del self.requests[seq.request.request_id]
+        request = seq.request
+        if all(one.state is SequenceState.FINISHED for one in request.sequences):
+            request.is_finished = True
+            del self.requests[request.request_id]
 
     def check(self) -> None:
         """Prove what the class says of itself; AssertionError says what is wrong."""

@@ -147,3 +147,4 @@ class Deadline:
                 await closing
             else:
                 await stream.aclose()
+            error = None  # its traceback has this frame: only the garbage collector would free the request

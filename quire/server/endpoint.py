@@ -104,20 +104,23 @@ class JsonEndpoint:
         except ClientGone:
             return
         except Exception as failure:
-            error = to_api_error(failure)
-            if not exchange.is_admitted:
-                context.metrics.on_refused(error.code or "invalid_request")
-                context.logs.refused(
-                    exchange.request_id,
-                    endpoint=exchange.endpoint,
-                    status=error.status,
-                    error_code=error.code,
-                    param=error.param,
-                    tenant=tenant,
-                    total_s=time.monotonic() - arrived_s,
-                )
-            if not exchange.has_begun:
-                await exchange.reply(error.body(), error.headers, status=error.status)
+            # No local variable may hold the error: its traceback has this frame, and the circle would keep the body.
+            await self._refuse(exchange, to_api_error(failure), arrived_s)
+
+    async def _refuse(self, exchange: Exchange, error: ApiError, arrived_s: float) -> None:
+        if not exchange.is_admitted:
+            self._context.metrics.on_refused(error.code or "invalid_request")
+            self._context.logs.refused(
+                exchange.request_id,
+                endpoint=exchange.endpoint,
+                status=error.status,
+                error_code=error.code,
+                param=error.param,
+                tenant=exchange.tenant,
+                total_s=time.monotonic() - arrived_s,
+            )
+        if not exchange.has_begun:
+            await exchange.reply(error.body(), error.headers, status=error.status)
 
 
 def header_of(scope: Scope, name: str) -> str | None:

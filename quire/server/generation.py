@@ -116,6 +116,8 @@ class Generation:
         finally:
             await self._places.aclose()
             self._tell(error)
+            # Tracebacks of these lead back here: only the garbage collector would free all that the request holds.
+            self._tasks, self._mailbox.failure = [], None
 
     async def _read(self, index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
         try:

@@ -160,9 +160,7 @@ class ServerMetrics(Collector):
         live = self._live.pop(request.request_id, None)
         total_s = self._clock() - request.arrival_s
         counts = live.num_tokens if live is not None else [0] * request.params.n
-        num_cached_tokens = request.sequences[0].num_cached_tokens if request.sequences else 0
-        if last_output is not None:
-            num_cached_tokens = last_output.num_cached_tokens
+        num_cached_tokens = prepared.num_cached_tokens if last_output is None else last_output.num_cached_tokens
         if prepared.num_made_tokens and not (last_output is not None and last_output.finished):
             # What was cut off has cost its tokens, even where nobody was to see any before the end.
             counts = [max(pair) for pair in zip(counts, prepared.num_made_tokens, strict=True)]

@@ -18,6 +18,7 @@ from quire.params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_LOGIT_BIAS,
     MAX_PRIORITY,
     MAX_STOP_CHARS,
@@ -90,7 +91,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Lower runs first, among one key's own."),
     ] = None
     cache_salt: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
+        Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None,
         Meta(description="Requests share cached prefixes only under the same salt."),
     ] = None
     timeout: Annotated[

@@ -287,5 +287,6 @@ def _make_engine(config: EngineConfig, settings: ServerSettings) -> StartableEng
         step_timeout_s=settings.step_timeout_s,
         dump_dir=settings.dump_dir,
         brownout=BrownoutSettings(enabled=settings.brownout),
+        isolated_tenants=settings.isolated_tenants,
     )
     return EngineClient(config, options)

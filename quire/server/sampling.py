@@ -149,6 +149,7 @@ def _params(
         value = getattr(body, name)
         if value is not None:
             values[name] = value
+    body.allowed_token_ids = None  # the body lives as long as its answer, and SamplingParams hold it compactly
     return SamplingParams(
         **values,
         max_tokens=max_tokens,

@@ -38,6 +38,7 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = ()  # empty: the model as the operator named it
     # Who may ask
     api_keys: tuple[ApiKey, ...] = ()  # empty: anyone
+    share_prefixes_across_keys: bool = False  # then how fast an answer comes tells what other keys have sent
     cors_origins: tuple[str, ...] = ()  # empty: no other site's page may
     max_body_bytes: int = 4 * MIB  # a prompt of 128k tokens in any script, escaped
     max_header_bytes: int = 64 << 10
@@ -115,6 +116,16 @@ class ServerSettings:
                 )
         if not 0 <= self.drain_timeout_s <= 1e9:
             raise ConfigError(f"drain_timeout must be 0 to 1e9 seconds, got {self.drain_timeout_s:g}")
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Names that the keys have; several keys may have one."""
+        return tuple(dict.fromkeys(key.tenant for key in self.api_keys))
+
+    @property
+    def isolated_tenants(self) -> tuple[str, ...]:
+        """Those that must not find each other's prefixes in the cache. One alone has nobody to hide from."""
+        return () if self.share_prefixes_across_keys or len(self.tenants) < 2 else self.tenants
 
     @property
     def is_tls(self) -> bool:

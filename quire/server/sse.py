@@ -149,8 +149,9 @@ async def stream_reply(exchange: Exchange, generation: Generation, writer: Strea
     except ClientGone:
         raise
     except Exception as failure:
-        error = to_api_error(failure)
+        # Under the clause's own name, which ends with it: the error's traceback has this frame and all that it holds.
+        failure = to_api_error(failure)
         if exchange.has_begun:
-            body = b"data: " + error.encode() + b"\n\n" + DONE
+            body = b"data: " + failure.encode() + b"\n\n" + DONE
             await send({"type": "http.response.body", "body": body, "more_body": False})
-        raise error from None
+        raise failure from None

@@ -68,8 +68,8 @@ def run(tiny_model: Path) -> Callable[..., None]:
     ) -> None:
         async def whole() -> None:
             client = EngineClient(config(tiny_model, **(config_changes or {})), sim_options(settings, **options))
-            await start(client)
             try:
+                await start(client)
                 await body(client)
             finally:
                 pid = client.pid
@@ -104,6 +104,45 @@ def test_it_is_what_a_server_needs(shared: EngineClient) -> None:
     assert engine.tokenizer is not None
     assert engine.default_sampling.temperature == 1.0
     assert engine.render_chat([{"role": "user", "content": "hi"}])["prompt"].startswith("<|start|>user")
+
+
+async def num_cached(client: EngineClient, tenant: str, prompt: Any) -> int:
+    prepared = client.prepare(f"of-{tenant}-{time.monotonic_ns()}", prompt, LONG.clone(max_tokens=1), tenant=tenant)
+    return [output async for output in client.stream(prepared)][-1].num_cached_tokens
+
+
+def test_isolated_tenants_find_their_own_prefixes_and_pinned_ones(run: Callable[..., None]) -> None:
+    secret = "The door's code is 4711, and nobody else shall know."
+
+    async def body(client: EngineClient) -> None:
+        assert await num_cached(client, "a", secret) == 0
+        assert await num_cached(client, "b", secret) == 0  # a right guess looks like a wrong one
+        assert await num_cached(client, "a", secret) > 40
+        # No salt of one tenant leads into another's blocks.
+        for salt in ("a", "1:a", "+", "1:a+"):
+            assert await num_cached(client, "b", {"prompt": secret, "cache_salt": salt}) == 0
+        for tenant in ("a", "b"):  # each has its own copy of what the operator pins
+            assert await num_cached(client, tenant, "You are a librarian. What is a quire?") == 20
+
+    changes = {"pinned_prefixes": ("You are a librarian.",)}
+    run(body, config_changes=changes, isolated_tenants=("a", "b"))
+
+
+def test_tenants_that_share_find_each_others_prefixes(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient) -> None:
+        assert await num_cached(client, "a", "a text that both of them send") == 0
+        assert await num_cached(client, "b", "a text that both of them send") == 28
+
+    run(body)
+
+
+def test_pinned_prefixes_that_do_not_fit_for_every_tenant_end_the_start(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient) -> None:
+        raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match="no room to pin a prefix of 40 tokens for each of 3 keys: pin less"):
+        changes = {"pinned_prefixes": ("x" * 40,)}
+        run(body, SimSettings(num_blocks=25), config_changes=changes, isolated_tenants=("a", "b", "c"))
 
 
 def test_who_leaves_before_the_end_learns_what_was_made(run: Callable[..., None]) -> None:

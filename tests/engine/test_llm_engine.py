@@ -284,6 +284,7 @@ def test_refused_requests_change_nothing(tiny_model: Path) -> None:
         ({"prompt": "a", "image": 1}, ok, "image"),
         ({}, ok, "prompt_token_ids"),
         ({"prompt": "a", "cache_salt": 3}, ok, "cache_salt"),
+        ({"prompt": "a", "cache_salt": "s" * 1025}, ok, "1,024 characters"),
         ("a", SamplingParams(n=3), "max_num_seqs"),
         ("a", SamplingParams(stop_token_ids=[320]), "ends at 319"),
         ("a", SamplingParams(logprobs=321), "-1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import time
@@ -31,6 +32,7 @@ from quire.engine.messages import (
 )
 from quire.errors import EngineDeadError
 from quire.params import SamplingParams
+from quire.request import Request, Sequence
 
 LONG = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
 INPUTS = InputProcessor(None, vocab_size=320, max_model_len=1000, eos_token_ids=[], seed=0)
@@ -82,6 +84,25 @@ class Driver:
 def add(key: int, prompt: list[int], params: SamplingParams = LONG, **kwargs: Any) -> Add:
     request, _ = INPUTS.make_request(f"r{key}", prompt, params, arrival_s=0.0, **kwargs)
     return Add.of(request, key)
+
+
+def test_a_request_that_ended_needs_no_garbage_collector() -> None:
+    def num_alive() -> int:
+        return sum(type(one) in (Request, Sequence) for one in gc.get_objects())
+
+    driver = Driver()
+    gc.collect()
+    gc.disable()
+    num_before = num_alive()
+    try:
+        driver.run(
+            [add(1, [1, 2, 3]), add(5, [4] * 30, LONG.clone(n=3, temperature=1.0)), add(9, [5] * 9), add(10, [6] * 9)],
+            [Abort(9), Finish(10, 0, "stop")],
+        )
+        assert len(driver.tokens()) == 4 + 2
+        assert num_alive() == num_before
+    finally:
+        gc.enable()
 
 
 def test_requests_run_to_their_end() -> None:

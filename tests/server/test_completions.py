@@ -6,6 +6,8 @@ import openai
 import pytest
 from server_harness import TEXT, Server
 
+from quire.request import cache_scope
+
 SCRIPT = TEXT.encode()
 
 
@@ -144,7 +146,12 @@ def test_special_tokens_only_where_wanted(server: Server) -> None:
 def test_what_the_engine_gets(server: Server) -> None:
     done(server, prompt="hi", max_tokens=1, priority=-3, cache_salt="mine", seed=7, top_k=5)
     request = server.engine.prepared[-1].request
-    assert (request.priority, request.salt, request.params.seed, request.params.top_k) == (-3, "mine", 7, 5)
+    assert (request.priority, request.salt, request.params.seed, request.params.top_k) == (
+        -3,
+        cache_scope("mine"),
+        7,
+        5,
+    )
 
 
 @pytest.mark.parametrize(

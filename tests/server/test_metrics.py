@@ -15,7 +15,6 @@ from quire.engine.stats import Metric
 from quire.errors import EngineDeadError
 from quire.outputs import RequestMetrics
 from quire.params import OutputKind
-from quire.request import Sequence
 from quire.server.metric_names import NAMES
 from quire.server.metrics import ServerMetrics, routes
 
@@ -118,7 +117,7 @@ def test_a_streamed_request(metrics: ServerMetrics, clock: Clock) -> None:
 def test_what_was_made_counts_though_nobody_read_it(metrics: ServerMetrics) -> None:
     request = prepared(num_prompt_tokens=10, output_kind=OutputKind.FINAL_ONLY)
     request.num_made_tokens[:] = [7]
-    request.request.sequences = [Sequence(request.request, 0, [], num_cached_tokens=8)]
+    request.num_cached_tokens = 8
     summary = metrics.on_finished(request, None, "error")
     assert (summary.num_output_tokens, summary.output_tokens_by_index) == (7, (7,))
     assert get(metrics, "vllm:request_generation_tokens_sum") == 7

@@ -68,6 +68,7 @@ def test_every_rule_is_of_a_field_that_exists() -> None:
         (CompletionBody, {"stream": "yes"}, "stream"),
         (CompletionBody, {"stream_options": {"usage": True}}, "stream_options.usage"),
         (CompletionBody, {"cache_salt": ""}, "cache_salt"),
+        (CompletionBody, {"cache_salt": "s" * 1025}, "cache_salt"),
         (CompletionBody, {"timeout": 0}, "timeout"),
         (CompletionBody, {"messages": []}, "messages"),
         (ChatBody, {"messages": []}, "messages"),

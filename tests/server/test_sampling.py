@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_every_sampling_field_arrives() -> None:
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
-        "allowed_token_ids": (1, 2),
+        "allowed_token_ids": array("i", [1, 2]),
         "bad_words": ["no"],
     }
     params = completion(**fields, logit_bias={"4": 1.0}, max_tokens=9)
