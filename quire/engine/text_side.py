@@ -33,7 +33,9 @@ def open_model(config: EngineConfig) -> OpenedModel:
     """Find the model, fetching it where it has to be, and read what it says of itself."""
     path = resolve_model(config.model, revision=config.revision, load_format=config.load_format)
     checkpoint = open_checkpoint(path, load_format=config.load_format, hf_overrides=config.hf_overrides)
-    return OpenedModel(checkpoint, spec_from_config(checkpoint.config, source=str(path)))
+    spec = spec_from_config(checkpoint.config, source=str(path))
+    checkpoint.check(spec)
+    return OpenedModel(checkpoint, spec)
 
 
 class TextSide:

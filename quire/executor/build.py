@@ -15,7 +15,14 @@ from quire.executor.device import Backend, choose_backend
 from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
 from quire.executor.kv_cache import KVCache, block_bytes
 from quire.executor.local import LocalExecutor
-from quire.executor.memory import MemoryLedger, check_max_model_len, cpu_kv_budget, cuda_kv_budget, plan_memory
+from quire.executor.memory import (
+    MemoryLedger,
+    check_max_model_len,
+    cpu_kv_budget,
+    cuda_kv_budget,
+    longest_sequence,
+    plan_memory,
+)
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.precompile import PROMPTS, START, Precompile
 from quire.executor.profile import (
@@ -59,12 +66,14 @@ def build_executor(
     backend = choose_backend(config, spec)
     timeline = timeline or Timeline()
     max_num_seqs, max_num_batched_tokens = batch_limits(config, spec, backend.device.type)
+    device_bytes = torch.cuda.mem_get_info(backend.device)[1] if backend.device.type == "cuda" else None
+    per_block = block_bytes(spec, config.block_size, backend.kv_dtype)
     decoder = Decoder(
         spec,
         backend.ops,
         device=backend.device,
         dtype=backend.activation_dtype,
-        max_position=config.max_model_len or spec.max_position,
+        max_position=longest_sequence(config, spec, block_bytes=per_block, device_bytes=device_bytes),
     )
     checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
     with torch.inference_mode():

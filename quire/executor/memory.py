@@ -108,6 +108,15 @@ def check_max_model_len(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
+def longest_sequence(config: EngineConfig, spec: ModelSpec, *, block_bytes: int, device_bytes: int | None) -> int:
+    """The length that tables are made for. No sequence is longer than the largest cache that could be, whatever number
+    of positions a model claims. `device_bytes`: a GPU's memory; None for a CPU."""
+    if config.max_model_len is not None:
+        return config.max_model_len
+    kv_bytes = config.kv_cache_memory_bytes or device_bytes or DEFAULT_CPU_KV_BYTES
+    return min(spec.max_position, max(kv_bytes // block_bytes, 1) * config.block_size)
+
+
 def cpu_kv_budget(config: EngineConfig, activation_bytes: int, *, free_bytes: int | None = None) -> int:
     """1 GiB unless told, and never more than half of what is free: the machine has other work.
 

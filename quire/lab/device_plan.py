@@ -13,7 +13,14 @@ from quire.config import GIB, EngineConfig
 from quire.errors import MemoryBudgetError
 from quire.executor import sizing
 from quire.executor.gpu_record import GpuRecord
-from quire.executor.memory import MemoryLedger, available_host_bytes, cpu_kv_budget, cuda_kv_budget, plan_memory
+from quire.executor.memory import (
+    MemoryLedger,
+    available_host_bytes,
+    cpu_kv_budget,
+    cuda_kv_budget,
+    longest_sequence,
+    plan_memory,
+)
 from quire.lab.traffic import Fit, MixNeeds, fit_mix
 from quire.models.spec import ModelSpec
 
@@ -64,21 +71,22 @@ def plan_device(
     assert not isinstance(shard, str), shard
     dtype = sizing.activation_dtype(config, spec, device)
     max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
-    held_bytes = sizing.weight_bytes(shard, config.quantization or dtype, config.max_model_len or spec.max_position)
+    kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
+    block_bytes = sizing.kv_block_bytes(shard, config.block_size, kv_value_bytes)
+    device_bytes = memory_bytes if device == "cuda" else None
+    max_len = longest_sequence(config, spec, block_bytes=block_bytes, device_bytes=device_bytes)
+    held_bytes = sizing.weight_bytes(shard, config.quantization or dtype, max_len)
     whole_logits = replace(shard, vocab_size=spec.vocab_size)  # every rank gathers all of them
     graph_bytes = batch_bytes = 0
     if device == "cpu":
         step_bytes = sizing.cpu_step_bytes(whole_logits, max_num_seqs, max_tokens)
     else:
-        max_len = config.max_model_len or spec.max_position
         lengths = (max_len, config.block_size)
         step_bytes = sizing.cuda_step_bytes(whole_logits, dtype, max_num_seqs, max_tokens, *lengths)
         if not config.enforce_eager:
             graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs, *lengths)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
     running_bytes = step_bytes + graph_bytes + batch_bytes
-    kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
-    block_bytes = sizing.kv_block_bytes(shard, config.block_size, kv_value_bytes)
     driver_bytes = 0
     if device == "cuda":
         driver_bytes = DRIVER_BYTES if record is None else record.rest_bytes

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
-from quire.models.config_reader import ConfigReader
+from quire.models.config_reader import MAX_INTEGER, ConfigReader, shown
 from quire.models.rope_config import max_position_with_scaling, read_rope, read_rope_by_layer_type
 from quire.models.spec import LayerSpec, ModelSpec
 
 LayerTypes = tuple[str, ...]  # full_attention or sliding_attention, by layer
+_MAX_LAYERS = 1024  # the deepest published models have some 130
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
     _refuse_unserved(reader, architecture)
 
     hidden_size = reader.integer("hidden_size")
-    num_layers = reader.integer("num_hidden_layers")
+    num_layers = reader.integer("num_hidden_layers", at_most=_MAX_LAYERS)
     num_heads = reader.integer("num_attention_heads")
     num_kv_heads = reader.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -90,9 +91,9 @@ def _architecture_name(reader: ConfigReader) -> str:
     if not isinstance(names, list | tuple) or not names:
         raise reader.error(f"architectures is missing: expected a list with one of {served}")
     for name in names:
-        if name in ARCHITECTURES:
-            return str(name)
-    message = f"architecture {', '.join(map(str, names))} is not served (there are {served})"
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return name
+    message = f"architecture {', '.join(map(str, names))[:200]} is not served (there are {served})"
     if "Gemma3ForConditionalGeneration" in names:
         message += (
             ". It takes images too: use a text-only Gemma 3 (Gemma3ForCausalLM), such as google/gemma-3-1b-it, or a "
@@ -108,8 +109,8 @@ def _refuse_unserved(reader: ConfigReader, architecture: Architecture) -> None:
         method = quantization.get("quant_method") or "quantized"
         raise reader.error(f"quantization_config: {method} weights are not served; use the unquantized model")
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if (reader.get(key) or 0) > 1:
-            raise reader.error(f"{key} is {reader.get(key)}: mixture of experts is not served")
+        if reader.get(key) not in (None, 0, 1):
+            raise reader.error(f"{key} is {shown(reader.get(key))}: mixture of experts is not served")
     for key in ("use_bidirectional_attention", "is_encoder_decoder"):
         if reader.get(key):
             raise reader.error(f"{key} is set: only causal decoders are served")
@@ -134,9 +135,9 @@ def _activation(reader: ConfigReader, architecture: Architecture) -> str:
 
 def _bos_token_id(reader: ConfigReader) -> int | None:
     token = reader.get("bos_token_id")
-    if token is None or (isinstance(token, int) and token >= 0):
+    if token is None or _is_token_id(token):
         return token
-    raise reader.error(f"bos_token_id is {token!r}: expected a token id")
+    raise reader.error(f"bos_token_id is {shown(token)}: expected a token id")
 
 
 def _eos_token_ids(reader: ConfigReader) -> tuple[int, ...]:
@@ -144,9 +145,13 @@ def _eos_token_ids(reader: ConfigReader) -> tuple[int, ...]:
     if tokens is None:
         return ()
     listed = tuple(tokens) if isinstance(tokens, list | tuple) else (tokens,)
-    if not all(isinstance(token, int) and token >= 0 for token in listed):
-        raise reader.error(f"eos_token_id is {tokens!r}: expected a token id or a list of them")
+    if not all(map(_is_token_id, listed)):
+        raise reader.error(f"eos_token_id is {shown(tokens)}: expected a token id or a list of them")
     return listed
+
+
+def _is_token_id(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value <= MAX_INTEGER
 
 
 def _dtype(reader: ConfigReader) -> str:
@@ -210,7 +215,7 @@ def _listed_layer_types(reader: ConfigReader, num_layers: int) -> LayerTypes | N
         raise reader.error(f"layer_types must list {num_layers} layers, as many as num_hidden_layers")
     for kind in listed:
         if kind not in ("full_attention", "sliding_attention"):
-            raise reader.error(f"layer type {kind!r} is not served (there are full_attention, sliding_attention)")
+            raise reader.error(f"layer type {shown(kind)} is not served (there are full_attention, sliding_attention)")
     return tuple(listed)
 
 

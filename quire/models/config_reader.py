@@ -7,6 +7,8 @@ from typing import Any
 
 from quire.errors import UnsupportedModelError
 
+MAX_INTEGER, MAX_NUMBER = 2**31 - 1, 1e30  # more than any of a real config
+
 
 class ConfigReader:
     """A config.json (or a part of it) with typed access. A key that is null counts as missing."""
@@ -21,20 +23,22 @@ class ConfigReader:
     def get(self, key: str) -> Any:
         return self.values.get(key)
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, at_most: int = MAX_INTEGER) -> int:
         """A positive whole number."""
         value = self._required(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{key} is {value!r}: expected a positive whole number")
+            raise self.error(f"{key} is {shown(value)}: expected a positive whole number")
+        if value > at_most:
+            raise self.error(f"{key} is {value:,}: no model that Quire runs has more than {at_most:,}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.error(f"{key} is {value!r}: expected a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
+            raise self.error(f"{key} is {shown(value)}: expected a positive number")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -43,13 +47,13 @@ class ConfigReader:
     def flag(self, key: str, default: bool) -> bool:
         value = self._required(key, default)
         if not isinstance(value, bool):
-            raise self.error(f"{key} is {value!r}: expected true or false")
+            raise self.error(f"{key} is {shown(value)}: expected true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._required(key, default)
         if not isinstance(value, str):
-            raise self.error(f"{key} is {value!r}: expected a string")
+            raise self.error(f"{key} is {shown(value)}: expected a string")
         return value
 
     def part(self, key: str) -> ConfigReader | None:
@@ -58,7 +62,7 @@ class ConfigReader:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise self.error(f"{key} is {value!r}: expected an object")
+            raise self.error(f"{key} is {shown(value)}: expected an object")
         return ConfigReader(value, f"{self.source}: {key}")
 
     def _required(self, key: str, default: Any) -> Any:
@@ -68,3 +72,9 @@ class ConfigReader:
         if value is None:
             raise self.error(f"{key} is missing")
         return value
+
+
+def shown(value: Any) -> str:
+    """As a message may hold it: a file can have a list of a million entries where a number belongs."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -18,6 +18,7 @@ from quire.kernels.interface import AttentionBatch, AttentionSpec, FoldedNorm, L
 from quire.layers.rotary import rotary_table
 from quire.models.slots import WeightSlot, matrix_slots, norm_slot
 from quire.models.spec import ModelSpec, RopeSpec
+from quire.models.tensors import is_ignored_tensor
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class Decoder:
 
     def is_ignored_weight(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor without its being needed."""
-        return name.endswith("rotary_emb.inv_freq") or (self.spec.tie_embeddings and name == "lm_head.weight")
+        return is_ignored_tensor(self.spec, name)
 
     def finish_loading(self) -> None:
         """After the last weight, before the first step."""

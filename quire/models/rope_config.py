@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from quire.models.config_reader import ConfigReader
+from quire.models.config_reader import MAX_INTEGER, MAX_NUMBER, ConfigReader, shown
 from quire.models.spec import RopeSpec
 
 DEFAULT_THETA = 10_000.0
@@ -51,7 +50,7 @@ def max_position_with_scaling(config: ConfigReader, rope: RopeSpec) -> int:
     max_position = config.integer("max_position_embeddings")
     if rope.scaling is not None and rope.scaling["rope_type"] == "yarn":
         scaled = int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
-        return max(max_position, scaled)
+        return min(max(max_position, scaled), MAX_INTEGER)
     return max_position
 
 
@@ -67,12 +66,12 @@ def _read_entry(config: ConfigReader, entry: ConfigReader | None, theta: float, 
     rope_type = entry.text("rope_type", entry.get("type") or "default")
     if rope_type not in KEYS_BY_TYPE:
         served = ", ".join(sorted(KEYS_BY_TYPE))
-        raise entry.error(f"rope_type {rope_type!r} is not served (there are {served})")
+        raise entry.error(f"rope_type {shown(rope_type)} is not served (there are {served})")
     unknown = entry.values.keys() - _COMMON_KEYS - KEYS_BY_TYPE[rope_type]
     if entry.number("partial_rotary_factor", 1.0) == 1.0:
         unknown -= {"partial_rotary_factor"}
     if unknown:
-        raise entry.error(f"{', '.join(sorted(unknown))} is not served with rope_type {rope_type!r}")
+        raise entry.error(f"{', '.join(sorted(unknown))[:200]} is not served with rope_type {rope_type!r}")
     return RopeSpec(entry.number("rope_theta", theta), _read_scaling(config, entry, rope_type, head_dim))
 
 
@@ -109,9 +108,10 @@ def _read_scaling(config: ConfigReader, entry: ConfigReader, rope_type: str, hea
 
 def _read_factors(entry: ConfigReader, head_dim: int) -> list[float]:
     factors = entry.get("factors")
-    if isinstance(factors, Mapping | str) or not hasattr(factors, "__iter__"):
-        raise entry.error("factors is missing or not a list")
-    values = [float(factor) for factor in factors]
-    if len(values) != head_dim // 2 or min(values) <= 0:
+    if not isinstance(factors, list | tuple) or len(factors) != head_dim // 2 or not all(map(_is_positive, factors)):
         raise entry.error(f"factors must be {head_dim // 2} positive numbers, one for each pair of a head's elements")
-    return values
+    return [float(factor) for factor in factors]
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < MAX_NUMBER

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import WeightsError
+from quire.models.tensors import checkpoint_tensors, is_ignored_tensor
 
 if TYPE_CHECKING:
     from quire.models.slots import WeightSlot
+    from quire.models.spec import ModelSpec
 
 ProgressFn = Callable[[int, int], None]  # (done_bytes, total_bytes)
 
@@ -48,6 +50,18 @@ class Checkpoint(ABC):
         self.gguf_metadata = gguf_metadata  # for the tokenizer; None unless the model is a GGUF file
 
     @abstractmethod
+    def tensors(self) -> Sequence[TensorEntry] | None:
+        """Every tensor of its files, from their headers; None where there are no files, only a config."""
+
+    def check(self, spec: ModelSpec) -> None:
+        """That the tensors are those of `spec`, which a config alone has told: before memory is taken for them."""
+        entries = self.tensors()
+        if entries is not None:
+            match_tensors(
+                entries, checkpoint_tensors(spec), lambda name: is_ignored_tensor(spec, name), source=self.path
+            )
+
+    @abstractmethod
     def load_into(
         self,
         slots: Mapping[str, WeightSlot],
@@ -71,10 +85,20 @@ def match_slots(
     source: Path,
 ) -> list[TensorEntry]:
     """The entries to load, in their order; WeightsError unless they fill every slot once and nothing is left over."""
+    return match_tensors(entries, {name: tuple(slot.shape) for name, slot in slots.items()}, is_ignored, source=source)
+
+
+def match_tensors(
+    entries: Iterable[TensorEntry],
+    shapes: Mapping[str, tuple[int, ...]],
+    is_ignored: Callable[[str], bool],
+    *,
+    source: Path,
+) -> list[TensorEntry]:
     wanted: dict[str, TensorEntry] = {}
     unexpected: list[str] = []
     for entry in entries:
-        if entry.name not in slots:
+        if entry.name not in shapes:
             if not is_ignored(entry.name):
                 unexpected.append(entry.stored_name)
             continue
@@ -82,14 +106,14 @@ def match_slots(
             other = wanted[entry.name].file
             where = f"twice in {other}" if other == entry.file else f"in both {other} and {entry.file}"
             raise WeightsError(f"tensor {entry.stored_name} stands {where}: remove the file that does not belong there")
-        expected = tuple(slots[entry.name].shape)
+        expected = shapes[entry.name]
         if entry.shape != expected:
             raise WeightsError(
                 f"{entry.file}: tensor {entry.stored_name} has shape {list(entry.shape)}, the model's config asks for "
                 f"{list(expected)}: config and weights are of different models, fetch both again"
             )
         wanted[entry.name] = entry
-    missing = [name for name in slots if name not in wanted]
+    missing = [name for name in shapes if name not in wanted]
     if missing:
         raise WeightsError(
             f"{source}: {_count(missing)} of the model missing: {_some(missing)}. The checkpoint is incomplete or its "
@@ -101,6 +125,18 @@ def match_slots(
             "describes another model, or the checkpoint has parts that Quire does not run: use one that fits"
         )
     return list(wanted.values())
+
+
+def check_apart(entries: Iterable[TensorEntry]) -> None:
+    """That no two tensors of a file share bytes. So what a model takes is in proportion to its file, whatever the
+    header says."""
+    end, before = 0, ""
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
+        if entry.offset < end:
+            raise WeightsError(
+                f"{entry.file}: corrupt header: tensors {before} and {entry.stored_name} overlap: fetch it again"
+            )
+        end, before = entry.offset + entry.num_bytes, entry.stored_name
 
 
 def _count(names: list[str]) -> str:

@@ -19,6 +19,9 @@ class DummyCheckpoint(Checkpoint):
 
     __slots__ = ()
 
+    def tensors(self) -> None:
+        return None
+
     def load_into(
         self,
         slots: Mapping[str, WeightSlot],

@@ -51,11 +51,12 @@ _RELEASE_BYTES = 64 << 20
 class GGUFCheckpoint(Checkpoint):
     """One GGUF file."""
 
-    __slots__ = ("_arch", "_file")
+    __slots__ = ("_arch", "_file", "_tensors")
 
     def __init__(self, path: Path, *, hf_overrides: Mapping[str, Any] | None = None) -> None:
         file = read_gguf(path)
         self._file: GGUFFile = file
+        self._tensors: list[TensorEntry] | None = None
         config = config_from_gguf(file) | dict(hf_overrides or {})
         self._arch: str = file.metadata["general.architecture"]
         super().__init__(
@@ -64,6 +65,12 @@ class GGUFCheckpoint(Checkpoint):
             generation_config=generation_config_from_gguf(file.metadata),
             gguf_metadata=file.metadata,
         )
+
+    def tensors(self) -> list[TensorEntry]:
+        if self._tensors is None:
+            stored = (t for t in self._file.tensors if t.stored_name != ROPE_FACTORS)  # that one is in the config
+            self._tensors = [replace(t, name=hugging_face_name(t.stored_name, self._arch)) for t in stored]
+        return self._tensors
 
     def load_into(
         self,
@@ -75,9 +82,8 @@ class GGUFCheckpoint(Checkpoint):
     ) -> None:
         from quire.weights.dequantize import Dequantizer
 
-        stored = (t for t in self._file.tensors if t.stored_name != ROPE_FACTORS)  # that one is in the config
-        named = [replace(t, name=hugging_face_name(t.stored_name, self._arch)) for t in stored]
-        entries = sorted(match_slots(named, slots, is_ignored, source=self.path), key=lambda entry: entry.offset)
+        matched = match_slots(self.tensors(), slots, is_ignored, source=self.path)
+        entries = sorted(matched, key=lambda entry: entry.offset)
         total_bytes = sum(entry.num_bytes for entry in entries)
         done_bytes = 0
         released_to = entries[0].offset if entries else 0

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import UnsupportedModelError, WeightsError
+from quire.models.config_reader import ConfigReader, shown
 from quire.weights.checkpoint import TensorEntry
 from quire.weights.gguf_file import GGUFFile
 
@@ -37,7 +38,7 @@ def generation_config_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Every token that ends a generation: the end of a text, of a turn, of a message."""
     kinds = ("eos", "eot", "eom")
     ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds]
-    unique = sorted({i for i in ids if i is not None})
+    unique = sorted({i for i in ids if type(i) is int})
     return {"eos_token_id": unique} if unique else {}
 
 
@@ -48,12 +49,13 @@ class _ConfigBuilder:
         self._file = file
         self._metadata = file.metadata
         self._tensors: dict[str, TensorEntry] = {t.stored_name: t for t in file.tensors}
-        self._arch: str = self._metadata.get("general.architecture", "")
-        if self._arch not in ARCHITECTURES:
-            named = f"architecture {self._arch!r}" if self._arch else "no general.architecture"
+        arch = self._metadata.get("general.architecture")
+        if not isinstance(arch, str) or arch not in ARCHITECTURES:
+            named = "no general.architecture" if arch is None else f"architecture {str(arch)[:80]!r}"
             raise UnsupportedModelError(
                 f"{file.path}: a GGUF file of {named}; Quire runs {', '.join(ARCHITECTURES)}: use a model of these"
             )
+        self._arch = arch
         if self._get("expert_count", 0):
             raise UnsupportedModelError(
                 f"{file.path}: a mixture of experts, which Quire does not run: use a dense model"
@@ -81,15 +83,15 @@ class _ConfigBuilder:
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden_size,
             "intermediate_size": self._integer("feed_forward_length"),
-            "num_hidden_layers": self._integer("block_count"),
+            "num_hidden_layers": self._num_layers(),
             "num_attention_heads": num_heads,
             "num_key_value_heads": self._integer("attention.head_count_kv", num_heads),
             "head_dim": head_dim,
             "max_position_embeddings": self._integer("context_length"),
-            "rms_norm_eps": float(f"{self._require('attention.layer_norm_rms_epsilon'):.6g}"),  # 1e-5, not 9.99...e-6
+            "rms_norm_eps": float(f"{self._number('attention.layer_norm_rms_epsilon'):.6g}"),  # 1e-5, not 9.99...e-6
             "hidden_act": "silu",
             "rope_theta": self._get("rope.freq_base", 10_000.0),
-            "rope_scaling": self._rope_scaling(),
+            "rope_scaling": self._rope_scaling(head_dim),
             "sliding_window": self._get("attention.sliding_window", 0) or None,
             # Qwen2 always has biases, on q, k and v alone; this entry means all four projections.
             "attention_bias": self._arch != "qwen2" and "blk.0.attn_q.bias" in self._tensors,
@@ -111,6 +113,7 @@ class _ConfigBuilder:
         if isinstance(pattern, list):  # one flag a layer: whether it has a window
             windowed = [bool(flag) for flag in pattern]
         else:
+            pattern = self._integer("attention.sliding_window_pattern", _GEMMA3_WINDOW_PATTERN)
             windowed = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
         scale_dim = head_dim
         if num_layers == _GEMMA3_27B_LAYERS:  # the one size that scales by the width a head, not by the head
@@ -126,12 +129,26 @@ class _ConfigBuilder:
             "attn_logit_softcapping": self._get("attn_logit_softcapping"),
         }
 
-    def _rope_scaling(self) -> dict[str, Any] | None:
+    def _num_layers(self) -> int:
+        """block_count, held against the tensors: what follows takes its word for it."""
+        num_layers = self._integer("block_count")
+        present = {name.split(".", 2)[1] for name in self._tensors if name.startswith("blk.")}
+        if num_layers > len(present):
+            raise WeightsError(
+                f"{self._file.path}: {self._arch}.block_count is {num_layers:,}, and the file has the tensors of "
+                f"{len(present):,} layers: fetch it again"
+            )
+        return num_layers
+
+    def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
         factors = self._tensors.get(ROPE_FACTORS)
         if factors is not None:  # Llama 3.1's scaling, worked out: inv_freq is divided by these
-            if factors.dtype != "F32":
-                raise WeightsError(f"{self._file.path}: {ROPE_FACTORS} is {factors.dtype}, expected F32")
             count = factors.num_bytes // 4
+            if factors.dtype != "F32" or count != head_dim // 2:
+                raise WeightsError(
+                    f"{self._file.path}: {ROPE_FACTORS} has {count:,} values of type {factors.dtype}, expected "
+                    f"{head_dim // 2} of F32: fetch it again"
+                )
             values = struct.unpack_from(f"<{count}f", self._file.data, factors.offset)
             return {"rope_type": "factors", "factors": list(values)}
         kind = self._get("rope.scaling.type", "linear" if self._get("rope.scale_linear") else "none")
@@ -165,6 +182,9 @@ class _ConfigBuilder:
             raise WeightsError(f"{self._file.path}: lacks the metadata {self._arch}.{key}: convert the model again")
         return value
 
+    def _number(self, key: str) -> float:
+        return ConfigReader({key: self._require(key)}, f"{self._file.path}: {self._arch}").number(key)
+
     def _integer(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
         if value is None:
@@ -173,6 +193,7 @@ class _ConfigBuilder:
             value = value[0]  # given for each layer, and the same in all
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise UnsupportedModelError(
-                f"{self._file.path}: {self._arch}.{key} is {value!r}; Quire runs models with one positive number here"
+                f"{self._file.path}: {self._arch}.{key} is {shown(value)}; Quire runs models with one positive number "
+                "here"
             )
         return value

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import WeightsError
-from quire.weights.checkpoint import TensorEntry
+from quire.weights.checkpoint import TensorEntry, check_apart
+from quire.weights.regular import open_regular
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # equal to read; version 1 had 32-bit lengths
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
+_MAX_ITEMS = 1 << 24  # of an array of numbers, each of which takes many times its bytes here; vocabularies are smaller
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -65,7 +67,7 @@ class GGUFFile:
 def read_gguf(path: Path) -> GGUFFile:
     """Map the file and read its header; WeightsError if it is not whole, or nothing that Quire reads."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(8)
             _check_start(path, start)
             # Copy-on-write, not read-only: torch refuses to look at memory that it may not write. Nobody writes.
@@ -124,17 +126,19 @@ class _Reader:
         for _ in range(num_pairs):
             key = self._string()
             metadata[key] = self._value(key, self._unpack("<I")[0])
-        if metadata.get("split.count", 0) > 1:
+        if (count := metadata.get("split.count", 0)) not in (0, 1):
             raise WeightsError(
-                f"{self._path}: part {metadata.get('split.no', 0) + 1} of a GGUF file split in "
-                f"{metadata['split.count']}: join them first with llama.cpp's `llama-gguf-split --merge`"
+                f"{self._path}: a part of a GGUF file that was split (split.count is {count!r}): join the parts first "
+                "with llama.cpp's `llama-gguf-split --merge`"
             )
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
+        if type(alignment) is not int or alignment <= 0 or alignment % 8:
             raise self._corrupt(f"general.alignment is {alignment!r}, not a multiple of 8")
         infos = [self._tensor_info() for _ in range(num_tensors)]
         data_start = -(-self._position // alignment) * alignment
-        return metadata, tuple(self._entry(*info, data_start=data_start) for info in infos)
+        tensors = tuple(self._entry(*info, data_start=data_start) for info in infos)
+        check_apart(tensors)
+        return metadata, tensors
 
     def truncated(self, what: str = "its header", needed: int | None = None) -> WeightsError:
         wants = "more" if needed is None else f"{needed:,}"
@@ -170,6 +174,8 @@ class _Reader:
                 return self._strings(count)
             if item_kind in _SCALARS:
                 self._expect(count)
+                if count > _MAX_ITEMS:
+                    raise self._corrupt(f"{key} has {count:,} entries")
                 return list(self._unpack(f"<{count}{_SCALARS[item_kind]}"))
             raise self._corrupt(f"{key} is an array of values of unknown type {item_kind}")
         if kind in _SCALARS:

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import WeightsError
+from quire.weights.regular import open_regular
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds; WeightsError if it is missing or holds something else."""
+    with open_regular(path) as file:
+        text = file.read()
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WeightsError(f"{path}: missing: a model's directory needs it, fetch it again") from None
-    except OSError as error:
-        raise WeightsError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise WeightsError(f"{path}: not valid JSON ({error}): fetch it again") from error
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise WeightsError(f"{path}: not valid JSON ({why}): fetch it again") from error
     if not isinstance(value, dict):
         raise WeightsError(f"{path}: holds a {type(value).__name__}, expected an object: fetch it again")
     return value

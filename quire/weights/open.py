@@ -42,7 +42,7 @@ def open_checkpoint(
                 f"{path}: expected one .gguf file, there are {len(files)} ({held}): give the file's path"
             )
         path = files[0]
-    elif not path.is_file():
+    elif not path.exists():
         raise WeightsError(f"{path}: no such file or directory")
     elif load_format == "safetensors" or path.suffix in (".safetensors", ".json"):
         raise WeightsError(f"{path}: a file; for safetensors give the directory that holds config.json beside it")

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import WeightsError
-from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, match_slots
+from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, check_apart, match_slots
 from quire.weights.json_files import read_json_object
+from quire.weights.regular import open_regular
 
 if TYPE_CHECKING:
     from quire.models.slots import WeightSlot
@@ -28,12 +30,18 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 class SafetensorsCheckpoint(Checkpoint):
     """config.json and *.safetensors in one directory."""
 
-    __slots__ = ()
+    __slots__ = ("_tensors",)
 
     def __init__(self, path: Path, *, hf_overrides: Mapping[str, Any] | None = None) -> None:
+        self._tensors: list[TensorEntry] | None = None
         config = read_json_object(path / "config.json") | dict(hf_overrides or {})
         generation = path / "generation_config.json"
         super().__init__(path, config, generation_config=read_json_object(generation) if generation.is_file() else None)
+
+    def tensors(self) -> list[TensorEntry]:
+        if self._tensors is None:
+            self._tensors = list_tensors(self.path)
+        return self._tensors
 
     def load_into(
         self,
@@ -43,9 +51,9 @@ class SafetensorsCheckpoint(Checkpoint):
         progress: ProgressFn | None = None,
         seed: int = 0,
     ) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        entries = match_slots(list_tensors(self.path), slots, is_ignored, source=self.path)
+        entries = match_slots(self.tensors(), slots, is_ignored, source=self.path)
         for entry in entries:
             if entry.dtype not in _DTYPE_BYTES:
                 raise WeightsError(
@@ -58,12 +66,15 @@ class SafetensorsCheckpoint(Checkpoint):
         for entry in entries:
             by_file.setdefault(entry.file, []).append(entry)
         for file, in_file in by_file.items():
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                for entry in sorted(in_file, key=lambda entry: entry.offset):  # the disk's own order
-                    slots[entry.name].load(opened.get_tensor(entry.stored_name))
-                    done_bytes += entry.num_bytes
-                    if progress is not None:
-                        progress(done_bytes, total_bytes)
+            try:
+                with safe_open(file, framework="pt", device="cpu") as opened:
+                    for entry in sorted(in_file, key=lambda entry: entry.offset):  # the disk's own order
+                        slots[entry.name].load(opened.get_tensor(entry.stored_name))
+                        done_bytes += entry.num_bytes
+                        if progress is not None:
+                            progress(done_bytes, total_bytes)
+            except SafetensorError as error:  # the library refuses what our reading of the header let pass
+                raise WeightsError(f"{file}: the library cannot read it ({error}): fetch it again") from error
 
 
 def list_tensors(directory: Path) -> list[TensorEntry]:
@@ -75,12 +86,13 @@ def list_tensors(directory: Path) -> list[TensorEntry]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{index_path}: has no weight_map: fetch it again")
     entries: dict[tuple[str, str], TensorEntry] = {}
-    shards = sorted({str(shard) for shard in weight_map.values()})
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or not 0 < len(shard.encode()) < 256:
+            raise WeightsError(f"{index_path}: names the shard {str(shard)[:80]!r}, expected a file beside the index")
+    shards = sorted(set(weight_map.values()))
     for number, shard in enumerate(shards, 1):
-        if Path(shard).name != shard:
-            raise WeightsError(f"{index_path}: names the shard {shard!r}, expected a file beside the index")
         file = directory / shard
-        if not file.is_file():
+        if not file.exists():
             raise WeightsError(
                 f"{file}: missing: shard {number} of {len(shards)} that {INDEX_NAME} names: fetch it again"
             )
@@ -112,28 +124,25 @@ def _unindexed_files(directory: Path) -> list[Path]:
 
 def read_header(file: Path) -> list[TensorEntry]:
     """The tensors of one safetensors file, after its sizes proved right."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            prefix = opened.read(8)
-            header_bytes = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or size < 8 + header_bytes:
-                if header_bytes > _MAX_HEADER_BYTES:
-                    raise _foreign(file, prefix)
-                raise WeightsError(
-                    f"{file}: truncated: the header needs {8 + header_bytes:,} bytes, the file has {size:,}: "
-                    "fetch it again"
-                )
-            text = opened.read(header_bytes)
-    except OSError as error:
-        raise WeightsError(f"{file}: cannot be read: {error.strerror or error}") from error
+    with open_regular(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        prefix = opened.read(8)
+        header_bytes = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or size < 8 + header_bytes or header_bytes > _MAX_HEADER_BYTES:
+            if header_bytes > _MAX_HEADER_BYTES:
+                raise _foreign(file, prefix)
+            raise WeightsError(
+                f"{file}: truncated: the header needs {8 + header_bytes:,} bytes, the file has {size:,}: fetch it again"
+            )
+        text = opened.read(header_bytes)
     try:
         header = json.loads(text)
         entries = [
             _entry(file, name, info, 8 + header_bytes) for name, info in header.items() if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _foreign(file, prefix) from None
+    check_apart(entries)
     end = max((entry.offset + entry.num_bytes for entry in entries), default=8 + header_bytes)
     if end != size:
         what = "truncated" if size < end else "too long"
@@ -142,11 +151,13 @@ def read_header(file: Path) -> list[TensorEntry]:
 
 
 def _entry(file: Path, name: str, info: Mapping[str, Any], data_start: int) -> TensorEntry:
-    shape = tuple(int(n) for n in info["shape"])
+    shape = tuple(info["shape"])
     start, end = info["data_offsets"]
     dtype = str(info["dtype"])
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
+        raise ValueError("not the numbers of a header")
     value_bytes = _DTYPE_BYTES.get(dtype)
-    if not 0 <= start <= end or (value_bytes is not None and end - start != math.prod(shape) * value_bytes):
+    if start > end or (value_bytes is not None and end - start != math.prod(shape) * value_bytes):
         raise WeightsError(
             f"{file}: corrupt header: tensor {name} of shape {list(shape)} and type {dtype} at bytes {start} to {end}: "
             "fetch it again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import fakes
@@ -10,7 +11,7 @@ import pytest
 from quire.config import GIB, EngineConfig
 from quire.errors import ConfigError, MemoryBudgetError
 from quire.executor import memory
-from quire.executor.memory import cpu_kv_budget, cuda_kv_budget, plan_memory
+from quire.executor.memory import cpu_kv_budget, cuda_kv_budget, longest_sequence, plan_memory
 from quire.models.architectures import spec_from_config
 
 SPEC = spec_from_config(fakes.TINY_LLAMA, source="test")
@@ -56,6 +57,20 @@ def test_what_does_not_fit(budget: int, kwargs: dict[str, Any], words: str) -> N
 def test_longer_than_the_model() -> None:
     with pytest.raises(ConfigError, match="256 positions"):
         plan(100 * BLOCK, max_model_len=257)
+
+
+def test_tables_are_no_longer_than_any_cache() -> None:
+    def length(max_position: int, device_bytes: int | None = None, **kwargs: Any) -> int:
+        spec = replace(SPEC, max_position=max_position)
+        config = EngineConfig.from_kwargs(**kwargs)
+        return longest_sequence(config, spec, block_bytes=BLOCK, device_bytes=device_bytes)
+
+    assert length(256) == 256
+    assert length(2**31 - 1) == GIB // BLOCK * 16
+    assert length(2**31 - 1, 80 * GIB) == 80 * GIB // BLOCK * 16
+    assert length(2**31 - 1, 80 * GIB, kv_cache_memory_bytes=4 * BLOCK) == 64
+    assert length(2**31 - 1, max_model_len=100) == 100
+    assert length(2**31 - 1, kv_cache_memory_bytes=1) == 16  # what is too small for a block is refused by the ledger
 
 
 def test_cpu_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_gemma3_in_both_spellings():
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "zeta": 1}}, "zeta is not served"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear': expected an object"),
         ({"rope_scaling": {"rope_type": "factors", "factors": [1.0]}}, "factors must be 8 positive numbers"),
-        ({"rope_scaling": {"rope_type": "factors"}}, "factors is missing"),
+        ({"rope_scaling": {"rope_type": "factors"}}, "factors must be 8"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}},
             "high_freq_factor must be greater",

@@ -106,6 +106,7 @@ def test_k_quants_of_a_whole_file(tmp_path, recorder):
         writer.add_uint32(f"qwen2.{key}", value)
     writer.add_float32("qwen2.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_tensor("token_embd.weight", embedding, raw_dtype=Q.Q6_K)
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(256, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -118,6 +118,51 @@ def test_header_that_contradicts_itself(tmp_path):
         read_header(file)
 
 
+def write_header(file, header: bytes, num_data_bytes: int = 8):
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * num_data_bytes)
+    return file
+
+
+def test_overlapping_tensors(tmp_path):
+    half = {"dtype": "F16", "shape": [3]}
+    header = json.dumps({"a": half | {"data_offsets": [0, 6]}, "b": half | {"data_offsets": [2, 8]}}).encode()
+    with pytest.raises(WeightsError, match="tensors a and b overlap"):
+        read_header(write_header(tmp_path / "x.safetensors", header))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 200_000,
+        b'{"a":' * 200_000,
+        b'{"w": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 8]}}',
+        b'{"w": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}',
+        b'{"w": {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}}',
+        b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]}}',
+        b'{"w": {"dtype": "F32", "shape": [true, 2], "data_offsets": [0, 8]}}',
+    ],
+)
+def test_headers_that_are_none(tmp_path, header):
+    with pytest.raises(WeightsError, match="not a safetensors file"):
+        read_header(write_header(tmp_path / "x.safetensors", header))
+
+
+def test_what_only_the_library_refuses_is_our_error_too(tmp_path, recorder):
+    (tmp_path / "config.json").write_text("{}")
+    header = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "__metadata__": {"a": 1}}'
+    write_header(tmp_path / "model.safetensors", header)
+    with pytest.raises(WeightsError, match="library cannot read it"):
+        load(tmp_path, recorder({"w": (2,)}))
+
+
+def test_shards_with_impossible_names(write_safetensors, small_tensors):
+    directory = write_safetensors(*split(small_tensors))
+    for shard in (["list"], 7, "../up.safetensors", "", "x" * 5000):
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
+        with pytest.raises(WeightsError, match="expected a file beside the index"):
+            SafetensorsCheckpoint(directory).tensors()
+
+
 def test_wrong_shape_missing_and_extra(write_safetensors, small_tensors, recorder):
     directory = write_safetensors(small_tensors)
     shapes = shapes_of(small_tensors)
