@@ -3,8 +3,10 @@
 `StepPlan` says what one step does; `StepResult` says what came of it. Scheduler and executor share nothing else, so
 either can be replaced (a simulated executor, a GPU, many ranks) and a process border fits in between.
 
-A plan never holds the tokens that a running request sampled last: they stay with the executor, which owns each row's
-tokens, length and block table. So a plan can be made while the step before it still runs.
+The executor owns each row's tokens, its length and its block table. A plan holds neither the tokens that a running
+request sampled last nor how long it is by now, so it can be made while the step before it still runs. Where drafts are
+verified, the scheduler does not even know how many tokens that step will bring: it plans with an upper bound, the
+executor starts from its own length, and the result says how many tokens there are.
 """
 
 from __future__ import annotations
@@ -17,20 +19,24 @@ from quire.request import FinishReason
 
 @dataclass(slots=True)
 class Spans:
-    """The tokens that this step computes, in columns: entry i is one running sequence. Decodes come first.
+    """The tokens that this step computes, in columns: entry i is one running sequence. One-token spans come first.
 
-    A sequence's tokens at positions starts[i] .. starts[i] + num_tokens[i] - 1 run; where samples[i] is true the
-    last of them gives logits, from which the token at position starts[i] + num_tokens[i] is sampled.
+    A row's next `num_tokens[i]` tokens run, from the executor's own length of that row on. Where samples[i] is true
+    they end with the last token that the row has, and the token after it is sampled.
+
+    A span with drafts runs the row's last token and then the drafts: num_tokens[i] is one more than there may be. Each
+    of these positions is sampled from, and a draft is accepted while it equals what was sampled before it. So the
+    result has between one and num_tokens[i] tokens, and the row's length grows by as many.
     """
 
     rows: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    # By row: token ids to verify, or how many at most the executor's own drafter may propose.
+    drafts: dict[int, list[int] | int] = field(default_factory=dict)
 
-    def add(self, row: int, start: int, num_tokens: int, samples: bool) -> None:
+    def add(self, row: int, num_tokens: int, samples: bool) -> None:
         self.rows.append(row)
-        self.starts.append(start)
         self.num_tokens.append(num_tokens)
         self.samples.append(samples)
 
@@ -43,8 +49,8 @@ class Admission:
     """A sequence new to the executor, or back after preemption. Takes a row until the row is released."""
 
     row: int
-    generation: int  # differs each time that a row is given out, so that a late result is told apart
     token_ids: list[int]  # every token known: the prompt, then what was generated before a preemption
+    num_computed_tokens: int  # of these, how many have KV in the blocks already: found in the cache, or swapped in
     num_prompt_tokens: int
     block_ids: list[int]
     sampling: SamplingSpec
@@ -60,7 +66,6 @@ class Fork:
 
     source_row: int
     row: int
-    generation: int
     sampling: SamplingSpec
 
 
@@ -77,8 +82,9 @@ class StepPlan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) device blocks: copy-on-write
     admitted: list[Admission] = field(default_factory=list)
-    grown: list[tuple[int, list[int]]] = field(default_factory=list)  # (row, block ids to append to its table)
-    rewired: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its table, its own block now)
+    trimmed: list[tuple[int, int]] = field(default_factory=list)  # (row, blocks that its table keeps)
+    appended: list[tuple[int, list[int]]] = field(default_factory=list)  # (row, block ids to append to its table)
+    remapped: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its table, its own block now)
     spans: Spans = field(default_factory=Spans)
     forks: list[Fork] = field(default_factory=list)
 
@@ -117,12 +123,13 @@ class StepTimings:
 
 @dataclass(slots=True)
 class StepResult:
-    """What came of a plan. `tokens[i]` belongs to `plan.sampled_rows()[i]` (more than one once they are speculated)."""
+    """What came of a plan. `tokens[i]` belongs to `plan.sampled_rows()[i]`: the drafts that were accepted and the token
+    after them, or without drafts one token."""
 
     step: int
     tokens: list[list[int]] = field(default_factory=list)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index into tokens
-    # By row: the logprobs of the prompt tokens at positions starts+1 .. of this step's span, where asked for.
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index into tokens, one per token
+    # By row: the logprobs of the prompt tokens that follow each token of this step's span, where asked for.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     # By index into tokens: this one sequence cannot go on, how that counts (ERROR or BANNED), and what happened.
     failed: dict[int, tuple[FinishReason, str]] = field(default_factory=dict)

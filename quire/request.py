@@ -93,7 +93,8 @@ class Sequence:
 
     `num_computed_tokens` counts what has KV once all submitted steps have run; `num_pending_tokens` counts tokens that
     submitted steps will sample and the host has not seen yet. A sequence decodes when
-    num_computed_tokens == len(token_ids) + num_pending_tokens - 1.
+    num_computed_tokens == len(token_ids) + num_pending_tokens - 1. Both are lower bounds while drafts are verified:
+    `num_unverified_drafts` is how many more tokens there may be of each.
     """
 
     request: Request
@@ -103,8 +104,8 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    num_unverified_drafts: int = 0
     row: int | None = None
-    generation: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     # The scheduler's own, resolved once so that a step reads them in one look.

@@ -131,7 +131,7 @@ def test_steps_with_prompts_give_the_same_from_graphs(weights: Path, dtype: str)
     with_graphs, without = make(weights, dtype=dtype, max_num_seqs=24), make(weights, dtype=dtype, enforce_eager=True)
     while with_graphs.core.prepare_more():
         pass
-    assert with_graphs.core.executor.graphs.num_captures > 20
+    assert with_graphs.core.executor.worker.graphs.num_captures > 20
     # A few at a time, so that prompts come while others decode.
     for start in range(0, len(work), 8):
         ours, theirs = (run_all(engine, work[start : start + 8]) for engine in (with_graphs, without))
@@ -147,7 +147,7 @@ def test_a_capture_without_memory_leaves_the_others_right(weights: Path, on_cpu:
     from quire.executor.captured import is_out_of_memory
 
     engine = make(weights, device="cuda")
-    memory, stream = engine.core.executor.graphs.memory, torch.cuda.current_stream()
+    memory, stream = engine.core.executor.worker.graphs.memory, torch.cuda.current_stream()
     with pytest.raises(RuntimeError) as caught:
         memory.capture(lambda: [torch.ones(size, dtype=torch.uint8, device="cuda") for size in (1, 1 << 44)])
     assert is_out_of_memory(caught.value) and torch.cuda.current_stream() == stream

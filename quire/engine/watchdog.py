@@ -120,9 +120,10 @@ def _plan_lines(plan: StepPlan | None) -> list[str]:
     spans = plan.spans
     return [
         f"step {plan.step}: {len(spans)} sequences, {sum(spans.num_tokens)} tokens, {sum(spans.samples)} sample",
-        f"longest span {max(spans.num_tokens, default=0)}, furthest position {max(spans.starts, default=0)}",
+        f"longest span {max(spans.num_tokens, default=0)}, drafts for {len(spans.drafts)}",
         f"{len(plan.admitted)} admitted, {len(plan.released)} released, {len(plan.forks)} forks, "
-        f"{len(plan.grown)} grown, {len(plan.copies)} copies, {len(plan.swap_out)} out, {len(plan.swap_in)} in",
+        f"{len(plan.appended)} longer tables, "
+        f"{len(plan.copies)} copies, {len(plan.swap_out)} out, {len(plan.swap_in)} in",
     ]
 
 

@@ -1,7 +1,7 @@
 """The persistent batch: one row per running sequence, kept where the model runs and changed by diffs.
 
-A row holds its sequence's tokens and block table. The executor is their owner: a sampled token is written here, on
-the device, and is the next step's input without a round trip through the host.
+A row holds its sequence's tokens, its length and its block table. The executor is their owner: a sampled token is
+written here, on the device, and is the next step's input without a round trip through the host.
 """
 
 from __future__ import annotations
@@ -9,30 +9,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch
-from quire.plan import StepPlan
+from quire.plan import Spans, StepPlan
 from quire.sampling.transfer import to_device
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """What one forward pass and its sampling take, as tensors."""
+    """What one forward pass takes, as tensors, and which tokens are sampled after it."""
 
     token_ids: Tensor  # [tokens] int64
     attention: AttentionBatch
-    logit_indices: Tensor  # [sampled] int64: which token's hidden state each sampled row's logits come from
+    logit_indices: Tensor  # [logits] int64: the tokens whose hidden states give logits
     sampled_rows: list[int]
-    sampled_positions: list[int]  # of the tokens about to be sampled
+    sampled_positions: list[int]  # of the first token that each of them samples
 
 
 class PersistentBatch:
     """Rows of tokens and block tables.
 
-    Invariant: for a live row, block_tables[row, :table_lengths[row]] are its blocks in order, and tokens[row, p] is the
-    token at position p for every p that was admitted or sampled.
+    Invariant: for a live row, block_tables[row, :table_lengths[row]] are its blocks in order, tokens[row, p] is the
+    token at position p for every p that was admitted or sampled, and num_computed[row] of these have KV once all
+    submitted steps have run. Until a step's drafts are judged, num_computed counts none of them (`Unjudged`).
     """
 
     def __init__(
@@ -50,46 +54,61 @@ class PersistentBatch:
         self.host_tables = np.full((num_rows + 1, max_blocks), spare_block, dtype=np.int32)
         self.version = 0  # changes whenever a row's sequence, or a block that it has already, does
         self.table_lengths = [0] * num_rows
-        self.generations: list[int | None] = [None] * num_rows  # None: the row is free
+        self.num_computed = np.zeros(num_rows, dtype=np.int64)
+        self._occupants = [0] * num_rows  # changes when another sequence takes the row
+        self._is_held = [False] * num_rows
 
     def release(self, row: int) -> None:
-        assert self.generations[row] is not None, f"row {row} is released but holds nothing"
-        self.generations[row] = None
+        assert self._is_held[row], f"row {row} is released but holds nothing"
+        self._is_held[row] = False
         self.table_lengths[row] = 0
         self.version += 1
 
-    def admit(self, row: int, generation: int, token_ids: list[int], block_ids: list[int]) -> None:
-        assert self.generations[row] is None, f"row {row} is admitted while it holds generation {self.generations[row]}"
-        self.generations[row] = generation
+    def release_all(self) -> list[int]:
+        """Every row that is held; returns them."""
+        held = [row for row, is_held in enumerate(self._is_held) if is_held]
+        for row in held:
+            self.release(row)
+        return held
+
+    def admit(self, row: int, token_ids: list[int], num_computed: int, block_ids: list[int]) -> None:
+        self._take(row)
         self.tokens[row, : len(token_ids)] = to_device(np.array(token_ids, dtype=np.int64), self.device)
+        self.num_computed[row] = num_computed
         blocks = self.host_tables[row, : len(block_ids)]
         blocks[:] = block_ids
         self.block_tables[row, : len(block_ids)] = to_device(blocks, self.device)
         self.table_lengths[row] = len(block_ids)
-        self.version += 1
 
-    def fork(self, source: int, row: int, generation: int) -> None:
-        assert self.generations[row] is None, f"row {row} is forked into while it is in use"
-        self.generations[row] = generation
+    def fork(self, source: int, row: int) -> None:
+        self._take(row)
         self.tokens[row].copy_(self.tokens[source])
+        self.num_computed[row] = self.num_computed[source]
         self.block_tables[row].copy_(self.block_tables[source])
         self.host_tables[row] = self.host_tables[source]
         self.table_lengths[row] = self.table_lengths[source]
+
+    def _take(self, row: int) -> None:
+        assert not self._is_held[row], f"row {row} is given out while it is held"
+        self._is_held[row] = True
+        self._occupants[row] += 1
         self.version += 1
 
     def apply_table_diffs(self, plan: StepPlan) -> None:
-        """grown and rewired, in one scatter."""
+        """What a plan changes in tables, in one scatter."""
+        for row, num_blocks in plan.trimmed:
+            self.table_lengths[row] = num_blocks
         rows: list[int] = []
         columns: list[int] = []
         blocks: list[int] = []
-        for row, new_blocks in plan.grown:
+        for row, new_blocks in plan.appended:
             length = self.table_lengths[row]
             for offset, block in enumerate(new_blocks):
                 rows.append(row)
                 columns.append(length + offset)
                 blocks.append(block)
             self.table_lengths[row] = length + len(new_blocks)
-        for row, index, block in plan.rewired:
+        for row, index, block in plan.remapped:
             rows.append(row)
             columns.append(index)
             blocks.append(block)
@@ -98,13 +117,33 @@ class PersistentBatch:
             self.host_tables[host[0], host[1]] = host[2]
             diff = to_device(host, self.device)
             self.block_tables[diff[0], diff[1]] = diff[2].to(torch.int32)
-            self.version += bool(plan.rewired)
+            self.version += bool(plan.remapped)
+
+    def starts(self, spans: Spans) -> Ints:
+        """How many tokens of each span's row have KV before it."""
+        found: Ints = self.num_computed[spans.rows]
+        return found
+
+    def advance(self, spans: Spans) -> list[Unjudged]:
+        """The spans are submitted: their tokens count as computed, but for drafts, which are to be judged."""
+        self.num_computed[spans.rows] += np.array(spans.num_tokens, dtype=np.int64)
+        unjudged = []
+        for row, drafts in spans.drafts.items():
+            assert not isinstance(drafts, int), "this executor has no drafter of its own"
+            self.num_computed[row] -= len(drafts)
+            unjudged.append(Unjudged(row, self._occupants[row], drafts))
+        return unjudged
+
+    def judge(self, unjudged: Unjudged, num_accepted: int) -> None:
+        """So many of the drafts were accepted. The row may have another sequence by now."""
+        if self._occupants[unjudged.row] == unjudged.occupant:
+            self.num_computed[unjudged.row] += num_accepted
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """Turn the plan's spans into tensors."""
         spans = plan.spans
         rows = np.array(spans.rows, dtype=np.int64)
-        starts = np.array(spans.starts, dtype=np.int64)
+        starts = self.starts(spans)
         counts = np.array(spans.num_tokens, dtype=np.int64)
         num_seqs = len(rows)
         query_starts = np.zeros(num_seqs + 1, dtype=np.int64)
@@ -119,9 +158,11 @@ class PersistentBatch:
             token_rows = rows[owner]
             positions = np.arange(num_tokens) - query_starts[owner] + starts[owner]
         max_kv_len = int(kv_lens.max())
+        if spans.drafts:
+            self._write_drafts(spans)
 
         # One transfer for all that changes every step; everything after it happens on the device.
-        indices, sampled_positions = self._sampled(plan, query_starts)
+        indices, sampled_positions = _sampled(plan, query_starts, kv_lens)
         parts = [rows, query_starts, kv_lens, token_rows, positions, indices]
         rows_t, query_starts_t, kv_lens_t, token_rows_t, positions_t, indices_t = _to_device_together(
             parts, self.device
@@ -147,18 +188,19 @@ class PersistentBatch:
             sampled_positions=sampled_positions,
         )
 
-    def _sampled(self, plan: StepPlan, query_starts: np.ndarray) -> tuple[np.ndarray, list[int]]:
-        """Which token's hidden state each sampled row reads, and which position it fills; forks read their source's."""
-        spans = plan.spans
-        samples = np.array(spans.samples, dtype=bool)
-        indices = query_starts[1:][samples] - 1
-        ends = [s + n for s, n, yes in zip(spans.starts, spans.num_tokens, spans.samples, strict=True) if yes]
-        if plan.forks:
-            span_of_row = {row: i for i, row in enumerate(spans.rows)}
-            sources = [span_of_row[fork.source_row] for fork in plan.forks]
-            indices = np.concatenate([indices, query_starts[1:][sources] - 1])
-            ends += [spans.starts[i] + spans.num_tokens[i] for i in sources]
-        return indices, ends
+    def _write_drafts(self, spans: Spans) -> None:
+        """Behind each row's last token, where the step reads its input."""
+        rows: list[int] = []
+        positions: list[int] = []
+        tokens: list[int] = []
+        for row, drafts in spans.drafts.items():
+            assert not isinstance(drafts, int), "this executor has no drafter of its own"
+            first = int(self.num_computed[row]) + 1
+            rows += [row] * len(drafts)
+            positions += range(first, first + len(drafts))
+            tokens += drafts
+        where = to_device(np.array([rows, positions, tokens], dtype=np.int64), self.device)
+        self.tokens[where[0], where[1]] = where[2]
 
     def places(self, rows: list[int], positions: list[int]) -> tuple[Tensor, Tensor]:
         """The same, on the device."""
@@ -170,7 +212,40 @@ class PersistentBatch:
         self.tokens[places] = tokens
 
 
-def _to_device_together(parts: list[np.ndarray], device: torch.device) -> list[Tensor]:
+@dataclass(slots=True, frozen=True)
+class Unjudged:
+    """Drafts of a row that a submitted step verifies."""
+
+    row: int
+    occupant: int  # whose they are: the row may be given to another sequence before the result is there
+    drafts: list[int]
+
+
+def _sampled(plan: StepPlan, query_starts: Ints, ends: Ints) -> tuple[Ints, list[int]]:
+    """Which tokens' hidden states give logits, and the first position that each sampled row fills.
+
+    One token of each row, its last; with drafts also the last tokens before it. Forks read their source's.
+    """
+    spans = plan.spans
+    sampled = np.flatnonzero(np.array(spans.samples, dtype=bool))
+    firsts = ends[sampled].tolist()
+    indices = query_starts[1:][sampled] - 1
+    if spans.drafts:
+        pieces = []
+        for i, span in enumerate(sampled.tolist()):
+            num_drafts = len(spans.drafts.get(spans.rows[span], ()))  # type: ignore[arg-type]
+            firsts[i] -= num_drafts
+            pieces.append(np.arange(indices[i] - num_drafts, indices[i] + 1))
+        indices = np.concatenate(pieces)
+    if plan.forks:
+        span_of_row = {row: i for i, row in enumerate(spans.rows)}
+        sources = [span_of_row[fork.source_row] for fork in plan.forks]
+        indices = np.concatenate([indices, query_starts[1:][sources] - 1])
+        firsts += ends[sources].tolist()
+    return indices, firsts
+
+
+def _to_device_together(parts: list[Ints], device: torch.device) -> list[Tensor]:
     """In one transfer. Each begins at a multiple of 16 bytes: kernels are compiled once for that, not for any place."""
     starts, end = [], 0
     for part in parts:

@@ -33,6 +33,7 @@ from quire.executor.profile import (
 )
 from quire.executor.sizing import batch_limits
 from quire.executor.timeline import Timeline
+from quire.executor.worker import Worker
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.sampling import Sampler
@@ -130,7 +131,7 @@ def build_executor(
         has_graphs=_has_graphs(config, backend),
         precompile=precompile,
     )
-    if executor.graphs is not None:
+    if executor.worker.graphs is not None:
         timeline.mark("graphs")
     return BuiltExecutor(
         executor=executor,
@@ -178,16 +179,8 @@ def assemble_executor(
         memory.held_bytes = ledger.activation_bytes  # from now on, also after captures that failed
     let_go_of_held_memory(backend.device)  # by captures
     hold_activation_memory(ledger.activation_bytes, backend.device)
-    return LocalExecutor(
-        decoder,
-        cache,
-        batch,
-        sampler,
-        graphs=graphs,
-        mixed=mixed,
-        single_threaded_torch=backend.is_native_cpu,
-        precompile=precompile,
-    )
+    worker = Worker(decoder, cache, batch, sampler, graphs=graphs, mixed=mixed)
+    return LocalExecutor(worker, single_threaded_torch=backend.is_native_cpu, precompile=precompile)
 
 
 def _plan(

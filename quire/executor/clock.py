@@ -16,6 +16,9 @@ class StepClock:
         self._on_gpu = on_gpu
         self._marks: list[tuple[str, float | torch.cuda.Event]] = [("", self._now())]
 
+    def restart(self) -> None:
+        self._marks = [("", self._now())]
+
     def mark(self, part: str) -> None:
         self._marks.append((part, self._now()))
 

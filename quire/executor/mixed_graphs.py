@@ -34,9 +34,9 @@ class MixedGraphs(CapturedSteps[MixedShape]):
             return None
         return self._shape_that_serves(shape, (one for one in self._graphs if one.total_tokens <= _WORTH_PADDING))
 
-    def prepare(self, plan: StepPlan, shape: MixedShape) -> None:
+    def prepare(self, plan: StepPlan, starts: list[int], shape: MixedShape) -> None:
         host = np.empty(MixedInputs.NUM_INTS, dtype=np.int64)
-        MixedInputs.of(host, shape).fill(plan, shape, self._batch.spare_row)
+        MixedInputs.of(host, shape).fill(plan, starts, shape, self._batch.spare_row)
         self._staging.copy_to(host, self._ints)
 
     def replay(self, shape: MixedShape, num_sampled: int) -> Tensor:

@@ -88,10 +88,11 @@ class MixedInputs:
         sizes = (seqs, seqs, seqs + 1, tokens, tokens, seqs)
         return cls(*(ints[start : start + size] for start, size in zip(starts.tolist(), sizes, strict=True)))
 
-    def fill(self, plan: StepPlan, shape: MixedShape, spare_row: int) -> None:
+    def fill(self, plan: StepPlan, first_positions: list[int], shape: MixedShape, spare_row: int) -> None:
         """On the host."""
         spans = plan.spans
-        rows, starts, counts = (np.array(part, dtype=np.int64) for part in (spans.rows, spans.starts, spans.num_tokens))
+        columns = (spans.rows, first_positions, spans.num_tokens)
+        rows, starts, counts = (np.array(part, dtype=np.int64) for part in columns)
         num_decodes = next(i for i, count in enumerate(spans.num_tokens) if count != 1)
         num_prompts = len(rows) - num_decodes
         first = shape.num_decodes  # sequence, and token, of the first prompt

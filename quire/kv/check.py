@@ -19,7 +19,7 @@ def check_manager(kv: KVManager) -> None:
         assert table.seq_id == seq_id, f"the table of sequence {table.seq_id} is kept under {seq_id}"
         _check_table(kv, table)
     _check_transfers(kv)
-    assert not (UNCHANGED.new_block_ids or UNCHANGED.rewired or UNCHANGED.copies), "someone wrote to UNCHANGED"
+    assert not (UNCHANGED.new_block_ids or UNCHANGED.remapped or UNCHANGED.copies), "someone wrote to UNCHANGED"
 
 
 def _check_references(kv: KVManager) -> None:

@@ -138,12 +138,9 @@ class KVManager:
         *,
         salt: str | None = None,
         adapter: str | None = None,
-        lookahead: int = 0,
         recompute: bool = False,
     ) -> list[int] | None:
-        """Blocks for all of `token_ids` and for `lookahead` tokens more. Returns the new table.
-
-        Layout: | matched: in use by others, or cached | new: for the other tokens | new: lookahead |
+        """Blocks for all of `token_ids`: those that matched, then new ones. Returns the new table.
 
         `match` is what `match()` found for the same tokens, or None to read no cache. `recompute` says that the
         sequence was preempted, so that its lookup is counted apart.
@@ -161,7 +158,7 @@ class KVManager:
         for block, block_hash in zip(matched, match.hashes, strict=False):
             assert self.cache.lookup(block_hash) is block, f"the match is stale at block {block.block_id}"
             num_idle += block in self.pool.queue
-        num_new = self.num_blocks_for(len(token_ids) + lookahead) - num_matched
+        num_new = self.num_blocks_for(len(token_ids)) - num_matched
         if not self._has_room(num_new + num_idle):
             return None
         # Matched blocks first: once in use, they cannot be evicted to make the new ones.
@@ -179,8 +176,8 @@ class KVManager:
     # -- go on
 
     def grow(self, seq_id: int, num_tokens: int, first_written: int, lookahead: int = 0) -> Allocation | None:
-        """Room for tokens [0, num_tokens) and `lookahead` more, of which positions from `first_written` on may be
-        written: shared or cached blocks there are replaced by own ones (copy-on-write).
+        """Room for tokens [0, num_tokens) and for `lookahead` drafts after them. Positions from `first_written` on may
+        be written: shared or cached blocks there are replaced by own ones (copy-on-write).
 
         Returns the shared constant `UNCHANGED` when the room is there already, which needs two comparisons: call it
         for every sequence of every step.
@@ -190,6 +187,26 @@ class KVManager:
             table.num_tokens = num_tokens
             return UNCHANGED
         return self._grow_table(table, num_tokens, first_written, lookahead)
+
+    def trim(self, seq_id: int, num_tokens: int) -> int | None:
+        """Give back the blocks past tokens [0, num_tokens): drafts that were not accepted have no use for them.
+
+        Returns how many blocks the table keeps; None where nothing changed.
+        """
+        table = self.tables[seq_id]
+        num_kept = self.num_blocks_for(num_tokens)
+        if num_kept >= len(table.block_ids):
+            return None
+        surplus = table.block_ids[num_kept:]
+        assert len(table.hashes) <= num_kept, f"sequence {seq_id}: committed tokens are trimmed"
+        del table.block_ids[num_kept:]
+        table.capacity = num_kept * self.block_size
+        table.num_tokens = min(table.num_tokens, num_tokens)
+        table.writable_from = min(table.writable_from, table.capacity)
+        self.pool.release_table(surplus)
+        if self.watch is not None:
+            self.watch.left(seq_id, surplus)
+        return num_kept
 
     def commit(self, seq_id: int, token_ids: Sequence[int], num_computed: int) -> None:
         """Tokens [0, num_computed) have KV, or will once the submitted steps have run: full blocks enter the cache.
@@ -263,16 +280,16 @@ class KVManager:
         return pairs
 
     def swap_in(
-        self, seq_id: int, token_ids: Sequence[int], step: int, lookahead: int = 0
+        self, seq_id: int, token_ids: Sequence[int], step: int
     ) -> tuple[list[tuple[int, int]], list[int]] | None:
-        """((host, device) pairs, new table with room for all tokens and lookahead); None if there is no room.
+        """((host, device) pairs, new table with room for all tokens); None if there is no room.
 
         Full blocks enter the cache again, as with `commit()`. The host blocks are in transit until
         `transfers_done(step)`. It may be called before the swap-out is done: the executor moves bytes in step order.
         """
         swapped = self.swapped[seq_id]
         num_tokens = max(len(token_ids), swapped.num_computed)
-        num_blocks = self.num_blocks_for(num_tokens + lookahead)
+        num_blocks = self.num_blocks_for(num_tokens)
         if not self._has_room(num_blocks):
             return None
         del self.swapped[seq_id]
@@ -420,20 +437,20 @@ class KVManager:
             return UNCHANGED
         own_ids = pool.allocate(len(replaced) + num_appended)
         replaced_ids = [block_ids[index] for index in replaced]
-        rewired, copies = [], []
+        remapped, copies = [], []
         for index, old_id, own_id in zip(replaced, replaced_ids, own_ids, strict=False):
             if index * block_size < first_written:  # else no token in it is kept, so no byte either
                 copies.append((old_id, own_id))
             block_ids[index] = own_id
-            rewired.append((index, own_id))
+            remapped.append((index, own_id))
             pool.release(blocks[old_id])
         new_block_ids = own_ids[len(replaced) :]
         block_ids.extend(new_block_ids)
         table.capacity = len(block_ids) * block_size
         self.counters.num_copies += len(copies)
         if self.watch is not None:
-            self.watch.rewired(table.seq_id, replaced_ids, own_ids)
-        return Allocation(new_block_ids, rewired, copies)
+            self.watch.remapped(table.seq_id, replaced_ids, own_ids)
+        return Allocation(new_block_ids, remapped, copies)
 
     def _commit_table(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         block_size, cache, hashes = self.block_size, self.cache, table.hashes

@@ -15,7 +15,7 @@ class Allocation:
     """What `grow()` changed in a table. Read it only: the empty one is shared (`UNCHANGED`)."""
 
     new_block_ids: list[int] = field(default_factory=list)  # appended to the table
-    rewired: list[tuple[int, int]] = field(default_factory=list)  # (index in the table, its own block now)
+    remapped: list[tuple[int, int]] = field(default_factory=list)  # (index in the table, its own block now)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) blocks whose bytes must be copied first
 
 

@@ -103,7 +103,7 @@ class KVWatch:
             reader.changed.update(block_ids)
             reader.tables.add(seq_id)
 
-    def rewired(self, seq_id: int, old_block_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+    def remapped(self, seq_id: int, old_block_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """The sequence's table holds these blocks instead of, or besides, the old ones."""
         self.left(seq_id, old_block_ids)
         self.took(seq_id, block_ids)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.kv import KVManager
-from quire.plan import Spans, StepPlan
 from quire.scheduler import SchedulerConfig
 from quire.sim import Arrival, CostModel, SimRun, StepView
 
@@ -86,18 +85,16 @@ def _run_batch(run: BatchRun, arrivals: Sequence[Arrival], batch: range, now_s: 
     prompt_len = max(arrivals[i].prompt_len for i in batch)
     num_steps = max(arrivals[i].output_len for i in batch)
     start = run.num_steps
-    rows = list(range(len(batch)))
     for step in range(num_steps):
         num_tokens = prompt_len if step == 0 else 1
         begin = 0 if step == 0 else prompt_len + step - 1
-        spans = Spans(rows, [begin] * len(rows), [num_tokens] * len(rows), [True] * len(rows))
         num_alive = sum(arrivals[i].output_len > step for i in batch)
         run.width.append((now_s, num_alive))
         run.useful_slot_steps += num_alive
         if batch.stop < len(arrivals) and arrivals[batch.stop].arrival_s <= now_s:
             run.queued_steps += 1
             run.queued_useful_slot_steps += num_alive
-        now_s += cost.step_s(StepPlan(start + step, spans=spans))
+        now_s += cost.step_s([num_tokens] * len(batch), [begin] * len(batch))
         for i in batch:
             if step == 0:
                 run.first_tokens_s[i] = now_s - arrivals[i].arrival_s

@@ -126,14 +126,14 @@ class Workbench:
         )
         # The sampler knows rows and the vocabulary, not blocks: the two executors, of which one runs, share it.
         executor = assemble_executor(
-            built.executor.decoder,
+            built.executor.worker.decoder,
             cache,
-            built.executor.sampler,
+            built.executor.worker.sampler,
             backend,
             ledger,
             block_size=block_size,
             max_num_seqs=built.max_num_seqs,
-            has_graphs=built.executor.graphs is not None,
+            has_graphs=built.executor.worker.graphs is not None,
             precompile=precompile,
         )
         return replace(

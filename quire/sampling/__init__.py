@@ -4,5 +4,14 @@ from __future__ import annotations
 
 from quire.sampling.logprobs import PendingLogprobs, compute_logprobs, prompt_logprobs
 from quire.sampling.sampler import SampledBatch, Sampler
+from quire.sampling.verification import VerifiedBatch, verify_drafts
 
-__all__ = ["PendingLogprobs", "SampledBatch", "Sampler", "compute_logprobs", "prompt_logprobs"]
+__all__ = [
+    "PendingLogprobs",
+    "SampledBatch",
+    "Sampler",
+    "VerifiedBatch",
+    "compute_logprobs",
+    "prompt_logprobs",
+    "verify_drafts",
+]

@@ -59,6 +59,9 @@ class LogitEdits:
         self._rows.pop(row, None)
         self._phrases.release(row)
 
+    def has_phrases(self, row: int) -> bool:
+        return row in self._rows and self._rows[row].phrases is not None
+
     def batch(self, rows: Sequence[int], bans_ends: Sequence[bool]) -> EditBatch | None:
         """What these rows, in this order, need. bans_ends: whether a row still has fewer than min_tokens."""
         places: list[npt.NDArray[np.int64]] = []

@@ -61,6 +61,9 @@ class Penalties:
             self._free.append(self._line_of.pop(row))
             del self._specs[row]
 
+    def has(self, row: int) -> bool:
+        return row in self._line_of
+
     def batch(self, rows: Sequence[int]) -> PenaltyBatch | None:
         """What these rows, in this order, need to apply and to follow their penalties; None where none has any."""
         indices = [i for i, row in enumerate(rows) if row in self._line_of]

@@ -94,7 +94,8 @@ class Sampler:
         self._last_plan = None
 
     def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> SampledBatch:
-        """Draw the token at positions[i] of rows[i] from logits[i], and add it to that row's history.
+        """Draw the token at positions[i] of rows[i] from logits[i], and add it to that row's history. A row without a
+        history may stand there several times, with several positions.
 
         logits: [rows, vocab] float32, contiguous; changed in place. Nothing here waits for the device.
         """
@@ -130,6 +131,10 @@ class Sampler:
             targets = _select(token_ids, asked.indices)
             logprobs.append((asked, compute_logprobs(source, targets, asked.max_num_top, self._space)))
         return SampledBatch(token_ids, codes, logprobs)
+
+    def has_history(self, row: int) -> bool:
+        """Whether the row's tokens change the logits of those after them."""
+        return self._penalties.has(row) or self._edits.has_phrases(row)
 
     def state_bytes(self) -> int:
         """Device memory that the rows' state takes now."""
@@ -199,7 +204,8 @@ class Sampler:
         held = tuple(rows.tolist())
         bans = bans_ends.tobytes()
         if self._last_plan is None or self._last_plan[:2] != (held, bans):
-            assert len(set(held)) == len(held), "a row samples one token a step"
+            twice = {row for row in held if held.count(row) > 1} if len(set(held)) != len(held) else ()
+            assert not any(map(self.has_history, twice)), "rows with a history are sampled one token at a time"
             self._last_plan = (held, bans, self._new_plan(rows, bans_ends.tolist()))
         return self._last_plan[2]
 

@@ -80,15 +80,15 @@ class Lifecycle:
         if seq.state is SequenceState.SWAPPED:
             self.num_swapped -= 1
         seq.state = SequenceState.RUNNING
-        seq.row, seq.generation = row, self.rows.next_generation(row)
+        seq.row = row
         if seq.first_scheduled_s is None:
             seq.first_scheduled_s = self._clock()
         request = seq.request
         plan.admitted.append(
             Admission(
                 row=row,
-                generation=seq.generation,
                 token_ids=list(seq.token_ids),
+                num_computed_tokens=seq.num_computed_tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
                 block_ids=block_ids,
                 sampling=request.specs[seq.index],
@@ -104,7 +104,7 @@ class Lifecycle:
         for index, row in enumerate(self.reserved_rows.pop(seq.seq_id), start=1):
             child = Sequence(request, index, list(seq.token_ids), state=SequenceState.RUNNING)
             child.num_computed_tokens, child.num_pending_tokens = num_tokens, 1
-            child.row, child.generation = row, self.rows.next_generation(row)
+            child.row = row
             child.order, child.max_len = (*seq.order[:-1], index), seq.max_len
             child.num_cached_tokens, child.cache_outcome = seq.num_cached_tokens, seq.cache_outcome
             child.first_scheduled_s = seq.first_scheduled_s
@@ -112,7 +112,7 @@ class Lifecycle:
             request.sequences.append(child)
             self.running.add(child)
             self.queue.on_run(child)
-            plan.forks.append(Fork(seq.row, row, child.generation, request.specs[index]))
+            plan.forks.append(Fork(seq.row, row, request.specs[index]))
             children.append(child)
         return children
 
@@ -132,6 +132,7 @@ class Lifecycle:
         Returns how many of its blocks come free only when they are on the host.
         """
         num_computed = seq.num_computed_tokens
+        seq.num_unverified_drafts = 0
         self._kv.commit(seq.seq_id, seq.token_ids, num_computed)
         pairs = None
         if kind is PreemptionKind.SWAP:

@@ -10,13 +10,13 @@ class RowPool:
 
     A row that an executor has seen must be named in a plan's `released` before it is given out again: `take_back`
     notes it, and the plan being made takes the notes with `take_released`. As an executor applies `released` first, the
-    row may be given out again in that same plan.
+    row may be given out again in that same plan. Trimmed tables are noted likewise.
     """
 
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows))
-        self._generations = [0] * num_rows
         self._released: list[int] = []
+        self._trimmed: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -26,13 +26,9 @@ class RowPool:
         assert count <= len(self._free)
         return [heapq.heappop(self._free) for _ in range(count)]
 
-    def next_generation(self, row: int) -> int:
-        """To be called once each time that a row is named to the executor."""
-        self._generations[row] += 1
-        return self._generations[row]
-
     def take_back(self, row: int) -> None:
         self._released.append(row)
+        self._trimmed.pop(row, None)
         heapq.heappush(self._free, row)
 
     def take_back_unused(self, rows: list[int]) -> None:
@@ -40,6 +36,13 @@ class RowPool:
         for row in rows:
             heapq.heappush(self._free, row)
 
+    def note_trimmed(self, row: int, num_blocks: int) -> None:
+        self._trimmed[row] = num_blocks
+
     def take_released(self) -> list[int]:
         released, self._released = self._released, []
         return released
+
+    def take_trimmed(self) -> list[tuple[int, int]]:
+        trimmed, self._trimmed = self._trimmed, {}
+        return list(trimmed.items())

@@ -24,12 +24,12 @@ from quire.request import CacheOutcome, FinishReason, Request, Sequence, Sequenc
 from quire.scheduler.blocked import BlockedHead
 from quire.scheduler.budget import StepCosts
 from quire.scheduler.config import SchedulerConfig
-from quire.scheduler.draft import Draft, InFlight
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.preemption import choose_kind, pick_victim, pick_victim_between_tenants
 from quire.scheduler.refusal import refuse_if_it_never_fits
+from quire.scheduler.step import InFlight, StepBuilder, SubmittedDrafts, num_drafts
 from quire.scheduler.stops import append_until_stop
-from quire.scheduler.types import SchedulerStats, SequenceUpdate, TenantLoad, WaitReason
+from quire.scheduler.types import Drafter, SchedulerStats, SequenceUpdate, TenantLoad, WaitReason
 from quire.scheduler.yielding import who_makes_way
 
 _BACKLOG_STEPS = 4  # smooth steps work off a quarter of what waits
@@ -60,6 +60,7 @@ class Scheduler:
         self._smooth_tokens: Callable[[int], int] | None = None
         self._prompt_logprobs_from: dict[int, int] = {}  # by seq_id: first prompt position not passed on yet
         self._failures: list[SequenceUpdate] = []
+        self.drafter: Drafter | None = None  # guesses tokens, for the executor to verify
 
     # -- what there is
 
@@ -191,24 +192,25 @@ class Scheduler:
         if len(self._in_flight) >= self.config.max_in_flight:
             return None
         while True:
-            draft = Draft(StepPlan(self._next_step), budget=self.config.max_num_batched_tokens)
-            draft.num_coming_blocks = sum(self._transfers.values())
-            if self._life.queue.is_shared and (victim := who_makes_way(self._life, self._kv, self._refusal, draft)):
-                self._preempt(victim, draft)
+            step = StepBuilder(StepPlan(self._next_step), budget=self.config.max_num_batched_tokens)
+            step.num_coming_blocks = sum(self._transfers.values())
+            if self._life.queue.is_shared and (victim := who_makes_way(self._life, self._kv, self._refusal, step)):
+                self._preempt(victim, step)
                 self.stats.num_yields += 1
-            self._schedule_decodes(draft)
-            self._schedule_chunks(draft)
-            self._admit(draft)
-            if not draft.is_idle or (self._transfers and not self._in_flight):
-                return self._issue(draft)
+            self._schedule_decodes(step)
+            self._schedule_chunks(step)
+            self._admit(step)
+            if not step.is_idle or (self._transfers and not self._in_flight):
+                return self._issue(step)
             if self._in_flight or not self._life.queue:
                 return None
             self._give_up_head()
 
-    def _schedule_decodes(self, draft: Draft) -> None:
+    def _schedule_decodes(self, step: StepBuilder) -> None:
         """Every running sequence that lacks just its last token. The one loop that runs for thousands each step."""
         grow, unforked = self._kv.grow, self._life.reserved_rows
-        decodes, starts, catching_up = draft.decodes, draft.decode_starts, draft.catching_up
+        decodes, catching_up = step.decodes, step.catching_up
+        has_drafter = self.drafter is not None
         # A preemption inside takes the list's last sequence away, which iteration over a list allows. With several
         # tenants it may be any.
         for seq in self._still_running() if self._life.queue.is_shared else self._life.running:
@@ -217,105 +219,139 @@ class Scheduler:
             if start != num_tokens - 1 or (unforked and seq.seq_id in unforked):
                 catching_up.append(seq)
                 continue
-            if num_tokens >= seq.max_len:
-                continue  # its last token is in flight
-            allocation = grow(seq.seq_id, num_tokens, start)
-            if allocation is not UNCHANGED and not self._take_room(seq, num_tokens, allocation, draft):
+            if num_tokens + seq.num_unverified_drafts >= seq.max_len:
+                continue  # its last token is, or may be, in flight
+            if has_drafter and self._schedule_verification(seq, num_tokens, step):
+                continue
+            allocation = grow(seq.seq_id, num_tokens, start, seq.num_unverified_drafts)
+            if allocation is not UNCHANGED and not self._take_room(seq, num_tokens, allocation, step):
                 continue
             seq.num_computed_tokens = num_tokens
             seq.num_pending_tokens += 1
             decodes.append(seq)
-            starts.append(start)
-        draft.budget -= len(decodes)
-        self._life.queue.charge_decodes(decodes, self._life.running, catching_up)
-        allowance = self._costs.allowance(len(decodes))
+        served = decodes + step.verifying if step.verifying else decodes
+        step.budget -= len(served) + step.num_draft_tokens
+        self._life.queue.charge_decodes(served, self._life.running, catching_up)
+        if not served:
+            return
+        allowance = self._costs.allowance(len(served))
         if allowance is not None:
-            draft.budget = min(draft.budget, allowance)
-        if self._prefill_limit is not None and decodes:
-            draft.budget = min(draft.budget, self._prefill_limit)
-        if self._smooth_tokens is not None and decodes:
+            step.budget = min(step.budget, allowance)
+        if self._prefill_limit is not None:
+            step.budget = min(step.budget, self._prefill_limit)
+        if self._smooth_tokens is not None:
             backlog = self._life.queue.num_waiting_tokens
             backlog += sum(len(seq.token_ids) - seq.num_computed_tokens for seq in catching_up)
-            draft.budget = min(draft.budget, max(self._smooth_tokens(len(decodes)), backlog // _BACKLOG_STEPS))
+            step.budget = min(step.budget, max(self._smooth_tokens(len(served)), backlog // _BACKLOG_STEPS))
+
+    def _schedule_verification(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> bool:
+        """A decode with drafts, if there are any. Nobody waits for a guess: it takes what budget the others' decodes
+        leave, and blocks that are free."""
+        assert self.drafter is not None
+        unverified = seq.num_unverified_drafts
+        most = min(
+            step.budget - len(self._life.running) - step.num_draft_tokens, seq.max_len - num_tokens - unverified - 1
+        )
+        drafts = self.drafter.propose(seq, most) if most > 0 else 0
+        size = num_drafts(drafts)
+        if not size:
+            return False
+        assert size <= most, f"{size} drafts where {most} were asked for"
+        start = seq.num_computed_tokens
+        allocation = self._kv.grow(seq.seq_id, num_tokens, start, unverified + size)
+        if allocation is None:
+            return False
+        self._enter_blocks(seq, allocation, step.plan)
+        seq.num_computed_tokens = num_tokens
+        seq.num_pending_tokens += 1
+        seq.num_unverified_drafts += size
+        step.add_verification(seq, drafts)
+        return True
 
     def _still_running(self) -> Iterable[Sequence]:
         return (seq for seq in list(self._life.running) if seq.state is _RUNNING)
 
-    def _schedule_chunks(self, draft: Draft) -> None:
+    def _schedule_chunks(self, step: StepBuilder) -> None:
         queue = self._life.queue
         is_shared = queue.is_shared
         if is_shared:
-            draft.catching_up.sort(key=queue.counter_of)
-        for seq in draft.catching_up:
+            step.catching_up.sort(key=queue.counter_of)
+        for seq in step.catching_up:
             if seq.state is not _RUNNING:
                 continue  # preempted above
             if is_shared:  # a tenant's long prompt is not before another's that has had less
-                self._admit(draft, below=queue.counter_of(seq))
-            size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, draft)
+                self._admit(step, below=queue.counter_of(seq))
+            size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, step)
             if not size:
                 continue
             # A prompt has its blocks. Only one that caught several new tokens at once may have to grow.
             allocation = self._kv.grow(seq.seq_id, len(seq.token_ids), seq.num_computed_tokens)
-            if allocation is UNCHANGED or self._take_room(seq, len(seq.token_ids), allocation, draft):
-                self._add_chunk(seq, size, draft)
+            if allocation is UNCHANGED or self._take_room(seq, len(seq.token_ids), allocation, step):
+                self._add_chunk(seq, size, step)
 
-    def _chunk_size(self, num_wanted: int, draft: Draft) -> int:
+    def _chunk_size(self, num_wanted: int, step: StepBuilder) -> int:
         """How many of a sequence's tokens this step takes; 0: not its turn."""
         if self.config.enable_chunked_prefill:
-            return min(num_wanted, draft.budget, self.config.long_prefill_token_threshold or num_wanted)
+            return min(num_wanted, step.budget, self.config.long_prefill_token_threshold or num_wanted)
         # Whole or not at all, but for those that grew past a whole step's budget before they were preempted.
-        if num_wanted <= draft.budget or num_wanted > self.config.max_num_batched_tokens:
-            return min(num_wanted, draft.budget)
+        if num_wanted <= step.budget or num_wanted > self.config.max_num_batched_tokens:
+            return min(num_wanted, step.budget)
         return 0
 
-    def _add_chunk(self, seq: Sequence, size: int, draft: Draft) -> None:
+    def _add_chunk(self, seq: Sequence, size: int, step: StepBuilder) -> None:
         start = seq.num_computed_tokens
         seq.num_computed_tokens = end = start + size
         samples = end == len(seq.token_ids)
-        draft.add_chunk(seq, start, size, samples)
+        step.add_chunk(seq, start, size, samples)
         self._life.charge_chunk(seq, start, end)
         # Committed at once: who is admitted later in this step may read what this one writes in it.
         self._kv.commit(seq.seq_id, seq.token_ids, end)
         if samples:
             seq.num_pending_tokens = 1
             if seq.seq_id in self._life.reserved_rows:
-                draft.forked.extend(self._life.fork(seq, draft.plan))
+                step.forked.extend(self._life.fork(seq, step.plan))
 
-    def _take_room(self, seq: Sequence, num_tokens: int, allocation: Allocation | None, draft: Draft) -> bool:
+    def _take_room(self, seq: Sequence, num_tokens: int, allocation: Allocation | None, step: StepBuilder) -> bool:
         """Enter what `grow` changed into the plan; where it found no room, make some at the cost of later sequences."""
         while allocation is None:
-            draft.short_of_blocks = True
-            if draft.num_coming_blocks > draft.num_sitting_out:
-                draft.num_sitting_out += 1
+            step.short_of_blocks = True
+            if step.num_coming_blocks > step.num_sitting_out:
+                step.num_sitting_out += 1
                 return False
-            victim = self._pick_victim(seq, draft)
-            self._preempt(victim, draft)
+            victim = self._pick_victim(seq, step)
+            self._preempt(victim, step)
             if victim is seq:
                 return False
-            allocation = self._kv.grow(seq.seq_id, num_tokens, seq.num_computed_tokens)
-        assert seq.row is not None
-        if allocation.new_block_ids:
-            draft.plan.grown.append((seq.row, allocation.new_block_ids))
-        draft.plan.copies.extend(allocation.copies)
-        draft.plan.rewired.extend((seq.row, index, block) for index, block in allocation.rewired)
-        # It moves on to a new block, so the one before is full.
-        self._kv.commit(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+            allocation = self._kv.grow(seq.seq_id, num_tokens, seq.num_computed_tokens, seq.num_unverified_drafts)
+        self._enter_blocks(seq, allocation, step.plan)
         return True
 
-    def _pick_victim(self, asking: Sequence, draft: Draft) -> Sequence:
+    def _enter_blocks(self, seq: Sequence, allocation: Allocation, plan: StepPlan) -> None:
+        """Tell the executor what changed in a sequence's table."""
+        if allocation is UNCHANGED:
+            return
+        assert seq.row is not None
+        if allocation.new_block_ids:
+            plan.appended.append((seq.row, allocation.new_block_ids))
+        plan.copies.extend(allocation.copies)
+        plan.remapped.extend((seq.row, index, block) for index, block in allocation.remapped)
+        # It moves on to a new block, so the one before is full.
+        self._kv.commit(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+
+    def _pick_victim(self, asking: Sequence, step: StepBuilder) -> Sequence:
         queue, running = self._life.queue, self._life.running
         if queue.is_shared:
-            return pick_victim_between_tenants(running, asking, draft.scheduled(), queue.counter_of)
-        victim = pick_victim(running, draft.has_scheduled)
+            return pick_victim_between_tenants(running, asking, step.scheduled(), queue.counter_of)
+        victim = pick_victim(running, step.has_scheduled)
         assert victim is not None, "a sequence that asks for room could at least give up its own"
         return victim
 
-    def _preempt(self, victim: Sequence, draft: Draft) -> None:
+    def _preempt(self, victim: Sequence, step: StepBuilder) -> None:
         kind = choose_kind(victim, self.config, self._kv.block_size, self._costs.prefill_tokens_per_s)
-        draft.num_coming_blocks += self._life.preempt(victim, kind, draft.plan)
+        step.num_coming_blocks += self._life.preempt(victim, kind, step.plan)
 
-    def _issue(self, draft: Draft) -> StepPlan:
-        plan, memory = draft.issue(self._life.rows.take_released())
+    def _issue(self, step: StepBuilder) -> StepPlan:
+        plan, memory = step.issue(self._life.rows.take_released(), self._life.rows.take_trimmed())
         self._in_flight.append(memory)
         self._next_step += 1
         if plan.swap_out or plan.swap_in:
@@ -327,9 +363,9 @@ class Scheduler:
 
     # -- admission
 
-    def _admit(self, draft: Draft, below: float = math.inf) -> None:
+    def _admit(self, step: StepBuilder, below: float = math.inf) -> None:
         """From the head of the queue until one does not fit: nobody overtakes it. Tenants with counters `below`."""
-        self._blocked_on = WaitReason.BLOCKS if draft.short_of_blocks else None
+        self._blocked_on = WaitReason.BLOCKS if step.short_of_blocks else None
         queue = self._life.queue
         while queue and self._blocked_on is None:
             seq = queue.head
@@ -337,22 +373,22 @@ class Scheduler:
                 return
             if seq.num_pending_tokens:
                 self._blocked_on = WaitReason.IN_FLIGHT
-            elif draft.budget <= 0:
+            elif step.budget <= 0:
                 self._blocked_on = WaitReason.BUDGET
             elif self._life.rows.num_free < self._life.num_rows_for(seq):
                 self._blocked_on = WaitReason.ROWS
             elif self._refusal is not None and self._refusal.holds(seq, self._kv, self.stats):
                 self._blocked_on = WaitReason.BLOCKS
             elif seq.state is SequenceState.SWAPPED:
-                self._blocked_on = self._swap_in(seq, draft)
+                self._blocked_on = self._swap_in(seq, step)
             else:
-                self._blocked_on = self._start(seq, draft)
+                self._blocked_on = self._start(seq, step)
 
-    def _start(self, seq: Sequence, draft: Draft) -> WaitReason | None:
+    def _start(self, seq: Sequence, step: StepBuilder) -> WaitReason | None:
         """Blocks for all tokens of a new or preempted sequence, less what the prefix cache has."""
         match = self._match(seq)
         num_cached = match.num_tokens if match else 0
-        size = self._chunk_size(len(seq.token_ids) - num_cached, draft)
+        size = self._chunk_size(len(seq.token_ids) - num_cached, step)
         if not size:
             return WaitReason.BUDGET
         request = seq.request
@@ -370,8 +406,8 @@ class Scheduler:
         else:
             seq.num_cached_tokens = num_cached
             seq.cache_outcome = match.outcome if match else CacheOutcome.SKIPPED
-        self._life.run(seq, block_ids, draft.plan)
-        self._add_chunk(seq, size, draft)
+        self._life.run(seq, block_ids, step.plan)
+        self._add_chunk(seq, size, step)
         return None
 
     def _match(self, seq: Sequence) -> PrefixMatch | None:
@@ -382,17 +418,17 @@ class Scheduler:
         previous = refusal.match if refusal and refusal.seq_id == seq.seq_id else None
         return self._kv.match(seq.token_ids, salt=request.salt, adapter=request.adapter, previous=previous)
 
-    def _swap_in(self, seq: Sequence, draft: Draft) -> WaitReason | None:
-        size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, draft)
+    def _swap_in(self, seq: Sequence, step: StepBuilder) -> WaitReason | None:
+        size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, step)
         if not size:
             return WaitReason.BUDGET
-        swapped = self._kv.swap_in(seq.seq_id, seq.token_ids, draft.plan.step)
+        swapped = self._kv.swap_in(seq.seq_id, seq.token_ids, step.plan.step)
         if swapped is None:
             return self._refuse(seq, None)
         pairs, block_ids = swapped
-        draft.plan.swap_in.extend(pairs)
-        self._life.run(seq, block_ids, draft.plan)
-        self._add_chunk(seq, size, draft)
+        step.plan.swap_in.extend(pairs)
+        self._life.run(seq, block_ids, step.plan)
+        self._add_chunk(seq, size, step)
         return None
 
     def _refuse(self, seq: Sequence, match: PrefixMatch | None) -> WaitReason:
@@ -432,6 +468,8 @@ class Scheduler:
             if seq.state is _FINISHED:
                 continue  # it ended while this step was in flight
             seq.num_pending_tokens -= 1
+            if memory.drafts and i in memory.drafts:
+                self._count_accepted(seq, memory.drafts[i], len(new_token_ids) - 1)
             if failed and i in failed:
                 updates.append(self._end(seq, *failed[i]))
                 continue
@@ -448,6 +486,23 @@ class Scheduler:
             updates.append(update)
         updates.extend(SequenceUpdate(seq, [], prompt_logprobs=piece) for seq, piece in prompts.items())
         return updates
+
+    def _count_accepted(self, seq: Sequence, drafts: SubmittedDrafts, num_accepted: int) -> None:
+        """Drafts were verified: those that were accepted have KV, and blocks for the others are given back."""
+        num_accepted = max(0, num_accepted)  # a sequence that failed has no token at all
+        self.stats.num_drafts += 1
+        self.stats.num_draft_tokens += drafts.num_tokens
+        self.stats.num_accepted_tokens += num_accepted
+        self._life.queue.charge(seq, num_output_tokens=num_accepted)
+        if seq.state is not _RUNNING or seq.num_preemptions != drafts.num_preemptions:
+            return
+        seq.num_unverified_drafts -= drafts.num_tokens
+        seq.num_computed_tokens += num_accepted
+        # One more than what is computed: its next token will need it.
+        num_kept = self._kv.trim(seq.seq_id, seq.num_computed_tokens + seq.num_unverified_drafts + 1)
+        if num_kept is not None:
+            assert seq.row is not None
+            self._life.rows.note_trimmed(seq.row, num_kept)
 
     def _lacks_prompt_logprobs(self, seq: Sequence) -> bool:
         """True while a sequence still has to run its whole prompt for them. Forks leave them to the first sequence."""

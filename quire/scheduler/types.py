@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from quire.plan import TokenLogprobs
 from quire.request import Sequence
@@ -11,7 +12,7 @@ from quire.request import Sequence
 
 @dataclass(slots=True, eq=False)
 class SequenceUpdate:
-    """News of one sequence. Where it is finished, the sequence says why (finish_reason, stop_reason)."""
+    """What a step brought for one sequence. A finished one says why itself (finish_reason, stop_reason)."""
 
     seq: Sequence
     new_token_ids: list[int]
@@ -19,6 +20,14 @@ class SequenceUpdate:
     prompt_logprobs: list[TokenLogprobs] | None = None  # the next ones of the prompt, from its second token on
     finished: bool = False
     error: str | None = None  # with FinishReason.ERROR or BANNED: what happened
+
+
+class Drafter(Protocol):
+    """Guesses how running sequences go on. Whether a guess is right changes only how fast they do."""
+
+    def propose(self, seq: Sequence, most: int) -> list[int] | int:
+        """At most so many token ids to follow the sequence's last one; or how many the executor's own drafter shall
+        propose. Tokens of steps in flight are not known here (seq.num_pending_tokens): there, only a number will do."""
 
 
 class WaitReason(StrEnum):
@@ -41,6 +50,9 @@ class SchedulerStats:
     num_recompute_preemptions: int = 0
     num_swap_preemptions: int = 0
     num_yields: int = 0  # of the preemptions, those that made way for a tenant that ran nothing: blocks were not short
+    num_drafts: int = 0  # sequences' drafts that were verified, and their tokens
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_recomputed_tokens: int = 0  # tokens whose KV was dropped and, not found in the prefix cache, computed again
 
     @property

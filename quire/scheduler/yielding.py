@@ -7,11 +7,11 @@ from operator import attrgetter
 from quire.kv import KVManager
 from quire.request import Sequence
 from quire.scheduler.blocked import BlockedHead
-from quire.scheduler.draft import Draft
 from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.step import StepBuilder
 
 
-def who_makes_way(life: Lifecycle, kv: KVManager, blocked: BlockedHead | None, draft: Draft) -> Sequence | None:
+def who_makes_way(life: Lifecycle, kv: KVManager, blocked: BlockedHead | None, step: StepBuilder) -> Sequence | None:
     """Whom to preempt, one a step, for a head that lacks rows or blocks and whose tenant runs nothing.
 
     It is the last sequence of the tenant that has had most, which keeps at least one; and only where the head asks for
@@ -19,7 +19,7 @@ def who_makes_way(life: Lifecycle, kv: KVManager, blocked: BlockedHead | None, d
     evens them out as sequences end.
     """
     queue = life.queue
-    if not queue or draft.num_coming_blocks:
+    if not queue or step.num_coming_blocks:
         return None  # what comes may be enough
     head = queue.head
     own = queue.tenants[head.request.tenant]

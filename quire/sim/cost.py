@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from quire.plan import StepPlan
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -47,14 +46,14 @@ class CostModel:
             block_copy_s=kv_token_bytes * block_size / host_bytes_per_s,
         )
 
-    def step_s(self, plan: StepPlan) -> float:
-        moved_s = self.block_copy_s * (len(plan.swap_out) + len(plan.swap_in))
-        spans = plan.spans
-        num_tokens = sum(spans.num_tokens)
+    def step_s(self, counts: Sequence[int], starts: Sequence[int], num_moved_blocks: int = 0) -> float:
+        """A step of spans with so many tokens each, after so many that have KV already."""
+        moved_s = self.block_copy_s * num_moved_blocks
+        num_tokens = sum(counts)
         if not num_tokens:
             return moved_s
-        num_kv_tokens = sum(spans.starts) + num_tokens
-        num_pairs = sum(n * (s + n) for s, n in zip(spans.starts, spans.num_tokens, strict=True) if n > 1)
+        num_kv_tokens = sum(starts) + num_tokens
+        num_pairs = sum(n * (s + n) for s, n in zip(starts, counts, strict=True) if n > 1)
         return (
             self.overhead_s
             + max(self.weights_s, self.token_s * num_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.params import SamplingSpec
 from quire.plan import Admission, Fork, StepPlan, StepResult, StepTimings, TokenLogprobs
@@ -20,17 +20,32 @@ class _Row:
     """A sequence, as the executor has it."""
 
     number: int
-    generation: int
     token_ids: list[int]
+    num_computed: int
     num_prompt_tokens: int
     table: list[int]
     sampling: SamplingSpec
     root: int
     fingerprints: list[int] = field(default_factory=list)  # of each prefix: [p] covers tokens 0..p
-    num_computed: int | None = None  # None until its first span: what the prefix cache gave is known then
 
     def __str__(self) -> str:
-        return f"row {self.number} (generation {self.generation})"
+        return f"row {self.number}"
+
+
+@dataclass(slots=True)
+class _Span:
+    """A row's part in the step that runs: its tokens, and the drafts that it verifies, from `start` on."""
+
+    row: _Row
+    start: int
+    num_tokens: int
+    samples: bool
+    drafts: list[int]
+    fingerprints: list[int]  # the row's, and those of the drafts
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 class SimExecutor:
@@ -55,6 +70,7 @@ class SimExecutor:
         transfer_steps: int = 0,
         verify: bool = True,
         fault: Callable[[list[int]], str | None] | None = None,
+        drafter: Callable[[list[int], int], list[int]] | None = None,
     ) -> None:
         self.language = language or ToyLanguage()
         self.memory = SimMemory(num_blocks=num_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
@@ -65,7 +81,7 @@ class SimExecutor:
         self._transfer_steps = transfer_steps
         self._verify = verify
         self._fault = fault  # given a row's tokens: what is wrong with it, for tests of failing sequences
-        self._generations = [0] * max_num_seqs
+        self._drafter = drafter  # its own: given a row's tokens and how many at most
         self._moving: deque[tuple[int, list[tuple[int, int]]]] = deque()  # (step, pairs on their way to the host)
         self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which the step is done
         self._busy_until_s = 0.0
@@ -79,16 +95,16 @@ class SimExecutor:
         assert len(self._results) < self._depth, f"more than {self._depth} steps are in flight"
         assert self._last_step is None or plan.step == self._last_step + 1, f"step {plan.step} after {self._last_step}"
         self._last_step = plan.step
-        total_s = self._cost.step_s(plan)
+        self._apply(plan)
+        spans = self._spans(plan)
+        counts, starts = [span.num_tokens for span in spans], [span.start for span in spans]
+        total_s = self._cost.step_s(counts, starts, len(plan.swap_out) + len(plan.swap_in))
         self._busy_until_s = max(self._busy_until_s, self._clock() if self._clock else 0.0) + total_s
         result = StepResult(step=plan.step, timings=StepTimings(forward_s=total_s, total_s=total_s))
-        self._apply(plan)
         if self._verify:
-            self._check_writes(plan)
-        self._forward(plan, result)
-        for fork in plan.forks:
-            self._fork(fork)
-        self._sample(plan, result)
+            self._check_writes(spans)
+        self._forward(spans, result)
+        self._sample(plan, spans, result)
         result.transfers_done = self._finish_transfers(plan.step - self._transfer_steps)
         self._results.append((result, self._busy_until_s))
         return plan.step
@@ -127,9 +143,13 @@ class SimExecutor:
         self.memory.copy(plan.copies)
         for admission in plan.admitted:
             self._admit(admission)
-        for number, block_ids in plan.grown:
+        for number, num_blocks in plan.trimmed:
+            table = self._row(number).table
+            assert num_blocks < len(table), f"row {number} is trimmed to {num_blocks} blocks and has {len(table)}"
+            del table[num_blocks:]
+        for number, block_ids in plan.appended:
             self._row(number).table.extend(block_ids)
-        for number, index, block in plan.rewired:
+        for number, index, block in plan.remapped:
             self._row(number).table[index] = block
 
     def _row(self, number: int) -> _Row:
@@ -137,107 +157,133 @@ class SimExecutor:
         assert row is not None, f"row {number} is named but holds nothing"
         return row
 
-    def _new_row(self, number: int, generation: int) -> None:
-        assert self.rows[number] is None, f"{self.rows[number]} is given out again before it was released"
-        assert generation > self._generations[number], f"row {number} comes back with generation {generation}"
-        self._generations[number] = generation
+    def _take_row(self, row: _Row) -> None:
+        assert self.rows[row.number] is None, f"{row} is given out again before it was released"
+        self.rows[row.number] = row
 
     def _admit(self, new: Admission) -> None:
-        self._new_row(new.row, new.generation)
         assert len(set(new.block_ids)) == len(new.block_ids), f"row {new.row}'s table has a block twice"
         assert len(new.block_ids) * self.memory.block_size >= len(new.token_ids), f"row {new.row}'s table is too short"
+        assert 0 <= new.num_computed_tokens < len(new.token_ids), f"row {new.row} comes with nothing left to compute"
         row = _Row(
             number=new.row,
-            generation=new.generation,
             token_ids=list(new.token_ids),
+            num_computed=new.num_computed_tokens,
             num_prompt_tokens=new.num_prompt_tokens,
             table=list(new.block_ids),
             sampling=new.sampling,
             root=self.language.root(new.adapter),
         )
         self.language.extend(row.fingerprints, row.root, row.token_ids)
-        self.rows[new.row] = row
+        self._take_row(row)
 
     def _fork(self, fork: Fork) -> None:
-        self._new_row(fork.row, fork.generation)
         source = self._row(fork.source_row)
-        self.rows[fork.row] = _Row(
-            number=fork.row,
-            generation=fork.generation,
-            token_ids=list(source.token_ids),
-            num_prompt_tokens=source.num_prompt_tokens,
-            table=list(source.table),
-            sampling=fork.sampling,
-            root=source.root,
-            fingerprints=list(source.fingerprints),
-            num_computed=source.num_computed,
+        self._take_row(
+            replace(
+                source,
+                number=fork.row,
+                token_ids=list(source.token_ids),
+                table=list(source.table),
+                sampling=fork.sampling,
+                fingerprints=list(source.fingerprints),
+            )
         )
 
-    def _check_writes(self, plan: StepPlan) -> None:
+    def _spans(self, plan: StepPlan) -> list[_Span]:
+        """What runs, from where each row is."""
+        found, spans = [], plan.spans
+        for number, num_tokens, samples in zip(spans.rows, spans.num_tokens, spans.samples, strict=True):
+            row = self._row(number)
+            drafts = spans.drafts.get(number, [])
+            if isinstance(drafts, int):
+                assert num_tokens == 1 + drafts, f"{row} has {num_tokens} tokens with {drafts} drafts"
+                drafts = self._drafter(row.token_ids, drafts) if self._drafter else []
+                num_tokens = 1 + len(drafts)
+            fingerprints = row.fingerprints
+            if drafts:
+                assert samples and num_tokens == 1 + len(drafts), f"{row} has {num_tokens} tokens and drafts {drafts}"
+                fingerprints = list(fingerprints)
+                self.language.extend(fingerprints, row.root, row.token_ids + drafts)
+            found.append(_Span(row, row.num_computed, num_tokens, samples, drafts, fingerprints))
+        return found
+
+    def _check_writes(self, spans: list[_Span]) -> None:
         """Nobody writes a block that another row can read, unless it writes what that row expects there."""
-        spans, size = plan.spans, self.memory.block_size
-        assert len(set(spans.rows)) == len(spans.rows), f"a row has two spans: {spans.rows}"
+        size = self.memory.block_size
+        numbers = [span.row.number for span in spans]
+        assert len(set(numbers)) == len(numbers), f"a row has two spans: {numbers}"
         holders: dict[int, list[_Row]] = {}
         for row in self.rows:
             if row is not None:
                 for block in row.table:
                     holders.setdefault(block, []).append(row)
-        for number, start, num_tokens in zip(spans.rows, spans.starts, spans.num_tokens, strict=True):
-            writer = self._row(number)
-            self._check_span(writer, start, num_tokens)
-            for index in range(start // size, (start + num_tokens - 1) // size + 1):
-                first, last = max(start, index * size), min(start + num_tokens, (index + 1) * size)
+        for span in spans:
+            writer = span.row
+            self._check_span(span)
+            for index in range(span.start // size, (span.end - 1) // size + 1):
+                first, last = max(span.start, index * size), min(span.end, (index + 1) * size)
                 for other in holders[writer.table[index]]:
                     if other is not writer:
-                        assert other.fingerprints[first:last] == writer.fingerprints[first:last], (
+                        assert other.fingerprints[first:last] == span.fingerprints[first:last], (
                             f"{writer} writes block {writer.table[index]}, which {other} reads as something else"
                         )
 
-    def _check_span(self, row: _Row, start: int, num_tokens: int) -> None:
-        assert num_tokens > 0, f"{row} has an empty span"
-        if row.num_computed is not None:
-            assert start == row.num_computed, f"{row} goes on at {start}, but {row.num_computed} tokens are computed"
-        assert start + num_tokens <= len(row.token_ids), f"{row} has no token at {start + num_tokens - 1}"
+    def _check_span(self, span: _Span) -> None:
+        row, num_known = span.row, len(span.row.token_ids)
+        assert span.num_tokens > 0, f"{row} has an empty span"
+        num_ran = span.end - len(span.drafts)
+        assert num_ran <= num_known, f"{row} has no token at {num_ran - 1}"
+        assert not span.samples or num_ran == num_known, f"{row} samples amid known tokens"
         room = len(row.table) * self.memory.block_size
-        assert start + num_tokens <= room, f"{row} has room for {room} tokens, its span ends at {start + num_tokens}"
+        assert span.end <= room, f"{row} has room for {room} tokens, its span ends at {span.end}"
 
-    def _forward(self, plan: StepPlan, result: StepResult) -> None:
+    def _forward(self, spans: list[_Span], result: StepResult) -> None:
         """All of a step's tokens are written before any is read, as each layer does."""
-        spans = plan.spans
-        for number, start, num_tokens in zip(spans.rows, spans.starts, spans.num_tokens, strict=True):
-            row = self._row(number)
-            row.num_computed = start + num_tokens
+        for span in spans:
             if self._verify:
-                self.memory.write(row.table, row.fingerprints, start, start + num_tokens)
-        for number, start, num_tokens, samples in zip(
-            spans.rows, spans.starts, spans.num_tokens, spans.samples, strict=True
-        ):
-            row = self._row(number)
+                self.memory.write(span.row.table, span.fingerprints, span.start, span.end)
+            span.row.num_computed = span.end  # less the drafts that are not accepted
+        for span in spans:
+            row = span.row
             if self._verify:
-                assert not samples or start + num_tokens == len(row.token_ids), f"{row} samples amid known tokens"
-                self.memory.check_read(row.table, row.fingerprints, start + num_tokens, str(row))
+                self.memory.check_read(row.table, span.fingerprints, span.end, str(row))
             if row.sampling.prompt_logprobs is not None:
-                piece = self._prompt_logprobs(row, start, num_tokens, row.sampling.prompt_logprobs)
+                piece = self._prompt_logprobs(span, row.sampling.prompt_logprobs)
                 if piece:
-                    result.prompt_logprobs[number] = piece
+                    result.prompt_logprobs[row.number] = piece
 
-    def _prompt_logprobs(self, row: _Row, start: int, num_tokens: int, num_top: int) -> list[TokenLogprobs]:
-        end = min(start + num_tokens, row.num_prompt_tokens - 1)
-        return [self.language.logprobs(row.fingerprints[p], row.token_ids[p + 1], num_top) for p in range(start, end)]
+    def _prompt_logprobs(self, span: _Span, num_top: int) -> list[TokenLogprobs]:
+        row, end = span.row, min(span.end, span.row.num_prompt_tokens - 1)
+        positions = range(span.start, end)
+        return [self.language.logprobs(row.fingerprints[p], row.token_ids[p + 1], num_top) for p in positions]
 
-    def _sample(self, plan: StepPlan, result: StepResult) -> None:
+    def _sample(self, plan: StepPlan, spans: list[_Span], result: StepResult) -> None:
+        for fork in plan.forks:
+            self._fork(fork)
+        drafts = {span.row.number: span.drafts for span in spans}
         for index, number in enumerate(plan.sampled_rows()):
             row = self._row(number)
             error = self._fault(row.token_ids) if self._fault else None
             if error is not None:
                 result.failed[index] = (FinishReason.ERROR, error)
+            result.tokens.append(self._sample_row(row, drafts.get(number, []), index, result))
+
+    def _sample_row(self, row: _Row, drafts: list[int], index: int, result: StepResult) -> list[int]:
+        """The token after the row's last one, and as long as drafts agree with it, the next."""
+        tokens: list[int] = []
+        while True:
             num_output = len(row.token_ids) - row.num_prompt_tokens
             token = self.language.next_token(row.fingerprints[-1], row.sampling, num_output)
             if row.sampling.logprobs is not None:
-                result.logprobs[index] = [self.language.logprobs(row.fingerprints[-1], token, row.sampling.logprobs)]
+                entry = self.language.logprobs(row.fingerprints[-1], token, row.sampling.logprobs)
+                result.logprobs.setdefault(index, []).append(entry)
+            tokens.append(token)
             row.token_ids.append(token)
             self.language.extend(row.fingerprints, row.root, row.token_ids)
-            result.tokens.append([token])
+            if len(tokens) > len(drafts) or token != drafts[len(tokens) - 1]:
+                row.num_computed -= len(drafts) - (len(tokens) - 1)
+                return tokens
 
     # -- transfers
 

@@ -21,7 +21,7 @@ def test_kinds(decodes: int, prefill: int, kind: str) -> None:
 
 
 def test_parts_add_up_to_the_step(engine: LLMEngine) -> None:
-    decoder = engine.core.executor.decoder  # type: ignore[attr-defined]
+    decoder = engine.core.executor.worker.decoder  # type: ignore[attr-defined]
     ops = decoder.ops
     report, kinds = profile_workload(engine, [([20 + i] * 30, 6) for i in range(3)], name="three")
     assert decoder.ops is ops  # given back

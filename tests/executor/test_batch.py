@@ -1,4 +1,4 @@
-"""The persistent batch: spans become tensors, tables change by diffs."""
+"""The persistent batch: spans become tensors, tables change by diffs, lengths are its own."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import torch
 
 from quire.executor.batch import PersistentBatch
 from quire.params import SamplingSpec
-from quire.plan import Fork, StepPlan
+from quire.plan import Fork, Spans, StepPlan
 
 
-def make() -> PersistentBatch:
+def make(computed_2: int = 0, computed_0: int = 1) -> PersistentBatch:
+    """Row 2 has six tokens, row 0 has two: of these so many have KV."""
     batch = PersistentBatch(num_rows=4, max_model_len=32, block_size=4, device=torch.device("cpu"))
-    batch.admit(2, 1, [10, 11, 12, 13, 14, 15], [7, 3])
-    batch.admit(0, 1, [20, 21], [5])
+    batch.admit(2, [10, 11, 12, 13, 14, 15], computed_2, [7, 3])
+    batch.admit(0, [20, 21], computed_0, [5])
     return batch
 
 
+def step(*spans: tuple[int, int, bool], drafts: dict[int, list[int] | int] | None = None) -> StepPlan:
+    rows, counts, samples = zip(*spans, strict=True)
+    return StepPlan(1, spans=Spans(list(rows), list(counts), list(samples), drafts or {}))
+
+
 def test_a_mixed_step() -> None:
-    batch = make()
-    plan = StepPlan(1)
-    plan.spans.add(0, 1, 1, True)
-    plan.spans.add(2, 2, 3, False)
-    inputs = batch.prepare(plan)
+    inputs = make(computed_2=2).prepare(step((0, 1, True), (2, 3, False)))
     attention = inputs.attention
     assert inputs.token_ids.tolist() == [21, 12, 13, 14]
     assert attention.positions.tolist() == [1, 2, 3, 4]
@@ -35,51 +37,79 @@ def test_a_mixed_step() -> None:
 
 
 def test_all_decodes() -> None:
-    batch = make()
-    plan = StepPlan(1)
-    plan.spans.add(0, 1, 1, True)
-    plan.spans.add(2, 5, 1, True)
-    inputs = batch.prepare(plan)
+    inputs = make(computed_2=5).prepare(step((0, 1, True), (2, 1, True)))
     assert inputs.token_ids.tolist() == [21, 15]
     assert inputs.attention.num_decodes == 2
     assert inputs.logit_indices.tolist() == [0, 1]
 
 
-def test_sampled_tokens_feed_the_next_step_and_tables_grow() -> None:
+def test_sampled_tokens_feed_the_next_step_and_tables_change() -> None:
     batch = make()
+    first = step((0, 1, True))
+    batch.prepare(first)
+    batch.advance(first.spans)
     batch.store(batch.places([0], [2]), torch.tensor([99]))
-    plan = StepPlan(2)
-    plan.grown = [(2, [9, 1])]
-    plan.rewired = [(0, 0, 6)]
-    plan.spans.add(0, 2, 1, True)
+    plan = step((0, 1, True))
+    plan.appended = [(2, [9, 1])]
+    plan.remapped = [(0, 0, 6)]
     batch.apply_table_diffs(plan)
     inputs = batch.prepare(plan)
     assert inputs.token_ids.tolist() == [99]
     assert inputs.attention.slots.tolist() == [6 * 4 + 2]
     assert batch.block_tables[2, :4].tolist() == [7, 3, 9, 1]
-    assert batch.table_lengths[2] == 4
+    batch.apply_table_diffs(StepPlan(3, trimmed=[(2, 3)], appended=[(2, [8])]))
+    assert batch.block_tables[2, :4].tolist() == [7, 3, 9, 8]
 
 
 def test_forks_read_their_sources_logits_and_get_its_row() -> None:
     batch = make()
-    plan = StepPlan(1)
-    plan.spans.add(0, 1, 1, True)
-    plan.spans.add(2, 0, 6, True)
-    plan.forks = [Fork(2, 1, 1, SamplingSpec()), Fork(2, 3, 1, SamplingSpec())]
+    plan = step((0, 1, True), (2, 6, True))
+    plan.forks = [Fork(2, 1, SamplingSpec()), Fork(2, 3, SamplingSpec())]
     inputs = batch.prepare(plan)
+    batch.advance(plan.spans)
     assert inputs.sampled_rows == [0, 2, 1, 3]
     assert inputs.logit_indices.tolist() == [0, 6, 6, 6]
     assert inputs.sampled_positions == [2, 6, 6, 6]
-    batch.fork(2, 1, 1)
+    batch.fork(2, 1)
     assert batch.block_tables[1, :2].tolist() == [7, 3]
     assert batch.tokens[1, :6].tolist() == [10, 11, 12, 13, 14, 15]
+    assert batch.num_computed[1] == 6
+
+
+def test_drafts_run_behind_the_last_token_and_each_position_gives_logits() -> None:
+    batch = make(computed_2=5)
+    plan = step((0, 1, True), (2, 3, True), drafts={2: [70, 71]})
+    inputs = batch.prepare(plan)
+    assert inputs.token_ids.tolist() == [21, 15, 70, 71]
+    assert inputs.attention.positions.tolist() == [1, 5, 6, 7]
+    assert inputs.logit_indices.tolist() == [0, 1, 2, 3]
+    assert (inputs.sampled_rows, inputs.sampled_positions) == ([0, 2], [2, 6])
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 2])
+def test_a_length_grows_by_what_is_accepted(num_accepted: int) -> None:
+    batch = make(computed_2=5)
+    [unjudged] = batch.advance(step((2, 3, True), drafts={2: [70, 71]}).spans)
+    assert batch.num_computed[2] == 6
+    batch.judge(unjudged, num_accepted)
+    assert batch.num_computed[2] == 6 + num_accepted
+
+
+def test_a_late_judgement_does_not_touch_the_rows_next_sequence() -> None:
+    batch = make(computed_2=5)
+    [unjudged] = batch.advance(step((2, 3, True), drafts={2: [70, 71]}).spans)
+    batch.release(2)
+    batch.admit(2, [1, 2, 3], 0, [6])
+    batch.judge(unjudged, 2)
+    assert batch.num_computed[2] == 0
 
 
 def test_rows_are_taken_and_released_once() -> None:
     batch = make()
     with pytest.raises(AssertionError, match="row 2"):
-        batch.admit(2, 2, [1], [1])
+        batch.admit(2, [1], 0, [1])
     batch.release(2)
     with pytest.raises(AssertionError, match="row 2"):
         batch.release(2)
-    batch.admit(2, 2, [1], [1])
+    batch.admit(2, [1], 0, [1])
+    assert batch.release_all() == [0, 2]

@@ -109,10 +109,11 @@ def with_graphs(engine: LLMEngine, room: int | None = None) -> tuple[LocalExecut
     assert isinstance(executor, LocalExecutor)
     memory: Any = PlaybackMemory(engine.spec.vocab_size)
     memory.room = room
-    parts = StepParts(executor.decoder, executor.cache.layers, executor.batch, memory, engine.max_model_len)
-    executor.graphs, executor._mixed = DecodeGraphs(parts, MAX_NUM_SEQS), MixedGraphs(parts)
+    worker = executor.worker
+    parts = StepParts(worker.decoder, worker.cache.layers, worker.batch, memory, engine.max_model_len)
+    worker.graphs, worker.mixed = DecodeGraphs(parts, MAX_NUM_SEQS), MixedGraphs(parts)
     with torch.inference_mode():
-        executor.graphs.capture_common()
+        executor.worker.graphs.capture_common()
     return executor, memory
 
 
@@ -155,7 +156,7 @@ def test_the_tokens_are_those_without_graphs(weights: Path, when: str) -> None:
         assert memory.num_captures > at_start + 30
     assert run(engine, work) == expected
     assert memory.num_played[0] > 50
-    assert executor.graphs is not None
+    assert executor.worker.graphs is not None
     if when == "captured when it pays":
         sizes = {padded_size(num) for num in range(1, MAX_NUM_SEQS + 1)}
         assert at_start < memory.num_captures < at_start + len(sizes)  # not every shape that was passed through
@@ -225,7 +226,7 @@ def test_a_start_without_memory_for_graphs_says_so_and_serves(weights: Path, cap
     with caplog.at_level("WARNING", "quire"):
         executor, memory = with_graphs(engine, room=1)
     assert "captured steps of 16, 8, 4, 2, 1 sequences" in caplog.text
-    assert executor.graphs is not None and len(executor.graphs._graphs) == 1
+    assert executor.worker.graphs is not None and len(executor.worker.graphs._graphs) == 1
     assert run(engine, work) == expected
     assert memory.num_played[0] > 0
 
@@ -235,8 +236,8 @@ def test_no_graph_at_all_and_no_memory_for_one(weights: Path) -> None:
     expected = run(make_engine(weights), work)
     engine = make_engine(weights)
     executor, memory = with_graphs(engine)
-    assert executor.graphs is not None
-    executor.graphs._graphs.clear()
+    assert executor.worker.graphs is not None
+    executor.worker.graphs._graphs.clear()
     memory.room = 0
     assert run(engine, work) == expected
     assert memory.num_played[0] == 0
@@ -245,13 +246,13 @@ def test_no_graph_at_all_and_no_memory_for_one(weights: Path) -> None:
 def test_a_batch_that_outgrows_the_captured_ones_captures_the_largest_once(weights: Path) -> None:
     engine = make_engine(weights)
     executor, memory = with_graphs(engine)
-    assert executor.graphs is not None
+    assert executor.worker.graphs is not None
     before = memory.num_captures
     work = [([i + 1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)) for i in range(39)]
-    assert max(shape.size for shape in executor.graphs._graphs) == 32
+    assert max(shape.size for shape in executor.worker.graphs._graphs) == 32
     for i, (prompt, params) in enumerate(work):
         engine.add_request(str(i), prompt, params)
     while engine.has_unfinished_requests():
         engine.step()
-    assert DecodeShape(40, shares=False) in executor.graphs._graphs
+    assert DecodeShape(40, shares=False) in executor.worker.graphs._graphs
     assert memory.num_captures == before + 1

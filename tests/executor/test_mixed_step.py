@@ -24,7 +24,7 @@ def shape_of(plan: StepPlan, most_seqs: int = 1_000) -> MixedShape | None:
     return mixed_step.shape_of(plan, most_seqs)
 
 
-def plan_of(spans: list[tuple[int, int, int, bool]]) -> StepPlan:
+def plan_of(spans: list[tuple[int, int, bool]]) -> StepPlan:
     plan = StepPlan(1)
     for span in spans:
         plan.spans.add(*span)
@@ -32,17 +32,17 @@ def plan_of(spans: list[tuple[int, int, int, bool]]) -> StepPlan:
 
 
 def test_the_smallest_shape_that_fits() -> None:
-    decodes = [(row, 7, 1, True) for row in range(9)]
-    assert shape_of(plan_of([*decodes, (9, 0, 65, True)])) == MixedShape(16, 128)
-    assert shape_of(plan_of([(0, 0, 64, True)])) == MixedShape(0, 64)
+    decodes = [(row, 1, True) for row in range(9)]
+    assert shape_of(plan_of([*decodes, (9, 65, True)])) == MixedShape(16, 128)
+    assert shape_of(plan_of([(0, 64, True)])) == MixedShape(0, 64)
     assert shape_of(plan_of(decodes)) is None  # those have graphs of their own
-    assert shape_of(plan_of([(0, 0, 513, True)])) is None
-    assert shape_of(plan_of([(row, 0, 2, True) for row in range(MAX_MIXED_PROMPTS + 1)])) is None
-    assert shape_of(plan_of([(row, 7, 1, True) for row in range(257)] + [(300, 0, 2, True)])) is None
+    assert shape_of(plan_of([(0, 513, True)])) is None
+    assert shape_of(plan_of([(row, 2, True) for row in range(MAX_MIXED_PROMPTS + 1)])) is None
+    assert shape_of(plan_of([(row, 1, True) for row in range(257)] + [(300, 2, True)])) is None
 
 
 def test_a_shape_with_too_many_sequences_is_passed_over_for_a_longer_one() -> None:
-    plan = plan_of([*((row, 7, 1, True) for row in range(60)), (60, 0, 380, True)])
+    plan = plan_of([*((row, 1, True) for row in range(60)), (60, 380, True)])
     assert shape_of(plan) == MixedShape(128, 384)
     assert shape_of(plan, 80) == MixedShape(64, 512)  # logits of an engine for 64 sequences
     assert shape_of(plan, 40) is None
@@ -50,8 +50,8 @@ def test_a_shape_with_too_many_sequences_is_passed_over_for_a_longer_one() -> No
 
 def test_every_shape_is_one_that_a_step_can_have() -> None:
     for shape in all_shapes(1_000):
-        decodes = [(row, 7, 1, True) for row in range(shape.num_decodes)]
-        assert shape_of(plan_of([*decodes, (999, 0, shape.num_tokens, True)])) == shape
+        decodes = [(row, 1, True) for row in range(shape.num_decodes)]
+        assert shape_of(plan_of([*decodes, (999, shape.num_tokens, True)])) == shape
 
 
 def test_the_largest_shape_is_captured_first_and_rows_limit_them() -> None:
@@ -89,10 +89,11 @@ def test_padded_logits_are_the_unpadded_ones(seed: int) -> None:
     rng.shuffle(blocks)
     spans = []
     for row in rng.sample(range(num_rows), 12):
-        batch.admit(row, 1, [rng.randrange(spec.vocab_size) for _ in range(50)], [blocks.pop() for _ in range(15)])
         is_decode = len(spans) < 7
         start = rng.randint(1, 40) if is_decode or rng.random() < 0.5 else 0
-        spans.append((row, start, 1 if is_decode else rng.randint(2, 9), is_decode or rng.random() < 0.6))
+        token_ids = [rng.randrange(spec.vocab_size) for _ in range(50)]
+        batch.admit(row, token_ids, start, [blocks.pop() for _ in range(15)])
+        spans.append((row, 1 if is_decode else rng.randint(2, 9), is_decode or rng.random() < 0.6))
     plan = plan_of(spans)
 
     inputs = batch.prepare(plan)
@@ -103,7 +104,7 @@ def test_padded_logits_are_the_unpadded_ones(seed: int) -> None:
     mixed = shape_of(plan)
     assert mixed == MixedShape(8, 64)
     host = np.full(MixedInputs.NUM_INTS, -1, dtype=np.int64)
-    MixedInputs.of(host, mixed).fill(plan, mixed, batch.spare_row)
+    MixedInputs.of(host, mixed).fill(plan, batch.starts(plan.spans).tolist(), mixed, batch.spare_row)
     out = torch.full((mixed.num_seqs, spec.vocab_size), float("nan"))
     logits = run_mixed_step(
         decoder,

@@ -234,7 +234,7 @@ class World:
         line.blocks += own[len(replaced) :]
         kept = [i for i in replaced if i * self.block_size < line.num_computed]
         assert change.new_block_ids == own[len(replaced) :]
-        assert change.rewired == [(i, line.blocks[i]) for i in replaced]
+        assert change.remapped == [(i, line.blocks[i]) for i in replaced]
         assert change.copies == [(old[i], line.blocks[i]) for i in kept]
         for source, target in change.copies:
             self.device[target] = list(self.device[source])

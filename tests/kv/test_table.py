@@ -65,8 +65,8 @@ def test_fork_shares_the_partly_filled_block_and_the_first_writer_copies_it() ->
     kv.fork(1, 3)
     assert kv.block_ids(2) == kv.block_ids(3) == table
     assert [kv.pool.blocks[block_id].ref_count for block_id in table] == [3, 3]
-    assert kv.grow(2, 7, 6) == Allocation(rewired=[(1, 2)], copies=[(1, 2)])
-    assert kv.grow(1, 7, 6) == Allocation(rewired=[(1, 3)], copies=[(1, 3)])
+    assert kv.grow(2, 7, 6) == Allocation(remapped=[(1, 2)], copies=[(1, 2)])
+    assert kv.grow(1, 7, 6) == Allocation(remapped=[(1, 3)], copies=[(1, 3)])
     assert kv.grow(3, 7, 6) is UNCHANGED  # the last one has it for itself
     assert [kv.block_ids(seq_id) for seq_id in (1, 2, 3)] == [[0, 3], [0, 2], [0, 1]]
     assert kv.grow(2, 8, 7) is UNCHANGED
@@ -88,7 +88,7 @@ def test_shared_blocks_without_tokens_are_replaced_but_not_copied() -> None:
     start(kv, 1, 6, lookahead=8)  # 4 blocks; the last two are empty
     kv.fork(1, 2)
     change = kv.grow(2, 7, 6)
-    assert change == Allocation(rewired=[(1, 4), (2, 5), (3, 6)], copies=[(1, 4)])
+    assert change == Allocation(remapped=[(1, 4), (2, 5), (3, 6)], copies=[(1, 4)])
     kv.check()
 
 
@@ -99,7 +99,7 @@ def test_copy_on_write_and_growth_are_one_allocation() -> None:
     assert kv.grow(2, 9, 6) is None  # needs a copy and a new block, one is free
     assert kv.block_ids(2) == [0, 1]
     kv.check()
-    assert kv.grow(2, 8, 6) == Allocation(rewired=[(1, 2)], copies=[(1, 2)])
+    assert kv.grow(2, 8, 6) == Allocation(remapped=[(1, 2)], copies=[(1, 2)])
     kv.check()
 
 
@@ -132,7 +132,7 @@ def test_a_cached_block_is_never_overwritten() -> None:
     tokens = list(range(8))
     table = start(kv, 1, 8)
     change = kv.grow(1, 8, 5)  # tokens 5.. are written again, into a block that is cached
-    assert change == Allocation(rewired=[(1, 2)], copies=[(1, 2)])
+    assert change == Allocation(remapped=[(1, 2)], copies=[(1, 2)])
     assert kv.match([*tokens, 0]).block_ids == table  # what was cached still is
     kv.check()
     other = [*tokens[:5], 50, 60, 70]

@@ -54,7 +54,7 @@ def test_answers_are_those_of_an_engine_of_its_own(
 
 def test_the_weights_are_loaded_once(bench: Workbench) -> None:
     first, second = bench.engine(max_num_seqs=2), bench.engine(block_size=32)
-    decoders = {id(each.built.executor.executor.decoder) for each in (first, second, bench.base())}
+    decoders = {id(each.built.executor.executor.worker.decoder) for each in (first, second, bench.base())}
     assert len(decoders) == 1
 
 

@@ -175,10 +175,10 @@ class Rig:
         return lines
 
 
-def spans(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
+def spans(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
     assert plan is not None
     s = plan.spans
-    return list(zip(s.rows, s.starts, s.num_tokens, s.samples, strict=True))
+    return list(zip(s.rows, s.num_tokens, s.samples, strict=True))
 
 
 def alone(request: Request, vocab_size: int = 1000) -> list[list[int]]:

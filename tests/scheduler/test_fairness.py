@@ -215,7 +215,7 @@ def test_prompts_of_the_tenant_that_has_had_least_go_first() -> None:
     assert plan is not None
     assert short.sequences[0].first_token_s is not None
     assert long.sequences[0].num_computed_tokens < 100
-    assert [n for _, _, n, _ in spans(plan)] == [1, 15]
+    assert [n for _, n, _ in spans(plan)] == [1, 15]
     rig.collect()
 
 
@@ -378,18 +378,18 @@ def test_smooth_steps_take_little_of_a_prompt_beside_decodes_and_more_when_more_
     rig = Rig(num_blocks=1000, max_num_batched_tokens=512, max_model_len=600)
     rig.scheduler.smooth_steps(lambda num_decodes: 33 - num_decodes)
     rig.add(make_request(200, max_tokens=60))
-    assert [n for _, _, n, _ in spans(rig.submit())] == [200]  # nobody reads yet
+    assert [n for _, n, _ in spans(rig.submit())] == [200]  # nobody reads yet
     rig.collect()
     rig.add(make_request(80))
     chunks = []
     for _ in range(3):
-        chunks.append([n for _, _, n, _ in spans(rig.submit())])
+        chunks.append([n for _, n, _ in spans(rig.submit())])
         rig.collect()
     assert chunks == [[1, 32], [1, 32], [1, 16]]
     rig.add(make_request(400), make_request(400))
-    assert sum(n for _, _, n, _ in spans(rig.submit()) if n > 1) == 200  # a quarter of what waits
+    assert sum(n for _, n, _ in spans(rig.submit()) if n > 1) == 200  # a quarter of what waits
     rig.collect()
-    assert sum(n for _, _, n, _ in spans(rig.submit()) if n > 1) == 150
+    assert sum(n for _, n, _ in spans(rig.submit()) if n > 1) == 150
     rig.collect()
     rig.run()
     rig.check_idle()
@@ -402,7 +402,7 @@ def test_prompts_that_may_not_be_split_are_not_smoothed() -> None:
     rig.submit()
     rig.collect()
     rig.add(make_request(300))
-    assert [n for _, _, n, _ in spans(rig.submit())] == [1, 300]
+    assert [n for _, n, _ in spans(rig.submit())] == [1, 300]
     rig.collect()
     rig.run()
     rig.check_idle()
@@ -412,13 +412,13 @@ def test_a_prefill_limit_holds_in_steps_that_decode_until_it_is_lifted() -> None
     rig = Rig(num_blocks=400, max_num_batched_tokens=64)
     rig.scheduler.set_prefill_limit(8)
     rig.add(make_request(64, max_tokens=40))
-    assert [n for _, _, n, _ in spans(rig.submit())] == [64]  # nothing decodes
+    assert [n for _, n, _ in spans(rig.submit())] == [64]  # nothing decodes
     rig.collect()
     rig.add(make_request(100), make_request(100))
-    assert [n for _, _, n, _ in spans(rig.submit())] == [1, 8]
+    assert [n for _, n, _ in spans(rig.submit())] == [1, 8]
     rig.collect()
     rig.scheduler.set_prefill_limit(None)
-    assert [n for _, _, n, _ in spans(rig.submit())] == [1, 63]
+    assert [n for _, n, _ in spans(rig.submit())] == [1, 63]
     rig.collect()
     rig.run()
     rig.check_idle()

@@ -19,6 +19,12 @@ def test_reserved_rows_go_back_unnamed() -> None:
     assert (rows.num_free, rows.take_released()) == (3, [])
 
 
-def test_each_use_of_a_row_has_a_generation() -> None:
-    rows = RowPool(2)
-    assert [rows.next_generation(0), rows.next_generation(0), rows.next_generation(1)] == [1, 2, 1]
+def test_trimmed_tables_are_told_once_and_not_of_rows_that_were_given_back() -> None:
+    rows = RowPool(3)
+    rows.take(3)
+    rows.note_trimmed(0, 5)
+    rows.note_trimmed(1, 7)
+    rows.note_trimmed(0, 4)
+    rows.take_back(1)
+    assert rows.take_trimmed() == [(0, 4)]
+    assert rows.take_trimmed() == []

@@ -2,34 +2,29 @@ from __future__ import annotations
 
 import pytest
 
-from quire.plan import Spans, StepPlan
 from quire.sim import CostModel, SimClock
 
 
-def decodes(count: int, context: int) -> StepPlan:
-    return StepPlan(0, spans=Spans([*range(count)], [context] * count, [1] * count, [True] * count))
-
-
-def chunk(num_tokens: int, start: int = 0) -> StepPlan:
-    return StepPlan(0, spans=Spans([0], [start], [num_tokens], [False]))
+def decodes(count: int, context: int) -> tuple[list[int], list[int]]:
+    return [1] * count, [context] * count
 
 
 def test_small_steps_cost_the_weights_and_large_ones_their_tokens() -> None:
     cost = CostModel(overhead_s=0.0, kv_token_s=0.0, pair_s=0.0)
-    assert cost.step_s(decodes(1, 100)) == cost.step_s(decodes(100, 100)) == cost.weights_s
-    assert cost.step_s(chunk(4000)) == pytest.approx(4000 * cost.token_s)
+    assert cost.step_s(*decodes(1, 100)) == cost.step_s(*decodes(100, 100)) == cost.weights_s
+    assert cost.step_s([4000], [0]) == pytest.approx(4000 * cost.token_s)
 
 
 def test_context_costs_reads_and_chunks_cost_pairs() -> None:
     cost = CostModel(overhead_s=0.0, weights_s=0.0, token_s=0.0)
-    assert cost.step_s(decodes(10, 999)) == pytest.approx(10_000 * cost.kv_token_s)
-    assert cost.step_s(chunk(100, 900)) == pytest.approx(1000 * cost.kv_token_s + 100_000 * cost.pair_s)
+    assert cost.step_s(*decodes(10, 999)) == pytest.approx(10_000 * cost.kv_token_s)
+    assert cost.step_s([100], [900]) == pytest.approx(1000 * cost.kv_token_s + 100_000 * cost.pair_s)
 
 
 def test_swapped_blocks_cost_and_an_empty_step_does_not() -> None:
     cost = CostModel()
-    assert cost.step_s(StepPlan(0)) == 0.0
-    assert cost.step_s(StepPlan(0, swap_out=[(0, 0)], swap_in=[(1, 1)])) == pytest.approx(2 * cost.block_copy_s)
+    assert cost.step_s([], []) == 0.0
+    assert cost.step_s([], [], num_moved_blocks=2) == pytest.approx(2 * cost.block_copy_s)
 
 
 def test_the_clock_never_goes_back() -> None:
@@ -50,7 +45,7 @@ def test_a_models_costs_are_its_roofline() -> None:
         efficiency=0.5,
         overhead_s=0.0,
     )
-    assert cost.step_s(decodes(1, 0)) == pytest.approx(2e9 / 5e11 + 1000 / 5e11)
+    assert cost.step_s(*decodes(1, 0)) == pytest.approx(2e9 / 5e11 + 1000 / 5e11)
     assert cost.token_s == pytest.approx(2e9 / 5e13)
     # A pair multiplies its 500 numbers of K and V, two operations each.
     assert cost.pair_s == pytest.approx(1000 / 5e13)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 from quire.plan import Spans, StepPlan
 from quire.request import Sequence
 
 
+class SubmittedDrafts(NamedTuple):
+    """Drafts whose verification is under way."""
+
+    num_tokens: int
+    num_preemptions: int  # of the sequence when they were submitted: after another one, the KV they wrote is gone
+
+
 @dataclass(slots=True)
-class Draft:
-    """Collects one step. Decodes and chunks are kept apart because a plan's decodes stand before its chunks."""
+class StepBuilder:
+    """Collects one step: decodes of one token, decodes with drafts, and chunks of prompts, in the plan's order."""
 
     plan: StepPlan
     budget: int  # tokens that may still be given out
     decodes: list[Sequence] = field(default_factory=list)
-    decode_starts: list[int] = field(default_factory=list)
+    verifying: list[Sequence] = field(default_factory=list)
+    drafts: list[list[int] | int] = field(default_factory=list)  # of those
+    num_draft_tokens: int = 0
     chunks: list[Sequence] = field(default_factory=list)
     chunk_starts: list[int] = field(default_factory=list)
     chunk_sizes: list[int] = field(default_factory=list)
@@ -29,53 +38,66 @@ class Draft:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.decodes or self.chunks or self.plan.swap_out)
+        return not (self.decodes or self.verifying or self.chunks or self.plan.swap_out)
 
     def has_scheduled(self, seq: Sequence) -> bool:
-        return seq in self.decodes or seq in self.chunks or seq in self.forked
+        return seq in self.decodes or seq in self.verifying or seq in self.chunks or seq in self.forked
 
     def scheduled(self) -> set[Sequence]:
-        return {*self.decodes, *self.chunks, *self.forked}
+        return {*self.decodes, *self.verifying, *self.chunks, *self.forked}
+
+    def add_verification(self, seq: Sequence, drafts: list[int] | int) -> None:
+        self.verifying.append(seq)
+        self.drafts.append(drafts)
+        self.num_draft_tokens += num_drafts(drafts)
 
     def add_chunk(self, seq: Sequence, start: int, size: int, samples: bool) -> None:
         self.budget -= size
         if size == 1 and samples:
             self.decodes.append(seq)
-            self.decode_starts.append(start)
             return
         self.chunks.append(seq)
         self.chunk_starts.append(start)
         self.chunk_sizes.append(size)
         self.chunk_samples.append(samples)
 
-    def issue(self, released: list[int]) -> tuple[StepPlan, InFlight]:
+    def issue(self, released: list[int], trimmed: list[tuple[int, int]]) -> tuple[StepPlan, InFlight]:
         """The finished plan and its memory."""
-        num_decodes = len(self.decodes)
+        plan, num_decodes = self.plan, len(self.decodes)
+        one_token = [1] * num_decodes
         rows = [seq.row for seq in self.decodes]
-        rows += [seq.row for seq in self.chunks]
-        self.plan.released = released
-        self.plan.spans = Spans(
-            rows=cast("list[int]", rows),  # whoever runs has a row
-            starts=self.decode_starts + self.chunk_starts,
-            num_tokens=[1] * num_decodes + self.chunk_sizes,
-            samples=[True] * num_decodes + self.chunk_samples,
-        )
         sampled = self.decodes
+        submitted: dict[int, SubmittedDrafts] = {}
+        if self.verifying:
+            sizes = [num_drafts(drafts) for drafts in self.drafts]
+            rows += [seq.row for seq in self.verifying]
+            one_token += [1 + size for size in sizes]
+            for i, (seq, size) in enumerate(zip(self.verifying, sizes, strict=True), start=num_decodes):
+                submitted[i] = SubmittedDrafts(size, seq.num_preemptions)
+            sampled = sampled + self.verifying
         if self.chunks:
             sampled = sampled + [s for s, samples in zip(self.chunks, self.chunk_samples, strict=True) if samples]
+        plan.released, plan.trimmed = released, trimmed
+        plan.spans = Spans(
+            rows=cast("list[int]", rows + [seq.row for seq in self.chunks]),  # whoever runs has a row
+            num_tokens=one_token + self.chunk_sizes,
+            samples=[True] * len(one_token) + self.chunk_samples,
+            drafts={cast("int", seq.row): drafts for seq, drafts in zip(self.verifying, self.drafts, strict=True)},
+        )
         prompts = [
             (cast("int", seq.row), seq, start)
             for seq, start in zip(self.chunks, self.chunk_starts, strict=True)
             if seq.request.params.prompt_logprobs is not None
         ]
         memory = InFlight(
-            step=self.plan.step,
+            step=plan.step,
             sampled=sampled + self.forked,
+            drafts=submitted,
             prompts=prompts,
-            num_decodes=num_decodes,
+            num_decodes=len(one_token),
             num_prefill_tokens=sum(self.chunk_sizes),
         )
-        return self.plan, memory
+        return plan, memory
 
 
 @dataclass(slots=True)
@@ -84,6 +106,11 @@ class InFlight:
 
     step: int
     sampled: list[Sequence]  # in the order of plan.sampled_rows()
+    drafts: dict[int, SubmittedDrafts]  # by index into sampled
     prompts: list[tuple[int, Sequence, int]]  # row, sequence, first position: spans that want prompt logprobs
     num_decodes: int
     num_prefill_tokens: int
+
+
+def num_drafts(drafts: list[int] | int) -> int:
+    return drafts if isinstance(drafts, int) else len(drafts)

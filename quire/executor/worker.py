@@ -1,0 +1,201 @@
+"""A worker: one device's model, KV bytes, persistent batch and sampler.
+
+A step is three calls: `apply` takes a plan's changes, `forward` runs the model, `sample` draws the tokens. None of them
+waits for the device. Sampling is a call of its own because what it needs may depend on the tokens of the step before:
+the host works that out while the forward pass runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire.executor.batch import PersistentBatch, Unjudged
+from quire.executor.clock import StepClock
+from quire.executor.decode_graphs import DecodeGraphs
+from quire.executor.kv_cache import KVCache
+from quire.executor.mixed_graphs import MixedGraphs
+from quire.executor.mixed_step import MixedShape
+from quire.models.decoder import Decoder
+from quire.params import SamplingSpec
+from quire.plan import StepPlan, TokenLogprobs
+from quire.sampling import SampledBatch, Sampler, VerifiedBatch, prompt_logprobs, verify_drafts
+
+# Rows of logits held at once for prompt logprobs: a long prompt over a large vocabulary would not fit.
+_PROMPT_LOGPROB_ROWS = 128
+
+
+@dataclass(slots=True)
+class ForwardPass:
+    """What a forward pass leaves for sampling."""
+
+    rows: list[int] = field(default_factory=list)  # that sample
+    positions: list[int] = field(default_factory=list)  # of the first token that each of them samples
+    logits: Tensor | None = None  # [rows, vocab]; with drafts, a line more for each of them
+    places: tuple[Tensor, Tensor] | None = None  # rows and positions on the device, where they are there already
+    unjudged: list[Unjudged] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
+
+
+class Worker:
+    """One device."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        batch: PersistentBatch,
+        sampler: Sampler,
+        *,
+        graphs: DecodeGraphs | None = None,
+        mixed: MixedGraphs | None = None,
+    ) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self.batch = batch
+        self.sampler = sampler
+        self.graphs = graphs
+        self.mixed = mixed
+        self.is_gpu = cache.device_blocks.is_cuda
+        # By row: what a prompt's logprobs need while the prompt runs.
+        self._prompt_logprob_rows: dict[int, tuple[SamplingSpec, list[int]]] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Everything of a plan that comes before the forward pass, in the contract's order."""
+        for row in plan.released:
+            self.batch.release(row)
+            self.sampler.release(row)
+            self._prompt_logprob_rows.pop(row, None)
+        self.cache.move(plan.swap_out, plan.swap_in, plan.step)
+        self.cache.copy(plan.copies)
+        for new in plan.admitted:
+            self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.block_ids)
+            self.sampler.admit(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
+            if new.sampling.prompt_logprobs is not None:
+                self._prompt_logprob_rows[new.row] = (new.sampling, new.token_ids[: new.num_prompt_tokens])
+        self.batch.apply_table_diffs(plan)
+
+    def forward(self, plan: StepPlan, clock: StepClock) -> ForwardPass:
+        """Run the plan's tokens: from a captured step where there is one that fits."""
+        num_attempts = self._num_capture_attempts
+        starts: list[int] = self.batch.starts(plan.spans).tolist()
+        can_replay = self._can_replay(plan, starts)
+        shape = None if can_replay else self._mixed_shape(plan)
+        if self._num_capture_attempts != num_attempts:
+            clock.restart()  # the scheduler would take a capture for a slow step
+        if can_replay:
+            done = self._replay_decodes(plan, starts, clock)
+        elif shape is not None:
+            done = self._replay_mixed(plan, starts, shape, clock)
+        elif plan.spans.rows:
+            done = self._run(plan, starts, clock)
+        else:
+            done = ForwardPass()
+        done.unjudged = self.batch.advance(plan.spans)
+        clock.mark("forward")
+        return done
+
+    def sample(self, plan: StepPlan, done: ForwardPass) -> SampledBatch | VerifiedBatch | None:
+        """The next tokens of the rows that sample, stored where the next step reads them. None where no row does."""
+        for fork in plan.forks:
+            self.batch.fork(fork.source_row, fork.row)
+            self.sampler.fork(fork.source_row, fork.row, fork.sampling)
+        if done.logits is None:
+            return None
+        if done.unjudged:
+            drafts = {each.row: each.drafts for each in done.unjudged}
+            of_rows = [drafts.get(row, []) for row in done.rows]
+            verified = verify_drafts(self.sampler, done.logits, done.rows, done.positions, of_rows)
+            for part in verified.parts:
+                self.batch.store(self.batch.places(part.rows, part.positions), part.sampled.token_ids)
+            return verified
+        sampled = self.sampler.sample(done.logits, done.rows, done.positions)
+        self.batch.store(done.places or self.batch.places(done.rows, done.positions), sampled.token_ids)
+        return sampled
+
+    def capture_more(self) -> bool:
+        """One more captured step. False when there is none left."""
+        return any(graphs is not None and graphs.capture_next() for graphs in (self.mixed, self.graphs))
+
+    def reset(self) -> None:
+        """Forget every row: the next plan may be another scheduler's first."""
+        self._prompt_logprob_rows.clear()
+        for row in self.batch.release_all():
+            self.sampler.release(row)
+
+    def _replay_decodes(self, plan: StepPlan, starts: list[int], clock: StepClock) -> ForwardPass:
+        assert self.graphs is not None
+        rows = plan.spans.rows
+        self.graphs.prepare(rows, starts)
+        clock.mark("prepare")
+        logits = self.graphs.replay(len(rows))
+        return ForwardPass(rows, [start + 1 for start in starts], logits, self.graphs.next_places(len(rows)))
+
+    def _replay_mixed(self, plan: StepPlan, starts: list[int], shape: MixedShape, clock: StepClock) -> ForwardPass:
+        assert self.mixed is not None
+        self.mixed.prepare(plan, starts, shape)
+        clock.mark("prepare")
+        rows = plan.sampled_rows()
+        logits = self.mixed.replay(shape, len(rows))
+        spans = zip(starts, plan.spans.num_tokens, plan.spans.samples, strict=True)
+        positions = [start + count for start, count, samples in spans if samples]
+        return ForwardPass(rows, positions, logits if rows else None)
+
+    def _run(self, plan: StepPlan, starts: list[int], clock: StepClock) -> ForwardPass:
+        inputs = self.batch.prepare(plan)
+        clock.mark("prepare")
+        hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.cache.layers)
+        done = ForwardPass(inputs.sampled_rows, inputs.sampled_positions)
+        done.prompt_logprobs = self._prompt_logprobs(plan, starts, hidden)
+        if inputs.sampled_rows:
+            done.logits = self.decoder.logits(hidden, inputs.logit_indices)
+        return done
+
+    def _can_replay(self, plan: StepPlan, starts: list[int]) -> bool:
+        """Whether the step is one token of each sequence, all of them sampling, and there is a graph for it."""
+        spans = plan.spans
+        return (
+            self.graphs is not None
+            and bool(spans.rows)
+            and not plan.forks
+            and max(spans.num_tokens) == 1
+            and all(spans.samples)
+            and not self._prompt_logprob_rows
+            and self.graphs.choose(spans.rows, starts)
+        )
+
+    def _mixed_shape(self, plan: StepPlan) -> MixedShape | None:
+        """The captured shape for a step with short prompts, where there is one."""
+        if self.mixed is None or plan.forks or plan.spans.drafts or self._prompt_logprob_rows:
+            return None
+        return self.mixed.shape_of(plan)
+
+    @property
+    def _num_capture_attempts(self) -> int:
+        return self.graphs.memory.num_attempts if self.graphs is not None else 0
+
+    def _prompt_logprobs(self, plan: StepPlan, starts: list[int], hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """For rows that ask: the logprob of each prompt token that follows a token of this step."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        if not self._prompt_logprob_rows:
+            return found
+        first = 0
+        for row, start, count in zip(plan.spans.rows, starts, plan.spans.num_tokens, strict=True):
+            if row in self._prompt_logprob_rows:
+                spec, prompt = self._prompt_logprob_rows[row]
+                assert spec.prompt_logprobs is not None
+                targets = prompt[start + 1 : start + 1 + count]
+                entries: list[TokenLogprobs] = []
+                for at in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
+                    some = targets[at : at + _PROMPT_LOGPROB_ROWS]
+                    indices = torch.arange(first + at, first + at + len(some), device=hidden.device)
+                    logits = self.decoder.logits(hidden, indices)
+                    entries.extend(prompt_logprobs(logits, some, spec.prompt_logprobs))
+                if entries:
+                    found[row] = entries
+                if start + count >= len(prompt):
+                    del self._prompt_logprob_rows[row]
+            first += count
+        return found
