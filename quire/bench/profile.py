@@ -67,7 +67,8 @@ def profile_workload(
     divided by the executor's own marks, and `quire.bench.gpu` has the split by kernels."""
     check_lengths(workload, engine.max_model_len, name)
     core = engine.core
-    decoder = getattr(core.executor, "decoder", None)
+    worker = getattr(core.executor, "worker", None)
+    decoder = None if worker is None else worker.decoder
     timed = None
     # The decoder looks its operations up at each pass; there is no public way to put others in their place.
     if decoder is not None and engine.built.executor.backend.device.type == "cpu":
