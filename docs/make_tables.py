@@ -8,16 +8,19 @@ The prose around the tables is written by hand. A test fails when a table is not
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import quire
+from quire import refusals
 from quire.cli import serve_flags
-from quire.config import _ONLY, _SPELLINGS, EngineConfig
+from quire.config import _SPELLINGS, EngineConfig
 from quire.engine.brownout import MAX_LEVEL, BrownoutSettings
-from quire.params import _NOT_YET, SamplingParams
+from quire.params import SamplingParams
+from quire.refusals import Refusal
 from quire.server.admission import MAX_TOKENS_HEADER
 from quire.server.metric_names import NAMES
 from quire.server.protocol import ONLY, ChatBody, CompletionBody, GenerationBody, only_fields
@@ -32,6 +35,7 @@ VLLM_FLAGS: dict[str, str] = {
     "served_model_name": "",
     "tokenizer": "",
     "revision": "",
+    "download_dir": "aliases are kept there too",
     "load_format": "other values are refused",
     "dtype": "",
     "quantization": "int8 only; GGUF files need no flag",
@@ -42,6 +46,7 @@ VLLM_FLAGS: dict[str, str] = {
     "block_size": "any of these on every device",
     "kv_cache_dtype": "",
     "kv_cache_memory_bytes": "",
+    "num_gpu_blocks_override": "",
     "gpu_memory_utilization": "",
     "swap_space_gb": "vLLM had it as --swap-space, which is taken too",
     "max_num_seqs": "",
@@ -70,30 +75,17 @@ VLLM_PATHS_MISSING: dict[str, str] = {
     "/sleep, /wake_up, /is_sleeping": "Quire does not sleep",
     "/ping, /invocations": "use /health and the paths above",
 }
-# Methods of vLLM's classes that people call.
+# Methods of vLLM's classes that people call and Quire has.
 VLLM_METHODS: dict[str, tuple[str, ...]] = {
     "LLM": (
-        *("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "sleep", "wake_up"),
-        *("collective_rpc", "get_metrics", "get_tokenizer", "get_default_sampling_params", "reset_prefix_cache"),
-        *("start_profile", "stop_profile"),
+        *("generate", "chat", "get_metrics", "get_tokenizer", "get_default_sampling_params", "reset_prefix_cache"),
     ),
     "AsyncLLM": (
-        *(
-            "from_engine_args",
-            "generate",
-            "abort",
-            "encode",
-            "check_health",
-            "get_tokenizer",
-            "reset_prefix_cache",
-            "shutdown",
-        ),
-        *("pause_generation", "resume_generation", "sleep", "wake_up", "add_lora", "remove_lora", "list_loras"),
-        *("start_profile", "stop_profile"),
+        *("from_engine_args", "generate", "abort", "check_health", "get_tokenizer", "reset_prefix_cache", "shutdown"),
     ),
     "LLMEngine": (
         *("from_engine_args", "add_request", "step", "abort_request", "has_unfinished_requests"),
-        *("get_num_unfinished_requests", "get_tokenizer", "reset_prefix_cache", "add_lora", "sleep", "wake_up"),
+        *("get_num_unfinished_requests", "get_tokenizer", "reset_prefix_cache"),
     ),
 }
 
@@ -132,23 +124,39 @@ def flags_ours() -> str:
     return table(("flag", "meaning"), rows)
 
 
-def flags_refused() -> str:
-    rows = [
-        [code(flag.option), f"only {_values(_ONLY[flag.name][0])}: {_ONLY[flag.name][1]}"]
-        for flag in serve_flags.ONLY_ONE_VALUE
-    ]
-    rows += [[code(option(name)), why] for name, why in serve_flags.REFUSED.items()]
-    return table(("flag of vLLM", "Quire says"), rows)
-
-
-def _values(allowed: tuple[Any, ...]) -> str:
-    given = [value for value in allowed if value is not None]
-    return code(*map(str, given)) if given else "left out"
+def refused(
+    names: dict[str, Refusal], spell: Callable[[str], str] = str, show: Callable[[Any], str] = repr
+) -> list[list[str]]:
+    """A row for each reason, with the names and, behind each, the values that are taken."""
+    by_reason: dict[str, list[str]] = {}
+    for name, refusal in names.items():
+        values = code(*(show(value) for value in refusal.neutral))
+        by_reason.setdefault(refusal.why, []).append(code(spell(name)) + (f" ({values})" if values else ""))
+    return [[", ".join(cells), why] for why, cells in by_reason.items()]
 
 
 def arguments_refused() -> str:
-    rows = [[code(name), _values(allowed), why] for name, (allowed, why) in _ONLY.items()]
-    return table(("argument", "taken as", "otherwise refused, because"), rows)
+    return table(("argument, and what is taken besides None", "otherwise refused, because"), refused(refusals.ENGINE))
+
+
+def flags_refused() -> str:
+    own = {name: refusal for name, refusal in refusals.SERVER.items() if name in serve_flags.REFUSED}
+    return table(("flag of vLLM, and what is taken", "otherwise refused, because"), refused(own, option, json.dumps))
+
+
+def sampling_refused() -> str:
+    return table(("field, and what is taken besides None", "otherwise refused, because"), refused(refusals.SAMPLING))
+
+
+def calls_refused() -> str:
+    return table(("argument, and what is taken besides None", "otherwise refused, because"), refused(refusals.CALL))
+
+
+def methods_refused() -> str:
+    rows = []
+    for owner, methods in refusals.METHODS.items():
+        rows += [[f"{code(owner)}: {names}", why] for names, why in refused(methods)]
+    return table(("method or class", "refused, because"), rows + refused(refusals.CLASSES))
 
 
 def arguments() -> str:
@@ -165,10 +173,9 @@ def arguments() -> str:
 def sampling() -> str:
     rows = []
     for found in dataclasses.fields(SamplingParams):
-        refused = found.name in _NOT_YET
         default = found.default.value if hasattr(found.default, "value") else found.default
-        rows.append([code(found.name), code(repr(default)), "refused unless left at its default" if refused else ""])
-    return table(("field", "default", ""), rows)
+        rows.append([code(found.name), code(repr(default))])
+    return table(("field", "default"), rows)
 
 
 def body_fields() -> str:
@@ -182,8 +189,6 @@ def body_fields() -> str:
 
 
 def body_refused() -> str:
-    import json
-
     rows = (
         [code(name), code(*(json.dumps(value) for value in allowed if value is not None)) or "left out", why]
         for name, (allowed, why) in ONLY.items()
@@ -192,12 +197,8 @@ def body_refused() -> str:
 
 
 def methods() -> str:
-    rows = []
-    for name, theirs in VLLM_METHODS.items():
-        ours = getattr(quire, name)
-        there = [method for method in theirs if hasattr(ours, method)]
-        rows.append([code(name), code(*there), code(*(method for method in theirs if method not in there))])
-    return table(("class", "as in vLLM", "not there"), rows)
+    assert all(hasattr(getattr(quire, name), method) for name, theirs in VLLM_METHODS.items() for method in theirs)
+    return table(("class", "as in vLLM"), ([code(name), code(*theirs)] for name, theirs in VLLM_METHODS.items()))
 
 
 def metrics() -> str:
@@ -314,6 +315,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "flags_refused": flags_refused,
     "arguments": arguments,
     "arguments_refused": arguments_refused,
+    "sampling_refused": sampling_refused,
+    "calls_refused": calls_refused,
+    "methods_refused": methods_refused,
     "sampling": sampling,
     "body_fields": body_fields,
     "body_refused": body_refused,

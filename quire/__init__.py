@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
-    from quire.engine.inputs import TextPrompt, TokensPrompt
     from quire.engine.llm_engine import LLMEngine
     from quire.errors import QuireError
+    from quire.inputs import TextPrompt, TokensPrompt
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.params import OutputKind, SamplingParams
@@ -31,8 +31,8 @@ _HOMES = {
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
     "Logprob": "quire.outputs",
-    "TextPrompt": "quire.engine.inputs",
-    "TokensPrompt": "quire.engine.inputs",
+    "TextPrompt": "quire.inputs",
+    "TokensPrompt": "quire.inputs",
     "QuireError": "quire.errors",
 }
 
@@ -43,6 +43,8 @@ _ALIASES = {
     "AsyncEngineArgs": "EngineConfig",
     "RequestOutputKind": "OutputKind",
 }
+# Classes of vLLM that are refused when one is made, not when they are imported.
+_REFUSED = {"PoolingParams"}
 
 __all__ = [
     "LLM",
@@ -63,6 +65,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     name = _ALIASES.get(name, name)
+    if name in _REFUSED:
+        return importlib.import_module("quire.refusals").refused_class(name)
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -12,14 +12,15 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from quire.config import EngineConfig
-from quire.engine.inputs import Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.stats import Metric
 from quire.errors import EngineDeadError, QuireError
+from quire.inputs import Prompt
 from quire.llm import log_start
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
+from quire.refusals import CALL, has_refused_methods, sift
 from quire.text import HFTokenizerFacade
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class _Stream:
         return item
 
 
+@has_refused_methods
 class AsyncLLM:
     """An engine that many coroutines share.
 
@@ -94,8 +96,11 @@ class AsyncLLM:
         request_id: str = "",
         *,
         priority: int = 0,
+        **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream a request's outputs; what each holds is `sampling_params.output_kind`."""
+        """Stream a request's outputs; what each holds is `sampling_params.output_kind`. `others` are arguments of
+        vLLM's, refused with their reason."""
+        sift(others, CALL)
         self.check_health()
         loop = asyncio.get_running_loop()
         params = sampling_params or self.engine.built.default_sampling

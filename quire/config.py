@@ -7,12 +7,15 @@ ledger shows what was chosen.
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire import refusals
 from quire.errors import ConfigError
+from quire.params import plain, plain_list
+from quire.refusals import reads_arguments, sift
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 GIB = 1 << 30
@@ -40,38 +43,40 @@ _SPELLINGS = {
     "preemption_mode": "preemption",
 }
 
-# Arguments that vLLM's users write and that Quire serves with one value only: (that value, what to say otherwise).
-_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "trust_remote_code": ((False, None), "Quire runs no code out of a model repository"),
-    "tensor_parallel_size": ((1, None), "Quire runs on one device for now"),
-    "pipeline_parallel_size": ((1, None), "Quire runs on one device for now"),
-    "data_parallel_size": ((1, None), "Quire runs one replica for now"),
-    "cpu_offload_gb": ((0, None), "Quire does not offload weights"),
-    "tokenizer_mode": (("auto", None), "Quire has one tokenizer implementation"),
-    "tokenizer_revision": ((None,), "the tokenizer comes with the model's revision"),
-    "enable_lora": ((False, None), "Quire has no LoRA yet"),
-    "compilation_config": ((None,), "Quire compiles nothing on start"),
-    "attention_config": ((None,), "the backend is chosen by device"),
-    "structured_outputs_config": ((None,), "Quire has no structured output yet"),
-    "logits_processors": ((None,), "Quire has no custom logits processors yet"),
-    "speculative_config": ((None,), "Quire has no speculative decoding yet"),
-    "spec_method": ((None,), "Quire has no speculative decoding yet"),
-    "spec_model": ((None,), "Quire has no speculative decoding yet"),
-    "spec_tokens": ((None,), "Quire has no speculative decoding yet"),
-    "kv_transfer_config": ((None,), "Quire has no KV transfer yet"),
-    "disable_log_stats": ((True, False, None), "statistics are always on and cost nothing"),
-}
+
+def _understood(given: dict[str, Any]) -> dict[str, Any]:
+    """What a user wrote under the names of EngineConfig's fields. None is left to the field's default."""
+    known = set(EngineConfig.__dataclass_fields__)
+    values = dict(given)
+    for theirs, ours in _SPELLINGS.items():
+        if theirs in values:
+            if ours in values:
+                raise ConfigError(f"{theirs} and {ours} are the same thing: give one of them")
+            values[ours] = values.pop(theirs)
+    values = sift(values, refusals.ENGINE, known, error=lambda _, message: ConfigError(message))
+    written = frozenset(values) - {"given"}
+    values = {name: _plain(value) for name, value in values.items() if value is not None}
+    if values.get("max_model_len") in (-1, "auto"):
+        del values["max_model_len"]
+    if values.get("long_prefill_token_threshold") == 0:  # vLLM's "no limit"
+        del values["long_prefill_token_threshold"]
+    if "pinned_prefixes" in values:
+        values["pinned_prefixes"] = _prefixes(values["pinned_prefixes"])
+    return {"given": written, **values}
 
 
+@reads_arguments(_understood)
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine can be told. Use `EngineConfig.from_kwargs` for arguments that a user wrote."""
+    """Everything the engine can be told. Also takes vLLM's other spellings, and what of its arguments changes nothing;
+    the rest is refused by name, with the reason."""
 
     # The model
     model: str = "smollm2"
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     revision: str | None = None
+    download_dir: str | None = None  # None: the hub's own cache, and QUIRE_HOME for aliases
     load_format: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
@@ -88,6 +93,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None  # the blocks of the KV cache, on any device
     gpu_memory_utilization: float = 0.92
     swap_space_gb: float = 0.0
     pinned_prefixes: tuple[str | tuple[int, ...], ...] = ()
@@ -108,28 +114,14 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """Check arguments that a user wrote: other spellings are understood, unknown ones are refused by name."""
-        for name, (allowed, why) in _ONLY.items():
-            if name in kwargs and kwargs.pop(name) not in allowed:
-                raise ConfigError(f"{name} is not supported: {why}. Remove it, or set it to {allowed[0]!r}")
-        for theirs, ours in _SPELLINGS.items():
-            if theirs in kwargs:
-                if ours in kwargs:
-                    raise ConfigError(f"{theirs} and {ours} are the same thing: give one of them")
-                kwargs[ours] = kwargs.pop(theirs)
-        known = {f.name for f in dataclasses.fields(cls)} - {"given"}
-        for name in kwargs:
-            if name not in known:
-                near = difflib.get_close_matches(name, known | set(_SPELLINGS), n=1)
-                hint = f" Did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"unknown argument {name!r}.{hint}")
-        given = frozenset(kwargs)
-        values = {k: v for k, v in kwargs.items() if v is not None}
-        if values.get("max_model_len") in (-1, "auto"):
-            del values["max_model_len"]
-        if "pinned_prefixes" in values:
-            values["pinned_prefixes"] = _prefixes(values["pinned_prefixes"])
-        return cls(**values, given=given)
+        """The constructor, for callers whose arguments only run time knows."""
+        return cls(**kwargs)
+
+    @property
+    def kv_size_flag(self) -> str | None:
+        """The argument that fixes the size of the KV cache; None: it is what memory allows."""
+        names = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
+        return next((name for name in names if getattr(self, name) is not None), None)
 
     def __post_init__(self) -> None:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
@@ -149,9 +141,13 @@ class EngineConfig:
             raise ConfigError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {self.block_size!r}")
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be an alias, a path or a hub id, got {self.model!r}")
+        if self.download_dir is not None and (not isinstance(self.download_dir, str) or not self.download_dir):
+            raise ConfigError(f"download_dir must be a folder, got {self.download_dir!r}")
         self._check_numbers()
         if self.preemption == "swap" and not self.swap_space_gb:
             raise ConfigError("preemption='swap' needs a host pool: set swap_space_gb to its size, e.g. 4")
+        if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
+            raise ConfigError("kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: give one")
         if self.pinned_prefixes and not self.enable_prefix_caching:
             raise ConfigError("pinned_prefixes need enable_prefix_caching=True")
 
@@ -163,6 +159,7 @@ class EngineConfig:
             "num_threads",
             "long_prefill_token_threshold",
             "kv_cache_memory_bytes",
+            "num_gpu_blocks_override",
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -186,6 +183,10 @@ class EngineConfig:
         return dataclasses.replace(self, **changes)
 
 
+def _plain(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else plain(value)
+
+
 def _prefixes(value: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str):
         value = [value]
@@ -193,8 +194,8 @@ def _prefixes(value: Any) -> tuple[str | tuple[int, ...], ...]:
     for entry in value:
         if isinstance(entry, str) and entry:
             prefixes.append(entry)
-        elif isinstance(entry, Sequence) and entry and all(isinstance(t, int) for t in entry):
-            prefixes.append(tuple(entry))
+        elif (ids := plain_list(entry)) and all(isinstance(t, int) for t in ids):
+            prefixes.append(tuple(ids))
         else:
             raise ConfigError("pinned_prefixes must be texts or lists of token ids, none of them empty")
     return tuple(prefixes)

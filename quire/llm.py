@@ -7,19 +7,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.inputs import Prompt
 from quire.engine.intake import Intake, runs_beside_host
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.stats import Metric
 from quire.errors import BadRequestError
+from quire.inputs import Prompt
 from quire.interrupt import stop_on_interrupt
 from quire.log import get_logger
 from quire.outputs import RequestOutput
-from quire.params import OutputKind, SamplingParams
+from quire.params import OutputKind, SamplingParams, plain, plain_list
+from quire.refusals import CALL, has_refused_methods, sift
 from quire.request import Request
 from quire.text import HFTokenizerFacade
 from quire.text.chat_template import read_chat_template
@@ -28,6 +28,7 @@ Message = Mapping[str, Any]
 Prepared = tuple[Request, str | None]
 
 
+@has_refused_methods
 class LLM:
     """A model, its KV cache and a scheduler in this process.
 
@@ -48,21 +49,19 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
-        lora_request: None = None,
-        tokenization_kwargs: None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs in the prompts' order.
 
         A prompt that is refused ends the call, and nothing of it goes on. A GPU may have begun with the ones before it;
-        otherwise nothing starts until all are taken.
+        otherwise nothing starts until all are taken. `others` are arguments of vLLM's, refused with their reason.
         """
-        _refuse("lora_request", lora_request)
-        _refuse("tokenization_kwargs", tokenization_kwargs)
+        sift(others, CALL)
         batch = _as_batch(prompts)
         return self._generate(batch.__getitem__, len(batch), sampling_params, priority, use_tqdm)
 
@@ -70,7 +69,7 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -78,9 +77,10 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of messages) or several (a list of such lists)."""
-        _refuse("lora_request", lora_request)
+        sift({"lora_request": lora_request, "tools": tools, **others}, CALL)
         if chat_template_content_format not in ("auto", "string", "openai"):
             raise BadRequestError(
                 f"chat_template_content_format must be auto, string or openai, got {chat_template_content_format!r}",
@@ -101,12 +101,7 @@ class LLM:
             raise BadRequestError(
                 f"chat_template_kwargs must not contain {', '.join(taken)}", param="chat_template_kwargs"
             )
-        if tools or switches.get("tools"):
-            raise BadRequestError(
-                "tools is not supported: Quire has no tool calls yet. Leave it out; to tell a model of tools and read "
-                "its answer yourself, generate from get_tokenizer().apply_chat_template(messages, tools=...)",
-                param="tools",
-            )
+        sift({"tools": switches.get("tools")}, CALL)
         template = None if chat_template is None else read_chat_template(chat_template)
         options |= switches
 
@@ -121,7 +116,7 @@ class LLM:
         count: int,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
-        use_tqdm: bool,
+        use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
         params = _per_prompt(sampling_params, count, "sampling_params", SamplingParams)
         priorities = _per_prompt(priority, count, "priority", int)
@@ -141,12 +136,16 @@ class LLM:
             return self._run(ids, prepared, in_slices, use_tqdm)
 
     def _run(
-        self, ids: list[str], prepared: Callable[[int], Prepared], in_slices: bool, use_tqdm: bool
+        self,
+        ids: list[str],
+        prepared: Callable[[int], Prepared],
+        in_slices: bool,
+        use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
         engine = self.llm_engine
         done: dict[str, RequestOutput] = {}
         unfinished = set(ids)
-        bar = _Bar(engine, len(ids)) if use_tqdm else None
+        bar = _Bar(engine, len(ids), use_tqdm) if use_tqdm else None
         try:
             with stop_on_interrupt() as stop:
 
@@ -197,9 +196,10 @@ class _Bar:
 
     _REFRESH_S = 0.5
 
-    def __init__(self, engine: LLMEngine, total: int) -> None:
+    def __init__(self, engine: LLMEngine, total: int, make: bool | Callable[..., Any]) -> None:
         self._engine = engine
         self._total = total
+        self._make = make  # as the caller has it: tqdm's, or another one's like it
         self._bar: Any = None  # drawn when the first step has begun: a batch that is refused leaves no bar behind
         self._before_in, self._before_out = self._counts()
         self._started = self._refreshed = time.perf_counter()
@@ -211,7 +211,8 @@ class _Bar:
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._total, desc="prompts", unit="req", dynamic_ncols=True)
+            make = self._make if callable(self._make) else tqdm
+            self._bar = make(total=self._total, desc="prompts", unit="req", dynamic_ncols=True)
         elif now - self._refreshed >= self._REFRESH_S:
             self._refreshed = now
             num_in, num_out = self._counts()
@@ -274,25 +275,26 @@ def _as_batch(prompts: Any) -> list[Prompt]:
     """One prompt or many? Text, a dict, and a list of numbers are one."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if hasattr(prompts, "tolist"):  # an array of numpy's or a tensor: a row is a prompt
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence):
+    batch = plain_list(prompts)  # of an array of numpy's or a tensor, a row is a prompt
+    if batch is None:
         raise BadRequestError(
             f"prompts must be text, token ids, a dict or a list of these, got {type(prompts).__name__}", param="prompts"
         )
-    if prompts and isinstance(prompts[0], Integral):
-        return [prompts]
-    return list(prompts)
+    return [batch] if batch and isinstance(batch[0], int) else batch
 
 
 def _per_prompt(value: Any, count: int, name: str, kind: type) -> list[Any]:
+    value = plain(value)
     if value is None or isinstance(value, kind):
         return [value] * count
-    if not isinstance(value, Sequence) or any(not isinstance(v, kind) for v in value):
+    values = plain_list(value)
+    if values is None or any(not isinstance(v, kind) for v in values):
         raise BadRequestError(f"{name} must be a {kind.__name__} or a list of them", param=name)
-    if len(value) != count:
-        raise BadRequestError(f"{name} has {len(value)} entries for {count} prompts: give one, or one each", param=name)
-    return list(value)
+    if len(values) != count:
+        raise BadRequestError(
+            f"{name} has {len(values)} entries for {count} prompts: give one, or one each", param=name
+        )
+    return values
 
 
 @contextmanager
@@ -304,8 +306,3 @@ def _naming_prompt(i: int, count: int) -> Iterator[None]:
         if count == 1:
             raise
         raise BadRequestError(f"prompt {i}: {error}", param=error.param) from None
-
-
-def _refuse(name: str, value: object) -> None:
-    if value is not None:
-        raise BadRequestError(f"{name} is not supported by Quire yet: remove it", param=name)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
 from quire.errors import BadRequestError
+from quire.refusals import SAMPLING, reads_arguments, sift
 
 # Far more than anybody needs, and few enough that a request with all of them holds nobody up.
 MAX_STOPS = 64
@@ -26,17 +27,11 @@ _MAX_ID = 2**31 - 1
 MAX_LOGIT_BIAS = 4096
 MAX_CACHE_SALT_CHARS = 1024
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
-
-# Fields of vLLM's SamplingParams that Quire refuses by name until it has them.
-_NOT_YET = {
-    "structured_outputs": None,
-    "thinking_token_budget": None,
-    "repetition_detection": None,
-    "flat_logprobs": False,
-    "stream_interval": None,
-    "logprob_token_ids": None,
-    "extra_args": None,
-}
+_PLAIN = {int, float, bool, str, type(None)}
+_SWITCHES = (
+    *("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+    "include_stop_str_in_output",
+)
 
 
 class OutputKind(StrEnum):
@@ -47,9 +42,16 @@ class OutputKind(StrEnum):
     FINAL_ONLY = "final_only"
 
 
+def _understood(given: dict[str, Any]) -> dict[str, Any]:
+    values = sift(given, SAMPLING, SamplingParams.__dataclass_fields__)
+    return {name: plain(value) for name, value in values.items()}
+
+
+@reads_arguments(_understood)
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt. Every field is checked at construction; an unknown one is refused by name."""
+    """How to continue a prompt. Every field is checked at construction; one that is unknown, or that vLLM has and Quire
+    does not serve, is refused by name."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -76,22 +78,17 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     skip_reading_prefix_cache: bool | None = None
-    # Refused by name for now; here so that the error can say so instead of "unexpected keyword".
-    structured_outputs: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
-    flat_logprobs: bool = False
-    stream_interval: Any = None
-    logprob_token_ids: Any = None
-    extra_args: Any = None
 
     def __post_init__(self) -> None:
-        for name, default in _NOT_YET.items():
-            if getattr(self, name) != default:
-                raise BadRequestError(f"{name} is not supported by Quire yet: remove it", param=name)
         self._check_numbers()
         self._check_stops()
         self._check_token_lists()
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise BadRequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
+        if self.output_kind not in list(OutputKind):
+            kinds = ", ".join(OutputKind)
+            raise BadRequestError(f"output_kind must be one of {kinds}, got {self.output_kind!r}", param="output_kind")
         self.output_kind = OutputKind(self.output_kind)
         if not self.detokenize and self.stop:
             raise BadRequestError("stop strings need detokenize=True", param="stop")
@@ -131,14 +128,14 @@ class SamplingParams:
             )
 
     def _check_stops(self) -> None:
-        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        if any(not isinstance(s, str) or not s for s in stop):
+        stop = _texts([self.stop] if isinstance(self.stop, str) else self.stop)
+        if stop is None:
             raise BadRequestError("stop must be a non-empty string or a list of them", param="stop")
         _at_most(stop, MAX_STOPS, "stop", "strings")
         _at_most(max(stop, key=len, default=""), MAX_STOP_CHARS, "stop", "characters in a string")
         self.stop = stop
-        bad = list(self.bad_words or ())
-        if any(not isinstance(s, str) or not s for s in bad):
+        bad = _texts(self.bad_words)
+        if bad is None:
             raise BadRequestError("bad_words must be a list of non-empty strings", param="bad_words")
         _at_most(bad, MAX_BAD_WORDS, "bad_words", "words")
         _at_most(max(bad, key=len, default=""), MAX_BAD_WORD_CHARS, "bad_words", "characters in a word")
@@ -149,10 +146,12 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None:
                 continue
-            token_ids = list(value)
-            _at_most(token_ids, limit, name, "token ids")
+            token_ids = plain_list(value)
+            if token_ids is not None:
+                _at_most(token_ids, limit, name, "token ids")
             if (
-                set(map(type, token_ids)) - {int}
+                token_ids is None
+                or set(map(type, token_ids)) - {int}
                 or min(token_ids, default=0) < 0
                 or max(token_ids, default=0) > _MAX_ID
             ):
@@ -209,8 +208,30 @@ class SamplingSpec:
     prompt_logprobs: int | None = None
 
 
+def plain(value: Any) -> Any:
+    """Python's own number for one of numpy's or a tensor; anything else as it is."""
+    is_scalar = type(value) not in _PLAIN and getattr(value, "ndim", None) == 0
+    return value.item() if is_scalar else value
+
+
+def plain_list(values: Any) -> list[Any] | None:
+    """Python's own numbers from a row of them, which may be an array of numpy's or a tensor. None: it is no row."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, (str, bytes, bytearray, Mapping)) or not isinstance(values, Iterable):
+        return None
+    values = list(values)
+    return values if set(map(type, values)) <= {int} else [plain(value) for value in values]
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _texts(given: Any) -> list[str] | None:
+    """None: it is no row of texts, or one of them is empty."""
+    texts = [] if given is None else plain_list(given)
+    return None if texts is None or any(not isinstance(text, str) or not text for text in texts) else texts
 
 
 def _at_most(values: Sized, limit: int, name: str, unit: str) -> None:

@@ -41,6 +41,17 @@ def test_deltas_join_to_the_cumulative_text(engine: AsyncLLM) -> None:
     asyncio.run(run())
 
 
+def test_vllms_other_arguments_are_refused_by_name(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        async for _ in engine.generate("hello", LONG, lora_request=object()):
+            raise AssertionError
+
+    with pytest.raises(BadRequestError, match="lora_request is not supported: Quire has no LoRA yet"):
+        asyncio.run(run())
+    with pytest.raises(BadRequestError, match="trace_headers"):
+        engine.engine.add_request("id", "hello", LONG, trace_headers={"a": "b"})
+
+
 def test_many_streams_at_once(engine: AsyncLLM) -> None:
     async def run() -> None:
         alone = [(await collect(engine, f"prompt {i}", LONG))[-1].outputs[0].token_ids for i in range(5)]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
+import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -26,12 +30,18 @@ def test_defaults_need_nothing() -> None:
         ({"pinned_prefixes": "You are"}, {"pinned_prefixes": ("You are",)}),
         ({"pinned_prefixes": [[1, 2], "a"]}, {"pinned_prefixes": ((1, 2), "a")}),
         ({"max_num_seqs": None}, {"max_num_seqs": None}),
+        ({"long_prefill_token_threshold": 0}, {"long_prefill_token_threshold": None}),
+        ({"max_num_seqs": np.int64(4), "seed": torch.tensor(3)}, {"max_num_seqs": 4, "seed": 3}),
+        ({"gpu_memory_utilization": np.float32(0.5)}, {"gpu_memory_utilization": 0.5}),
+        ({"pinned_prefixes": [np.array([1, 2]), torch.tensor([3])]}, {"pinned_prefixes": ((1, 2), (3,))}),
+        ({"model": Path("/m"), "download_dir": Path("/d")}, {"model": "/m", "download_dir": "/d"}),
     ],
 )
 def test_spellings_that_vllm_users_write(written: dict[str, object], meant: dict[str, object]) -> None:
     config = EngineConfig.from_kwargs(**written)
     for name, value in meant.items():
         assert getattr(config, name) == value
+        assert type(getattr(config, name)) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +66,9 @@ def test_spellings_that_vllm_users_write(written: dict[str, object], meant: dict
         ({"scheduling_policy": "lifo"}, ["fcfs, priority"]),
         ({"seed": "x"}, ["seed"]),
         ({"model": ""}, ["model"]),
+        ({"download_dir": ""}, ["download_dir"]),
+        ({"num_gpu_blocks_override": 0}, ["num_gpu_blocks_override"]),
+        ({"num_gpu_blocks_override": 9, "kv_cache_memory_bytes": 9}, ["num_gpu_blocks_override", "give one"]),
     ],
 )
 def test_refused_by_name(written: dict[str, object], words: list[str]) -> None:

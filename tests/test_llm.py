@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire import LLM, SamplingParams, TokensPrompt
+from quire import LLM, SamplingParams, TokensPrompt, refusals
 from quire.errors import (
     BadRequestError,
     ConfigError,
@@ -54,15 +54,22 @@ def test_token_ids_may_be_an_array_or_a_tensor(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     ids = [5, 6, 7]
     wanted = llm.generate(ids, params, use_tqdm=False)[0].outputs[0].token_ids
-    rows = [np.array(ids), torch.tensor(ids), list(np.array(ids)), np.array([ids, ids]), torch.tensor([ids, ids])]
+    rows = [
+        np.array(ids),
+        torch.tensor(ids),
+        list(np.array(ids)),
+        list(torch.tensor(ids)),
+        np.array([ids, ids]),
+        torch.tensor([ids, ids]),
+    ]
     for given in (*rows, [np.array(ids), torch.tensor(ids)], {"prompt_token_ids": np.array(ids)}):
         for output in llm.generate(given, params, use_tqdm=False):
             assert output.outputs[0].token_ids == wanted
             assert [type(token) for token in output.prompt_token_ids] == [int] * 3
-    for wrong in ([np.array([1.5, 2.0])], [np.array([True, False])], [np.array(7)], [[True, False]]):
-        with pytest.raises(BadRequestError, match=r"token ids are whole numbers|a row of token ids"):
+    for wrong in ([np.array([1.5, 2.0])], [np.array([True, False])], [[True, False]]):
+        with pytest.raises(BadRequestError, match="token ids are whole numbers"):
             llm.generate(wrong, params, use_tqdm=False)
-    with pytest.raises(BadRequestError, match="got int"):
+    with pytest.raises(BadRequestError, match="prompts must be"):
         llm.generate(np.array(7), params, use_tqdm=False)
 
 
@@ -253,9 +260,25 @@ def test_tools_are_refused_wherever_they_stand(llm: LLM) -> None:
     assert llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, tools=[])
 
 
-def test_refused_by_name(llm: LLM) -> None:
-    with pytest.raises(BadRequestError, match="lora_request"):
-        llm.generate("a", lora_request=object())  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", refusals.CALL)
+def test_refused_by_name(llm: LLM, name: str) -> None:
+    reason, messages = refusals.CALL[name].why, [{"role": "user", "content": "Hi"}]
+    for call, prompt in ((llm.generate, "a"), (llm.chat, messages)):
+        with pytest.raises(BadRequestError, match=name) as refused:
+            call(prompt, **{name: [1, 2]})  # type: ignore[operator]
+        assert reason in str(refused.value)
+    if name != "prompt_token_ids":
+        with pytest.raises(BadRequestError, match=name):
+            llm.generate({"prompt": "a", name: [1, 2]}, use_tqdm=False)
+    short = SamplingParams(max_tokens=1)
+    assert llm.generate("a", short, use_tqdm=False, **{name: None})
+
+
+def test_other_mistakes_are_named(llm: LLM) -> None:
+    with pytest.raises(BadRequestError, match=r"'priorities'"):
+        llm.generate("a", priorities=[1])
+    with pytest.raises(BadRequestError, match="put them into the prompts"):
+        llm.generate(prompt_token_ids=[[1, 2]])
     with pytest.raises(BadRequestError, match="prompts must be"):
         llm.generate(3)  # type: ignore[arg-type]
 

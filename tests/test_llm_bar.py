@@ -123,3 +123,12 @@ def test_nothing_is_drawn_where_nobody_asked_or_a_prompt_is_refused(llm: LLM, ba
         llm.generate([[1, 2], [1] * 300], SamplingParams(max_tokens=1))
     assert llm.generate([]) == []
     assert bars == []
+
+
+def test_a_bar_of_the_callers_own_is_used(llm: LLM, bars: list[Any]) -> None:
+    class Own(RecordedBar):
+        pass
+
+    llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=Own)
+    [bar] = bars
+    assert isinstance(bar, Own) and bar.n == 1

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from quire.errors import BadRequestError
 from quire.params import OutputKind, SamplingParams
@@ -51,12 +54,10 @@ from quire.params import OutputKind, SamplingParams
         ("logit_bias", {"x": 1}),
         ("logit_bias", {1: 101}),
         ("logit_bias", {-1: 1}),
-        ("structured_outputs", {"json": "{}"}),
-        ("thinking_token_budget", 3),
-        ("repetition_detection", True),
-        ("flat_logprobs", True),
-        ("stream_interval", 2),
-        ("logprob_token_ids", [1]),
+        ("stop_token_ids", 5),
+        ("bad_words", "no"),
+        ("ignore_eos", "yes"),
+        ("output_kind", "some"),
     ],
 )
 def test_refused_with_its_name(field: str, value: object) -> None:
@@ -67,7 +68,7 @@ def test_refused_with_its_name(field: str, value: object) -> None:
 
 
 def test_unknown_field() -> None:
-    with pytest.raises(TypeError, match="best_off"):
+    with pytest.raises(BadRequestError, match="best_off"):
         SamplingParams(best_off=2)  # type: ignore[call-arg]
 
 
@@ -88,6 +89,40 @@ def test_normalised() -> None:
     assert params.stop_token_ids == (1, 2)
     assert params.logit_bias == {5: 1.0}
     assert params.output_kind is OutputKind.DELTA
+
+
+@pytest.mark.parametrize("number", [np.int64, np.int32, torch.tensor])
+def test_numbers_of_numpy_and_tensors_become_pythons(number: Any) -> None:
+    given = {
+        "n": 2, "seed": 7, "max_tokens": 9, "min_tokens": 1, "top_k": 5, "logprobs": 3, "prompt_logprobs": 2,
+        "temperature": 1, "top_p": 1, "min_p": 0, "presence_penalty": 1, "frequency_penalty": 1,
+        "repetition_penalty": 1,
+    }  # fmt: skip
+    params = SamplingParams(**{name: number(value) for name, value in given.items()})
+    for name, value in given.items():
+        assert getattr(params, name) == value
+        assert type(getattr(params, name)) is int, name
+    rows = SamplingParams(
+        stop_token_ids=torch.tensor([1, 2]),
+        allowed_token_ids=[number(4), 5],
+        logit_bias={number(3): np.float32(0.5)},
+        bad_words=np.array(["no"]),
+        stop=np.array(["end"]),
+        temperature=np.float32(0.5),
+        ignore_eos=np.True_,
+    )
+    assert rows == SamplingParams(
+        stop_token_ids=[1, 2],
+        allowed_token_ids=[4, 5],
+        logit_bias={3: 0.5},
+        bad_words=["no"],
+        stop=["end"],
+        temperature=0.5,
+        ignore_eos=True,
+    )
+    assert {type(token) for token in (*rows.stop_token_ids, *rows.allowed_token_ids, *rows.logit_bias)} == {int}
+    with pytest.raises(BadRequestError, match="max_tokens"):
+        SamplingParams(max_tokens=np.array([1, 2]))  # type: ignore[arg-type]
 
 
 def test_a_limit_is_named() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "quire"
 
-FOUNDATION = {"errors", "config", "params", "request", "plan", "outputs", "log", "interrupt"}
+FOUNDATION = {"errors", "config", "params", "request", "plan", "outputs", "log", "interrupt", "refusals", "inputs"}
 # Room -> rooms it may import, besides itself and the foundation.
 MAY_IMPORT = {
     "kv": set(),

@@ -36,7 +36,9 @@ class HFBaseline:
         dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if self.device == "cuda" else "float32")
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        path = resolve_model(config.model, revision=config.revision, load_format=config.load_format)
+        path = resolve_model(
+            config.model, revision=config.revision, load_format=config.load_format, download_dir=config.download_dir
+        )
         where: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         try:
             if config.load_format == "dummy":

@@ -192,7 +192,12 @@ def _encoder(config: EngineConfig) -> Callable[[str], list[int]]:
     from quire.text import Tokenizer
     from quire.weights import open_checkpoint, resolve_model
 
-    path = resolve_model(config.tokenizer or config.model, revision=config.revision, load_format="dummy")
+    path = resolve_model(
+        config.tokenizer or config.model,
+        revision=config.revision,
+        load_format="dummy",
+        download_dir=config.download_dir,
+    )
     if path.suffix == ".gguf":
         return Tokenizer.from_gguf(open_checkpoint(path).gguf_metadata or {}, source=str(path)).encode
     return Tokenizer.from_directory(path).encode

@@ -12,6 +12,7 @@ from quire.params import SamplingParams
 MODEL_FLAGS: dict[str, tuple[Any, str]] = {
     "tokenizer": (str, "tokenizer from another model or directory"),
     "revision": (str, "branch, tag or commit of a hub model"),
+    "download_dir": (str, "keep fetched models here (default: the hub's cache, QUIRE_HOME)"),
     "load_format": (str, "auto, safetensors, gguf or dummy (random weights)"),
     "dtype": (str, "auto, float32, bfloat16 or float16"),
     "quantization": (str, "int8: weights in 8 bits (CPU)"),
@@ -25,6 +26,7 @@ RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "block_size": (int, "tokens per KV block: 4, 8, 16, 32, 64 or 128 (default 16)"),
     "kv_cache_dtype": (str, "auto, float32, bfloat16, float16, or fp8 on a GPU"),
     "kv_cache_memory_bytes": (int, "size of the KV cache (CPU default 1 GiB)"),
+    "num_gpu_blocks_override": (int, "size of the KV cache in blocks, on a CPU too"),
     "gpu_memory_utilization": (float, "share of the GPU's memory to use (default 0.92)"),
     "swap_space_gb": (float, "host memory for swapped-out blocks, GiB (default 0)"),
     "watermark": (float, "share of blocks that new requests leave to running ones (default 0.01)"),

@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(run=run)
     # The flags' own module needs the server's: only when they are wanted.
-    from quire.cli.serve_flags import GROUPS, ONLY_ONE_VALUE, REFUSED, help_of
+    from quire.cli.serve_flags import GROUPS, REFUSED_FLAGS, help_of
 
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the model; the same as --model")
     parser.add_argument("--config", metavar="FILE", help="a YAML file with any of these flags")
@@ -48,10 +48,8 @@ def add_parser(subparsers: Any) -> None:
         for flag in flags:
             _shown(flag, help_of(flag)).add_to(group)
     hidden = parser.add_argument_group()
-    for flag in ONLY_ONE_VALUE:
+    for flag in REFUSED_FLAGS:
         flag.add_to(hidden)
-    for name, why in REFUSED.items():
-        _add_refused(hidden, name, why)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,11 +67,10 @@ def run(args: argparse.Namespace) -> int:
 
 def read(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[EngineConfig, ServerSettings, list[str]]:
     """Flags, variables and file, checked and put together; and what deserves a warning."""
-    from quire.cli.serve_flags import GROUPS, ONLY_ONE_VALUE, REFUSED, engine_names, settings_field
+    from quire.cli.serve_flags import GROUPS, REFUSED_FLAGS, check_refused, engine_names, settings_field
 
-    if refused := getattr(args, "refused", None):
-        raise ConfigError(refused)
-    found = gather((*(f for flags in GROUPS.values() for f in flags), *ONLY_ONE_VALUE), args, environ, refused=REFUSED)
+    found = gather((*(f for flags in GROUPS.values() for f in flags), *REFUSED_FLAGS), args, environ)
+    check_refused(found)
     _take_positional(found, args.positional_model)
     values = dict(found.values)
     of_engine = engine_names()
@@ -120,16 +117,3 @@ def _shown(flag: Flag, text: str) -> Flag:
     import dataclasses
 
     return dataclasses.replace(flag, help=text.replace("%", "%%"))
-
-
-def _add_refused(group: argparse._ArgumentGroup, name: str, why: str) -> None:
-    option = "--" + name.replace("_", "-")
-
-    class Refuse(argparse.Action):
-        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-            namespace.refused = f"{option_string or option} is not supported: {why}"
-
-    group.add_argument(
-        option, option.replace("--", "--no-", 1), dest="refused", nargs="*", action=Refuse,
-        default=argparse.SUPPRESS, help=argparse.SUPPRESS,
-    )  # fmt: skip

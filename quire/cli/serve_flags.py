@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from quire import refusals
 from quire.cli.options import ENGINE_SWITCHES, MODEL_FLAGS, RUNTIME_FLAGS, metavar_of
-from quire.cli.settings_file import Flag, read_count, read_json, read_number, read_text
+from quire.cli.settings_file import Flag, Gathered, read_count, read_json, read_json_or_text, read_number, read_text
+from quire.errors import ConfigError
+from quire.refusals import Refusal
 from quire.server.settings import ServerSettings
 
 # Names that ServerSettings spells with a unit or in the plural.
@@ -128,74 +131,48 @@ GROUPS: dict[str, list[Flag]] = {
     "life and logs": _LIFE,
 }
 
-# vLLM's flags that EngineConfig takes with one value only, and refuses by name with any other.
-ONLY_ONE_VALUE = [
-    Flag(name="tensor_parallel_size", read=read_count, aliases=("-tp",)),
-    Flag(name="pipeline_parallel_size", read=read_count, aliases=("-pp",)),
-    Flag(name="data_parallel_size", read=read_count, aliases=("-dp",)),
-    Flag(name="cpu_offload_gb", read=read_number),
-    Flag(name="tokenizer_mode"),
-    Flag(name="tokenizer_revision"),
-    Flag(name="trust_remote_code", is_switch=True),
-    Flag(name="enable_lora", is_switch=True),
-    Flag(name="disable_log_stats", is_switch=True),
-    Flag(name="speculative_config"),
-    Flag(name="compilation_config", aliases=("-O", "-cc")),
-    Flag(name="kv_transfer_config"),
-]
-
-_NO_TOOLS = "Quire parses no tool calls or reasoning yet"
-# vLLM's flags that Quire has not, by name: why, or what to use.
-REFUSED: dict[str, str] = {
-    "lora_modules": "Quire has no LoRA yet",
-    "max_loras": "Quire has no LoRA yet",
-    "max_lora_rank": "Quire has no LoRA yet",
-    "tool_call_parser": _NO_TOOLS,
-    "enable_auto_tool_choice": _NO_TOOLS,
-    "reasoning_parser": _NO_TOOLS,
-    "kv_offloading_size": "use --swap-space-gb for host memory",
-    "attention_backend": "the backend is chosen by device",
-    "guided_decoding_backend": "Quire has no structured output yet",
-    "structured_outputs_config": "Quire has no structured output yet",
-    "limit_mm_per_prompt": "Quire serves text models",
-    "task": "Quire generates text only",
-    "runner": "Quire generates text only",
-    "convert": "Quire generates text only",
-    "download_dir": "set QUIRE_HOME to where models are kept",
-    "generation_config": "the model's own generation_config.json is always read",
-    "num_gpu_blocks_override": "use --kv-cache-memory-bytes",
-    "max_seq_len_to_capture": "sizes are chosen at start",
-    "cuda_graph_sizes": "sizes are chosen at start",
-    "async_scheduling": "steps overlap always, where the device can",
-    "distributed_executor_backend": "Quire runs on one device for now",
-    "enable_expert_parallel": "Quire runs on one device for now",
-    "api_server_count": "one process serves HTTP",
-    "allowed_origins": "use --cors-origin, once for each",
-    "allowed_methods": "GET and POST are allowed for every --cors-origin",
-    "allowed_headers": "every header is allowed for every --cors-origin",
-    "allow_credentials": "keys travel in the Authorization header, never in cookies",
-    "ssl_cert_reqs": "--ssl-ca-certs makes client certificates required",
-    "enable_ssl_refresh": "restart the server for a new certificate",
-    "root_path": "let the proxy strip its prefix",
-    "middleware": "Quire loads no code from flags",
-    "uvicorn_log_level": "use --log-level",
-    "disable_uvicorn_access_log": "there is no access log: each request has one line at its end",
-    "disable_log_requests": "use --log-level warning",
-    "enable_log_requests": "each request has one line at its end, never with its text",
-    "max_log_len": "prompts are never logged",
-    "chat_template_content_format": "Quire finds it from the template",
-    "response_role": "answers have the role assistant",
-    "enable_prompt_tokens_details": "usage always has cached_tokens",
-    "enable_sleep_mode": "Quire does not sleep",
-    "otlp_traces_endpoint": "Quire sends no traces yet",
-    "headless": "one process serves HTTP",
+_SHORT = {
+    "tensor_parallel_size": ("-tp",),
+    "pipeline_parallel_size": ("-pp",),
+    "data_parallel_size": ("-dp",),
+    "compilation_config": ("-cc",),
+    "optimization_level": ("-O",),
+    "speculative_config": ("-sc",),
 }
+
+
+def _refused_flag(name: str, refusal: Refusal) -> Flag:
+    is_list = any(isinstance(value, list) for value in refusal.neutral)
+    return Flag(
+        name=name,
+        read=read_json_or_text,
+        aliases=_SHORT.get(name, ()),
+        is_switch=any(isinstance(value, bool) for value in refusal.neutral),
+        is_list=is_list,
+        takes_several=is_list,
+    )
+
+
+# vLLM's flags that Quire takes with the values that change nothing, and otherwise refuses by name.
+REFUSED: dict[str, Refusal] = {
+    name: refusal
+    for name, refusal in {**refusals.ENGINE, **refusals.SERVER}.items()
+    if name not in {name for flags in GROUPS.values() for flag in flags for name in flag.names}
+}
+REFUSED_FLAGS = [_refused_flag(name, refusal) for name, refusal in REFUSED.items()]
+
+
+def check_refused(found: Gathered) -> None:
+    """Take what changes nothing out of the values; refuse the rest, with the place where it stands."""
+    for name in [name for name in found.values if name in REFUSED]:
+        value = found.values.pop(name)
+        if not REFUSED[name].takes(value):
+            raise ConfigError(REFUSED[name].message(found.sources[name]))
 
 
 def engine_names() -> set[str]:
     """Flags that are EngineConfig's."""
-    shown = {flag.name for flag in (*_MODEL, *_ENGINE)} - {"served_model_name"}
-    return shown | {flag.name for flag in ONLY_ONE_VALUE}
+    return {flag.name for flag in (*_MODEL, *_ENGINE)} - {"served_model_name"}
 
 
 def settings_field(name: str) -> str:

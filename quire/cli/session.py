@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.config import EngineConfig
-from quire.engine.inputs import Prompt
 from quire.engine.llm_engine import LLMEngine
+from quire.inputs import Prompt
 from quire.interrupt import stop_on_interrupt
 from quire.llm import log_start
 from quire.log import get_logger

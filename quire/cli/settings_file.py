@@ -57,6 +57,13 @@ def read_json(text: str) -> Any:
         raise ValueError("JSON") from None
 
 
+def read_json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Flag:
     """A setting under its one name; `drain_timeout` is --drain-timeout, QUIRE_DRAIN_TIMEOUT, and drain-timeout: in
@@ -120,7 +127,7 @@ class Flag:
             if not isinstance(value, bool):
                 raise ConfigError(f"{source} must be true or false, got {value!r}")
             return value
-        if self.read is read_json and not isinstance(value, str):
+        if self.read in (read_json, read_json_or_text) and not isinstance(value, str):
             return value
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             got = "" if self.is_secret else f", got {value!r}"
@@ -145,13 +152,9 @@ def gather(
     flags: Iterable[Flag],
     args: argparse.Namespace,
     environ: Mapping[str, str],
-    *,
-    refused: Mapping[str, str] | None = None,
 ) -> Gathered:
-    """Everything that was given: command line over environment over file. `refused` maps flags of other engines, by
-    name, to the reason why Quire has none."""
+    """Everything that was given: command line over environment over file."""
     by_name = {name: flag for flag in flags for name in flag.names}
-    refused = refused or {}
     found = Gathered()
     path, source = getattr(args, "config", None), "--config"
     if path is None:
@@ -159,8 +162,8 @@ def gather(
     if path is not None:
         if not path.strip():
             raise _empty(source)  # the file that was meant may hold the keys
-        _take_file(found, path, by_name, refused)
-    _take_environment(found, environ, by_name, refused)
+        _take_file(found, path, by_name)
+    _take_environment(found, environ, by_name)
     for name, value in vars(args).items():
         if name in by_name:
             flag = by_name[name]
@@ -173,14 +176,12 @@ def gather(
     return found
 
 
-def _take_file(found: Gathered, path: str, flags: Mapping[str, Flag], refused: Mapping[str, str]) -> None:
+def _take_file(found: Gathered, path: str, flags: Mapping[str, Flag]) -> None:
     for key, value in read_yaml(path).items():
         name = str(key).replace("-", "_")
         source = f"{key} in {path}"
-        if name in refused:
-            raise ConfigError(f"{source} is not supported: {refused[name]}")
         if name not in flags:
-            hint = did_you_mean(name.replace("_", "-"), (known.replace("_", "-") for known in flags))
+            hint = did_you_mean(name.replace("_", "-"), (known.replace("_", "-") for known in _shown(flags)))
             raise ConfigError(f"{source} is no flag of quire serve{hint}")
         flag = flags[name]
         if flag.name in found.values:
@@ -190,20 +191,20 @@ def _take_file(found: Gathered, path: str, flags: Mapping[str, Flag], refused: M
             found.sources[flag.name] = source
 
 
-def _take_environment(
-    found: Gathered, environ: Mapping[str, str], flags: Mapping[str, Flag], refused: Mapping[str, str]
-) -> None:
+def _shown(flags: Mapping[str, Flag]) -> list[str]:
+    """The names that a suggestion may make: those that --help shows."""
+    return [name for name, flag in flags.items() if flag.help is not argparse.SUPPRESS]
+
+
+def _take_environment(found: Gathered, environ: Mapping[str, str], flags: Mapping[str, Flag]) -> None:
     by_variable = {PREFIX + name.upper(): flag for name, flag in flags.items()}
-    refused_variables = {PREFIX + name.upper(): why for name, why in refused.items()}
     for variable, text in sorted(environ.items()):
         if not variable.startswith(PREFIX) or variable in _OTHER_VARIABLES or variable == PREFIX + "CONFIG":
             continue
-        if variable in refused_variables:
-            raise ConfigError(f"{variable} is not supported: {refused_variables[variable]}")
         flag = by_variable.get(variable)
         if flag is None:
             if not _KUBERNETES.fullmatch(variable):
-                hint = did_you_mean(variable, by_variable)
+                hint = did_you_mean(variable, [PREFIX + name.upper() for name in _shown(flags)])
                 found.warnings.append(f"{variable} is set, but no flag has that name{hint}")
             continue
         if variable == "QUIRE_PORT" and text.startswith("tcp://"):

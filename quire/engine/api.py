@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from quire.engine.inputs import Prompt
 from quire.engine.stats import Metric
+from quire.inputs import Prompt
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.request import Request

@@ -18,7 +18,6 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
-from quire.engine.inputs import Prompt
 from quire.engine.launch import ChildProcess, EngineProcessOptions, describe_exit
 from quire.engine.link import EngineLink
 from quire.engine.messages import (
@@ -43,6 +42,7 @@ from quire.engine.stats import Metric
 from quire.engine.streams import Streams
 from quire.engine.text_side import TextSide, open_model
 from quire.errors import ConfigError, EngineDeadError, QuireError
+from quire.inputs import Prompt
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams

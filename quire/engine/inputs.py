@@ -6,32 +6,22 @@ import random
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
-from numbers import Integral
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from quire.errors import BadRequestError, ConfigError
-from quire.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, MIN_PRIORITY, SamplingParams, SamplingSpec
+from quire.inputs import Prompt
+from quire.params import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    SamplingParams,
+    SamplingSpec,
+    plain,
+    plain_list,
+)
+from quire.refusals import CALL, sift
 from quire.request import Request, cache_scope
 from quire.text import Tokenizer
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text. Requests share cached blocks only with those of the same `cache_salt`."""
-
-    prompt: str
-    cache_salt: NotRequired[str]
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids; `prompt` is then the text that they were made from, for the output to show."""
-
-    prompt_token_ids: Seq[int]
-    prompt: NotRequired[str]
-    cache_salt: NotRequired[str]
-
-
-# A prompt: text, token ids, or a dict with one of them, such as the two above.
-Prompt = str | Seq[int] | Mapping[str, Any]
 
 # Of all bad words in all their spellings: every step compares as many with each sequence's last tokens.
 MAX_BAD_WORD_TOKENS = 16_384
@@ -78,6 +68,7 @@ class InputProcessor:
         """
         text, token_ids, salt = self.read_prompt(prompt)
         self._check_tokens(token_ids, "prompt")
+        priority = plain(priority)
         num_prompt = len(token_ids)
         if num_prompt >= self.max_model_len:
             raise BadRequestError(
@@ -117,10 +108,7 @@ class InputProcessor:
         salt = None
         given: Any = prompt
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - _PROMPT_KEYS
-            if unknown:
-                names, known = ", ".join(sorted(map(str, unknown))), ", ".join(sorted(_PROMPT_KEYS))
-                raise BadRequestError(f"a prompt dict may hold {known}; not {names}", param="prompt")
+            prompt = sift(prompt, CALL, _PROMPT_KEYS, error=_about_key)
             salt = prompt.get("cache_salt")
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise BadRequestError("cache_salt must be a non-empty text", param="cache_salt")
@@ -259,17 +247,11 @@ class InputProcessor:
 
 
 def _token_list(given: Any) -> list[int]:
-    if isinstance(given, (str, bytes, bytearray, Mapping)) or not isinstance(given, Iterable):
-        raise BadRequestError(f"a prompt is text or token ids, got {type(given).__name__}", param="prompt")
-    to_list = getattr(given, "tolist", None)  # numpy's arrays and torch's tensors, whose elements are no ints
-    token_ids = list(given) if to_list is None else to_list()
-    if not isinstance(token_ids, list):
-        raise BadRequestError(f"a prompt is a row of token ids, got the single value {token_ids}", param="prompt")
-    if token_ids and type(token_ids[0]) is not int:
-        return [_as_int(token) for token in token_ids]
+    token_ids = plain_list(given)
+    if token_ids is None:
+        raise BadRequestError(f"a prompt is text or a row of token ids, got {given!r:.100}", param="prompt")
     return token_ids
 
 
-def _as_int(token: Any) -> Any:
-    """A whole number of numpy's as Python's; anything else as it is, for the check to name."""
-    return int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token
+def _about_key(name: str, message: str) -> BadRequestError:
+    return BadRequestError(f"a prompt dict may hold {', '.join(sorted(_PROMPT_KEYS))}: {message}", param="prompt")

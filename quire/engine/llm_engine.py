@@ -9,16 +9,18 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.build import BuiltEngine, build_engine
-from quire.engine.inputs import Prompt
 from quire.engine.metrics import request_metrics, step_metrics
 from quire.engine.stats import Metric, RequestStats, StepStats
 from quire.errors import BadRequestError, EngineDeadError
+from quire.inputs import Prompt
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
+from quire.refusals import CALL, has_refused_methods, sift
 from quire.request import Request, cache_scope
 from quire.text import HFTokenizerFacade
 
 
+@has_refused_methods
 class LLMEngine:
     """The engine that both fronts drive. Not thread-safe: one thread calls it."""
 
@@ -58,11 +60,13 @@ class LLMEngine:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
+        **others: Any,
     ) -> Request:
         """Queue a request. Raises BadRequestError, and then nothing has changed.
 
-        `arrival_time` is on time.monotonic's clock.
+        `arrival_time` is on time.monotonic's clock. `others` are arguments of vLLM's, refused with their reason.
         """
+        sift(others, CALL)
         request, text = self.prepare(request_id, prompt, params, arrival_time=arrival_time, priority=priority)
         self.add_prepared(request, text)
         return request

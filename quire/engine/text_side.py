@@ -31,7 +31,9 @@ class OpenedModel:
 
 def open_model(config: EngineConfig) -> OpenedModel:
     """Find the model, fetching it where it has to be, and read what it says of itself."""
-    path = resolve_model(config.model, revision=config.revision, load_format=config.load_format)
+    path = resolve_model(
+        config.model, revision=config.revision, load_format=config.load_format, download_dir=config.download_dir
+    )
     checkpoint = open_checkpoint(path, load_format=config.load_format, hf_overrides=config.hf_overrides)
     spec = spec_from_config(checkpoint.config, source=str(path))
     checkpoint.check(spec)
@@ -88,7 +90,8 @@ def _tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:
-        other = resolve_model(config.tokenizer, load_format="dummy")  # its weights are not needed
+        # Its weights are not needed.
+        other = resolve_model(config.tokenizer, load_format="dummy", download_dir=config.download_dir)
         if other.suffix == ".gguf":
             tokenizer = Tokenizer.from_gguf(open_checkpoint(other).gguf_metadata or {}, source=str(other))
         else:

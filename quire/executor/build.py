@@ -22,6 +22,7 @@ from quire.executor.memory import (
     cuda_kv_budget,
     longest_sequence,
     plan_memory,
+    with_kv_bytes,
 )
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.precompile import PROMPTS, START, Precompile
@@ -187,6 +188,9 @@ def _plan(
     config: EngineConfig, spec: ModelSpec, backend: Backend, decoder: Decoder, max_num_seqs: int, max_tokens: int
 ) -> MemoryLedger:
     device = backend.device.type
+    kv_size_flag = config.kv_size_flag
+    kv_block_bytes = block_bytes(spec, config.block_size, backend.kv_dtype)
+    config = with_kv_bytes(config, kv_block_bytes)
     graph_bytes = batch_bytes = 0
     if device == "cuda":
         activation_bytes = measure_activation_bytes(
@@ -224,7 +228,7 @@ def _plan(
         activation_bytes=activation_bytes,
         graph_bytes=graph_bytes,
         batch_bytes=batch_bytes,
-        block_bytes=block_bytes(spec, config.block_size, backend.kv_dtype),
+        block_bytes=kv_block_bytes,
         kv_budget_bytes=budget,
-        kv_budget_flag="kv_cache_memory_bytes" if config.kv_cache_memory_bytes is not None else flag,
+        kv_budget_flag=kv_size_flag or flag,
     )

@@ -100,6 +100,14 @@ def plan_memory(
     )
 
 
+def with_kv_bytes(config: EngineConfig, block_bytes: int) -> EngineConfig:
+    """num_gpu_blocks_override as bytes, since all that follows counts in them."""
+    if config.num_gpu_blocks_override is None:
+        return config
+    wanted = config.num_gpu_blocks_override * block_bytes
+    return config.replace(num_gpu_blocks_override=None, kv_cache_memory_bytes=wanted)
+
+
 def check_max_model_len(config: EngineConfig, spec: ModelSpec) -> None:
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigError(
@@ -113,7 +121,7 @@ def longest_sequence(config: EngineConfig, spec: ModelSpec, *, block_bytes: int,
     of positions a model claims. `device_bytes`: a GPU's memory; None for a CPU."""
     if config.max_model_len is not None:
         return config.max_model_len
-    kv_bytes = config.kv_cache_memory_bytes or device_bytes or DEFAULT_CPU_KV_BYTES
+    kv_bytes = with_kv_bytes(config, block_bytes).kv_cache_memory_bytes or device_bytes or DEFAULT_CPU_KV_BYTES
     return min(spec.max_position, max(kv_bytes // block_bytes, 1) * config.block_size)
 
 

@@ -1,8 +1,8 @@
 """One device's memory, drawn up with the engine's own arithmetic (`executor/sizing.py`, `executor/memory.py`).
 
 Block counts agree with the engine's to the block wherever the size of the KV cache is known: with
-kv_cache_memory_bytes, on a CPU, and for what a GPU's last start here served. Else a GPU's largest step is reckoned from
-shapes, which the engine measures, and what the driver takes is a figure of one H200.
+kv_cache_memory_bytes or num_gpu_blocks_override, on a CPU, and for what a GPU's last start here served. Else a GPU's
+largest step is reckoned from shapes, which the engine measures, and what the driver takes is a figure of one H200.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from quire.executor.memory import (
     cuda_kv_budget,
     longest_sequence,
     plan_memory,
+    with_kv_bytes,
 )
 from quire.lab.traffic import Fit, MixNeeds, fit_mix
 from quire.models.spec import ModelSpec
@@ -73,6 +74,8 @@ def plan_device(
     max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
     kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
     block_bytes = sizing.kv_block_bytes(shard, config.block_size, kv_value_bytes)
+    kv_size_flag = config.kv_size_flag
+    config = with_kv_bytes(config, block_bytes)
     device_bytes = memory_bytes if device == "cuda" else None
     max_len = longest_sequence(config, spec, block_bytes=block_bytes, device_bytes=device_bytes)
     held_bytes = sizing.weight_bytes(shard, config.quantization or dtype, max_len)
@@ -130,7 +133,7 @@ def plan_device(
             batch_bytes=batch_bytes,
             block_bytes=block_bytes,
             kv_budget_bytes=budget,
-            kv_budget_flag="kv_cache_memory_bytes" if config.kv_cache_memory_bytes is not None else flag,
+            kv_budget_flag=kv_size_flag or flag,
         )
         if needs is not None:
             fit = fit_mix(needs, ledger.num_blocks, int(config.watermark * ledger.num_blocks))

@@ -72,7 +72,7 @@ class Plan:
     @property
     def is_exact(self) -> bool:
         """Whether the engine will have this very number of blocks, not only about."""
-        if self.config.kv_cache_memory_bytes is not None:
+        if self.config.kv_size_flag is not None:
             return True
         if self.record is not None:
             return self.record.key == record_key(self.config, self.spec)
@@ -250,7 +250,7 @@ def _recommend_more_room(plan: Plan, config: EngineConfig, flags: list[Flag]) ->
     device = _replan(plan, config)
     if not _is_short(plan, device):
         return config
-    if plan.device == "cpu" and config.kv_cache_memory_bytes is None and plan.wanted_kv_bytes is not None:
+    if plan.device == "cpu" and config.kv_size_flag is None and plan.wanted_kv_bytes is not None:
         larger = config.replace(kv_cache_memory_bytes=plan.wanted_kv_bytes)
         if not _is_short(plan, _replan(plan, larger)):
             reason = f"room for {plan.concurrency:,} at once; a CPU's default is {size(DEFAULT_CPU_KV_BYTES)}"

@@ -62,7 +62,7 @@ class Workbench:
                 kv_bytes=num_blocks * ledger.block_bytes,
                 max_model_len=min(ledger.max_model_len, num_blocks * config.block_size),
             )
-            config = config.replace(kv_cache_memory_bytes=ledger.kv_bytes)
+            config = config.replace(num_gpu_blocks_override=num_blocks, kv_cache_memory_bytes=None)
         max_num_seqs = config.max_num_seqs or executor.max_num_seqs
         max_tokens = config.max_num_batched_tokens or executor.max_num_batched_tokens
         assert max_num_seqs <= executor.max_num_seqs and max_tokens <= executor.max_num_batched_tokens

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from quire.engine.api import PreparedRequest
-from quire.engine.inputs import Prompt
+from quire.inputs import Prompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.params import SamplingParams
 from quire.server.endpoint import ClientGone, Exchange

@@ -17,8 +17,11 @@ _WEIGHT_FILES = ["*.safetensors"]
 _NOT_NEEDED = ["consolidated*", "*/*"]
 
 
-def fetch_from_hub(repo: str, *, revision: str | None = None, config_only: bool = False) -> Path:
-    """A directory with the repository's config, tokenizer and (unless `config_only`) safetensors; no pickles."""
+def fetch_from_hub(
+    repo: str, *, revision: str | None = None, config_only: bool = False, cache_dir: Path | None = None
+) -> Path:
+    """A directory with the repository's config, tokenizer and (unless `config_only`) safetensors; no pickles.
+    `cache_dir` is used in place of the hub's own cache."""
     import huggingface_hub
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -29,7 +32,7 @@ def fetch_from_hub(repo: str, *, revision: str | None = None, config_only: bool 
     try:
         path = Path(
             huggingface_hub.snapshot_download(
-                repo, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED
+                repo, revision=revision, cache_dir=cache_dir, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED
             )
         )
     except Exception as error:  # the library raises its HTTP client's errors too, which differ by its version

@@ -10,7 +10,7 @@ from quire.cli.settings_file import Flag, Gathered, gather, read_count, read_jso
 from quire.errors import ConfigError
 
 FLAGS = [
-    Flag(name="port", read=read_count),
+    Flag(name="port", help="port", read=read_count),
     Flag(name="dtype"),
     Flag(name="drain_timeout", read=read_number),
     Flag(name="swap_space_gb", read=read_number, aliases=("--swap-space",)),
@@ -20,7 +20,6 @@ FLAGS = [
     Flag(name="enforce_eager", is_switch=True),
     Flag(name="hf_overrides", read=read_json),
 ]
-REFUSED = {"lora_modules": "no LoRA"}
 
 
 def take(
@@ -36,7 +35,7 @@ def take(
         assert tmp_path is not None
         (tmp_path / "quire.yaml").write_text(file)
         given += ["--config", str(tmp_path / "quire.yaml")]
-    return gather(FLAGS, parser.parse_args(given), environ or {}, refused=REFUSED)
+    return gather(FLAGS, parser.parse_args(given), environ or {})
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -89,7 +88,6 @@ def test_a_value_reads_the_same_in_all_three_places(
         ("port: 1\nport: 2", "given twice"),
         ("swap-space: 1\nswap-space-gb: 2", "given twice"),
         ("drain-timeout: 1\ndrain_timeout: 2", "given twice"),
-        ("lora-modules: x", "lora-modules in .* is not supported: no LoRA"),
         ("- port", "must hold lines like"),
         ("port: [", "not valid YAML, line"),
         ("!!python/object/apply:os.getcwd []", "not valid YAML"),
@@ -145,8 +143,6 @@ def test_the_file_can_be_named_by_a_variable(tmp_path: Path) -> None:
 def test_variables_of_no_flag_are_warned_about() -> None:
     found = take(environ={"QUIRE_PROT": "1", "QUIRE_HOME": "/x", "QUIRE_CPU_ISA": "avx2", "PATH": "/bin"})
     assert found.warnings == ["QUIRE_PROT is set, but no flag has that name: did you mean QUIRE_PORT?"]
-    with pytest.raises(ConfigError, match="QUIRE_LORA_MODULES is not supported"):
-        take(environ={"QUIRE_LORA_MODULES": "x"})
 
 
 def test_what_kubernetes_sets_beside_a_service_named_quire_is_no_port() -> None:

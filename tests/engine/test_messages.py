@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from quire import errors
 from quire.config import EngineConfig
@@ -51,6 +53,26 @@ def test_a_config_arrives_whole() -> None:
     back = decode_launch(encode(launch))
     assert back == launch
     assert back.config.given == config.given
+
+
+def test_numbers_of_numpy_and_tensors_cross_as_pythons() -> None:
+    inputs = InputProcessor(None, vocab_size=1000, max_model_len=100, eos_token_ids=[7, 8], seed=0)
+    ints = ("n", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "top_k")
+    params = SamplingParams(
+        **{name: np.int64(2) for name in ints},
+        temperature=np.float32(0.5),
+        logit_bias={np.int64(5): np.float64(-1.5)},
+        allowed_token_ids=np.array([1, 2]),
+        stop_token_ids=torch.tensor([3]),
+    )
+    for prompt in (torch.tensor([1, 2, 3]), np.array([1, 2, 3]), [1, np.int64(2), torch.tensor(3)]):
+        request, _ = inputs.make_request("id", prompt, params, arrival_s=0.0, priority=np.int32(1))  # type: ignore[arg-type]
+        add = decode_command(encode(Add.of(request, 1)))
+        assert isinstance(add, Add)
+        back = add.to_request()
+        assert (back.prompt_token_ids, back.specs, back.priority) == ([1, 2, 3], request.specs, 1)
+    config = EngineConfig(max_num_seqs=np.int64(4), seed=torch.tensor(1), pinned_prefixes=[np.array([1, 2])])
+    assert msgspec.msgpack.decode(encode(config), type=EngineConfig) == config
 
 
 def test_a_request_arrives_as_the_scheduler_needs_it() -> None:

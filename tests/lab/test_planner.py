@@ -53,6 +53,7 @@ def planned_blocks(spec: ModelSpec, **kwargs: Any) -> tuple[int, int, int]:
         {"kv_cache_memory_bytes": 1 << 20, "block_size": 32, "kv_cache_dtype": "bfloat16"},
         {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 100, "max_num_seqs": 7, "max_num_batched_tokens": 33},
         {"kv_cache_memory_bytes": 200_000, "enable_chunked_prefill": False},
+        {"num_gpu_blocks_override": 37},
     ],
 )
 def test_blocks_are_the_engines(tiny_model: Path, settings: dict[str, Any]) -> None:
@@ -119,6 +120,16 @@ def test_a_gpus_budget_is_the_engines_function_of_the_same_parts() -> None:
     assert device.token_bytes == 2 * 32 * 8 * 128 * 2
     assert device.ledger is not None
     assert device.ledger.num_blocks == budget // (16 * device.token_bytes)
+
+
+def test_blocks_that_are_asked_for_are_planned_on_a_gpu_too() -> None:
+    config = EngineConfig(num_gpu_blocks_override=1000)
+    device = plan_device(config, LLAMA, device="cuda", memory_bytes=80 * GIB)
+    assert device.ledger is not None
+    assert device.ledger.num_blocks == 1000
+    assert make_plan(config, LLAMA, device="cuda", memory_bytes=80 * GIB).is_exact
+    too_many = plan_device(config.replace(num_gpu_blocks_override=10**6), LLAMA, device="cuda", memory_bytes=80 * GIB)
+    assert too_many.problem is not None
 
 
 def test_smaller_kv_values_make_more_blocks_and_ranks_share_heads() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -68,8 +69,8 @@ FILES = [
 
 
 def test_fetches_what_is_needed_and_nothing_that_runs(hub, snapshot):
-    assert fetch_from_hub("owner/name", revision="v1") == snapshot
-    assert (hub.repo, hub.options["revision"]) == ("owner/name", "v1")
+    assert fetch_from_hub("owner/name", revision="v1", cache_dir=Path("/d")) == snapshot
+    assert (hub.repo, hub.options["revision"], hub.options["cache_dir"]) == ("owner/name", "v1", Path("/d"))
     assert wanted(hub.options, FILES) == set(FILES[:8])
 
 

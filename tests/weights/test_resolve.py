@@ -47,8 +47,8 @@ def test_the_rest_are_hub_ids(model, hub):
     assert resolve_model(model, revision="v1") == Path("/hub") / model
     assert resolve_model(model, load_format="dummy") == Path("/hub") / model
     assert hub == [
-        (model, {"revision": "v1", "config_only": False}),
-        (model, {"revision": None, "config_only": True}),
+        (model, {"revision": "v1", "config_only": False, "cache_dir": None}),
+        (model, {"revision": None, "config_only": True, "cache_dir": None}),
     ]
 
 
@@ -59,7 +59,13 @@ def test_aliases_are_pulled(monkeypatch, hub, tmp_path):
     )
     progress = lambda done, total: None  # noqa: E731
     assert resolve_model("smollm2", on_progress=progress) == tmp_path
-    assert pulled == [("smollm2", {"on_progress": progress})]
+    assert pulled == [("smollm2", {"home": None, "on_progress": progress})]
+    # A folder of the caller's is used for both kinds of what is fetched.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    resolve_model("smollm2", download_dir="~/models", on_progress=progress)
+    resolve_model("owner/name", download_dir="~/models")
+    assert pulled[1] == ("smollm2", {"home": tmp_path / "models", "on_progress": progress})
+    assert hub[0][1]["cache_dir"] == tmp_path / "models"
 
 
 def test_refusals(tmp_path, hub):

@@ -1,0 +1,1 @@
+"""vLLM's home of LoRA requests."""
