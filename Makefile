@@ -2,18 +2,24 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TORCH ?= auto
+SOURCES := pyproject.toml setup.py constraints.txt scripts/install.py $(wildcard quire/kernels/cpu/native/*)
 
-.PHONY: setup demo test fuzz lint format bench clean
+.PHONY: setup demo test fuzz lint format check-install lock bench clean
 
 setup: $(VENV)/.ready
 
-# torch is pinned in constraints.txt: without the pin pip would take the newest build with gigabytes of CUDA.
-$(VENV)/.ready: pyproject.toml setup.py constraints.txt $(wildcard quire/kernels/cpu/native/*)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[server,bench,test]'
+# TORCH=cpu or TORCH=cuda chooses the build of torch; otherwise the machine does (scripts/install.py).
+$(VENV)/.ready: $(SOURCES)
+	@$(PYTHON) scripts/install.py --torch $(TORCH) server bench test
+	@touch $(VENV)/.can-run $@
+
+# All but the tests' packages, which are half of what there is to fetch.
+$(VENV)/.can-run: $(SOURCES)
+	@$(PYTHON) scripts/install.py --torch $(TORCH) server bench
 	@touch $@
 
-demo: setup
+demo: $(VENV)/.can-run
 	@$(BIN)/quire generate --chat --temperature 0 --max-tokens 64 \
 		--system "You are a helpful assistant. Answer briefly." \
 		"What is the chemical symbol for water?" "Which planet is known as the Red Planet?"
@@ -26,9 +32,18 @@ fuzz: setup
 	PYTHONPATH=.:tests $(BIN)/python -m fuzz $(TARGETS) --seconds $(or $(SECONDS),60)
 
 lint: setup
-	$(BIN)/ruff check quire tests
-	$(BIN)/ruff format --check quire tests
+	$(BIN)/ruff check quire tests scripts
+	$(BIN)/ruff format --check quire tests scripts
 	$(BIN)/mypy
+
+# Resolves for other platforms and Pythons, builds the wheel and tries it. Installs nothing here.
+check-install: setup
+	$(BIN)/python scripts/check_install.py
+
+# The newest versions that the ranges allow, for uv in uv.lock and for pip in constraints.txt.
+lock: setup
+	$(BIN)/uv lock --upgrade
+	$(BIN)/python scripts/check_install.py --write-constraints
 
 bench: setup
 	$(BIN)/python -m quire.bench.scheduler
@@ -36,8 +51,8 @@ bench: setup
 	$(BIN)/quire bench throughput single64 lab16 mixed64 --repeats 1 --output-json bench-results/throughput.json
 
 format: setup
-	$(BIN)/ruff check --fix quire tests
-	$(BIN)/ruff format quire tests
+	$(BIN)/ruff check --fix quire tests scripts
+	$(BIN)/ruff format quire tests scripts
 
 clean:
 	rm -rf build bench-results .pytest_cache .mypy_cache .ruff_cache

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 # By path: importing quire would want torch, which a build environment does not have.
@@ -33,7 +35,18 @@ class BuildNative(build_ext):
             super().copy_extensions_to_source()
 
 
+class WheelOfPlatform(bdist_wheel):
+    """One wheel for every Python, since none of it is compiled against one: py3-none-<platform>, or any if nothing is."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        build = self.get_finalized_command("build_ext")
+        if not any(Path(build.get_ext_fullpath(ext.name)).exists() for ext in self.distribution.ext_modules):
+            return "py3", "none", "any"
+        # A universal Python on macOS still compiled for one processor.
+        return "py3", "none", super().get_tag()[2].replace("universal2", platform.machine())
+
+
 setup(
     ext_modules=[Extension("quire.kernels.cpu.libquire_cpu", sources=[], optional=True)],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": WheelOfPlatform},
 )

@@ -17,6 +17,11 @@ Our own bugs are `assert` or built-in exceptions, never one of these.
 from __future__ import annotations
 
 
+def install_hint(extra: str) -> str:
+    """The command that adds an optional part. PyPI's `quire` is another project."""
+    return f"pip install 'quire-llm[{extra}]'"
+
+
 class QuireError(Exception):
     """Base of everything that Quire raises on purpose."""
 

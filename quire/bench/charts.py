@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.bench.compare import Comparison, Verdict, higher_is_better, is_neutral
 from quire.bench.report import RunReport
-from quire.errors import ConfigError
+from quire.errors import ConfigError, install_hint
 
 _COLOURS = (
     "#2563a8",
@@ -206,7 +206,7 @@ def _pyplot(path: str | Path) -> Any:
 def check_plot(path: str | Path) -> None:
     """Whether a chart can be drawn: asked before a long run, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'quire[bench]'")
+        raise ConfigError(f"--plot needs matplotlib: {install_hint('bench')}")
     if Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot {path}: a chart's name ends in .png, .svg or .pdf")
 

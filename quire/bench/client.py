@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, QuireError, install_hint
 
 if TYPE_CHECKING:
     import aiohttp
@@ -66,7 +66,7 @@ def require_aiohttp() -> Any:
     try:
         import aiohttp
     except ImportError:
-        raise ConfigError("quire bench serve needs aiohttp: pip install 'quire[bench]'") from None
+        raise ConfigError(f"quire bench serve needs aiohttp: {install_hint('bench')}") from None
     return aiohttp
 
 

@@ -22,7 +22,7 @@ from quire.bench.drive import forced_length, run_workload
 from quire.bench.model_shapes import write_llama_8b
 from quire.bench.workloads import WORKLOADS
 from quire.config import EngineConfig
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, QuireError, install_hint
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
@@ -153,7 +153,7 @@ def _chart(path: Path, rows: list[Row]) -> None:
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
     except ImportError:
-        print("no chart: it needs matplotlib (pip install 'quire[report]')", file=sys.stderr)
+        print(f"no chart: it needs matplotlib ({install_hint('bench')})", file=sys.stderr)
         return
     figure, axes = plt.subplots(figsize=(9, 4))
     places = range(len(rows))

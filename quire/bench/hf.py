@@ -26,7 +26,7 @@ class HFBaseline:
             import torch
             from transformers import AutoModelForCausalLM
         except ImportError:
-            raise ConfigError("--engine hf needs transformers: pip install transformers (or 'quire[test]')") from None
+            raise ConfigError("--engine hf needs transformers: pip install transformers") from None
         from quire.weights import resolve_model
 
         if batch_size < 1:

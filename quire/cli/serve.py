@@ -11,7 +11,7 @@ from typing import Any
 from quire.cli.parser import WideHelp
 from quire.cli.settings_file import Flag, Gathered, gather
 from quire.config import EngineConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, install_hint
 from quire.server.settings import ApiKey, ServerSettings
 
 _EPILOG = """\
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] == "quire":
             raise
-        raise ConfigError(f"quire serve needs the package {error.name}: pip install 'quire[server]'") from None
+        raise ConfigError(f"quire serve needs the package {error.name}: {install_hint('server')}") from None
     config, settings, warnings = read(args, os.environ)
     for warning in warnings:
         print(f"quire: warning: {warning}", file=sys.stderr)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.suggest import did_you_mean
-from quire.errors import ConfigError
+from quire.errors import ConfigError, install_hint
 
 PREFIX = "QUIRE_"
 # Read by other parts of Quire, so no flags.
@@ -228,7 +228,7 @@ def read_yaml(path: str) -> dict[Any, Any]:
     try:
         import yaml
     except ImportError:
-        raise ConfigError("--config needs PyYAML: pip install 'quire[server]'") from None
+        raise ConfigError(f"--config needs PyYAML: {install_hint('server')}") from None
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """Plain YAML takes the last of two equal keys in silence."""

@@ -44,5 +44,5 @@ def test_a_name_that_is_no_picture() -> None:
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="quire\\[bench\\]"):
+    with pytest.raises(ConfigError, match="quire-llm\\[bench\\]"):
         check_plot("chart.png")

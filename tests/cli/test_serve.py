@@ -192,5 +192,5 @@ def test_other_commands_and_the_help_need_none_of_the_servers_packages() -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "pip install 'quire[server]'" in done.stderr
+    assert "pip install 'quire-llm[server]'" in done.stderr
     assert len(done.stderr.splitlines()) == 1

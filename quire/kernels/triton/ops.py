@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.errors import install_hint
 from quire.kernels.composed import ComposedOps
 from quire.kernels.interface import (
     AttentionBatch,
@@ -28,7 +29,7 @@ from quire.kernels.triton.configs import MAX_SKINNY_ROWS, SkinnyConfig, skinny_c
 def unavailable_reason(device: torch.device | str = "cuda") -> str | None:
     """Why this backend cannot run here, or None where it can."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install 'quire[gpu]'"
+        return f"Triton is not installed: {install_hint('gpu')}"
     if torch.device(device).type != "cuda":
         return f"Triton kernels need a CUDA device, not {torch.device(device).type}"
     if not torch.cuda.is_available():
