@@ -89,7 +89,7 @@ _GUARDING = [
         is_secret=True,
         is_guard=True,
     ),
-    _path("api_key_file", "keys from a file, one a line, as KEY or NAME:KEY", is_guard=True),
+    _path("api_key_file", "keys from a file, one a line, as KEY or NAME:KEY, and admin after it", is_guard=True),
     Flag(
         name="share_prefixes_across_keys",
         help="keys find each other's prompts in the cache, and can tell (default: off)",

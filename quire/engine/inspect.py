@@ -2,6 +2,7 @@
 
 Each function runs on the engine's thread between two steps, so each is bounded: none looks at more than `limit` blocks
 or tables, whatever the pool's size. They return builtins only, and ids of tokens, never text: this side knows none.
+What they return is for the server alone: it decides who may see which request, and under which name a block's hash.
 """
 
 from __future__ import annotations
@@ -55,19 +56,20 @@ def kv_map(core: EngineCore, first: int = 0, limit: int = MAX_BLOCKS) -> dict[st
         "states": [block.state.value for block in blocks],
         "ref_counts": [block.ref_count for block in blocks],
         "is_pinned": [block.num_pins > 0 for block in blocks],
-        "hashes": [_short(block.block_hash) for block in blocks],
+        "hashes": [block.block_hash for block in blocks],
         "num_hits": [block.num_hits for block in blocks],
     }
 
 
-def kv_tables(core: EngineCore, offset: int = 0, limit: int = 128) -> dict[str, Any]:
-    """Requests in order of arrival, each sequence with its block table as runs and why it hit or missed the cache."""
-    requests = _requests(core)
+def kv_tables(core: EngineCore, offset: int = 0, limit: int = 128, tenant: str | None = None) -> dict[str, Any]:
+    """Requests in order of arrival, each sequence with its block table as runs and why it hit or missed the cache.
+    Of one tenant, or of all."""
+    requests = [one for one in _requests(core).values() if tenant is None or one.tenant == tenant]
     kv = core.kv
     found = []
     num_blocks = 0
     num_requests = 0
-    for request in itertools.islice(requests.values(), max(0, offset), None):
+    for request in itertools.islice(requests, max(0, offset), None):
         if num_requests == _bounded(limit, MAX_ROWS) or num_blocks >= 2 * MAX_BLOCKS:
             break
         num_requests += 1
@@ -136,8 +138,8 @@ def kv_block(core: EngineCore, block_id: int) -> dict[str, Any]:
         "ref_count": block.ref_count,
         "num_pins": block.num_pins,
         "num_transfers": block.num_transfers,
-        "hash": _short(block.block_hash),
-        "parent": _short(block.parent_hash),
+        "hash": block.block_hash,
+        "parent": block.parent_hash,
         "num_hits": block.num_hits,
         "chain_index": chain_index,
         "block_size": kv.block_size,
@@ -152,10 +154,12 @@ def kv_changes(
     limit: int = 2_048,
     max_rows: int = 200,
     with_gauges: bool = True,
+    tenants: list[str] | None = None,
 ) -> dict[str, Any]:
     """What changed since this watch last asked; None, or a watch that is not known any more, begins a new one.
 
-    A new watch first brings every block, `limit` at a time: `blocks.num_left` says how many more there are.
+    A new watch first brings every block, `limit` at a time: `blocks.num_left` says how many more there are. Rows and
+    block tables are of these tenants, or of all.
     """
     kv = core.kv
     is_new = watch is None or kv.watch is None or not kv.watch.has(watch)
@@ -163,7 +167,8 @@ def kv_changes(
         watch = kv.open_watch()
     assert kv.watch is not None
     changes = kv.watch.read_blocks(watch, _bounded(limit, MAX_BLOCKS))
-    seqs = list(itertools.islice(_sequences(core), _bounded(max_rows, MAX_ROWS) if max_rows else 0))
+    all_seqs = (seq for seq in _sequences(core) if tenants is None or seq.request.tenant in tenants)
+    seqs = list(itertools.islice(all_seqs, _bounded(max_rows, MAX_ROWS) if max_rows else 0))
     tables = kv.watch.read_tables(watch, (seq.seq_id for seq in seqs), MAX_TABLE_BLOCKS)
     return {
         "watch": watch,
@@ -178,6 +183,7 @@ def kv_changes(
             "num_left": changes.num_left,
         },
         "rows": [_row(seq) for seq in seqs],
+        "row_tenants": [seq.request.tenant for seq in seqs],
         "tables": [[seq_id, runs] for seq_id, runs in tables.items()],
         "host_tables": [[seq_id, as_runs(sorted(one.host_ids))] for seq_id, one in _few_swapped(core)],
         "gauges": _gauges(core) if with_gauges else None,
@@ -297,10 +303,6 @@ def _users(core: EngineCore, block: Block) -> list[Sequence]:
 
 def _bounded(limit: int, most: int) -> int:
     return max(1, min(limit, most))
-
-
-def _short(block_hash: bytes | None) -> str | None:
-    return None if block_hash is None else block_hash[:6].hex()
 
 
 _STATES = {state: state.name.lower() for state in SequenceState}

@@ -1,7 +1,8 @@
 """API keys: who may ask, and under which tenant's name.
 
 With at least one key everything is guarded except `/health`, which a supervisor must reach, and the live page's own
-files (`/`, `/static/…`), which hold no data. That includes `/docs`, `/openapi.json` and `/metrics`.
+files (`/`, `/static/…`), which hold no data. That includes `/docs`, `/openapi.json` and `/metrics`. Where keys have
+several names, each sees its own requests on the live page and under `/debug/kv`, and an admin's key sees all.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64}):(.+)")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")  # what a header can carry
 
 
-def make_key(key: str, *, name: str | None = None, source: str) -> ApiKey:
+def make_key(key: str, *, name: str | None = None, is_admin: bool = False, source: str) -> ApiKey:
     """A key that a header can carry. Without a name its tenant is a short hash, so that logs tell keys apart."""
     if not _KEY.fullmatch(key):
         raise ConfigError(f"{source}: an API key must be 1 to 512 visible ASCII characters without spaces")
     if name is None:
         name = "key-" + hashlib.sha256(b"quire tenant\0" + key.encode()).hexdigest()[:8]
-    return ApiKey(name, key)
+    return ApiKey(name, key, is_admin)
 
 
 def read_key_file(path: str) -> list[ApiKey]:
-    """One key a line, as `key` or `name:key`; empty lines and lines that begin with # are skipped."""
+    """One key a line, as `key` or `name:key`, with ` admin` after it where it may see everybody's requests; empty lines
+    and lines that begin with # are skipped."""
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -47,6 +49,9 @@ def read_key_file(path: str) -> list[ApiKey]:
         line = line.strip()
         if not line or line.startswith("#"):
             continue
+        text, _, scope = line.partition(" ")
+        if is_admin := scope.strip() == "admin":
+            line = text
         named = _NAMED.fullmatch(line)
         source = f"api_key_file {path}, line {number}"  # never the line itself: it is a secret
         if ":" in line and named is None:  # read as one key, `team:` would be a key that anyone can guess
@@ -54,7 +59,8 @@ def read_key_file(path: str) -> list[ApiKey]:
                 f"{source}: must be KEY or NAME:KEY, with a key after the colon and a name of 1 to 64 letters, digits, "
                 "'_', '.' or '-' before it"
             )
-        keys.append(make_key(named[2], name=named[1], source=source) if named else make_key(line, source=source))
+        name, key = (named[1], named[2]) if named else (None, line)
+        keys.append(make_key(key, name=name, is_admin=is_admin, source=source))
     if not keys:
         raise ConfigError(f"api_key_file {path} holds no key: the server would be open to anyone")
     return keys
@@ -77,37 +83,41 @@ class UnauthorizedError(ApiError):
 
 
 class Auth:
-    """ASGI middleware: refuses what carries no known key, and notes the tenant in scope["state"]["tenant"]."""
+    """ASGI middleware: refuses what carries no known key, and notes in scope["state"] the `tenant`, and whose requests
+    it `sees`: that tenant's, or everybody's (None)."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
         self._app = app
         # Digests have one length, so that comparing them does not tell a key's.
-        self._digests = [(_digest(key.key.encode()), key.tenant) for key in keys]
+        self._digests = [(_digest(key.key.encode()), key) for key in keys]
+        self._has_tenants = len({key.tenant for key in keys}) > 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        tenant: str | None = ""
+        tenant, sees = "", None
         if self._digests and not is_open(scope["path"], scope["method"]):
             given = _bearer(scope)
             if given is None:
                 await UnauthorizedError("no API key: send the header Authorization: Bearer KEY").respond(send)
                 return
-            tenant = self.tenant_of(given)
-            if tenant is None:
+            key = self.key_of(given)
+            if key is None:
                 await UnauthorizedError("this API key is not known here").respond(send)
                 return
-        scope.setdefault("state", {})["tenant"] = tenant
+            tenant = key.tenant
+            sees = tenant if self._has_tenants and not key.is_admin else None
+        scope.setdefault("state", {}).update(tenant=tenant, sees=sees)
         await self._app(scope, receive, send)
 
-    def tenant_of(self, key: bytes) -> str | None:
-        """Whose key it is. Every key is compared, whichever matches: the time taken tells nothing."""
+    def key_of(self, key: bytes) -> ApiKey | None:
+        """Which key it is. Every key is compared, whichever matches: the time taken tells nothing."""
         digest = _digest(key)
         found = None
-        for known, tenant in self._digests:
+        for known, one in self._digests:
             if hmac.compare_digest(known, digest):
-                found = tenant
+                found = one
         return found
 
 

@@ -1,6 +1,7 @@
 """`/debug/kv`: the KV cache as JSON, for people with a question. `_PATHS` says what is where.
 
-Where several keys are in use, text is shown only to the key whose running request holds it: a prompt is its sender's.
+Where keys have several names, each sees its own requests, and an admin's key all of them. Text is shown to nobody but
+the key whose running request holds it: a prompt is its sender's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from starlette.routing import Route
 
 from quire.errors import BadRequestError
 from quire.server.errors import ApiError, bad_request
-from quire.server.prefix_tree import Link, Node, PrefixTree, Shown
+from quire.server.prefix_tree import Link, Node, PrefixTree, Shown, block_name
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
@@ -44,7 +45,7 @@ class KVDebug:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._engine = context.engine
-        self._has_tenants = len({key.tenant for key in context.settings.api_keys}) > 1
+        self._has_tenants = len(context.settings.tenants) > 1
 
     def routes(self) -> list[Route]:
         paths = {
@@ -63,13 +64,13 @@ class KVDebug:
         if not asked.get("full"):
             return _json({"overview": overview, "more": _PATHS})
         blocks = await self._map(0, 1_024)
-        tables = await self._engine.call("kv_tables", offset=0, limit=32)
+        tables = await self._engine.call("kv_tables", offset=0, limit=32, tenant=_sees(request))
         tree = await self._tree(request, None, depth=2, offset=0, limit=32)
         return _json(
             {
                 "overview": overview,
                 "map": blocks,
-                "requests": self._with_recent(tables),
+                "requests": self._with_recent(request, tables),
                 "sharing": _sharing(tables["sequences"]),
                 "tree": tree,
             }
@@ -81,12 +82,15 @@ class KVDebug:
 
     async def requests(self, request: HttpRequest) -> Response:
         asked = _numbers(request, {"offset": (0, None), "limit": (1, _MAX_REQUESTS)})
-        tables = await self._engine.call("kv_tables", offset=asked.get("offset", 0), limit=asked.get("limit", 128))
-        return _json(self._with_recent(tables))
+        tables = await self._engine.call(
+            "kv_tables", offset=asked.get("offset", 0), limit=asked.get("limit", 128), tenant=_sees(request)
+        )
+        return _json(self._with_recent(request, tables))
 
     async def sharing(self, request: HttpRequest) -> Response:
         asked = _numbers(request, {"limit": (1, _MAX_REQUESTS)})
-        tables = await self._engine.call("kv_tables", offset=0, limit=asked.get("limit", 256))
+        limit = asked.get("limit", 256)
+        tables = await self._engine.call("kv_tables", offset=0, limit=limit, tenant=_sees(request))
         return _json(_sharing(tables["sequences"]) | {"num_requests_in_all": tables["num_requests_in_all"]})
 
     async def tree(self, request: HttpRequest) -> Response:
@@ -107,8 +111,9 @@ class KVDebug:
             raise ApiError(404, str(error), param=error.param, code="no_block") from None
         token_ids: list[int] = found.pop("token_ids")
         may_read = self._may_read(request, {user["tenant"] for user in found["users"]})
-        for user in found["users"]:
-            del user["tenant"]
+        found["users"] = _seen(request, found["users"])
+        for name in ("hash", "parent"):
+            found[name] = None if found[name] is None else block_name(found[name])
         found |= {"num_tokens": len(token_ids), "is_readable": may_read}
         found["token_ids"] = token_ids if may_read else None
         found["tokens"] = self._pieces(token_ids) if may_read else None
@@ -119,7 +124,7 @@ class KVDebug:
 
     def _may_read(self, request: HttpRequest, tenants: set[str]) -> bool:
         """`tenants`: of the requests that hold it now. What only the cache holds is nobody's."""
-        return not self._has_tenants or request.scope.get("state", {}).get("tenant") in tenants
+        return not self._has_tenants or request.scope["state"]["tenant"] in tenants
 
     def _decode(self, token_ids: list[int]) -> str | None:
         tokenizer = self._engine.tokenizer
@@ -147,19 +152,16 @@ class KVDebug:
         while True:
             piece = await self._engine.call("kv_map", first=first, limit=max(1, min(end - first, _PIECE_BLOCKS)))
             del piece["first"]
+            piece["hashes"] = [None if one is None else block_name(one) for one in piece["hashes"]]
             for name, column in piece.items():
                 found.setdefault(name, []).extend(column)
             first += _PIECE_BLOCKS
             if first >= end:
                 return found
 
-    def _with_recent(self, tables: dict[str, Any]) -> dict[str, Any]:
-        for entry in tables["sequences"]:
-            del entry["tenant"]
+    def _with_recent(self, request: HttpRequest, tables: dict[str, Any]) -> dict[str, Any]:
         finished = [asdict(summary) for summary in reversed(self._context.metrics.recent)]
-        for entry in finished:
-            del entry["tenant"]
-        return tables | {"finished": finished}
+        return tables | {"sequences": _seen(request, tables["sequences"]), "finished": _seen(request, finished)}
 
     async def _tree(
         self, request: HttpRequest, name: str | None, *, depth: int, offset: int, limit: int
@@ -203,6 +205,18 @@ class KVDebug:
             entry = todo.pop()
             entry["text"] = texts[entry["node"]]
             todo += entry.get("children", ())
+
+
+def _sees(request: HttpRequest) -> str | None:
+    """The tenant whose requests whoever asks may see; None: everybody's."""
+    sees: str | None = request.scope["state"]["sees"]
+    return sees
+
+
+def _seen(request: HttpRequest, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the requests that whoever asks may see, without their tenants' names."""
+    sees = _sees(request)
+    return [entry for entry in entries if entry.pop("tenant") == sees or sees is None]
 
 
 def _sharing(sequences: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The live feed: one reader of the engine for however many pages are open.
 
 It asks the engine what changed, at most five times a second, keeps a copy of the block map, and hands the same lines to
-every viewer. Who comes later gets the copy first; who reads too slowly gets it again instead of everything missed.
-Nothing is asked while nobody looks.
+every viewer, but for the requests in them: of those a viewer sees its own tenant's, or as an admin all. Who comes later
+gets the copy first; who reads too slowly gets it again instead of everything missed. Nothing is asked while nobody
+looks.
 
 Lines are JSON objects; columns of numbers in them are base64 of little-endian integers:
     hello    what is served, and the names of a row's fields
@@ -20,7 +21,7 @@ import struct
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,7 @@ ANSWER_S = 2.0  # an engine that takes longer to answer has its state shown mean
 
 @dataclass(slots=True, eq=False)
 class _Viewer:
+    sees: str | None  # the tenant whose requests it is shown; None: everybody's
     lines: deque[bytes] = field(default_factory=deque)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     is_behind: bool = True  # the next thing it needs is the copy
@@ -77,11 +79,12 @@ class LiveFeed:
         self._viewers: set[_Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._watch: int | None = None
+        self._tenants: list[str] | None = None  # of whom the engine was asked last; None: of all
         self._codes = bytearray()
         self._ref_counts = bytearray()
         self._seq_ids = array("I")
         self._tables: dict[int, list[int]] = {}
-        self._last_tick = b""
+        self._last: dict[str, Any] | None = None  # what the engine told of its requests
         self._chart: deque[dict[str, Any]] = deque(maxlen=CHART_POINTS)
         self._charted_s = 0.0
         self._status: tuple[str, str] = ("", "")
@@ -90,9 +93,9 @@ class LiveFeed:
     def num_viewers(self) -> int:
         return len(self._viewers)
 
-    async def view(self) -> AsyncIterator[bytes]:
+    async def view(self, sees: str | None = None) -> AsyncIterator[bytes]:
         """Lines for one viewer, until it leaves or the engine ends."""
-        viewer = _Viewer()
+        viewer = _Viewer(sees)
         self._viewers.add(viewer)
         try:
             if self._task is None or self._task.done():
@@ -142,13 +145,14 @@ class LiveFeed:
                     }
                 )
             )
-        if self._last_tick:
-            lines.append(_line({"type": "tables", "tables": list(self._tables.items()), "chart": list(self._chart)}))
-            lines.append(self._last_tick)
+        if self._last is not None:
+            seen = _seen(self._last | {"tables": list(self._tables.items())}, viewer.sees)
+            lines.append(_line({"type": "tables", "tables": seen["tables"], "chart": list(self._chart)}))
+            lines.append(_line(seen | {"type": "tick", "tables": [], "gauges": None, "ended": []}))
         return lines
 
-    def _tell(self, line: bytes) -> None:
-        for viewer in self._viewers:
+    def _tell(self, line: bytes, viewers: Iterable[_Viewer] | None = None) -> None:
+        for viewer in self._viewers if viewers is None else viewers:
             if len(viewer.lines) >= MAX_LINES_BEHIND:
                 viewer.is_behind = True
                 viewer.lines.clear()
@@ -182,7 +186,7 @@ class LiveFeed:
         del self._seq_ids[:]
         self._tables.clear()
         self._chart.clear()
-        self._last_tick = b""
+        self._last = None
         self._last_ended = self._metrics.recent[-1] if self._metrics.recent else None
         self._status = ("", "")
 
@@ -218,8 +222,13 @@ class LiveFeed:
         return bool(num_changed or found["rows"])
 
     async def _ask(self, **arguments: Any) -> dict[str, Any]:
+        # So that of many requests each viewer gets its own: there is a limit to how many are told of.
+        seen = {viewer.sees for viewer in self._viewers}
+        tenants = None if None in seen else sorted(filter(None, seen))
+        if tenants != self._tenants:  # tables of those who are new were not kept: a new watch brings every one
+            self._tenants, self._watch = tenants, None
         call = asyncio.ensure_future(
-            self._engine.call("kv_changes", watch=self._watch, limit=PIECE_BLOCKS, **arguments)
+            self._engine.call("kv_changes", watch=self._watch, limit=PIECE_BLOCKS, tenants=tenants, **arguments)
         )
         try:
             while not (await asyncio.wait({call}, timeout=ANSWER_S))[0]:
@@ -264,18 +273,30 @@ class LiveFeed:
             load = self._engine.load()
             gauges |= self._rolling.read(now_s, gauges) | {"brownout_level": load.brownout_level}
             self._chart.append(gauges)
-        tick = {"type": "tick", "rows": rows, "host_tables": found["host_tables"], "gauges": gauges}
-        self._tell(_line(tick | {"tables": found["tables"], "ended": self._take_ended()}))
-        # The copy brings all tables and the chart's numbers by itself.
-        self._last_tick = _line(tick | {"tables": [], "ended": [], "gauges": None})
+        self._last = found
+        all_ended = self._take_ended()
+        for sees in {viewer.sees for viewer in self._viewers}:
+            ended = [(e.request_id, e.output_tokens_by_index) for e in all_ended if sees is None or e.tenant == sees]
+            line = _line(_seen(found, sees) | {"type": "tick", "gauges": gauges, "ended": ended})
+            self._tell(line, [viewer for viewer in self._viewers if viewer.sees == sees])
 
-    def _take_ended(self) -> list[tuple[str, tuple[int, ...]]]:
+    def _take_ended(self) -> list[RequestSummary]:
         """The engine's rows say how far a request was at the last look, and not where it ended."""
         recent = self._metrics.recent
         ended = [*itertools.takewhile(lambda one: one is not self._last_ended, reversed(recent))]
         if ended:
             self._last_ended = ended[0]
-        return [(one.request_id, one.output_tokens_by_index) for one in ended]
+        return ended
+
+
+def _seen(told: dict[str, Any], sees: str | None) -> dict[str, Any]:
+    """Of the requests that the engine told of, with their tables, those that a viewer is shown."""
+    rows = told["rows"]
+    if sees is not None:
+        rows = [row for row, tenant in zip(rows, told["row_tenants"], strict=True) if tenant == sees]
+    seq_ids = {row[0] for row in rows}
+    tables = {name: [one for one in told[name] if one[0] in seq_ids] for name in ("tables", "host_tables")}
+    return {"rows": rows, **tables}
 
 
 _encoder = msgspec.json.Encoder()

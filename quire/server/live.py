@@ -34,7 +34,7 @@ def routes(context: ServerContext) -> list[Route]:
             return Response(media_type=_MEDIA_TYPE)
         feed.check_room()
         return StreamingResponse(
-            feed.view(),
+            feed.view(request.scope["state"]["sees"]),
             media_type=_MEDIA_TYPE,
             # A proxy that collects the stream before passing it on would show the past.
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},

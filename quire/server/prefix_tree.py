@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
+
+_NAMING_KEY = secrets.token_bytes(16)
+
+
+def block_name(block_hash: bytes) -> str:
+    """What people see of a block's hash: the same while this process lives, and of no use to guess what was hashed."""
+    return blake2b(block_hash, digest_size=8, key=_NAMING_KEY).hexdigest()
 
 
 @dataclass(slots=True)
@@ -31,7 +40,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        return self.links[0].block_hash.hex()
+        return block_name(self.links[0].block_hash)
 
     @property
     def block_ids(self) -> list[int]:

@@ -20,6 +20,7 @@ class ApiKey:
 
     tenant: str
     key: str = field(repr=False)
+    is_admin: bool = False  # sees every tenant's requests; their text is for nobody but their sender
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

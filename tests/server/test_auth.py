@@ -88,18 +88,20 @@ def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch
     auth = Auth(Starlette(), [ALICE, BOB])
     for key in (b"sk-alice", b"sk-bob", b"neither"):
         compared.clear()
-        auth.tenant_of(key)
+        auth.key_of(key)
         assert compared == [hashlib.sha256(k.key.encode()).digest() for k in (ALICE, BOB)]
 
 
 def test_a_key_file_has_keys_names_and_comments(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("# ours\n\nalice:sk-1\n  sk-2  \nbob:sk:with:colons\n")
+    path.write_text("# ours\n\nalice:sk-1\n  sk-2  \nbob:sk:with:colons\nops:sk-3  admin\nsk-4 admin\n")
     keys = read_key_file(str(path))
-    assert [(k.tenant, k.key) for k in keys] == [
-        ("alice", "sk-1"),
-        (make_key("sk-2", source="").tenant, "sk-2"),
-        ("bob", "sk:with:colons"),
+    assert [(k.tenant, k.key, k.is_admin) for k in keys] == [
+        ("alice", "sk-1", False),
+        (make_key("sk-2", source="").tenant, "sk-2", False),
+        ("bob", "sk:with:colons", False),
+        ("ops", "sk-3", True),
+        (make_key("sk-4", source="").tenant, "sk-4", True),
     ]
 
 
@@ -108,6 +110,8 @@ def test_a_key_file_has_keys_names_and_comments(tmp_path: Path) -> None:
     [
         ("# nothing\n", "holds no key"),
         ("ok\nwith space\n", "line 2"),
+        ("ok with space admin\n", "line 1"),
+        ("secret administrator\n", "line 1"),
         ("schlüssel\n", "line 1"),
         ("ok\nsecret:\n", "keys, line 2: must be KEY or NAME:KEY"),
         (":secret\n", "keys, line 1: must be KEY or NAME:KEY"),

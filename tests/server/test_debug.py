@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 from live_harness import CoreEngine, make_core, make_request, run_to_end
+from observing_fakes import prepared
 from server_harness import Server, running
 
+from quire.kv.hashing import block_hasher, root_hash, unpack_tokens
 from quire.server.debug import routes
 from quire.server.metrics import RequestSummary
 from quire.server.settings import ApiKey
 from quire.text import Tokenizer
 
 SYSTEM = "You are the librarian of a small library. "
-KEYS = (ApiKey("one", "key-of-one-1"), ApiKey("two", "key-of-two-2"))
+KEYS = (ApiKey("one", "key-of-one-1"), ApiKey("two", "key-of-two-2"), ApiKey("ops", "key-of-ops-3", is_admin=True))
 
 
 @pytest.fixture(scope="module")
@@ -209,19 +211,51 @@ def test_it_is_behind_the_key(tokenizer: Tokenizer) -> None:
         assert allowed.status == 200 and allowed.json()["is_readable"]
 
 
+def test_with_several_keys_requests_are_their_senders(tokenizer: Tokenizer) -> None:
+    with running(make_engine(tokenizer), api_keys=KEYS) as server:
+        for tenant in ("one", "two"):
+            server.context.metrics.on_finished(prepared(f"ended-{tenant}", tenant=tenant), None, "stop")
+        paths = ["/requests", "/sharing", "?full=1", "/requests?offset=1", "/tree", "/map"]
+        paths += [f"/blocks/{number}" for number in range(64)]
+
+        def everything(key: ApiKey) -> str:
+            headers = {"authorization": f"Bearer {key.key}"}
+            return "".join(server.request("GET", "/debug/kv" + path, **headers).text for path in paths)
+
+        answers = {key.tenant: everything(key) for key in KEYS}
+        for name in ("one", "two", "ended-one", "ended-two"):
+            seen_by = {tenant for tenant, text in answers.items() if f'"{name}"' in text}
+            assert seen_by == {name.removeprefix("ended-"), "ops"}
+        count = server.request("GET", "/debug/kv/requests", authorization="Bearer key-of-two-2").json()
+        assert count["num_requests_in_all"] == 1
+
+
+def test_names_of_blocks_tell_nothing_of_their_text(server: Server) -> None:
+    """A four-digit number in a known sentence could be found offline, from hashes that anyone can compute."""
+    blocks = [block for block in server.engine.core.kv.pool.blocks if block.block_hash is not None]
+    first = next(block for block in blocks if block.chain_index == 0)
+    assert block_hasher(4)(root_hash(), unpack_tokens(first.packed_tokens)) == first.block_hash
+    hashes = [block.block_hash for block in blocks if block.block_hash is not None]
+    shown = "".join(server.get("/debug/kv" + path).text for path in ("/map", "/tree?depth=16&limit=1000"))
+    shown += "".join(server.get(f"/debug/kv/blocks/{number}").text for number in range(64))
+    assert len(hashes) > 10
+    assert not [one for one in hashes if one.hex()[:8] in shown]
+
+
 def test_with_several_keys_text_is_its_senders(tokenizer: Tokenizer) -> None:
     with running(make_engine(tokenizer), api_keys=KEYS) as server:
 
         def ask(key: str, path: str) -> Any:
             return server.request("GET", "/debug/kv" + path, authorization=f"Bearer {key}").json()
 
-        tables = ask("key-of-one-1", "/requests")["sequences"]
-        own = {one["request_id"]: one["blocks"][-2] + one["blocks"][-1] - 1 for one in tables}
-        assert ask("key-of-one-1", f"/blocks/{own['one']}")["text"]
-        hidden = ask("key-of-two-2", f"/blocks/{own['one']}")
-        assert not hidden["is_readable"]
-        assert hidden["text"] is None and hidden["token_ids"] is None and hidden["tokens"] is None
-        (group,) = ask("key-of-two-2", "/sharing")["groups"]
+        (entry,) = ask("key-of-one-1", "/requests")["sequences"]
+        own = entry["blocks"][-2] + entry["blocks"][-1] - 1
+        assert ask("key-of-one-1", f"/blocks/{own}")["text"]
+        for other in ("key-of-two-2", "key-of-ops-3"):
+            hidden = ask(other, f"/blocks/{own}")
+            assert not hidden["is_readable"]
+            assert hidden["text"] is None and hidden["token_ids"] is None and hidden["tokens"] is None
+        (group,) = ask("key-of-ops-3", "/sharing")["groups"]
         assert ask("key-of-two-2", f"/blocks/{group['block_ids'][0]}")["text"] == SYSTEM[:4]  # it sent that too
         cached = ask("key-of-two-2", "/map")["states"].index("cached")
         assert ask("key-of-two-2", f"/blocks/{cached}")["text"] is None

@@ -73,8 +73,8 @@ class Viewer:
 
 
 @asynccontextmanager
-async def viewing(feed: LiveFeed) -> AsyncIterator[Viewer]:
-    lines = feed.view()
+async def viewing(feed: LiveFeed, sees: str | None = None) -> AsyncIterator[Viewer]:
+    lines = feed.view(sees)
     try:
         yield Viewer(lines)
     finally:
@@ -103,6 +103,36 @@ def test_it_follows_the_engine() -> None:
             await viewer.until(lambda: viewer.gauges is not None and viewer.gauges["num_running"] == 2)
             run_to_end(engine.core)
             await viewer.until(lambda: not viewer.rows and viewer.codes == codes_of(engine))
+
+    asyncio.run(run())
+
+
+def test_each_viewer_sees_its_own_requests() -> None:
+    async def run() -> None:
+        engine = CoreEngine(make_core())
+        metrics = ServerMetrics(engine, "tiny")
+        life = ServerLife()
+        life.ready()
+        feed = LiveFeed(engine, metrics, life, hello=dict)
+        for tenant in ("a", "b"):
+            engine.core.add(make_request(f"of-{tenant}", PROMPT, tenant=tenant, salt=tenant))
+        engine.core.step()
+        async with viewing(feed, "a") as first, viewing(feed) as admin, viewing(feed, "b") as late:
+            await first.until(lambda: first.tables)
+            for viewer, names in ((late, ["of-b"]), (admin, ["of-a", "of-b"]), (first, ["of-a"])):
+                await viewer.until(lambda viewer=viewer, names=names: viewer.rows and len(viewer.tables) == len(names))
+                assert [row[1] for row in viewer.rows] == names
+                assert set(viewer.tables) == {row[0] for row in viewer.rows}
+            for tenant in ("a", "b"):
+                metrics.on_finished(prepared(f"of-{tenant}", tenant=tenant), None, "stop")
+            for viewer, names in ((first, ["of-a"]), (late, ["of-b"]), (admin, ["of-b", "of-a"])):
+                while not (ended := (await viewer.read()).get("ended")):
+                    pass
+                assert [name for name, _ in ended] == names
+        # Somebody who looks alone is told of nothing else, however many others there are.
+        async with viewing(feed, "b") as alone:
+            await alone.until(lambda: alone.tables)
+        assert engine.calls[-1][1]["tenants"] == ["b"]
 
     asyncio.run(run())
 

@@ -1,11 +1,22 @@
 from __future__ import annotations
 
-from quire.server.prefix_tree import Link, PrefixTree, Shown
+import subprocess
+import sys
+
+from quire.server.prefix_tree import Link, PrefixTree, Shown, block_name
 
 
 def link(block: int, parent: int | None, *, index: int = 0, hits: int = 0) -> Link:
     name = b"root" if parent is None else b"%04d" % parent
     return Link(block, b"%04d" % block, name, index, hits, ref_count=0, is_pinned=False)
+
+
+def test_names_are_this_processs_own() -> None:
+    name = block_name(b"hash")
+    assert name == block_name(b"hash") != block_name(b"other") and len(name) == 16
+    ask = "from quire.server.prefix_tree import block_name; print(block_name(b'hash'))"
+    other = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    assert len(other) == 16 and other != name
 
 
 def test_chains_are_one_node() -> None:
