@@ -14,6 +14,7 @@ from typing import Any
 from quire.bench.machine import describe_machine
 from quire.bench.report import RunReport
 from quire.config import EngineConfig
+from quire.engine.launch import child_environment
 from quire.errors import QuireError
 
 
@@ -43,9 +44,8 @@ def measure_startup(config: EngineConfig, *, repeats: int) -> RunReport:
 def _one(config: EngineConfig) -> dict[str, float]:
     given = {key: getattr(config, key) for key in config.given}
     request = {"config": given | {"model": config.model}, "started": time.time()}
-    done = subprocess.run(
-        [sys.executable, "-m", "quire.bench.startup", json.dumps(request)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-P", "-m", "quire.bench.startup", json.dumps(request)]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no reason given"]
         raise QuireError(f"the process that was started failed: {lines[-1].removeprefix('error: ')}")

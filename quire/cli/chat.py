@@ -103,6 +103,8 @@ class _Conversation:
                 pieces.append(output.outputs[0].text)
                 sys.stdout.write(output.outputs[0].text)
                 sys.stdout.flush()
+                if output.outputs[0].error:
+                    print(f"quire: {output.outputs[0].error}", file=sys.stderr)
         except KeyboardInterrupt:
             print(" [stopped]", end="", file=sys.stderr)
         except BadRequestError as error:

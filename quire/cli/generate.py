@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
         printer.close()
         if session.account.seconds and not args.quiet and not args.json:  # a prompt that is refused took none
             session.print_account()
-    return 0
+    for failure in printer.failures.values():
+        print(f"quire: {failure}", file=sys.stderr)
+    return 1 if printer.failures else 0
 
 
 def _from_stdin(*, quiet: bool) -> str:
@@ -78,6 +80,7 @@ class _TextPrinter:
         self._prompts = prompts
         self._waiting: dict[tuple[int, int], list[str]] = {key: [] for key in self._keys}
         self._done: set[tuple[int, int]] = set()
+        self.failures: dict[tuple[int, int], str] = {}
         self._current = 0
         self._headed = False
 
@@ -90,7 +93,7 @@ class _TextPrinter:
             if completion.finish_reason is not None and key not in self._done:
                 self._done.add(key)
                 if completion.error:
-                    print(f"\nquire: prompt {prompt}: {completion.error}", file=sys.stderr)
+                    self.failures[key] = f"prompt {prompt} failed: {completion.error}"
         self._print_ready()
 
     def _print_ready(self) -> None:
@@ -125,6 +128,7 @@ class _JsonPrinter:
         self._texts: dict[tuple[int, int], list[str]] = {}
         self._tokens: dict[tuple[int, int], list[int]] = {}
         self._reasons: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+        self.failures: dict[tuple[int, int], str] = {}
 
     def add(self, output: Any) -> None:
         prompt = int(output.request_id)
@@ -133,6 +137,8 @@ class _JsonPrinter:
             self._texts.setdefault(key, []).append(c.text)
             self._tokens.setdefault(key, []).extend(c.token_ids)
             self._reasons[key] = (c.finish_reason, c.stop_reason, c.error)
+            if c.error:
+                self.failures[key] = f"prompt {prompt} failed: {c.error}"
         if output.finished:
             keys = sorted(key for key in self._texts if key[0] == prompt)
             record = {

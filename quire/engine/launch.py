@@ -54,7 +54,7 @@ class ChildProcess:
         # A process group of its own: Ctrl-C in a terminal goes to the server alone.
         grouping: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(), **grouping
+            command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=child_environment(), **grouping
         )
         self._on_exit = on_exit
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
@@ -129,8 +129,9 @@ def describe_exit(status: int) -> str:
     return f"the engine process was killed by {name}{hint}"
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with the way to the same quire: the child does not look into the working directory."""
+def child_environment() -> dict[str, str]:
+    """Ours, with the way to the same quire: with -P an interpreter does not look into the working directory, in which
+    others may have put modules."""
     root = str(Path(quire.__file__).parent.parent)
     others = os.environ.get("PYTHONPATH")
     return os.environ | {"PYTHONPATH": os.pathsep.join([root, others] if others else [root])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from quire.engine.messages import Command, News, decode_news, encode
 
 _MESSAGES_PER_TURN = 16  # then others on the event loop have theirs
 _PREFIX = "quire-"
+_LOCK = "lock"
 _SHORT_FOLDER = "/tmp"
 
 
@@ -27,7 +29,8 @@ class EngineLink:
         self._loop = loop
         self._on_news = on_news
         self._on_error = on_error
-        self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_parent_folder())
+        remove_abandoned_folders(_parent_folder())
+        self._folder, self._lock = _make_folder(_parent_folder())
         self.news_address = f"ipc://{self._folder}/news"
         self.commands_address = f"ipc://{self._folder}/commands"
         self._context = zmq.Context()
@@ -66,6 +69,7 @@ class EngineLink:
         self._commands.close(linger=0)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
 
     def _read_one(self) -> bool:
         try:
@@ -77,6 +81,45 @@ class EngineLink:
         except Exception as error:
             self._on_error(error)
         return True
+
+
+def _make_folder(parent: str) -> tuple[str, int]:
+    """A folder of our own, and the descriptor that holds its lock: the system lets go of that when we die."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        lock = _try_lock(folder, os.O_CREAT | os.O_EXCL)
+        if lock is not None and os.path.exists(folder):
+            return folder, lock
+        # A server that starts beside us took the folder, which was not locked yet, for a dead one's.
+        if lock is not None:
+            os.close(lock)
+
+
+def remove_abandoned_folders(parent: str) -> None:
+    """What servers left that were killed: folders of this user whose lock nobody holds. Others' are left alone, and so
+    is what has no lock."""
+    with os.scandir(parent) as entries:
+        folders = [one for one in entries if one.name.startswith(_PREFIX) and one.is_dir(follow_symlinks=False)]
+    for folder in folders:
+        try:
+            is_ours = folder.stat(follow_symlinks=False).st_uid == os.getuid()
+            lock = _try_lock(folder.path) if is_ours else None
+        except OSError:  # it has no lock, or is gone
+            continue
+        if lock is not None:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            os.close(lock)
+
+
+def _try_lock(folder: str, flags: int = 0) -> int | None:
+    """None: somebody holds it."""
+    lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
 
 
 def _parent_folder() -> str:

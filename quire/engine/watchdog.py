@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from quire.engine.core import EngineCore
 from quire.engine.messages import Heartbeat
@@ -95,14 +95,16 @@ def write_dump(
         except Exception as error:  # the loop may be changing what is read here
             lines.append(f"(not readable: {error!r})")
         lines.append("")
-    path = Path(folder) / f"quire-stuck-{os.getpid()}-{num_steps + 1}.txt"
     try:
-        path.write_text("\n".join(lines), encoding="utf-8")
+        # A new file under a name that nobody can foresee, for this user alone: others may write to the folder too.
+        descriptor, path = tempfile.mkstemp(".txt", f"quire-stuck-{os.getpid()}-{num_steps + 1}-", folder)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines))
     except OSError as error:
-        get_logger().error("a step hangs, and what it was doing could not be written to %s: %s", path, error)
+        get_logger().error("a step hangs, and what it was doing could not be written to %s: %s", folder, error)
         return ""
     get_logger().error("step %d has run for %.1f s: what the engine was doing is in %s", num_steps + 1, for_s, path)
-    return str(path)
+    return path
 
 
 def _loop_lines(core: EngineCore) -> list[str]:

@@ -49,7 +49,7 @@ class Precompile:
         threading.Thread(target=_wake_gpu, args=(_device_index(config),), name="quire-wake-gpu", daemon=True).start()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "quire.executor.precompile"],
+                [sys.executable, "-P", "-m", "quire.executor.precompile"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -105,7 +105,8 @@ def main() -> None:
             if _WITH_TORCH in sys.argv:
                 raise
             # Outlines of tensors were not enough.
-            subprocess.run([sys.executable, "-m", "quire.executor.precompile", _WITH_TORCH], input=given, check=False)
+            again = [sys.executable, "-P", "-m", "quire.executor.precompile", _WITH_TORCH]
+            subprocess.run(again, input=given, check=False)
             return
         compile_stages({PROMPTS: needed.prompts, START: needed.start}, target, when_done=_say)
         os.nice(10)  # from here on the engine goes first

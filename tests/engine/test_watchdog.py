@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -75,6 +77,21 @@ def test_the_dump_names_everything_but_the_prompts(tmp_path: Path) -> None:
     assert "1 sequences, 3 tokens, 1 sample" in text
     assert "test_the_dump_names_everything" in text  # the stack of this thread
     assert str(PROMPT_TOKEN) not in text
+
+
+def test_a_dump_is_a_new_file_for_its_user_alone(tmp_path: Path) -> None:
+    """Others may write to the folder too: what they put there under a name like this one's is neither followed nor
+    overwritten, and they cannot read what is written."""
+    target = tmp_path / "victim"
+    target.write_text("as it was")
+    foreseen = tmp_path / f"quire-stuck-{os.getpid()}-42.txt"
+    foreseen.symlink_to(target)
+    paths = [Path(write_dump(make_core(), list, str(tmp_path), 41, 12.5)) for _ in range(2)]
+    assert target.read_text() == "as it was" and foreseen.is_symlink()
+    assert len({*paths, foreseen}) == 3
+    for path in paths:
+        assert path.parent == tmp_path and path.name.startswith(f"quire-stuck-{os.getpid()}-42-")
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o600 and stat.S_ISREG(path.lstat().st_mode)
 
 
 def test_a_dump_that_fails_does_not_end_the_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
