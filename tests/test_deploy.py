@@ -197,7 +197,7 @@ def known_options() -> set[str]:
     return {option for action in subparsers.choices["serve"]._actions for option in action.option_strings}
 
 
-@pytest.mark.parametrize("file", ["docs/operations.md", "docs/from-vllm.md", "deploy/README.md"])
+@pytest.mark.parametrize("file", ["docs/operations.md", "docs/security.md", "docs/from-vllm.md", "deploy/README.md"])
 def test_documents_name_real_flags_metrics_and_anchors(file: str) -> None:
     text = (ROOT / file).read_text()
     other_programs = {"--config.file", "--now", "--backend", "--user"}
