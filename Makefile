@@ -32,8 +32,8 @@ fuzz: setup
 	PYTHONPATH=.:tests $(BIN)/python -m fuzz $(TARGETS) --seconds $(or $(SECONDS),60)
 
 lint: setup
-	$(BIN)/ruff check quire tests scripts
-	$(BIN)/ruff format --check quire tests scripts
+	$(BIN)/ruff check quire benchmarks tests scripts
+	$(BIN)/ruff format --check quire benchmarks tests scripts
 	$(BIN)/mypy
 
 # Resolves for other platforms and Pythons, builds the wheel and tries it. Installs nothing here.
@@ -46,13 +46,13 @@ lock: setup
 	$(BIN)/python scripts/check_install.py --write-constraints
 
 bench: setup
-	$(BIN)/python -m quire.bench.scheduler
-	$(BIN)/python -m quire.bench.cpu_kernels
+	$(BIN)/python -m benchmarks.scheduler
+	$(BIN)/python -m benchmarks.cpu_kernels
 	$(BIN)/quire bench throughput single64 lab16 mixed64 --repeats 1 --output-json bench-results/throughput.json
 
 format: setup
-	$(BIN)/ruff check --fix quire tests scripts
-	$(BIN)/ruff format quire tests scripts
+	$(BIN)/ruff check --fix quire benchmarks tests scripts
+	$(BIN)/ruff format quire benchmarks tests scripts
 
 clean:
 	rm -rf build bench-results .pytest_cache .mypy_cache .ruff_cache

@@ -30,8 +30,7 @@ MAY_IMPORT = {
     "llm": {"text", "engine"},
     "async_llm": {"text", "engine", "llm"},
     "cli": {"llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench", "server", "lab"},
-    "bench": {"llm", "async_llm", "engine", "sim", "scheduler", "kv", "kernels", "weights", "cli", "sampling", "text"}
-    | {"executor", "models"},
+    "bench": {"llm", "engine", "weights"},
 }
 WITHOUT_TORCH = {"kv", "scheduler", "text", "sim"} | FOUNDATION
 

@@ -1,6 +1,6 @@
 """Which tile shapes each kernel runs with, on which inputs. Nothing is tuned at import.
 
-The figures come from `python -m quire.bench.gpu_kernels` on one H200: run it again after a change, and write the best
+The figures come from `python -m benchmarks.gpu_kernels` on one H200: run it again after a change, and write the best
 rows here. A row is chosen from plain numbers (head_dim, group, dtype bytes, rows), never from data on the device.
 """
 

@@ -1,6 +1,6 @@
 """Check and time the sampling kernels on a GPU, and the sampler around them.
 
-    python -m quire.bench.gpu_sampling [--sweep]
+    python -m benchmarks.gpu_sampling [--sweep]
 
 Every row's draw is first compared with the one that a sort in float64 gives: the drawn token must be kept, and within
 a hair of the race's winner. Times are medians over replays of a CUDA graph; `host` is what one Sampler.sample costs the
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.bench.gpu_measure import COLD_BYTES, time_us
+from benchmarks.gpu_measure import COLD_BYTES, time_us
 from quire.kernels.triton import unavailable_reason
 from quire.params import SamplingSpec
 from quire.sampling import Sampler

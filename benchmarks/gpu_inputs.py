@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.bench.gpu_measure import error
+from benchmarks.gpu_measure import error
 from quire.kernels.interface import AttentionBatch, AttentionSpec
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.shared_prefix import find_shared_prefixes, pack_shared_prefixes, unpack_shared_prefixes

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.bench.gpu_inputs import BLOCK_SIZE, LLAMA, Shape, attention_inputs, decodes, spread
-from quire.bench.gpu_measure import Report, error, time_us
-from quire.bench.gpu_products import PRODUCTS, new_layers
+from benchmarks.gpu_inputs import BLOCK_SIZE, LLAMA, Shape, attention_inputs, decodes, spread
+from benchmarks.gpu_measure import Report, error, time_us
+from benchmarks.gpu_products import PRODUCTS, new_layers
 from quire.kernels.composed import ComposedOps
 from quire.kernels.interface import AttentionBatch, FoldedNorm, LinearWeight, Unscaled
 from quire.kernels.reference import DenseLinear

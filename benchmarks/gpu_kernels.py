@@ -1,6 +1,6 @@
 """Check and time every Triton kernel on one GPU, beside FlashAttention-3, cuBLAS and the memory's own speed.
 
-    python -m quire.bench.gpu_kernels [--only check,decode,prefix,...] [--no-precompile]
+    python -m benchmarks.gpu_kernels [--only check,decode,prefix,...] [--no-precompile]
 
 Each configuration is first compared with plain torch in a wider type on fresh random inputs, its output poisoned; a
 wrong or failing one is reported and left out. Times are medians over replays of a CUDA graph that walks through enough
@@ -19,8 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from quire.bench import gpu_attention, gpu_folded, gpu_products, gpu_rows, gpu_step
-from quire.bench.gpu_measure import Report
+from benchmarks import gpu_attention, gpu_folded, gpu_products, gpu_rows, gpu_step
+from benchmarks.gpu_measure import Report
 from quire.kernels.triton import unavailable_reason
 
 SECTIONS: dict[str, tuple[Callable[[Report], None], str]] = {

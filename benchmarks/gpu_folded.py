@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench.gpu_inputs import LLAMA
-from quire.bench.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
-from quire.bench.gpu_products import new_layers, scattered_rows
+from benchmarks.gpu_inputs import LLAMA
+from benchmarks.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
+from benchmarks.gpu_products import new_layers, scattered_rows
 from quire.kernels.interface import AttentionBatch, FoldedNorm, Unscaled
 from quire.kernels.reference import DenseLinear, ReferenceOps
 from quire.kernels.triton import TritonOps

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.bench.gpu_inputs import BLOCK_SIZE, LLAMA, Shape, attention_inputs, decodes
-from quire.bench.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
+from benchmarks.gpu_inputs import BLOCK_SIZE, LLAMA, Shape, attention_inputs, decodes
+from benchmarks.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
 from quire.kernels.composed import ComposedOps
 from quire.kernels.interface import AttentionBatch, Unscaled
 from quire.kernels.reference import DenseLinear, ReferenceOps

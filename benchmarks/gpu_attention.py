@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from quire.bench.gpu_inputs import LLAMA, Shape, attention_error, attention_inputs, decodes, spread
-from quire.bench.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
+from benchmarks.gpu_inputs import LLAMA, Shape, attention_error, attention_inputs, decodes, spread
+from benchmarks.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
 from quire.kernels.interface import AttentionSpec
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps

@@ -1,4 +1,4 @@
-"""How long the scheduler takes per step: `python -m quire.bench.scheduler`.
+"""How long the scheduler takes per step: `python -m benchmarks.scheduler`.
 
 No model runs: the results are made up, so that what is timed is schedule() and update() alone. Times are of this
 thread on the CPU, which other programs on the machine do not stretch.

@@ -1,7 +1,7 @@
 """The GPU table: Llama-3.1-8B's shape in bf16 with random weights, on the seeded workloads.
 
-    python -m quire.bench.gpu                        # the whole table, JSON and a chart
-    python -m quire.bench.gpu single lab16 --no-profile
+    python -m benchmarks.gpu                        # the whole table, JSON and a chart
+    python -m benchmarks.gpu single lab16 --no-profile
 
 Each workload runs once untimed, on other prompts, and then timed. After that a few steps are profiled, and a step's
 time is split into matrix products, attention, other kernels, sampling and gaps.
@@ -170,7 +170,7 @@ def _chart(path: Path, rows: list[Row]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m quire.bench.gpu", description=__doc__.split("\n")[0], allow_abbrev=False
+        prog="python -m benchmarks.gpu", description=__doc__.split("\n")[0], allow_abbrev=False
     )
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all of {', '.join(ROWS)}")
     parser.add_argument("--no-profile", action="store_true", help="leave the split of a step out")

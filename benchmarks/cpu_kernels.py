@@ -1,4 +1,4 @@
-"""The native CPU kernels beside torch's: `python -m quire.bench.cpu_kernels`.
+"""The native CPU kernels beside torch's: `python -m benchmarks.cpu_kernels`.
 
 Weights are read from memory, as in a real step: enough copies of each matrix are multiplied in turn to overflow the
 caches. Times are the best of several rounds, ours and torch's alternating, so that a busy machine slows both.

@@ -1,7 +1,7 @@
 """A server under load and under clients that hang up: does it stay up, and does it give everything back?
 
     quire serve --port 8000 &
-    python -m quire.bench.soak http://127.0.0.1:8000 --minutes 5
+    python -m benchmarks.soak http://127.0.0.1:8000 --minutes 5
 
 Streaming clients ask again and again; others ask and leave at a random moment. Meanwhile /health is read every second.
 At the end every block must be free or cached, and the processes' memory must not have grown since the first minute.

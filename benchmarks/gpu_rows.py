@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.bench.gpu_measure import Report, time_us
-from quire.bench.gpu_products import new_layers
+from benchmarks.gpu_measure import Report, time_us
+from benchmarks.gpu_products import new_layers
 from quire.kernels.reference import DenseLinear
 from quire.kernels.triton import TritonOps
 

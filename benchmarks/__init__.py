@@ -1,0 +1,9 @@
+"""Benchmarks for those who work on Quire, run from a checkout. What users measure with is `quire bench`.
+
+python -m benchmarks.scheduler      planning a step, without a model
+python -m benchmarks.cpu_kernels    the native CPU kernels
+python -m benchmarks.gpu            the GPU table: workloads end to end, and a step's time by part
+python -m benchmarks.gpu_kernels    the GPU kernels, and the configurations that suit them
+python -m benchmarks.gpu_sampling   sampling on a GPU
+python -m benchmarks.soak           a server under load and under clients that hang up
+"""
