@@ -121,6 +121,10 @@ class Page:
     def script(self, code: str) -> Any:
         return self.driver.execute_script(code)
 
+    def run(self, code: str, *arguments: Any) -> Any:
+        """What a function with this body returns; it may await."""
+        return self.driver.execute_script(f"return (async function () {{ {code} }})(...arguments)", *arguments)
+
     def state(self, expression: str) -> Any:
         """A value out of the page's own state."""
         return self.script(f"return import('/static/state.js').then(({{ state }}) => {expression})")
@@ -150,12 +154,12 @@ class Page:
     def click_block(self, block: int) -> None:
         from selenium.webdriver.common.action_chains import ActionChains
 
-        marks = self.find("#grid-marks")
+        grid, marks = self.find("#grid"), self.find("#grid-marks")
         pitch, columns = (int(marks.get_attribute(f"data-{name}")) for name in ("pitch", "columns"))
         self.script("document.getElementById('grid-marks').scrollIntoView({ block: 'center' })")
-        x = block % columns * pitch + pitch // 3 - marks.size["width"] // 2
-        y = block // columns * pitch + pitch // 3 - marks.size["height"] // 2
-        ActionChains(self.driver).move_to_element_with_offset(marks, x, y).click().perform()
+        x = block % columns * pitch + pitch // 3 - grid.size["width"] // 2
+        y = block // columns * pitch + pitch // 3 - grid.size["height"] // 2
+        ActionChains(self.driver).move_to_element_with_offset(grid, x, y).click().perform()
 
     def log(self) -> list[str]:
         """What the browser complained about since the last look."""
@@ -287,7 +291,7 @@ def test_hits_say_since_when_they_are_counted(page: Page) -> None:
     assert "opened" in page.script("return document.getElementById('chart-hits').parentElement.title")
     page.ask("a", "Is it in the cache?")
     page.wait_until_done("a")
-    eventually(lambda: "new prompts" in page.text("#chart-hits"))
+    eventually(lambda: "prompt tokens" in page.text("#chart-hits"))
 
 
 @in_browser
@@ -375,11 +379,111 @@ def test_light_and_dark(page: Page) -> None:
     page.script("localStorage.clear()")
 
 
+MARKDOWN = """## Three `books`
+**Ulysses**, *Emma* and __Walden__; snake_case_name, 2 * 3 * 4, \\*not this\\*, [a shop](https://example.org/x).
+The same paragraph.
+
+1. One
+   - nested `x = 1`
+2. Two
+
+```python
+print("**as it is**")
+
+# Not a heading
+```
+> said *somebody*
+
+<img src=x onerror=alert(1)> & **not closed"""
+RENDERED = (
+    "<h4>Three <code>books</code></h4>"
+    "<p><strong>Ulysses</strong>, <em>Emma</em> and <strong>Walden</strong>; snake_case_name, 2 * 3 * 4, *not this*, "
+    "a shop (https://example.org/x).\nThe same paragraph.</p>"
+    '<ol start="1"><li>One<ul><li>nested <code>x = 1</code></li></ul></li><li>Two</li></ol>'
+    '<pre><code>print("**as it is**")\n\n# Not a heading</code></pre>'
+    "<blockquote><p>said <em>somebody</em></p></blockquote>"
+    "<p>&lt;img src=x onerror=alert(1)&gt; &amp; **not closed</p>"
+)
+SHOW = """
+const { Markdown } = await import("/static/markdown.js");
+const view = document.createElement("div");
+document.body.append(view);
+const markdown = new Markdown(view);
+"""
+
+
+@in_browser
+def test_markdown_is_shown_as_such_and_never_as_markup(page: Page) -> None:
+    shown = page.run(SHOW + "markdown.show(arguments[0]); return view.innerHTML", MARKDOWN)
+    assert shown == RENDERED
+
+
+@in_browser
+def test_markdown_grows_in_place(page: Page) -> None:
+    """Character by character it ends as the whole text does, and what is done is not made again."""
+    grow = """
+    let heading = null, bold = "";
+    for (let end = 1; end <= arguments[0].length; end++) {
+      markdown.show(arguments[0].slice(0, end), true);
+      if (view.children.length === 2) heading ??= view.firstElementChild;
+      if (arguments[0].slice(0, end).endsWith("**Uly")) bold = view.lastElementChild.innerHTML;
+    }
+    markdown.show(arguments[0]);
+    return [view.innerHTML, bold, heading === view.firstElementChild];
+    """
+    shown, bold, is_same = page.run(SHOW + grow, MARKDOWN)
+    assert shown == RENDERED
+    assert bold == "<strong>Uly</strong>"  # before its end has come
+    assert is_same
+
+
+@in_browser
+@pytest.mark.parametrize("piece", ["**a ", "`a ", "_a ", "[", "- a ", "> ", "1. ", "```\n", "- a\n", "|a|\n"], ids=repr)
+def test_no_text_of_a_model_holds_the_page_up(page: Page, piece: str) -> None:
+    took_ms = page.run(
+        SHOW + "const began = performance.now(); markdown.show(arguments[0], true); return performance.now() - began",
+        piece * 10_000,
+    )
+    assert took_ms < 10_000  # at most 300 on a quiet machine; unbounded patterns take minutes
+
+
+@in_browser
+@pytest.mark.parametrize("width", [390, 1280, 1920])
+def test_nothing_is_cut_at_any_width(page: Page, pace: Pace, width: int) -> None:
+    page.open(width=width, height=900)
+    page.ready()
+    pace.set(SLOW_S)
+    page.ask("a", "How wide is the sea?")
+    eventually(lambda: "running" in page.text("#request-rows") and "prompt tokens" in page.text("#chart-hits"))
+    assert page.script("return document.documentElement.scrollWidth") <= width
+    cut = page.script(
+        "return [...document.querySelectorAll('.charts *, .scroll, .options, .legend, .head')]"
+        ".filter((e) => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline')"
+        ".map((e) => e.outerHTML)"
+    )
+    assert cut == []
+    rows = page.script("return [...document.querySelectorAll('.options label')].map((e) => e.offsetHeight)")
+    assert max(rows) < 40  # each label beside its box
+    page.find("#chat-a .stop").click()
+    page.wait_until_done("a")
+
+
+@in_browser
+def test_the_first_blocks_outline_is_whole(page: Page) -> None:
+    page.click_block(0)
+    eventually(lambda: "Block 0" in page.text("#inspector"))
+    edges = page.script(
+        "const marks = document.getElementById('grid-marks'), at = marks.getContext('2d');"
+        "const is = (x, y, w, h) => at.getImageData(x, y, w, h).data.some((value) => value > 0);"
+        "return [is(0, 0, 1, 60), is(0, 0, 60, 1), is(0, 0, 4, 12)]"
+    )
+    assert edges == [False, False, True]  # drawn beside the block, and not up to the canvas's end
+
+
 @in_browser
 def test_it_fits_a_phone(page: Page) -> None:
     page.open(width=400, height=800)
     page.ready()
-    assert page.script("return document.documentElement.scrollWidth") <= 400
     assert page.find("#grid").size["width"] <= 376
 
 

@@ -10,7 +10,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const CHARTS = [
   { id: "occupancy", title: "Occupancy", low: (g) => g.occupancy, top: 1, show: (v) => [percent(v), "% of blocks"] },
   { id: "waste", title: "Waste", low: (g) => g.waste_percent / 100, least: 0.2, show: (v) => [percent(v), "% of slots in use"] },
-  { id: "hits", title: "Prefix hits", hint: "Of the prompts of the last minute, counted from when this page was opened", none: "no new prompts yet", low: (g) => g.hit_rate, top: 1, keep: true, show: (v) => [percent(v), "% of new prompts' tokens"] },
+  { id: "hits", title: "Prefix hits", hint: "Of the last minute's new prompts, counted from when this page was opened", none: "no new prompts yet", low: (g) => g.hit_rate, top: 1, keep: true, show: (v) => [percent(v), "% of prompt tokens"] },
   { id: "rate", title: "Output", low: (g) => g.tokens_per_s, least: 10, show: (v) => [v < 10 ? v.toFixed(1) : number(Math.round(v)), "tokens/s"] },
   { id: "first", title: "First token", low: (g) => g.first_token_p50_s, high: (g) => g.first_token_p99_s, least: 0.01, keep: true, show: (v) => [milliseconds(v), "p50"] },
   { id: "inter", title: "Inter-token", low: (g) => g.inter_token_p50_s, high: (g) => g.inter_token_p99_s, least: 0.01, keep: true, show: (v) => [milliseconds(v), "p50"] },

@@ -1,6 +1,7 @@
 // Two conversations with one system prompt, streamed from /v1/chat/completions.
 import { lines, request } from "./api.js";
 import { byId, el, milliseconds, number } from "./dom.js";
+import { Markdown } from "./markdown.js";
 import { state, colour } from "./state.js";
 
 const tab = Math.random().toString(36).slice(2, 6); // tells this page's requests from another's
@@ -61,6 +62,14 @@ class Chat {
     this.scroll(true);
     this.setBusy(new AbortController());
     const answer = { role: "assistant", content: "" };
+    const markdown = new Markdown(body);
+    let frame = 0; // however fast tokens come, they are shown once a frame
+    const show = (isGrowing) => {
+      cancelAnimationFrame(frame);
+      frame = 0;
+      markdown.show(answer.content.trimStart(), isGrowing);
+      this.scroll();
+    };
     const requestId = `chat-${this.name}-${++this.count}-${tab}`;
     const painted = this.paint(message, requestId);
     const started = performance.now();
@@ -76,8 +85,7 @@ class Chat {
         if (delta) {
           firstAt ??= performance.now();
           answer.content += delta;
-          body.textContent = answer.content.trimStart();
-          this.scroll();
+          frame ||= requestAnimationFrame(() => show(true));
         }
         ended = choice?.finish_reason ?? ended;
       }
@@ -85,10 +93,10 @@ class Chat {
       if (error.name === "AbortError") ended = "stopped";
       else {
         ended = "failed";
-        message.classList.add("error");
-        body.append(answer.content ? `\n${error.message}` : error.message);
+        footer.before(el("p", { className: "error" }, error.message));
       }
     } finally {
+      show(false);
       painted();
       this.setBusy(null);
       message.classList.remove("busy");

@@ -6,6 +6,7 @@ const PITCHES = [24, 22, 20, 18, 16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2]; // px fro
 const MAX_HEIGHT = 380;
 const MOST_HEIGHT = 560; // for pools that need it
 const PULSE_MS = 700;
+const MARGIN = 4; // around the grid, for the marks of its outermost blocks
 const RANK = [0, 1, 3, 4, 2]; // of states: where one cell stands for several blocks, the highest is shown
 
 export class Grid {
@@ -59,13 +60,15 @@ export class Grid {
     this.cells = Math.ceil(count / this.perCell);
     this.columns = Math.min(this.columns, this.cells);
     this.gap = this.pitch >= 10 ? 2 : this.pitch >= 4 ? 1 : 0;
-    const height = Math.ceil(this.cells / this.columns) * this.pitch;
-    for (const canvas of [this.base, this.marks]) {
-      canvas.width = Math.round(width * ratio);
-      canvas.height = Math.round(height * ratio);
-      canvas.style.width = `${width}px`;
-      canvas.style.height = `${height}px`;
-      canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+    const right = this.columns * this.pitch;
+    const bottom = Math.ceil(this.cells / this.columns) * this.pitch;
+    for (const [canvas, margin] of [[this.base, 0], [this.marks, MARGIN]]) {
+      canvas.width = Math.round((right + 2 * margin) * ratio);
+      canvas.height = Math.round((bottom + 2 * margin) * ratio);
+      canvas.style.width = `${right + 2 * margin}px`;
+      canvas.style.height = `${bottom + 2 * margin}px`;
+      canvas.style.left = canvas.style.top = `${-margin}px`;
+      canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, margin * ratio, margin * ratio);
     }
     Object.assign(this.marks.dataset, { pitch: this.pitch, columns: this.columns, perCell: this.perCell });
     this.drawAll();
@@ -73,8 +76,8 @@ export class Grid {
 
   blockAt(event) {
     if (!this.cells) return null;
-    const column = Math.floor(event.offsetX / this.pitch);
-    const cell = Math.floor(event.offsetY / this.pitch) * this.columns + column;
+    const column = Math.floor((event.offsetX - MARGIN) / this.pitch);
+    const cell = Math.floor((event.offsetY - MARGIN) / this.pitch) * this.columns + column;
     return column >= 0 && column < this.columns && cell >= 0 && cell < this.cells ? cell * this.perCell : null;
   }
 
@@ -108,7 +111,7 @@ export class Grid {
   drawAll() {
     if (!this.cells) return;
     const context = this.base.getContext("2d");
-    context.clearRect(0, 0, this.width, this.base.height / this.ratio);
+    context.clearRect(0, 0, this.base.width, this.base.height);
     for (let cell = 0; cell < this.cells; cell++) this.drawCell(context, cell);
     this.drawMarks();
   }
@@ -163,7 +166,7 @@ export class Grid {
   drawMarks() {
     if (!this.cells) return;
     const context = this.marks.getContext("2d");
-    context.clearRect(0, 0, this.width, this.marks.height / this.ratio);
+    context.clearRect(-MARGIN, -MARGIN, this.marks.width, this.marks.height);
     const now = performance.now();
     const size = this.pitch - this.gap;
     context.lineWidth = 1.5;

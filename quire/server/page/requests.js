@@ -48,7 +48,10 @@ export class Requests {
     const cells = Object.fromEntries(
       ["state", "prompt", "output", "cached", "outcome", "blocks"].map((name) => [name, el("td")]),
     );
-    for (const name of ["prompt", "output", "cached", "blocks"]) cells[name].className = "num";
+    for (const name of ["prompt", "output", "cached", "blocks"]) {
+      cells[name].className = "num";
+      cells[name].dataset.name = name; // shown where there is no room for a header
+    }
     const swatch = el("i", { className: "swatch" });
     swatch.style.background = colour(row.seq_id);
     const select = () => state.select(state.selected === row.seq_id ? null : row.seq_id);

@@ -19,7 +19,8 @@
     const button = document.getElementById("theme-button");
     if (button) {
       button.textContent = names[choice];
-      button.setAttribute("aria-label", "Theme: " + (choice === "auto" ? "as the system" : choice));
+      button.title = "Theme: " + (choice === "auto" ? "as the system" : choice);
+      button.setAttribute("aria-label", button.title);
     }
     dispatchEvent(new CustomEvent("quire-theme"));
   };
