@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from observing_fakes import ToldEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.server.metric_names import NAMES
+from quire.weights.aliases import ALIASES
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -186,6 +192,85 @@ def test_the_unit_waits_for_the_drain_and_knows_its_flags() -> None:
     assert set(re.findall(r"--[a-z-]+", start)) <= known_options()
 
 
+def stages() -> dict[str, list[str]]:
+    """The Dockerfile's stages: their instructions, continued lines joined, after those of the stage they start from."""
+    text = (DEPLOY / "docker/Dockerfile").read_text()
+    found: dict[str, list[str]] = {}
+    for line in re.sub(r"\\\n\s*", " ", re.sub(r"^#.*\n", "", text, flags=re.M)).splitlines():
+        if start := re.fullmatch(r"FROM (\S+) AS (\S+)", line):
+            stage = found[start[2]] = list(found.get(start[1], ()))
+        elif line:
+            stage.append(line)
+    return found
+
+
+def test_the_images_are_made_of_files_that_are_there() -> None:
+    named = {line.split()[1] for lines in stages().values() for line in lines if re.match(r"COPY (?!--from)", line)}
+    let_in = re.findall(r"^!(.*)$", (DEPLOY / "docker/Dockerfile.dockerignore").read_text(), re.M)
+    assert named - {"."} <= set(let_in) and all((ROOT / path).exists() for path in let_in)
+    # What a build of the package reads.
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "quire"} <= set(let_in)
+    for lines in stages().values():
+        for source in re.findall(r"--from=(\S+)", "\n".join(lines)):
+            assert source in stages()
+    assert re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.M)  # the build greps for it
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_an_image_serves_as_nobody_special_with_variables_that_exist(target: str) -> None:
+    from quire.cli.settings_file import _OTHER_VARIABLES, PREFIX
+
+    lines = stages()[target]
+    user = [line for line in lines if line.startswith("USER ")]
+    assert user == ["USER 10001"] and f"--uid {user[0].split()[1]}" in "\n".join(lines)
+    assert lines.index('ENTRYPOINT ["quire", "serve"]') and not any(line.startswith("CMD ") for line in lines)
+    variables = set(re.findall(rf"\b({PREFIX}\w+)=", "\n".join(lines)))
+    settable = {PREFIX + option[2:].replace("-", "_").upper() for option in known_options() if option.startswith("--")}
+    assert variables and variables <= settable | _OTHER_VARIABLES
+    pulled = re.findall(r"quire pull (\S+)", "\n".join(lines))
+    assert set(pulled) <= set(ALIASES) and (target != "cpu" or pulled)
+
+
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
+def test_an_image_asks_health_for_its_state(status: int, healthy: bool) -> None:
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    (check,) = [line for line in stages()["cpu"] if line.startswith("HEALTHCHECK ")]
+    python, *arguments = json.loads(check.partition(" CMD ")[2])
+    assert python == "python"
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        variables = os.environ | {"QUIRE_PORT": str(server.server_port)}
+        done = subprocess.run([sys.executable, *arguments], env=variables, capture_output=True, check=False)
+        thread.join()
+    assert asked == ["/health"] and (done.returncode == 0) == healthy
+
+
+def test_compose_builds_the_images_and_waits_for_the_drain() -> None:
+    from quire.server.settings import ServerSettings
+
+    services = yaml.safe_load((DEPLOY / "docker/compose.yaml").read_text())["services"]
+    assert set(services) == {"cpu", "cuda"}
+    for name, service in services.items():
+        build = service["build"]
+        assert build["target"] == name and name in stages()
+        context = (DEPLOY / "docker" / build["context"]).resolve()
+        assert context == ROOT and (context / build["dockerfile"]).samefile(DEPLOY / "docker/Dockerfile")
+        assert int(service["stop_grace_period"].removesuffix("s")) > ServerSettings().drain_timeout_s
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    assert services["cuda"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
 def known_options() -> set[str]:
     import argparse
 
@@ -200,10 +285,11 @@ def known_options() -> set[str]:
 @pytest.mark.parametrize("file", ["docs/operations.md", "docs/security.md", "docs/from-vllm.md", "deploy/README.md"])
 def test_documents_name_real_flags_metrics_and_anchors(file: str) -> None:
     text = (ROOT / file).read_text()
-    other_programs = {"--config.file", "--now", "--backend", "--user"}
+    other_programs = {"--config.file", "--now", "--backend", "--user", "--build", "--gpus", "--rm", "--target"}
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", re.sub(r"<!--.*?-->", "", text))) - other_programs
     assert flags <= known_options(), flags - known_options()
-    for name in re.findall(r"\b(?:vllm|quire):[a-z0-9_]+", text):
+    images = {"quire:cpu", "quire:cuda"}
+    for name in set(re.findall(r"\b(?:vllm|quire):[a-z0-9_]+", text)) - images:
         assert name in NAMES or name.startswith(NOT_THERE), f"{file}: nobody exports {name}"
     headings = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
     for anchor in re.findall(r"\]\(#([\w-]+)\)", text):
