@@ -64,7 +64,7 @@ def profile_workload(
     engine: LLMEngine, workload: Workload, *, name: str, progress: Progress | None = None
 ) -> tuple[RunReport, list[StepKind]]:
     """Run all requests at once, and divide each step. On a GPU the operations overlap with the host, so a step is
-    divided by the executor's own marks, and `quire.bench.gpu` has the split by kernels."""
+    divided by the executor's own marks, and `benchmarks.gpu` has the split by kernels."""
     check_lengths(workload, engine.max_model_len, name)
     core = engine.core
     worker = getattr(core.executor, "worker", None)
@@ -120,7 +120,7 @@ def profile_workload(
         report.values[f"{kind.name}: step_ms"] = 1e3 * kind.wall_s / kind.num_steps
         report.values |= {f"{kind.name}: {part}_ms": value for part, value in kind.parts_ms().items()}
     if timed is None:
-        report.notes = ["the forward pass stands under other ops; python -m quire.bench.gpu divides it by kernels"]
+        report.notes = ["the forward pass stands under other ops; benchmarks.gpu of a checkout divides it by kernels"]
     return report, found
 
 

@@ -47,10 +47,8 @@ def test_shares_add_up_and_the_maximum_allows_seven(result: Result) -> None:
     assert runs["paged"]["width"] > runs["oracle"]["width"] > runs["pow2"]["width"] > 7.0
 
 
-def test_findings_and_text_come_from_the_numbers(result: Result) -> None:
+def test_findings_come_from_the_numbers(result: Result) -> None:
     assert [finding.holds for finding in result.findings] == [True] * 5
-    paged = next(run for run in result.data["runs"] if run["key"] == "paged")
-    assert f"{paged['usage']['tokens']:.1f} % of memory holds tokens" in " ".join(result.explanation)
     # Theirs stand beside ours.
     assert result.charts[0].series[0].x[:2] == ["Orca (Max)", "Orca (Max), paper"]
     assert result.charts[0].series[0].y[1] == 20.4
