@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import TokenizerError
@@ -41,10 +42,10 @@ class GGUFVocab:
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any], source: str) -> GGUFVocab:
-        tokens = _list(metadata, "tokens", source)
+        tokens = _list(metadata, "tokens", str, source)
         if tokens is None:
             raise TokenizerError(f"{source}: no vocabulary (tokenizer.ggml.tokens) in this file: {_WHAT_TO_DO}")
-        types = _list(metadata, "token_type", source, len(tokens))
+        types = _list(metadata, "token_type", int, source, len(tokens))
         return cls(source, tokens, types or [TokenType.NORMAL] * len(tokens), metadata)
 
     def value(self, name: str) -> Any:
@@ -54,10 +55,10 @@ class GGUFVocab:
         token_id = self.value(f"{name}_token_id")
         if token_id is None:
             return None
-        if not 0 <= int(token_id) < len(self.tokens):
+        if not isinstance(token_id, Integral) or not 0 <= token_id < len(self.tokens):
             raise TokenizerError(
-                f"{self.source}: tokenizer.ggml.{name}_token_id is {token_id}, the vocabulary has {len(self.tokens)} "
-                f"tokens: {_WHAT_TO_DO}"
+                f"{self.source}: tokenizer.ggml.{name}_token_id is {str(token_id)[:80]}, the vocabulary has "
+                f"{len(self.tokens)} tokens: {_WHAT_TO_DO}"
             )
         return int(token_id)
 
@@ -76,7 +77,7 @@ class GGUFVocab:
             backend, adds_bos = self._build_sentencepiece(), True
         else:
             raise TokenizerError(
-                f"{self.source}: tokenizer.ggml.model is {model!r}, Quire reads 'gpt2' and 'llama' vocabularies: "
+                f"{self.source}: tokenizer.ggml.model is {str(model)[:80]!r}, Quire reads 'gpt2' and 'llama': "
                 "pass tokenizer=DIRECTORY with the model's tokenizer.json"
             )
         self._add_whole_tokens(backend)
@@ -89,8 +90,8 @@ class GGUFVocab:
     def _build_byte_level(self) -> tuple[tokenizers.Tokenizer, bool]:
         from tokenizers import Tokenizer, decoders, normalizers
 
-        rule = pretokenizing(self.value("pre") or "default", self.source)
-        lines = _list(self.metadata, "merges", self.source)
+        rule = pretokenizing(str(self.value("pre") or "default")[:80], self.source)
+        lines = _list(self.metadata, "merges", str, self.source)
         if lines is None:
             raise TokenizerError(f"{self.source}: no tokenizer.ggml.merges, which byte-level BPE needs: {_WHAT_TO_DO}")
         merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
@@ -135,12 +136,12 @@ class GGUFVocab:
             return models.BPE(vocab=vocab, merges=merges, **options)
         except Exception as error:  # `tokenizers` raises nothing narrower
             raise TokenizerError(
-                f"{self.source}: tokens and merges do not fit together ({error}): {_WHAT_TO_DO}"
+                f"{self.source}: tokens and merges do not fit together ({str(error)[:200]}): {_WHAT_TO_DO}"
             ) from error
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
         """SentencePiece joins whichever neighbours make the piece of the highest score: as merges, in that order."""
-        scores = _list(self.metadata, "scores", self.source, len(self.tokens))
+        scores = _list(self.metadata, "scores", Real, self.source, len(self.tokens))
         if scores is None:
             raise TokenizerError(f"{self.source}: no tokenizer.ggml.scores, which SentencePiece needs: {_WHAT_TO_DO}")
         ids = {self.tokens[i]: i for i in self._ids_of_types(TokenType.NORMAL, TokenType.USER_DEFINED)}
@@ -172,11 +173,15 @@ class GGUFVocab:
         return [token_id for token_id, kind in enumerate(self.types) if kind in wanted]
 
 
-def _list(metadata: Mapping[str, Any], name: str, source: str, length: int | None = None) -> list[Any] | None:
+def _list(
+    metadata: Mapping[str, Any], name: str, kind: type, source: str, length: int | None = None
+) -> list[Any] | None:
     value = metadata.get(f"tokenizer.ggml.{name}")
     if value is None:
         return None
-    items = value.tolist() if hasattr(value, "tolist") else list(value)
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(items, list) or not all(isinstance(item, kind) for item in items):
+        raise TokenizerError(f"{source}: tokenizer.ggml.{name} is not the list it should be: {_WHAT_TO_DO}")
     if length is not None and len(items) != length:
         raise TokenizerError(
             f"{source}: tokenizer.ggml.{name} has {len(items)} entries for {length} tokens: {_WHAT_TO_DO}"

@@ -80,6 +80,8 @@ class Tokenizer:
 
         vocab = GGUFVocab.read(metadata, source)
         template = metadata.get("tokenizer.chat_template")
+        if template is not None and not isinstance(template, str):
+            raise TokenizerError(f"{source}: tokenizer.chat_template is no text: convert the file again")
         return cls(
             vocab.build(),
             source=source,

@@ -22,6 +22,7 @@ MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # equal to read; version 1 had 32-bit lengths
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
+_MAX_NAME_CHARS = 256  # of a tensor or a key; messages hold them
 _MAX_ITEMS = 1 << 24  # of an array of numbers, each of which takes many times its bytes here; vocabularies are smaller
 
 _STRING, _ARRAY = 8, 9
@@ -124,7 +125,7 @@ class _Reader:
         self._expect(num_pairs * 13 + num_tensors * 32)  # the least that so many can take
         metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
-            key = self._string()
+            key = self._name()
             metadata[key] = self._value(key, self._unpack("<I")[0])
         if (count := metadata.get("split.count", 0)) not in (0, 1):
             raise WeightsError(
@@ -165,6 +166,12 @@ class _Reader:
         self._position = start + length
         return self._data[start : start + length].decode("utf-8", "replace")
 
+    def _name(self) -> str:
+        name = self._string()
+        if len(name) > _MAX_NAME_CHARS:
+            raise self._corrupt(f"a name of {len(name):,} characters")
+        return name
+
     def _value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
             return self._string()
@@ -199,7 +206,7 @@ class _Reader:
         return strings
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string()
+        name = self._name()
         (num_dims,) = self._unpack("<I")
         if not 1 <= num_dims <= _MAX_DIMS:
             raise self._corrupt(f"tensor {name} has {num_dims} dimensions")

@@ -25,6 +25,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_NAME_CHARS = 256  # of a tensor; messages hold it
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -154,7 +155,7 @@ def _entry(file: Path, name: str, info: Mapping[str, Any], data_start: int) -> T
     shape = tuple(info["shape"])
     start, end = info["data_offsets"]
     dtype = str(info["dtype"])
-    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)) or len(name) > _MAX_NAME_CHARS:
         raise ValueError("not the numbers of a header")
     value_bytes = _DTYPE_BYTES.get(dtype)
     if start > end or (value_bytes is not None and end - start != math.prod(shape) * value_bytes):
