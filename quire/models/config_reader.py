@@ -8,6 +8,7 @@ from typing import Any
 from quire.errors import UnsupportedModelError
 
 MAX_INTEGER, MAX_NUMBER = 2**31 - 1, 1e30  # more than any of a real config
+_MAX_MESSAGE_CHARS = 600  # a file can have a megabyte where a word belongs
 
 
 class ConfigReader:
@@ -18,7 +19,7 @@ class ConfigReader:
         self.source = source
 
     def error(self, message: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.source}: {message}")
+        return UnsupportedModelError(f"{self.source}: {message[:_MAX_MESSAGE_CHARS]}")
 
     def get(self, key: str) -> Any:
         return self.values.get(key)
