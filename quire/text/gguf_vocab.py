@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from numbers import Integral, Real
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import TokenizerError
@@ -55,12 +55,12 @@ class GGUFVocab:
         token_id = self.value(f"{name}_token_id")
         if token_id is None:
             return None
-        if not isinstance(token_id, Integral) or not 0 <= token_id < len(self.tokens):
+        if not isinstance(token_id, int) or not 0 <= token_id < len(self.tokens):
             raise TokenizerError(
                 f"{self.source}: tokenizer.ggml.{name}_token_id is {str(token_id)[:80]}, the vocabulary has "
                 f"{len(self.tokens)} tokens: {_WHAT_TO_DO}"
             )
-        return int(token_id)
+        return token_id
 
     @property
     def end_token_ids(self) -> frozenset[int]:
