@@ -33,6 +33,7 @@ _HOMES = {
     "Logprob": "quire.outputs",
     "TextPrompt": "quire.inputs",
     "TokensPrompt": "quire.inputs",
+    "PromptType": "quire.inputs",
     "QuireError": "quire.errors",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -46,6 +47,10 @@ class LLM:
         self._ids = itertools.count()
         self._one_at_a_time = threading.Lock()
         log_start(self.llm_engine, time.perf_counter() - started)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
+        return cls(**dataclasses.asdict(engine_args))
 
     def generate(
         self,

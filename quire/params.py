@@ -43,8 +43,9 @@ class OutputKind(StrEnum):
 
 
 def _understood(given: dict[str, Any]) -> dict[str, Any]:
-    values = sift(given, SAMPLING, SamplingParams.__dataclass_fields__)
-    return {name: plain(value) for name, value in values.items()}
+    known = SamplingParams.__dataclass_fields__
+    values = given if given.keys() <= known.keys() else sift(given, SAMPLING, known)
+    return {name: value if type(value) in _PLAIN else plain(value) for name, value in values.items()}
 
 
 @reads_arguments(_understood)

@@ -324,8 +324,8 @@ def reads_arguments(read: Callable[[dict[str, Any]], dict[str, Any]]) -> Callabl
         made: Callable[..., None] = cls.__init__
 
         @functools.wraps(made)
-        def init(self: T, **given: Any) -> None:
-            made(self, **read(given))
+        def init(self: T, *args: Any, **given: Any) -> None:
+            made(self, *args, **read(given))
 
         cls.__init__ = init  # type: ignore[assignment]
         return cls

@@ -122,7 +122,7 @@ def test_methods_are_there_to_say_why_not(owner: str) -> None:
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("quire", "LLM SamplingParams EngineArgs AsyncEngineArgs AsyncLLMEngine RequestOutput PoolingParams"),
+        ("quire", "LLM SamplingParams EngineArgs AsyncEngineArgs AsyncLLMEngine PromptType PoolingParams"),
         ("quire.sampling_params", "SamplingParams RequestOutputKind BeamSearchParams StructuredOutputsParams"),
         ("quire.sampling_params", "GuidedDecodingParams"),
         ("quire.lora.request", "LoRARequest"),
@@ -142,7 +142,7 @@ def test_programs_find_what_they_import(module: str, names: str) -> None:
                 found("adapter", 1, "/path")
 
 
-def test_engine_args_can_be_spread_into_an_llm() -> None:
+def test_engine_args_can_be_spread_into_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     args = quire.EngineArgs(
         model="m", tensor_parallel_size=1, max_seq_len=64, max_num_seqs=None, gpu_memory_utilization=0.5
     )
@@ -150,4 +150,8 @@ def test_engine_args_can_be_spread_into_an_llm() -> None:
     assert again == args
     assert again.max_model_len == 64
     assert again.given == args.given == {"model", "max_model_len", "max_num_seqs", "gpu_memory_utilization"}
+    made = []
+    monkeypatch.setattr(quire.LLM, "__init__", lambda self, **given: made.append(EngineConfig(**given)))
+    quire.LLM.from_engine_args(args)
+    assert made == [args]
     assert again.replace(max_model_len=None) == EngineConfig(model="m", gpu_memory_utilization=0.5)

@@ -36,6 +36,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"quire: error: {message} (see {self.prog} --help)\n")
 
     def _about_extra(self, word: str) -> str:
+        whole = word.partition("=")[0].partition(".")[0]
+        if whole in self._option_string_actions:  # vLLM sets one entry of a JSON flag so
+            return f"{word.partition('=')[0]} sets one entry, and {whole} takes them all, as JSON"
         lists = [action.metavar for action in self._actions if not action.option_strings and action.nargs == "*"]
         if lists:  # argparse takes a list in one piece
             return f"{word!r} stands apart from the other {lists[0]}s: put the flags before or behind all of them"

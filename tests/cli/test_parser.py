@@ -63,6 +63,10 @@ def test_a_mistyped_flag_is_named_with_the_nearest(
         ("serve --colour red", "--colour is no flag of quire serve (see quire serve --help)"),
         ("pull owner/name other", "'other' is one argument too many (see quire pull --help)"),
         (
+            "serve --hf-overrides.rope=3",
+            "--hf-overrides.rope sets one entry, and --hf-overrides takes them all, as JSON (see quire serve --help)",
+        ),
+        (
             "generate one --max-tokens 3 two",
             "'two' stands apart from the other PROMPTs: put the flags before or behind all of them "
             "(see quire generate --help)",
