@@ -78,7 +78,8 @@ VLLM_PATHS_MISSING: dict[str, str] = {
 # Methods of vLLM's classes that people call and Quire has.
 VLLM_METHODS: dict[str, tuple[str, ...]] = {
     "LLM": (
-        *("from_engine_args", "generate", "chat", "get_metrics", "get_tokenizer", "get_default_sampling_params", "reset_prefix_cache"),
+        *("from_engine_args", "generate", "chat", "get_metrics", "get_tokenizer", "get_default_sampling_params"),
+        "reset_prefix_cache",
     ),
     "AsyncLLM": (
         *("from_engine_args", "generate", "abort", "check_health", "get_tokenizer", "reset_prefix_cache", "shutdown"),

@@ -93,7 +93,7 @@ def on_cpu(weights: Path) -> list[RequestOutput]:
         {"max_num_batched_tokens": 16, "max_num_seqs": 8},
         {"block_size": 4},
         {"block_size": 128},
-        {"kv_cache_memory_bytes": 24 * 16 * 1024, "preemption": "recompute"},
+        {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 24, "preemption": "recompute"},
         {"kv_cache_memory_bytes": 24 * 16 * 1024, "preemption": "swap", "swap_space_gb": 0.01},
     ],
     ids=str,

@@ -100,7 +100,9 @@ def test_flags_are_refused_in_variables_and_files_too(tmp_path: Path) -> None:
 def test_every_argument_that_serve_has_is_shown_or_refused() -> None:
     shown = {name for flags in GROUPS.values() for flag in flags for name in flag.names}
     assert shown | {flag.name for flag in REFUSED_FLAGS} >= set(refusals.ENGINE) | set(refusals.SERVER)
-    assert read_flags("--download-dir", "/d", "--num-gpu-blocks-override", "9").num_gpu_blocks_override == 9
+    served = EngineConfig(download_dir="/d", num_gpu_blocks_override=9)
+    assert read_flags("--download-dir", "/d", "--num-gpu-blocks-override", "9") == served
+    assert read_flags(environ={"QUIRE_DOWNLOAD_DIR": "/d", "QUIRE_NUM_GPU_BLOCKS_OVERRIDE": "9"}) == served
 
 
 def test_an_unknown_argument_gets_the_nearest_that_is_served() -> None:
