@@ -77,8 +77,8 @@ class Deadline:
         begins_s = self._loop.time() if arrived_s is None else arrived_s
         self._at_s = None if timeout_s is None else begins_s + timeout_s
 
-    async def wait_for(self, work: asyncio.Future[T], gone: asyncio.Future[None]) -> T | None:
-        """What the work gives, or None if the client is gone first. Raises as `watch` does; the work goes on then."""
+    async def wait_for(self, work: asyncio.Future[Any], gone: asyncio.Future[None]) -> bool:
+        """Whether the work is done; False if the client is gone first. Raises as `watch` does; the work goes on then."""
         cut: asyncio.Future[ApiError] = self._loop.create_future()
 
         def end(with_error: ApiError) -> None:
@@ -88,10 +88,8 @@ class Deadline:
         left_s = None if self._at_s is None else max(self._at_s - self._loop.time(), 0.0)
         with self._life.ends_with(end):
             await asyncio.wait((work, gone, cut), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        if gone.done():
-            return None
+        if work.done() or gone.done():
+            return work.done()
         if cut.done():
             raise cut.result()
         assert self.timeout_s is not None

@@ -40,20 +40,20 @@ class TextWork:
         if num_chars <= _INLINE_CHARS and not is_chat:
             return make()
         lane = self._short if num_chars <= _LONG_CHARS else self._long
-        # In a list, because None is how `wait_for` tells that the client is gone.
-        job = lane.submit(lambda: [make()])
+        job = lane.submit(make)
         work = asyncio.wrap_future(job)
         gone = asyncio.ensure_future(exchange.wait_until_gone())
         try:
-            made = await deadline.wait_for(work, gone)
-            if made is None:
+            if not await deadline.wait_for(work, gone):
                 raise ClientGone
-            return made[0]
+            return work.result()
         finally:
             gone.cancel()
             if not work.done():
                 exchange.is_abandoned = True
                 job.cancel()  # takes it out of the lane, if it has not begun
+            # What they raised leads back here by its traceback: only the garbage collector would free the request.
+            del work, job
 
 
 def request_deadline(exchange: Exchange, field: float | None = None) -> Deadline:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import http.client
+import json
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -62,6 +64,7 @@ def settled(read: Any, most: int) -> int:
         ({"prompt": ["one", "two"]}, 200),
         ({"cache_salt": "x" * 1025}, 400),  # refused while it is decoded,
         ({"prompt": "x" * 500}, 400),  # when it is tokenized,
+        ({"prompt": "x" * 5000}, 400),  # in a thread too,
         ({"best_of": 2}, 400),  # and for what contradicts itself
         ({"max_tokens": 190, "timeout": 1e-4}, 504),
         ({"max_tokens": 190, "timeout": 1e-4, "stream": True}, 504),
@@ -72,6 +75,27 @@ def test_nothing_of_a_request_outlives_it(served: Server, fields: dict[str, Any]
     for _ in range(3):
         reply = served.post("/v1/completions", {"prompt": "hello", "max_tokens": 2, "user": PADDING} | fields)
         assert reply.status == status, reply.text
+    assert settled(num_alive, before) <= before
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(("content", "status"), [("hello", 200), ("x" * 300, 400)])
+def test_nothing_of_a_chat_outlives_it(served: Server, content: str, status: int) -> None:
+    before = num_alive()
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2, "user": PADDING}
+    assert served.post("/v1/chat/completions", body).status == status
+    assert settled(num_alive, before) <= before
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("prompt", ["hello", ["one", "two"]])
+def test_nothing_of_a_request_outlives_its_client(served: Server, prompt: Any) -> None:
+    before = num_alive()
+    body = json.dumps({"prompt": prompt, "max_tokens": 190, "stream": True, "user": PADDING}).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    connection.getresponse().readline()
+    connection.close()
     assert settled(num_alive, before) <= before
 
 

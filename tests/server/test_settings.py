@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.server.run import _make_engine
 from quire.server.settings import ApiKey, ServerSettings
 
 
@@ -22,6 +24,16 @@ def test_the_defaults_are_careful() -> None:
 )
 def test_is_local(host: str, is_local: bool) -> None:
     assert ServerSettings(host=host).is_local is is_local
+
+
+def test_tenants_are_kept_apart_where_there_are_several() -> None:
+    keys = (ApiKey("a", "key-1"), ApiKey("a", "key-2"))
+    assert ServerSettings().isolated_tenants == ServerSettings(api_keys=keys).isolated_tenants == ()
+    several = ServerSettings(api_keys=(*keys, ApiKey("b", "key-3")))
+    assert several.isolated_tenants == ("a", "b")
+    engine: Any = _make_engine(EngineConfig(), several)  # which is not started
+    assert engine.options.isolated_tenants == ("a", "b")
+    assert ServerSettings(api_keys=several.api_keys, share_prefixes_across_keys=True).isolated_tenants == ()
 
 
 @pytest.mark.parametrize(
