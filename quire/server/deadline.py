@@ -78,7 +78,7 @@ class Deadline:
         self._at_s = None if timeout_s is None else begins_s + timeout_s
 
     async def wait_for(self, work: asyncio.Future[Any], gone: asyncio.Future[None]) -> bool:
-        """Whether the work is done; False if the client is gone first. Raises as `watch` does; the work goes on then."""
+        """Whether the work is done; not, if the client is gone first. Raises as `watch` does; the work goes on then."""
         cut: asyncio.Future[ApiError] = self._loop.create_future()
 
         def end(with_error: ApiError) -> None:

@@ -37,6 +37,7 @@ _MAX_REQUESTS = 1_024
 _MAX_NODES = 1_000
 _TEXT_BLOCKS = 4  # whose text stands for a tree's node
 _TEXT_CHARS = 400
+ANSWER_S = 2.0  # for the engine to answer one question, between two steps
 
 
 class KVDebug:
@@ -60,11 +61,11 @@ class KVDebug:
 
     async def index(self, request: HttpRequest) -> Response:
         asked = _numbers(request, {"full": (0, 1)})
-        overview = await self._engine.call("kv_overview")
+        overview = await self._ask("kv_overview")
         if not asked.get("full"):
             return _json({"overview": overview, "more": _PATHS})
         blocks = await self._map(0, 1_024)
-        tables = await self._engine.call("kv_tables", offset=0, limit=32, tenant=_sees(request))
+        tables = await self._ask("kv_tables", offset=0, limit=32, tenant=_sees(request))
         tree = await self._tree(request, None, depth=2, offset=0, limit=32)
         return _json(
             {
@@ -82,7 +83,7 @@ class KVDebug:
 
     async def requests(self, request: HttpRequest) -> Response:
         asked = _numbers(request, {"offset": (0, None), "limit": (1, _MAX_REQUESTS)})
-        tables = await self._engine.call(
+        tables = await self._ask(
             "kv_tables", offset=asked.get("offset", 0), limit=asked.get("limit", 128), tenant=_sees(request)
         )
         return _json(self._with_recent(request, tables))
@@ -90,7 +91,7 @@ class KVDebug:
     async def sharing(self, request: HttpRequest) -> Response:
         asked = _numbers(request, {"limit": (1, _MAX_REQUESTS)})
         limit = asked.get("limit", 256)
-        tables = await self._engine.call("kv_tables", offset=0, limit=limit, tenant=_sees(request))
+        tables = await self._ask("kv_tables", offset=0, limit=limit, tenant=_sees(request))
         return _json(_sharing(tables["sequences"]) | {"num_requests_in_all": tables["num_requests_in_all"]})
 
     async def tree(self, request: HttpRequest) -> Response:
@@ -106,7 +107,7 @@ class KVDebug:
         _numbers(request, {})
         block_id = _whole_number(request.path_params["block"], "block")
         try:
-            found = await self._engine.call("kv_block", block_id=block_id)
+            found = await self._ask("kv_block", block_id=block_id)
         except BadRequestError as error:
             raise ApiError(404, str(error), param=error.param, code="no_block") from None
         token_ids: list[int] = found.pop("token_ids")
@@ -121,6 +122,18 @@ class KVDebug:
         return _json(found)
 
     # -- inside
+
+    async def _ask(self, name: str, **arguments: Any) -> Any:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._engine.call(name, **arguments)
+        except TimeoutError:
+            raise ApiError(
+                503,
+                f"the engine has not answered for {ANSWER_S:g} s: a step takes long, or hangs. /health says which",
+                code="engine_busy",
+                headers={"retry-after": "5"},
+            ) from None
 
     def _may_read(self, request: HttpRequest, tenants: set[str]) -> bool:
         """`tenants`: of the requests that hold it now. What only the cache holds is nobody's."""
@@ -150,7 +163,7 @@ class KVDebug:
         end = min(num_blocks, first + limit)
         found: dict[str, Any] = {"first": first, "num_blocks": num_blocks, "next": end if end < num_blocks else None}
         while True:
-            piece = await self._engine.call("kv_map", first=first, limit=max(1, min(end - first, _PIECE_BLOCKS)))
+            piece = await self._ask("kv_map", first=first, limit=max(1, min(end - first, _PIECE_BLOCKS)))
             del piece["first"]
             piece["hashes"] = [None if one is None else block_name(one) for one in piece["hashes"]]
             for name, column in piece.items():
@@ -169,7 +182,7 @@ class KVDebug:
         links: list[Link] = []
         first, num_blocks = 0, min(self._engine.info.num_blocks, _MAX_BLOCKS)
         while first < num_blocks:
-            piece = await self._engine.call("kv_tree", first=first, limit=_PIECE_BLOCKS)
+            piece = await self._ask("kv_tree", first=first, limit=_PIECE_BLOCKS)
             first = piece.pop("end")
             links += map(Link, *piece.values())
         tree = await asyncio.to_thread(PrefixTree, links)
@@ -195,7 +208,7 @@ class KVDebug:
         for first in range(0, len(picked), 64):
             some = picked[first : first + 64]
             block_ids = [block_id for node in some for block_id in node.block_ids[:_TEXT_BLOCKS]]
-            tokens = iter(await self._engine.call("kv_tokens", block_ids=block_ids))
+            tokens = iter(await self._ask("kv_tokens", block_ids=block_ids))
             for node in some:
                 held = [token for _ in node.block_ids[:_TEXT_BLOCKS] for token in next(tokens)]
                 text = self._decode(held)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from observing_fakes import prepared
 from server_harness import Server, running
 
 from quire.kv.hashing import block_hasher, root_hash, unpack_tokens
+from quire.server import debug
 from quire.server.debug import routes
 from quire.server.metrics import RequestSummary
 from quire.server.settings import ApiKey
@@ -202,6 +204,21 @@ def test_wrong_parameters_are_named(server: Server, path: str, status: int, para
     reply = server.get("/debug/kv" + path)
     assert reply.status == status, reply.text
     assert reply.json()["error"]["param"] == param
+
+
+def test_an_engine_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CoreEngine(make_core())
+
+    async def hang(name: str, **arguments: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine, "call", hang)
+    monkeypatch.setattr(debug, "ANSWER_S", 0.05)
+    with running(engine) as server:
+        for path in ("", "?full=1", "/map", "/requests", "/sharing", "/tree", "/blocks/0"):
+            reply = server.get("/debug/kv" + path)
+            assert reply.status == 503 and reply.json()["error"]["code"] == "engine_busy", reply.text
+            assert reply.headers["retry-after"] == "5"
 
 
 def test_it_is_behind_the_key(tokenizer: Tokenizer) -> None:
