@@ -82,6 +82,7 @@ class EngineConfig:
     quantization: str | None = None
     hf_overrides: Mapping[str, Any] | None = None
     chat_template: str | None = None
+    allow_special_tokens_in_content: bool = False  # in messages of chats
     max_model_len: int | None = None  # None: the longest that model and cache serve
     seed: int = 0
     # Where and how it runs

@@ -6,6 +6,7 @@
     │   ├── UnsupportedModelError    an architecture or feature that Quire does not have
     │   ├── WeightsError             a missing, truncated, foreign or misshapen weight file or tensor
     │   └── TokenizerError           a tokenizer or chat template that is missing, broken or does not fit
+    │       └── TemplateLimitError       a chat template that took more time or memory than it may; `.limit` says which
     ├── DownloadError        a model that could not be fetched or failed its checksum
     ├── MemoryBudgetError    weights or KV cache do not fit; says which value would (also a MemoryError)
     ├── BadRequestError      a request's field; `.param` names it (also a ValueError)
@@ -44,6 +45,14 @@ class WeightsError(ModelError):
 
 class TokenizerError(ModelError):
     """A tokenizer or chat template is missing, broken or does not fit the model."""
+
+
+class TemplateLimitError(TokenizerError):
+    """A chat template was stopped; `limit` says what it did, without naming the template."""
+
+    def __init__(self, message: str, *, limit: str) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class DownloadError(QuireError):

@@ -23,7 +23,7 @@ from quire.params import OutputKind, SamplingParams, plain, plain_list
 from quire.refusals import CALL, has_refused_methods, sift
 from quire.request import Request
 from quire.text import HFTokenizerFacade
-from quire.text.chat_template import read_chat_template
+from quire.text.chat_template import NOT_SWITCHES, read_chat_template
 
 Message = Mapping[str, Any]
 Prepared = tuple[Request, str | None]
@@ -82,9 +82,14 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        allow_special_tokens_in_content: bool | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Continue one conversation (a list of messages) or several (a list of such lists)."""
+        """Continue one conversation (a list of messages) or several (a list of such lists).
+
+        Special tokens such as <|im_end|> are those that the template writes. In a message they are plain text, unless
+        `allow_special_tokens_in_content` (None: as the engine was made).
+        """
         sift({"lora_request": lora_request, "tools": tools, **others}, CALL)
         if chat_template_content_format not in ("auto", "string", "openai"):
             raise BadRequestError(
@@ -98,11 +103,12 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "content_format": chat_template_content_format,
+            "allow_special_tokens": allow_special_tokens_in_content,
         }
         switches = chat_template_kwargs or {}
         if not isinstance(switches, Mapping) or not all(isinstance(name, str) for name in switches):
             raise BadRequestError("chat_template_kwargs must map names to values", param="chat_template_kwargs")
-        if taken := sorted({"messages", "chat_template", "content_format", "self"}.intersection(switches)):
+        if taken := sorted(NOT_SWITCHES.intersection(switches)):
             raise BadRequestError(
                 f"chat_template_kwargs must not contain {', '.join(taken)}", param="chat_template_kwargs"
             )

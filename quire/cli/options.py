@@ -40,6 +40,7 @@ RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "preemption": (str, "auto, recompute or swap"),
 }
 ENGINE_SWITCHES: dict[str, str] = {
+    "allow_special_tokens_in_content": "read <|im_end|> and the like in messages as control tokens (default: as text)",
     "enable_prefix_caching": "find prompts' blocks in the cache (default: on)",
     "enable_chunked_prefill": "compute long prompts in several steps (default: on)",
     "enforce_eager": "no CUDA graphs",

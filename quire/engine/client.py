@@ -107,7 +107,7 @@ class EngineClient:
     async def _become_ready(self) -> None:
         try:
             # Here and in the child at once; what is wrong with a model is found here first, as it would be offline.
-            self._text = await asyncio.to_thread(lambda: TextSide(self.config, open_model(self.config)))
+            self._text = await asyncio.to_thread(self._open_text)
             info = await self._info
             self._inputs = self._text.make_inputs(info.max_model_len, info.max_num_seqs)
             self._streams = Streams(self._text.make_outputs(), self._link.send)
@@ -136,6 +136,11 @@ class EngineClient:
                     f"the KV cache has no room to pin a prefix of {len(token_ids)} tokens{each}: pin less, raise "
                     "kv_cache_memory_bytes" + (", or set share_prefixes_across_keys" if each else "")
                 )
+
+    def _open_text(self) -> TextSide:
+        text = TextSide(self.config, open_model(self.config))
+        text.compile_template()  # while the child loads: the first chat need not wait for it
+        return text
 
     def on_death(self, callback: Callable[[str], None]) -> None:
         """Called once, with the reason, if an engine that was ready dies. A failed start is `ready()`'s to tell."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.inputs import InputProcessor
 from quire.engine.outputs import OutputProcessor
-from quire.errors import BadRequestError
+from quire.errors import BadRequestError, TokenizerError
+from quire.log import get_logger
 from quire.models.architectures import spec_from_config
 from quire.models.spec import ModelSpec
 from quire.params import SamplingParams
@@ -19,6 +21,8 @@ from quire.weights import Checkpoint, open_checkpoint, resolve_model
 
 # Fields of generation_config.json that set a model's own sampling defaults, as vLLM takes them.
 _GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+_NUM_KEPT_TEMPLATES = 8
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,7 +55,7 @@ class TextSide:
         self.chat_template = config.chat_template and read_chat_template(config.chat_template)
         self.default_sampling = _default_sampling(opened.checkpoint.generation_config)
         self.eos_token_ids = _eos_ids(opened, self.tokenizer)
-        self._compiled_template: ChatTemplate | None = None
+        self._template = lru_cache(_NUM_KEPT_TEMPLATES)(self._compile)
 
     def make_inputs(self, max_model_len: int, max_num_seqs: int | None = None) -> InputProcessor:
         """The length is what the KV cache can serve, which only the tokens' side knows."""
@@ -71,18 +75,31 @@ class TextSide:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """A conversation as a prompt: the template's text, tokenized without adding what the template already wrote."""
+        """A conversation as a prompt: its text and its tokens. `kwargs` are those of `ChatTemplate.encode`."""
         if self.tokenizer is None:
             raise BadRequestError("a chat needs a tokenizer, and skip_tokenizer_init=True was set", param="messages")
-        if chat_template is not None:
-            text = ChatTemplate(chat_template, self.tokenizer).render(messages, **kwargs)
-        else:
-            if self._compiled_template is None:  # by the first chat, not at start
-                self._compiled_template = ChatTemplate(self.chat_template, self.tokenizer)
-            text = self._compiled_template.render(messages, **kwargs)
         at_most = self.config.max_model_len or self.spec.max_position
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
+        if len(messages) > at_most:
+            raise BadRequestError(
+                f"there are {len(messages):,} messages, and at most {at_most:,} tokens fit: send fewer",
+                param="messages",
+            )
+        if kwargs.get("allow_special_tokens") is None:
+            kwargs["allow_special_tokens"] = self.config.allow_special_tokens_in_content
+        text, token_ids = self._template(chat_template).encode(messages, at_most=at_most, **kwargs)
         return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def compile_template(self) -> None:
+        """Before the first chat needs it, and to find out at start what is wrong with it."""
+        if self.tokenizer is not None and (self.chat_template or self.tokenizer.chat_template):
+            try:
+                self._template(None).try_out()
+            except TokenizerError as error:
+                get_logger().warning("chats will be refused: %s", error)
+
+    def _compile(self, given: str | None) -> ChatTemplate:
+        assert self.tokenizer is not None
+        return ChatTemplate(self.chat_template if given is None else given, self.tokenizer)
 
 
 def _tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.api import PreparedRequest, ServingEngine
-from quire.errors import BadRequestError, TokenizerError
+from quire.errors import BadRequestError, TemplateLimitError, TokenizerError
 from quire.log import get_logger
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.server.endpoint import Exchange
@@ -21,9 +21,10 @@ from quire.server.replies import AnswerMessage, CachedTokens, ChatChoice, ChatCo
 from quire.server.sampling import chat_params, check_room, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 from quire.server.text_work import request_deadline
+from quire.text.chat_template import NOT_SWITCHES
 
 # Names that chat_template_kwargs must not bring: they have fields of their own, or are the renderer's.
-_NOT_SWITCHES = {"self", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+_NOT_SWITCHES = NOT_SWITCHES | {"tools", "add_generation_prompt", "continue_final_message"}
 
 
 async def create_chat(exchange: Exchange, body: ChatBody) -> None:
@@ -76,21 +77,27 @@ def render(engine: ServingEngine, body: ChatBody | TokenizeBody) -> dict[str, An
     begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     messages: list[dict[str, Any]] = [msgspec.to_builtins(message) for message in body.messages or ()]
     try:
-        prompt = engine.render_chat(
-            messages, add_generation_prompt=begins, continue_final_message=continues, **switches
+        return engine.render_chat(
+            messages,
+            add_generation_prompt=begins,
+            continue_final_message=continues,
+            add_special_tokens=bool(body.add_special_tokens),
+            **switches,
         )
     except TokenizerError as error:  # names files, so its text stays here
         get_logger().error("a chat could not be rendered: %s", error)
+        # Not a 5xx, though the template is the operator's: clients would send those again, and cost as much again.
+        if isinstance(error, TemplateLimitError):
+            raise bad_request(
+                f"the model's chat template {error.limit} on these messages and was stopped: send fewer or shorter "
+                "ones, or ask the operator to set --chat-template",
+                "messages",
+            ) from None
         raise bad_request(
             "this model has no chat template that works: use /v1/completions, or ask the operator to set "
             "--chat-template",
             "messages",
         ) from None
-    if body.add_special_tokens:
-        tokenizer = engine.tokenizer
-        assert tokenizer is not None, "a chat was rendered"
-        prompt["prompt_token_ids"] = tokenizer.encode(prompt["prompt"], at_most=engine.info.max_model_len)
-    return prompt
 
 
 class _Shown:

@@ -1,27 +1,31 @@
 """Chat templates: a conversation to the text that the model was trained on.
 
-Templates come with models, so they are somebody else's programs: they run in jinja2's sandbox, without access to
-Python's internals and without changing what they are given.
+Templates come with models, so they are somebody else's programs: they run in a process of their own
+(`template_worker.py`), in jinja2's sandbox, with limits on time and memory.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import BadRequestError, TokenizerError
-from quire.text.messages import as_parts, as_string, normalized
+from quire.errors import BadRequestError, TemplateLimitError, TokenizerError
+from quire.text.messages import as_parts, as_string, normalized, plain_data
+from quire.text.template_process import TemplateStopped, processes
 
 if TYPE_CHECKING:
-    from jinja2 import Template, nodes
-
     from quire.text.tokenizer import Tokenizer
 
 # Written at the end of the message to continue, and looked for in the rendered text. The noncharacters around it
 # cannot be in a message: they are stripped by no template and meant by nobody.
 _CONTINUE_HERE = "\ufdd0continue-here\ufdd1"
+# Names of what `ChatTemplate.encode` takes, which are no switches of a template's.
+NOT_SWITCHES = frozenset(
+    {"self", "messages", "chat_template", "content_format", "at_most", "add_special_tokens", "allow_special_tokens"}
+)
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 
@@ -41,12 +45,13 @@ class ChatTemplate:
     """One compiled template. `template` None means the tokenizer's own."""
 
     def __init__(self, template: str | None, tokenizer: Tokenizer) -> None:
+        self.name = f"the chat template of {tokenizer.source}" if template is None else "the chat template"
         if template is None:
             template = tokenizer.chat_template
         if template is None:
             raise TokenizerError(_no_template(tokenizer))
         self.source = template
-        self._template, self._wants_parts, self._takes_strings = _compile(template)
+        self._tokenizer = tokenizer
         named = {
             "bos_token": tokenizer.bos_token,
             "eos_token": tokenizer.eos_token,
@@ -54,9 +59,70 @@ class ChatTemplate:
             "unk_token": tokenizer.unk_token,
         }
         self._tokens = {name: token for name, token in named.items() if token is not None}
+        facts = self._run({}, None)
+        self._wants_parts, self._takes_strings = facts["wants_parts"], facts["takes_strings"]
 
-    def render(
+    def encode(
         self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        at_most: int | None = None,
+        add_special_tokens: bool = False,
+        allow_special_tokens: bool = False,
+        **options: Any,
+    ) -> tuple[str, list[int]]:
+        """The conversation as text and as token ids. `options` are those of `render`.
+
+        Special tokens are those that the template writes; in what the messages say they are plain text, unless
+        `allow_special_tokens`.
+        """
+        tokenizer, controls = self._tokenizer, self._tokenizer.control_tokens
+        if allow_special_tokens or not controls.marks:
+            text = self.render(messages, **options)
+            return text, tokenizer.encode(text, add_special_tokens=add_special_tokens, at_most=at_most)
+        if self._builds_tokens:
+            messages, options = controls.cut_up(messages), controls.cut_up(options)
+        marked = self._render(controls.marks, messages, **options)
+        if self._builds_tokens:
+            marked = controls.mark_all(marked)
+        text = controls.without_marks(marked)
+        token_ids = tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
+        if not controls.are_all_marked(marked, token_ids):
+            return text, controls.encode(marked, add_special_tokens=add_special_tokens)
+        # Almost always: nothing else looked like a special token.
+        return text, tokenizer.encode(text) if add_special_tokens else token_ids
+
+    def try_out(self) -> None:
+        """Render a few conversations. Raises TokenizerError where the template cannot work at all."""
+        _ = self._builds_tokens
+
+    @cached_property
+    def _builds_tokens(self) -> bool:
+        """Whether the template makes special tokens of pieces, as it does for messages that hold none."""
+        tokenizer, controls = self._tokenizer, self._tokenizer.control_tokens
+        for roles in (("user", "assistant", "user"), ("system", "user"), ("user", "assistant", "tool")):
+            try:
+                marked = self._render(controls.marks, [{"role": role, "content": "Hello"} for role in roles])
+            except BadRequestError:
+                continue  # not its roles
+            token_ids = tokenizer.encode(controls.without_marks(marked), add_special_tokens=False)
+            if not controls.are_all_marked(marked, token_ids):
+                return True
+        return False
+
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
+        """The conversation as text, ready to be encoded with add_special_tokens=False.
+
+        `add_generation_prompt` ends it where the assistant begins to speak, `continue_final_message` within the last
+        message. `content_format` is the form in which it gets contents: "string", "openai" (a list of parts), or as it
+        seems to want them. Others are the template's own switches.
+        """
+        return self._render({}, messages, **options)
+
+    def _render(
+        self,
+        marks: Mapping[str, str],
         messages: Sequence[Mapping[str, Any]],
         /,
         *,
@@ -66,12 +132,6 @@ class ChatTemplate:
         content_format: str = "auto",
         **kwargs: Any,
     ) -> str:
-        """The conversation as text, ready to be encoded with add_special_tokens=False.
-
-        `add_generation_prompt` ends it where the assistant begins to speak, `continue_final_message` within the last
-        message. `content_format` is the form in which it gets contents: "string", "openai" (a list of parts), or as it
-        seems to want them. `kwargs` are the template's own switches.
-        """
         if continue_final_message and add_generation_prompt:
             raise BadRequestError(
                 "continue_final_message continues the last message, add_generation_prompt begins a new one: "
@@ -86,7 +146,14 @@ class ChatTemplate:
         conversation = [self._shape(message, content_format) for message in normalized(messages)]
         if continue_final_message:
             _mark_end(conversation[-1])
-        text = self._run({**self._tokens, **kwargs}, conversation, add_generation_prompt, tools)
+        variables = {
+            **{name: marks.get(token, token) for name, token in self._tokens.items()},
+            **kwargs,
+            "messages": conversation,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text: str = self._run(marks, variables)["text"]
         if not continue_final_message:
             return text
         end = text.rfind(_CONTINUE_HERE)
@@ -95,6 +162,10 @@ class ChatTemplate:
                 "the chat template leaves out the final message, so it cannot be continued", param="messages"
             )
         return text[:end]
+
+    @cached_property
+    def _hash(self) -> str:
+        return hashlib.sha256(self.source.encode("utf-8", "surrogatepass")).hexdigest()
 
     def _shape(self, message: dict[str, Any], content_format: str) -> dict[str, Any]:
         """Content in the form that the template reads: text, or a list of parts."""
@@ -106,118 +177,42 @@ class ChatTemplate:
             message["content"] = as_string(content)
         return message
 
-    def _run(
-        self,
-        variables: dict[str, Any],
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> str:
-        from jinja2.exceptions import SecurityError, TemplateError
-
+    def _run(self, marks: Mapping[str, str], variables: dict[str, Any] | None) -> dict[str, Any]:
+        """Renders, or compiles where there are no variables."""
+        key = self._hash + next(iter(marks.values()), "")  # marks are never those of another tokenizer
         try:
-            return self._template.render(
-                variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
-            )
-        except SecurityError as error:
+            task = None if variables is None else ("render", plain_data(variables))
+            answer = processes.run((key, self.source, marks), task)
+        except BadRequestError:
+            raise
+        except (ValueError, RecursionError):  # of what is packed for the other process
+            raise BadRequestError("the messages or switches are nested too deeply", param="messages") from None
+        except TemplateStopped as error:
+            raise TemplateLimitError(
+                f"{self.name} {error} and was stopped: give it fewer messages, or pass another one with "
+                "chat_template=...",
+                limit=str(error),
+            ) from None
+        message = answer.get("message")
+        error = answer.get("error")
+        if error is None:
+            return answer
+        if variables is None:
             raise TokenizerError(
-                f"the chat template does what its sandbox forbids ({error}): pass another one with chat_template=..."
-            ) from error
-        except _RaisedByTemplate as error:
-            raise BadRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RuntimeError,
-        ) as error:
-            raise BadRequestError(
-                f"the chat template cannot render these messages: {error} ({type(error).__name__}); "
-                "check the roles, contents and tools that the model's template expects",
-                param="messages",
-            ) from error
-
-
-class _RaisedByTemplate(Exception):
-    """The template called raise_exception(...)."""
-
-
-def _compile(source: str) -> tuple[Template, bool, bool]:
-    """The template, whether it walks through a message's parts, and whether it takes plain text as well."""
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        environment = _environment()
-        tree = environment.parse(source)
-        wants_parts, takes_strings = _loops_over_content(tree), _tests_for_string(tree)
-        return environment.from_string(tree), wants_parts, takes_strings
-    except TemplateSyntaxError as error:
-        raise TokenizerError(
-            f"the chat template is not valid jinja2 (line {error.lineno}: {error.message}): correct it or pass "
-            "another one with chat_template=..."
-        ) from error
-
-
-def _environment() -> Any:
-    from jinja2.exceptions import SecurityError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %}...{% endgeneration %} marks what the assistant said, for training; here it means nothing."""
-
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-            # jinja2 would print a forbidden attribute as "" and only refuse to go on from it.
-            raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r}")
-
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # jinja2's own escapes <, > and & for web pages, which a prompt is not.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise _RaisedByTemplate(message)
-
-
-def _strftime_now(form: str) -> str:
-    from datetime import datetime
-
-    return datetime.now().strftime(form)
-
-
-def _loops_over_content(tree: nodes.Template) -> bool:
-    from jinja2 import nodes
-
-    for loop in tree.find_all(nodes.For):
-        match loop.iter:
-            case nodes.Getattr(attr="content") | nodes.Getitem(arg=nodes.Const(value="content")):
-                return True
-            case nodes.Name(name="content"):
-                return True
-    return False
-
-
-def _tests_for_string(tree: nodes.Template) -> bool:
-    from jinja2 import nodes
-
-    return any(test.name == "string" for test in tree.find_all(nodes.Test))
+                f"{self.name} is not valid jinja2 ({message}): correct it or pass another one with chat_template=..."
+            )
+        match error:
+            case "forbidden":
+                raise TokenizerError(
+                    f"{self.name} does what its sandbox forbids ({message}): pass another one with chat_template=..."
+                )
+            case "raised":
+                raise BadRequestError(f"the chat template refuses these messages: {message}", param="messages")
+        raise BadRequestError(
+            f"the chat template cannot render these messages: {message}; check the roles, contents and tools that "
+            "the model's template expects",
+            param="messages",
+        )
 
 
 def _mark_end(message: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from quire.errors import BadRequestError
@@ -27,6 +28,22 @@ def as_string(content: str | Parts) -> str:
 
 def as_parts(content: str | Parts) -> Parts:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def plain_data(value: Any) -> Any:
+    """The same as dicts, lists, strings and numbers of Python's own, which can go to another process."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {plain_data(key): plain_data(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_data(one) for one in value]
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Integral):
+        return int(value)
+    raise _bad("messages", f"and the template's variables must be plain data, and {type(value).__name__} is not")
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:

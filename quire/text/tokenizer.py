@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import BadRequestError, TokenizerError
+from quire.text.control_tokens import ControlTokens
 from quire.text.detokenizer import Detokenizer
 from quire.text.token_bytes import TokenBytes, decode_rule
 
@@ -178,6 +179,11 @@ class Tokenizer:
     def token_bytes_table(self, *, skip_special_tokens: bool) -> TokenBytes:
         """Bytes by token id, for the detokenizer."""
         return self._table_without_special if skip_special_tokens else self._table
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """For chats, in which only the template may write special tokens."""
+        return ControlTokens(self._backend, self.unk_token_id)
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
