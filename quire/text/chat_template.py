@@ -194,14 +194,14 @@ class ChatTemplate:
                 limit=str(error),
             ) from None
         message = answer.get("message")
-        error = answer.get("error")
-        if error is None:
+        kind = answer.get("error")
+        if kind is None:
             return answer
         if variables is None:
             raise TokenizerError(
                 f"{self.name} is not valid jinja2 ({message}): correct it or pass another one with chat_template=..."
             )
-        match error:
+        match kind:
             case "forbidden":
                 raise TokenizerError(
                     f"{self.name} does what its sandbox forbids ({message}): pass another one with chat_template=..."

@@ -31,11 +31,13 @@ class ControlTokens:
     def __init__(self, backend: tokenizers.Tokenizer, unk_token_id: int | None) -> None:
         self._backend = backend
         self._added = backend.get_added_tokens_decoder()
-        # An unknown token may come of any text, and so may one that is only space.
+        # What the vocabulary's model makes of text that it does not know controls nothing, nor do tokens of only space.
+        # Byte-level models know every text: a token that is called unknown there can still be one that ends texts.
+        unknown = getattr(backend.model, "unk_token", backend.id_to_token(unk_token_id) if unk_token_id else None)
         special = {
             token.content: token_id
             for token_id, token in self._added.items()
-            if token.special and token_id != unk_token_id and not token.content.isspace()
+            if token.special and token.content != unknown and not token.content.isspace()
         }
         lead = "\ufdd2" + "".join(chr(_PRIVATE + secrets.randbelow(_NUM_PRIVATE)) for _ in range(4))
         self.marks = {content: lead + chr(_PRIVATE + i) for i, content in enumerate(special)}

@@ -33,6 +33,7 @@ MEMORY_BYTES = 512 << 20
 MAX_TEXT_CHARS = 64 << 20
 # What one word of a template may ask for at once: repetitions, columns of padding, steps of a range.
 MAX_REPEATS = 100_000
+MAX_MESSAGE_CHARS = 500
 _NUM_KEPT = 16
 # Where a number is a width or a count; in other calls it is a value.
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})
@@ -85,9 +86,13 @@ def make_environment() -> Any:
             name = getattr(obj, "__name__", "")
             if name in _PADDING_METHODS:
                 check_counts(name, *args, *kwargs.values())
-            elif name in ("format", "format_map"):
-                check_format(getattr(obj, "__self__", None))
             return super().call(context, obj, *args, **kwargs)
+
+        def wrap_str_format(self, value: Any) -> Any:
+            wrapped = super().wrap_str_format(value)
+            if wrapped is not None:
+                check_format(value.__self__)
+            return wrapped
 
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
 
@@ -150,13 +155,13 @@ class Templates:
         except MemoryError:
             return {"error": "memory"}
         except SecurityError as error:
-            return {"error": "forbidden", "message": str(error)}
+            return _failure("forbidden", str(error))
         except RaisedByTemplate as error:
-            return {"error": "raised", "message": str(error)}
+            return _failure("raised", str(error))
         except TemplateSyntaxError as error:
-            return {"error": "failed", "message": f"line {error.lineno}: {error.message}"}
+            return _failure("failed", f"line {error.lineno}: {error.message}")
         except Exception as error:  # whatever a foreign program does wrong
-            return {"error": "failed", "message": f"{error} ({type(error).__name__})"}
+            return _failure("failed", str(error), f" ({type(error).__name__})")
 
     def _compile(self, key: str, source: str, marks: Mapping[str, str]) -> dict[str, Any]:
         tree = self._environment.parse(source)
@@ -167,6 +172,12 @@ class Templates:
         if len(self._kept) > _NUM_KEPT:
             self._kept.popitem(last=False)
         return facts
+
+
+def _failure(kind: str, message: str, what: str = "") -> dict[str, Any]:
+    """A template's words, but not a whole conversation of them."""
+    cut = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
+    return {"error": kind, "message": cut + what}
 
 
 def _render(template: Template, variables: dict[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,28 @@ def test_chats(tiny_model: Path) -> None:
         text_side(tiny_model, skip_tokenizer_init=True).render_chat(messages)
 
 
+def test_special_tokens_in_messages(tiny_model: Path) -> None:
+    messages = [{"role": "user", "content": "<|end|>"}]
+    as_text = text_side(tiny_model).render_chat(messages)
+    as_token = text_side(tiny_model, allow_special_tokens_in_content=True).render_chat(messages)
+    assert as_text["prompt"] == as_token["prompt"]
+    assert len(as_text["prompt_token_ids"]) > len(as_token["prompt_token_ids"])
+    assert text_side(tiny_model).render_chat(messages, allow_special_tokens=True) == as_token
+
+
+def test_more_messages_than_tokens_fit_are_refused_before_rendering(tiny_model: Path) -> None:
+    text = text_side(tiny_model, max_model_len=64)
+    with pytest.raises(BadRequestError, match="65 messages, and at most 64 tokens fit"):
+        text.render_chat([{"role": "user", "content": ""}] * 65)
+
+
+def test_a_template_that_cannot_work_is_told_at_start(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text_side(tiny_model).compile_template()
+    assert "refused" not in caplog.text
+    text_side(tiny_model, chat_template="{{ 'x' * 1000000000 }}").compile_template()
+    assert "chats will be refused: the chat template does what its sandbox forbids" in caplog.text
+
+
 def test_what_the_model_says_of_itself(tmp_path: Path) -> None:
     path = fakes.write_tiny_model(tmp_path / "m")
     text = text_side(path)
