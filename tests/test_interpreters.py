@@ -24,7 +24,8 @@ def test_every_interpreter_is_started_with_the_safe_path() -> None:
             if isinstance(node, (ast.List, ast.Tuple)) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
                 found += 1
                 where = f"{path.relative_to(PACKAGE)}:{node.lineno}"
-                assert len(node.elts) > 1 and ast.unparse(node.elts[1]) == "'-P'", f"{where} starts Python without -P"
+                flag = ast.unparse(node.elts[1]) if len(node.elts) > 1 else ""
+                assert flag in ("'-P'", "'-I'"), f"{where} starts Python without -P"  # -I is isolated, and includes it
     assert found >= 4
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
+
+from quire.weights import quire_home
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,8 +34,8 @@ def write_llama_8b() -> Path:
     """A directory with Llama-3.1-8B's config and a word-level tokenizer of its size; no weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    path = Path(tempfile.gettempdir()) / "quire-llama-8b-shape"
-    path.mkdir(exist_ok=True)
+    path = quire_home() / "llama-8b-shape"  # not a temporary folder: there, another user could have put one first
+    path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(LLAMA_8B))
     if not (path / "tokenizer.json").exists():
         tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(128256)}, unk_token="t0"))
