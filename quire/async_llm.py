@@ -121,6 +121,7 @@ class AsyncLLM:
             if self._streams.get(request_id) is stream:
                 self.engine.abort_request(request_id)
                 del self._streams[request_id]
+                request.sequences = []
 
         self._command(add)
         finished = False
@@ -130,7 +131,9 @@ class AsyncLLM:
                 finished = output.finished
                 yield output
         finally:
-            if not finished:
+            if finished:
+                request.sequences = []  # which point back: only the garbage collector would free the request
+            else:
                 with contextlib.suppress(EngineDeadError):  # then the request is gone anyway
                     self._command(abort)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from quire import AsyncLLM, SamplingParams
 from quire.errors import BadRequestError, EngineDeadError
 from quire.params import OutputKind
+from quire.request import Request
 
 LONG = SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.0)
 
@@ -37,6 +39,33 @@ def test_deltas_join_to_the_cumulative_text(engine: AsyncLLM) -> None:
         assert [t for o in deltas for t in o.outputs[0].token_ids] == whole.token_ids
         final = await collect(engine, "hello", LONG.clone(output_kind=OutputKind.FINAL_ONLY))
         assert [o.outputs[0].text for o in final] == [whole.text]
+
+    asyncio.run(run())
+
+
+def test_a_request_that_ended_needs_no_garbage_collector(engine: AsyncLLM) -> None:
+    def num_alive() -> int:
+        return sum(type(one) is Request for one in gc.get_objects())
+
+    async def leave() -> None:
+        stream = engine.generate("hello", LONG)
+        await anext(stream)
+        await stream.aclose()
+
+    async def run() -> None:
+        gc.collect()
+        gc.disable()
+        num_before = num_alive()
+        try:
+            await collect(engine, "hello", LONG.clone(max_tokens=3, n=2, temperature=1.0))
+            await collect(engine, "hello", LONG.clone(max_tokens=3))
+            await leave()
+            until_s = time.monotonic() + 10
+            while num_alive() > num_before and time.monotonic() < until_s:
+                await asyncio.sleep(0.01)
+            assert num_alive() <= num_before
+        finally:
+            gc.enable()
 
     asyncio.run(run())
 
