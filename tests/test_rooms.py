@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "async_llm": {"text", "engine", "llm"},
     "cli": {"llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench", "server", "lab"},
     "bench": {"llm", "engine", "weights"},
+    "__main__": {"cli"},
 }
 WITHOUT_TORCH = {"kv", "scheduler", "text", "sim"} | FOUNDATION
 

@@ -1,4 +1,4 @@
-"""`quire models`: which models there are by short name, and what is on this machine."""
+"""`quire models`: what is on this machine, and which models there are by short name. `quire rm` removes one."""
 
 from __future__ import annotations
 
@@ -6,66 +6,126 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from quire.weights.aliases import ALIASES
-from quire.weights.hub import cached_repos
+from quire.cli.suggest import did_you_mean
+from quire.errors import WeightsError
+from quire.weights.aliases import ALIASES, HUB_ALIASES
+from quire.weights.local import LocalModel, local_models, remove
 from quire.weights.progress import format_bytes
 
-_HEADINGS = ("MODEL", "SIZE", "LICENCE", "CACHED", "WHERE")
-
-
-@dataclass(slots=True, frozen=True)
-class ModelRow:
-    """One model as `quire models` lists it."""
-
-    model: str
-    bytes: int
-    licence: str | None  # None: see the model's page
-    cached: bool
-    path: str | None
-    source: str
+_SEE_HUB = "see hub"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "models",
         help="list models",
-        description="List the models that have a short name, and the hub's models in the local cache.",
+        description="List the models on this machine (QUIRE_HOME and the hub's cache), then those that have a short "
+        "name and are fetched at first use.",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON array")
     parser.set_defaults(run=run)
 
+    parser = subparsers.add_parser(
+        "rm", help="remove a model from this machine", description="Remove a model's files from this machine."
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="as `quire models` names it")
+    parser.set_defaults(run=run_rm)
+
 
 def run(args: argparse.Namespace) -> int:
-    rows = list_models()
+    local = local_models()
+    here = {model.name for model in local}
     if args.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        rows = [_as_data(model) for model in local]
+        rows += [
+            {"model": name, "bytes": size, "licence": licence, "cached": False, "path": None, "source": source}
+            for name, size, licence, source in _absent(here)
+        ]
+        print(json.dumps(rows, indent=2))
         return 0
+    headings = ("MODEL", "SIZE", "LICENCE", "LAST USED", "WHERE")
     cells = [
-        (row.model, format_bytes(row.bytes), row.licence or "see hub", "yes" if row.cached else "no", _where(row))
-        for row in rows
+        (model.name, format_bytes(model.num_bytes), model.licence or _SEE_HUB, _ago(model.used_s), str(model.path))
+        for model in local
     ]
-    widths = [max(len(line[i]) for line in (_HEADINGS, *cells)) for i in range(len(_HEADINGS) - 1)]
-    # On a terminal lines are cut to its width; a pipe gets them whole.
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in (_HEADINGS, *cells):
-        padded = [cell.ljust(width) for cell, width in zip(line[:-1], widths, strict=True)]
-        print("  ".join([*padded, line[-1]])[:columns])
+    if cells:
+        _print_table(headings, cells)
+        print()
+    print("Fetched at first use, or by quire pull NAME (others of the hub: owner/name, or owner/name:Q4_K_M for GGUF):")
+    absent = [
+        (name, "" if size is None else format_bytes(size), licence, source)
+        for name, size, licence, source in _absent(here)
+    ]
+    _print_table(("NAME", "SIZE", "LICENCE", "FROM"), absent)
     return 0
 
 
-def list_models() -> list[ModelRow]:
-    rows = []
-    for alias in ALIASES.values():
-        cached = alias.is_cached()
-        path = str(alias.path()) if cached else None
-        rows.append(ModelRow(alias.name, alias.member_bytes, alias.licence, cached, path, alias.requirement))
-    for repo in cached_repos():
-        rows.append(ModelRow(repo.name, repo.num_bytes, None, True, str(repo.path), "hub"))
-    return rows
+def run_rm(args: argparse.Namespace) -> int:
+    local = {model.name: model for model in local_models()}
+    chosen = []
+    for name in args.models:
+        model = local.get(name) or _by_other_name(name, local.values())
+        if model is None:
+            raise WeightsError(f"no model {name!r} is on this machine{did_you_mean(name, local)} (see quire models)")
+        chosen.append(model)
+    for model in chosen:
+        remove(model)
+        print(f"removed {model.name}: {format_bytes(model.num_bytes)}")
+    return 0
 
 
-def _where(row: ModelRow) -> str:
-    return row.path or f"fetched at first use, or by: quire pull {row.model}"
+def _by_other_name(name: str, models: Iterable[LocalModel]) -> LocalModel | None:
+    """A hub id whose alias the list shows, or a quantization in the place of a file's name."""
+    for model in models:
+        if model.name in HUB_ALIASES and HUB_ALIASES[model.name].repo == name:
+            return model
+    repo, _, wanted = name.partition(":")
+    files = {model.name.partition(":")[2]: model for model in models if model.name.startswith(f"{repo}:")}
+    if not files:
+        return None
+    from quire.weights.hub_gguf import choose_gguf
+
+    return files[choose_gguf(files, wanted or None, repo)]
+
+
+def _absent(here: set[str]) -> list[tuple[str, int | None, str, str]]:
+    """(name, bytes, licence, where from) of the short names that are not here."""
+    packaged = [(a.name, a.wheel_bytes, a.licence, f"PyPI, {a.requirement}") for a in ALIASES.values()]
+    hub = [
+        (a.name, None, a.licence + (", gated" if a.is_gated else ""), f"hub, {a.repo}") for a in HUB_ALIASES.values()
+    ]
+    return [row for row in [*packaged, *hub] if row[0] not in here]
+
+
+def _as_data(model: LocalModel) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "bytes": model.num_bytes,
+        "licence": model.licence,
+        "cached": True,
+        "path": str(model.path),
+        "last_used": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model.used_s)),
+    }
+
+
+def _ago(used_s: float) -> str:
+    seconds = max(0, int(time.time() - used_s))
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= length:
+            count = seconds // length
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "just now"
+
+
+def _print_table(headings: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> None:
+    lines = [headings, *cells]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headings) - 1)]
+    # On a terminal lines are cut to its width; a pipe gets them whole.
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in lines:
+        padded = [cell.ljust(width) for cell, width in zip(line[:-1], widths, strict=True)]
+        print("  ".join([*padded, line[-1]])[:columns])

@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         nargs="?",
         default=DEFAULT_MODEL,
         metavar="MODEL",
-        help=f"an alias ({', '.join(ALIASES)}) or a hub id such as owner/name; default: {DEFAULT_MODEL}",
+        help=f"an alias (see quire models), owner/name, or owner/name:Q4_K_M for GGUF; default: {DEFAULT_MODEL}",
     )
     parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

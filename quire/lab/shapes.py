@@ -12,7 +12,7 @@ from quire.errors import DownloadError
 from quire.models.architectures import spec_from_config
 from quire.models.spec import ModelSpec
 from quire.weights import open_checkpoint, resolve_model
-from quire.weights.aliases import ALIASES
+from quire.weights.aliases import ALIASES, HUB_ALIASES
 
 _SMOLLM2 = LLAMA_8B | {
     "hidden_size": 576,
@@ -96,15 +96,18 @@ class Shape:
 
 
 SHAPES: dict[str, Shape] = {
-    "smollm2": Shape("smollm2", _SMOLLM2),
-    "llama-3.1-8b": Shape("meta-llama/Llama-3.1-8B-Instruct", LLAMA_8B),
-    "llama-3.1-70b": Shape("meta-llama/Llama-3.1-70B-Instruct", _LLAMA_70B),
-    "llama-3.2-1b": Shape("meta-llama/Llama-3.2-1B-Instruct", _LLAMA_1B),
-    "llama-3.2-3b": Shape("meta-llama/Llama-3.2-3B-Instruct", _LLAMA_3B),
-    "mistral-7b": Shape("mistralai/Mistral-7B-Instruct-v0.3", _MISTRAL_7B),
-    "qwen2.5-7b": Shape("Qwen/Qwen2.5-7B-Instruct", _QWEN2_7B),
-    "qwen3-0.6b": Shape("Qwen/Qwen3-0.6B", _QWEN3_06B),
-    "qwen3-8b": Shape("Qwen/Qwen3-8B", _QWEN3_8B),
+    name: Shape(HUB_ALIASES[name].repo if name in HUB_ALIASES else name, config)
+    for name, config in {
+        "smollm2": _SMOLLM2,
+        "llama-3.1-8b": LLAMA_8B,
+        "llama-3.1-70b": _LLAMA_70B,
+        "llama-3.2-1b": _LLAMA_1B,
+        "llama-3.2-3b": _LLAMA_3B,
+        "mistral-7b": _MISTRAL_7B,
+        "qwen2.5-7b": _QWEN2_7B,
+        "qwen3-0.6b": _QWEN3_06B,
+        "qwen3-8b": _QWEN3_8B,
+    }.items()
 }
 
 # What the driver reports as the card's memory, about: a little less than its name says.

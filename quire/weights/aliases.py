@@ -1,6 +1,6 @@
-"""Short names for models that come from a package index: no account, no hub, checked to the last byte.
-
-To add one: name the wheel, the GGUF file inside it, and both files' sizes and SHA-256 sums.
+"""Short names for models. Those in ALIASES come from a package index: no account, no hub, checked to the last byte. To
+add one, name the wheel, the GGUF file inside it, and both files' sizes and SHA-256 sums. Those in HUB_ALIASES stand for
+a repository of the hub.
 """
 
 from __future__ import annotations
@@ -64,6 +64,56 @@ ALIASES: dict[str, Alias] = {
 }
 
 
+@dataclass(slots=True, frozen=True)
+class HubAlias:
+    """A repository of the hub under a short name."""
+
+    name: str
+    repo: str
+    licence: str
+    is_gated: bool = False  # whether the hub wants an account that has accepted the licence
+
+
+_LLAMA_31, _LLAMA_32, _LLAMA_33 = (f"Llama {version} Community" for version in ("3.1", "3.2", "3.3"))
+HUB_ALIASES: dict[str, HubAlias] = {
+    alias.name: alias
+    for alias in (
+        HubAlias("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", "Apache-2.0"),
+        HubAlias("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", "Apache-2.0"),
+        HubAlias("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "Apache-2.0"),
+        HubAlias("tinyllama", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "Apache-2.0"),
+        HubAlias("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", _LLAMA_31, is_gated=True),
+        HubAlias("llama-3.1-70b", "meta-llama/Llama-3.1-70B-Instruct", _LLAMA_31, is_gated=True),
+        HubAlias("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", _LLAMA_32, is_gated=True),
+        HubAlias("llama-3.2-3b", "meta-llama/Llama-3.2-3B-Instruct", _LLAMA_32, is_gated=True),
+        HubAlias("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", _LLAMA_33, is_gated=True),
+        HubAlias("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", "Apache-2.0"),
+        HubAlias("mistral-nemo", "mistralai/Mistral-Nemo-Instruct-2407", "Apache-2.0"),
+        HubAlias("mistral-small-24b", "mistralai/Mistral-Small-24B-Instruct-2501", "Apache-2.0"),
+        HubAlias("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", "Apache-2.0"),
+        HubAlias("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct", "Apache-2.0"),
+        HubAlias("qwen2.5-3b", "Qwen/Qwen2.5-3B-Instruct", "Qwen Research"),
+        HubAlias("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", "Apache-2.0"),
+        HubAlias("qwen2.5-14b", "Qwen/Qwen2.5-14B-Instruct", "Apache-2.0"),
+        HubAlias("qwen2.5-32b", "Qwen/Qwen2.5-32B-Instruct", "Apache-2.0"),
+        HubAlias("qwen2.5-72b", "Qwen/Qwen2.5-72B-Instruct", "Qwen"),
+        HubAlias("qwen3-0.6b", "Qwen/Qwen3-0.6B", "Apache-2.0"),
+        HubAlias("qwen3-1.7b", "Qwen/Qwen3-1.7B", "Apache-2.0"),
+        HubAlias("qwen3-4b", "Qwen/Qwen3-4B", "Apache-2.0"),
+        HubAlias("qwen3-8b", "Qwen/Qwen3-8B", "Apache-2.0"),
+        HubAlias("qwen3-14b", "Qwen/Qwen3-14B", "Apache-2.0"),
+        HubAlias("qwen3-32b", "Qwen/Qwen3-32B", "Apache-2.0"),
+        HubAlias("gemma-3-270m", "google/gemma-3-270m-it", "Gemma", is_gated=True),
+        HubAlias("gemma-3-1b", "google/gemma-3-1b-it", "Gemma", is_gated=True),
+    )
+}
+
+
+def alias_names() -> list[str]:
+    return [*ALIASES, *HUB_ALIASES]
+
+
 def quire_home() -> Path:
-    """Where Quire keeps what it fetched: QUIRE_HOME, or ~/.cache/quire."""
+    """Where Quire keeps what is its own: models that come as packages, the chat's history, what a GPU's start found.
+    QUIRE_HOME, or ~/.cache/quire. Models of the hub lie in the hub's own cache, which other programs share."""
     return Path(os.environ.get("QUIRE_HOME") or "~/.cache/quire").expanduser()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from quire.errors import DownloadError
-from quire.weights.aliases import ALIASES
+from quire.weights.aliases import alias_names
+from quire.weights.hub_gguf import choose_gguf
 
 _CONFIG_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]  # config, tokenizer, chat template
 _WEIGHT_FILES = ["*.safetensors"]
@@ -20,34 +22,73 @@ _NOT_NEEDED = ["consolidated*", "*/*"]
 def fetch_from_hub(
     repo: str, *, revision: str | None = None, config_only: bool = False, cache_dir: Path | None = None
 ) -> Path:
-    """A directory with the repository's config, tokenizer and (unless `config_only`) safetensors; no pickles.
-    `cache_dir` is used in place of the hub's own cache."""
+    """A directory with the repository's config, tokenizer and (unless `config_only`) safetensors; no pickles. Of a
+    repository of GGUF files, one file. `cache_dir` is used in place of the hub's own cache."""
     import huggingface_hub
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+    if repo.lower().endswith("-gguf"):  # a custom that saves asking twice
+        return fetch_gguf(repo, None, revision=revision, cache_dir=cache_dir)
     patterns = _CONFIG_FILES + ([] if config_only else _WEIGHT_FILES)
-    quiet = not sys.stderr.isatty() and not are_progress_bars_disabled()
-    if quiet:
-        disable_progress_bars()
-    try:
+    with _telling(repo, revision):
         path = Path(
             huggingface_hub.snapshot_download(
                 repo, revision=revision, cache_dir=cache_dir, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED
             )
         )
+    has_config = (path / "config.json").is_file()
+    if has_config and (config_only or any(path.glob("*.safetensors"))):
+        return path
+    if not has_config and any(path.glob("*.safetensors")):
+        raise DownloadError(f"{repo} has no config.json, so that its weights cannot be understood: use another one")
+    return fetch_gguf(repo, None, revision=revision, cache_dir=cache_dir)
+
+
+def fetch_gguf(repo: str, wanted: str | None, *, revision: str | None = None, cache_dir: Path | None = None) -> Path:
+    """One file of a repository of GGUF files, as `choose_gguf` understands `wanted`."""
+    import huggingface_hub
+
+    with _telling(repo, revision):
+        names = _list_files(repo, revision, cache_dir)
+        name = choose_gguf(names, wanted, repo)
+        return Path(huggingface_hub.hf_hub_download(repo, name, revision=revision, cache_dir=cache_dir))
+
+
+def _list_files(repo: str, revision: str | None, cache_dir: Path | None) -> list[str]:
+    """The repository's files; where the hub cannot be asked, those that are here."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return huggingface_hub.HfApi().list_repo_files(repo, revision=revision)
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
+        raise
+    except Exception:
+        snapshot = Path(
+            huggingface_hub.snapshot_download(repo, revision=revision, cache_dir=cache_dir, local_files_only=True)
+        )
+        found = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*.gguf")]
+        if not found:
+            raise
+        return found
+
+
+@contextmanager
+def _telling(repo: str, revision: str | None) -> Iterator[None]:
+    """The library's errors become ours, and off a terminal its bars are off."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    quiet = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if quiet:
+        disable_progress_bars()
+    try:
+        yield
+    except DownloadError:
+        raise
     except Exception as error:  # the library raises its HTTP client's errors too, which differ by its version
         raise _explain(error, repo, revision) from error
     finally:
         if quiet:
             enable_progress_bars()
-    if not (path / "config.json").is_file():
-        raise DownloadError(
-            f"{repo} has no config.json: for a repository of GGUF files, download one of them (`hf download {repo} "
-            "FILE.gguf`) and give its path"
-        )
-    if not config_only and not any(path.glob("*.safetensors")):
-        raise DownloadError(f"{repo} has no safetensors, the one format that Quire takes from the hub: use another one")
-    return path
 
 
 def _explain(error: Exception, repo: str, revision: str | None) -> DownloadError:
@@ -87,40 +128,16 @@ def _explain(error: Exception, repo: str, revision: str | None) -> DownloadError
 def _no_such_name(name: str, *, is_asked: bool) -> DownloadError:
     hub = "the hub has none either" if is_asked else "the hub could not be asked"
     return DownloadError(
-        f"no file, folder or alias is called {name!r} ({hub}): {_guess(name)}give a path, an alias "
-        f"({', '.join(ALIASES)}) or a hub id of the form owner/name"
+        f"no file, folder or alias is called {name!r} ({hub}): {_guess(name)}give a path, an alias (`quire models` "
+        "lists them) or a hub id of the form owner/name"
     )
 
 
 def _guess(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), ALIASES, n=1)
+    near = difflib.get_close_matches(name.lower(), alias_names(), n=1)
     return f"did you mean the alias {near[0]!r}? Otherwise " if near else ""
 
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__
-
-
-@dataclass(slots=True, frozen=True)
-class CachedRepo:
-    """A hub model with weights in the local cache."""
-
-    name: str
-    path: Path
-    num_bytes: int
-
-
-def cached_repos() -> list[CachedRepo]:
-    """Hub models whose safetensors are in the cache. Looks at directory entries only."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    found = []
-    for folder in sorted(Path(HF_HUB_CACHE).glob("models--*")):
-        snapshots = [s for s in folder.glob("snapshots/*") if any(s.glob("*.safetensors"))]
-        if not snapshots:
-            continue
-        newest = max(snapshots, key=lambda snapshot: snapshot.stat().st_mtime)
-        num_bytes = sum(file.stat().st_size for file in newest.iterdir() if file.is_file())
-        found.append(CachedRepo(folder.name.removeprefix("models--").replace("--", "/"), newest, num_bytes))
-    return found

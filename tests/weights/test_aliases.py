@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from quire.weights.aliases import ALIASES, quire_home
+from quire.weights.aliases import ALIASES, HUB_ALIASES, alias_names, quire_home
 
 
 def test_home(monkeypatch):
@@ -18,6 +19,13 @@ def test_every_alias_is_pinned():
         assert alias.file_name.endswith(".gguf")
         assert len(alias.wheel_sha256) == len(alias.member_sha256) == 64
         assert alias.licence
+
+
+def test_short_names_of_the_hub():
+    assert all(alias.name == name and alias.licence for name, alias in HUB_ALIASES.items())
+    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", alias.repo) for alias in HUB_ALIASES.values())
+    assert len({alias.repo for alias in HUB_ALIASES.values()}) == len(HUB_ALIASES)
+    assert len(set(alias_names())) == len(alias_names())
 
 
 def test_only_a_file_of_the_right_size_counts(tmp_path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,33 @@ def test_the_rest_are_hub_ids(model, hub):
         (model, {"revision": "v1", "config_only": False, "cache_dir": None}),
         (model, {"revision": None, "config_only": True, "cache_dir": None}),
     ]
+
+
+def test_a_file_of_a_repository_and_short_names(hub, monkeypatch, tmp_path):
+    chosen = []
+    monkeypatch.setattr(resolve, "fetch_gguf", lambda repo, wanted, **_: chosen.append((repo, wanted)) or Path("/x"))
+    for model in ("owner/name-GGUF:Q4_K_M", "owner/name:sub/file-q8_0.gguf"):
+        resolve_model(model)
+    assert chosen == [("owner/name-GGUF", "Q4_K_M"), ("owner/name", "sub/file-q8_0.gguf")]
+    assert resolve_model("qwen3-0.6b", revision="v1") == Path("/hub/Qwen/Qwen3-0.6B")
+    # A folder of the same name is not what is meant by an alias.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-0.6b").mkdir()
+    assert resolve_model("qwen3-0.6b") == Path("/hub/Qwen/Qwen3-0.6B")
+    for model in ("owner/name:", "name:Q4_K_M", "owner/name:a b"):
+        with pytest.raises(WeightsError, match="no such file or directory"):
+            resolve_model(model)
+
+
+def test_a_use_is_noted(hub, monkeypatch, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"x")
+    os.utime(tmp_path / "model.gguf", (0, 0))
+    monkeypatch.setattr(resolve, "fetch_from_hub", lambda repo, **_: tmp_path)
+    resolve_model("owner/name", load_format="dummy")
+    assert (tmp_path / "model.gguf").stat().st_atime == 0
+    resolve_model("owner/name")
+    stat = (tmp_path / "model.gguf").stat()
+    assert stat.st_atime > 1e9 and stat.st_mtime == 0
 
 
 def test_aliases_are_pulled(monkeypatch, hub, tmp_path):
