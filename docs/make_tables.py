@@ -23,7 +23,7 @@ from quire.params import SamplingParams
 from quire.refusals import Refusal
 from quire.server.admission import MAX_TOKENS_HEADER
 from quire.server.metric_names import NAMES
-from quire.server.protocol import ONLY, ChatBody, CompletionBody, GenerationBody, only_fields
+from quire.server.protocol import NO_EFFECT, ONLY, ChatBody, CompletionBody, FieldState, GenerationBody, field_states
 
 DOCS = Path(__file__).parent
 FILES = ("operations.md", "from-vllm.md")
@@ -73,7 +73,7 @@ VLLM_PATHS_MISSING: dict[str, str] = {
     "/v1/load_lora_adapter, /v1/unload_lora_adapter": "no LoRA yet",
     "/start_profile, /stop_profile": "see quire:step_seconds_total and quire:host_seconds_total",
     "/sleep, /wake_up, /is_sleeping": "Quire does not sleep",
-    "/ping, /invocations": "use /health and the paths above",
+    "/invocations": "use the paths above",
 }
 # Methods of vLLM's classes that people call and Quire has.
 VLLM_METHODS: dict[str, tuple[str, ...]] = {
@@ -179,22 +179,36 @@ def sampling() -> str:
     return table(("field", "default"), rows)
 
 
+_BODIES = {"both": GenerationBody, "completions": CompletionBody, "chat": ChatBody}
+
+
+def _fields(body: Any, state: FieldState) -> list[str]:
+    """Its fields in this state, less those that are listed for both."""
+    both = GenerationBody.__struct_fields__ if body is not GenerationBody else ()
+    return [name for name, found in field_states(body).items() if found is state and name not in both]
+
+
 def body_fields() -> str:
-    both = GenerationBody.__struct_fields__
-    bodies = {"both": GenerationBody, "completions": CompletionBody, "chat": ChatBody}
-    rows = []
-    for title, body in bodies.items():
-        left_out = {*only_fields(body), *(both if body is not GenerationBody else ())}
-        rows.append([title, code(*(name for name in body.__struct_fields__ if name not in left_out))])
+    rows = ([title, code(*_fields(body, FieldState.SERVED))] for title, body in _BODIES.items())
     return table(("body of", "fields"), rows)
 
 
+def body_no_effect() -> str:
+    rows = [
+        [code(name), title, NO_EFFECT[name]]
+        for title, body in _BODIES.items()
+        for name in _fields(body, FieldState.NO_EFFECT)
+    ]
+    return table(("field", "body of", "why it changes nothing"), rows)
+
+
 def body_refused() -> str:
-    rows = (
-        [code(name), code(*(json.dumps(value) for value in allowed if value is not None)) or "left out", why]
-        for name, (allowed, why) in ONLY.items()
-    )
-    return table(("field", "taken as", "otherwise a 400, because"), rows)
+    rows = [
+        [code(name), title, code(*(json.dumps(v) for v in ONLY[name][0] if v is not None)) or "left out", ONLY[name][1]]
+        for title, body in _BODIES.items()
+        for name in _fields(body, FieldState.REFUSED)
+    ]
+    return table(("field", "body of", "taken as", "otherwise a 400, because"), rows)
 
 
 def methods() -> str:
@@ -257,6 +271,7 @@ PATH_NOTES: dict[str, str] = {
     "/tokenize": "as in vLLM",
     "/detokenize": "as in vLLM",
     "/health": "JSON with a status; 503 and why while it starts, drains, is stuck or dead",
+    "/ping": "as `/health`",
     "/version": "as in vLLM",
     "/metrics": "always on; guarded by the key",
     "/load": "`server_load` as in vLLM, and the engine's numbers",
@@ -321,6 +336,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "methods_refused": methods_refused,
     "sampling": sampling,
     "body_fields": body_fields,
+    "body_no_effect": body_no_effect,
     "body_refused": body_refused,
     "methods": methods,
     "metrics": metrics,

@@ -10,6 +10,7 @@
     ├── DownloadError        a model that could not be fetched or failed its checksum
     ├── MemoryBudgetError    weights or KV cache do not fit; says which value would (also a MemoryError)
     ├── BadRequestError      a request's field; `.param` names it (also a ValueError)
+    │   └── ContextLengthError       a prompt, with the answer asked for, that does not fit into max_model_len
     └── EngineDeadError      the engine stopped after an internal failure; `__cause__` has it
 
 Our own bugs are `assert` or built-in exceptions, never one of these.
@@ -69,6 +70,15 @@ class BadRequestError(QuireError, ValueError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ContextLengthError(BadRequestError):
+    """A prompt, or the answer that was asked for behind it, does not fit into max_model_len."""
+
+    @classmethod
+    def of(cls, max_model_len: int, why: str, *, param: str) -> ContextLengthError:
+        # Client libraries shorten the conversation when they read these words, which are OpenAI's.
+        return cls(f"This model's maximum context length is {max_model_len} tokens (max_model_len): {why}", param=param)
 
 
 class EngineDeadError(QuireError):

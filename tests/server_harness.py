@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
+from event_loop_watch import watched
 
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest, ServingEngine
@@ -31,6 +31,7 @@ from quire.scheduler import SequenceUpdate
 from quire.server.admission import Admission
 from quire.server.app import create_app
 from quire.server.context import ServerContext
+from quire.server.http_server import HttpServer
 from quire.server.life import ServerLife
 from quire.server.listen import open_socket
 from quire.server.logs import RequestLog
@@ -192,12 +193,13 @@ class Reply:
 class Server:
     """A server that runs in a thread of its own."""
 
-    def __init__(self, context: ServerContext, port: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, context: ServerContext, port: int, loop: asyncio.AbstractEventLoop, slow: list[str]) -> None:
         self.context = context
         self.engine: Any = context.engine
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.loop = loop
+        self.slow = slow  # what held the event loop up
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Reply:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -218,7 +220,8 @@ class Server:
 
 @contextmanager
 def running(engine: ServingEngine, **settings: Any) -> Iterator[Server]:
-    """A real uvicorn over the real application."""
+    """The real application behind the real connections. Fails where a handler held the event loop up: see
+    `event_loop_watch`."""
     listener = open_socket(ServerSettings(port=0))
     port = listener.getsockname()[1]
     started = threading.Event()
@@ -229,26 +232,24 @@ def running(engine: ServingEngine, **settings: Any) -> Iterator[Server]:
             await engine.start()
             await engine.ready()
         context = make_context(engine, **settings)
-        config = uvicorn.Config(
-            create_app(context), log_config=None, access_log=False, lifespan="off", http="httptools"
-        )
-        server = uvicorn.Server(config)
+        server = HttpServer(create_app(context), context.settings, None)
         made.extend((context, asyncio.get_running_loop(), server))
-        started.set()
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            if isinstance(engine, EngineClient):
-                await engine.close(5.0)
+        with watched() as slow:
+            made.append(slow)
+            started.set()
+            await server.run_on(listener)
+        if isinstance(engine, EngineClient):
+            await engine.close(5.0)
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     assert started.wait(60)
-    context, loop, server = made
+    context, loop, server, slow = made
     try:
-        yield Server(context, port, loop)
+        yield Server(context, port, loop, slow)
     finally:
-        server.should_exit = True
+        loop.call_soon_threadsafe(server.stop)
         thread.join(20)
         listener.close()
         assert not thread.is_alive()
+    assert not slow, f"other clients had to wait meanwhile: {'; '.join(slow)}"

@@ -107,8 +107,8 @@ _GUARDING = [
     _seconds("body_timeout", "for a request's body to arrive"),
 ]
 _LOAD = [
-    _count("max_waiting_requests", "requests without output yet; over it, 429 (default: four full batches)"),
-    _count("max_waiting_tokens", "their prompt tokens; over it, 429 (default: 512 for each of them)"),
+    _count("max_waiting_requests", "requests without output yet; over it, 429 (default: what 1/8 of memory holds)"),
+    _count("max_waiting_tokens", "their prompt tokens; over it, 429 (default: what 1/8 of memory holds)"),
     _seconds("default_timeout", "for requests that name none (default: no limit)"),
     _seconds("max_timeout", "the most that a request may name (default: no limit)"),
     Flag(name="brownout", help="serve less, step by step, when KV memory runs out (default: on)", is_switch=True),

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from functools import lru_cache
 from typing import Any
 
-from quire.errors import BadRequestError, ConfigError
+from quire.errors import BadRequestError, ConfigError, ContextLengthError
 from quire.inputs import Prompt
 from quire.params import (
     MAX_CACHE_SALT_CHARS,
@@ -71,9 +71,10 @@ class InputProcessor:
         priority = plain(priority)
         num_prompt = len(token_ids)
         if num_prompt >= self.max_model_len:
-            raise BadRequestError(
-                f"the prompt has {num_prompt} tokens, and max_model_len is {self.max_model_len}, of which at least one "
-                f"is for the answer: shorten the prompt or raise max_model_len",
+            raise ContextLengthError.of(
+                self.max_model_len,
+                f"the prompt has {num_prompt}, and at least one is for the answer. Shorten the prompt or raise "
+                "max_model_len",
                 param="prompt",
             )
         self._check_params(params)

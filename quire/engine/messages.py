@@ -38,10 +38,10 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
         return cls("", f"{type(error).__name__}: {error}")
 
     def to_error(self) -> QuireError:
-        kind = getattr(errors, self.kind, QuireError) if self.kind else QuireError
-        if kind is BadRequestError:
-            return BadRequestError(self.message, param=self.param)
+        kind: type[QuireError] = getattr(errors, self.kind, QuireError) if self.kind else QuireError
         assert issubclass(kind, QuireError)
+        if issubclass(kind, BadRequestError):
+            return kind(self.message, param=self.param)
         return kind(self.message)
 
 

@@ -1,8 +1,9 @@
 """Admission: how much may wait for its first output, and who is told to come back later.
 
-Over a cap a request is refused with a 429 before the engine hears of it: a queue that cannot be served in time helps
-nobody. `Retry-After` is how long what waits now will take at the rate at which waiting requests were served of late,
-while there were enough of them to fill a batch: with fewer, that rate is how fast requests come, not how fast they go.
+Over a cap a request is refused with a 429 before the engine hears of it: what waits takes memory, and an operator may
+know how long his clients are willing to wait. `Retry-After` is how long what waits now will take at the rate at which
+waiting requests were served of late, while there were enough of them to fill a batch: with fewer, that rate is how fast
+requests come, not how fast they go.
 
 What waits is what was admitted and has given no output yet. An answer that is not streamed gives its first output when
 it is done, though, so the engine's own count of what waits bounds ours from above.
@@ -16,12 +17,15 @@ While memory is short the engine reports a brownout level. At 2, new requests ma
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from quire.engine.api import EngineInfo, PreparedRequest, ServingEngine
+from quire.engine.api import PreparedRequest, ServingEngine
 from quire.server.errors import ApiError
 from quire.server.settings import ServerSettings
 
@@ -30,6 +34,9 @@ _MAX_RETRY_AFTER_S = 120
 _RATE_MEMORY_S = 15.0  # of time in which a crowd waited
 _UNKNOWN_RETRY_AFTER_S = 5
 _REPORT_SLACK_S = 0.5  # what was admitted this long before an engine's report is surely in it
+# What waits costs about so much in this process and the engine's: a connection with its buffers, a token id twice.
+_WAITING_REQUEST_BYTES = 64 << 10
+_WAITING_TOKEN_BYTES = 128
 _SHORTER_ANSWERS = 2  # EngineLoad.brownout_level
 _NONE_TAKEN = 3
 
@@ -125,9 +132,9 @@ class Admission:
 
     @property
     def caps(self) -> tuple[int, int]:
-        """Requests and tokens that may wait; those that the operator did not set come from the engine's size."""
+        """Requests and tokens that may wait; those that the operator did not set come from the machine's memory."""
         if self._caps is None:
-            self._caps = _caps(self._settings, self._engine.info)
+            self._caps = _caps(self._settings)
         return self._caps
 
     def admit(self, prepared: Sequence[PreparedRequest], tenant: str = "") -> _Admitted:
@@ -241,8 +248,18 @@ class _Admitted:
             ticket._closed()
 
 
-def _caps(settings: ServerSettings, info: EngineInfo) -> tuple[int, int]:
-    """By default four full batches may wait, with prompts of some 512 tokens or two of the longest."""
-    requests = settings.max_waiting_requests or max(256, 4 * info.max_num_seqs)
-    tokens = settings.max_waiting_tokens or max(512 * requests, 2 * info.max_model_len)
+def _caps(settings: ServerSettings) -> tuple[int, int]:
+    """By default as many wait as an eighth of the memory holds: a client that sends a thousand prompts at once is
+    answered a thousand times, as by other servers, and none can fill the machine."""
+    memory = _memory_bytes() // 8
+    requests = settings.max_waiting_requests or max(memory // _WAITING_REQUEST_BYTES, 1_000)
+    tokens = settings.max_waiting_tokens or max(memory // _WAITING_TOKEN_BYTES, 1_000_000)
     return requests, tokens
+
+
+def _memory_bytes() -> int:
+    """The machine's, or the container's where that has less."""
+    num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        num_bytes = min(num_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return num_bytes

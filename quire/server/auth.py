@@ -1,8 +1,8 @@
 """API keys: who may ask, and under which tenant's name.
 
-With at least one key everything is guarded except `/health`, which a supervisor must reach, and the live page's own
-files (`/`, `/static/…`), which hold no data. That includes `/docs`, `/openapi.json` and `/metrics`. Where keys have
-several names, each sees its own requests on the live page and under `/debug/kv`, and an admin's key sees all.
+With at least one key everything is guarded except `/health` and `/ping`, which a supervisor must reach, and the live
+page's own files (`/`, `/static/…`), which hold no data. That includes `/docs`, `/openapi.json` and `/metrics`. Where
+keys have several names, each sees its own requests on the live page and under `/debug/kv`, and an admin's key sees all.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def read_key_file(path: str) -> list[ApiKey]:
 
 def is_open(path: str, method: str) -> bool:
     """What anyone may read."""
+    if path == "/ping":
+        return True
     return method in ("GET", "HEAD") and (path in ("/health", "/", "/favicon.ico") or path.startswith("/static/"))
 
 

@@ -42,9 +42,9 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
                 prompt["cache_salt"] = body.cache_salt
             return engine.prepare(request_id, prompt, params, priority=priority, tenant=exchange.tenant)
         except BadRequestError as error:
-            if error.param != "prompt":
-                raise
-            raise bad_request(str(error), "messages") from None
+            if error.param == "prompt":
+                error.param = "messages"
+            raise
 
     prepared = await exchange.context.text_work.run(exchange, deadline, prepare, exchange.num_body_bytes, is_chat=True)
     check_room(body, [prepared], engine.info.max_model_len)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ApiError, to_api_error
-from quire.server.protocol import BodyDecoder
+from quire.server.errors import ApiError, bad_request, shown, to_api_error
+from quire.server.protocol import LONG_BODY_BYTES, BodyDecoder, check_shape
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
@@ -48,9 +48,16 @@ class Exchange:
         return header_of(self.scope, name)
 
     async def read_body(self) -> bytes:
-        kind = (self.header("content-type") or "application/json").partition(";")[0].strip().lower()
+        # A page of any other site may send a body without a type, or as a form's, and nobody asks it first.
+        kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
-            raise ApiError(415, f"the body must be application/json, not {kind}", code="unsupported_media_type")
+            found = f"has the content type {shown(kind)}" if kind else "has no content type"
+            raise ApiError(
+                415,
+                f"the body {found}: send it with the header Content-Type: application/json "
+                "(curl -H 'Content-Type: application/json')",
+                code="unsupported_media_type",
+            )
         parts: list[bytes] = []
         while True:
             message = await self.receive()
@@ -59,6 +66,13 @@ class Exchange:
             parts.append(message.get("body", b""))
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+    def take_request_id(self, given: str | None) -> None:
+        """The body's own id, where no header named one."""
+        if given is not None and self.header(REQUEST_ID_HEADER) is None:
+            if not _REQUEST_ID.fullmatch(given):
+                raise bad_request("request_id must be visible ASCII characters without spaces", "request_id")
+            self.request_id = given
 
     async def wait_until_gone(self) -> None:
         """Returns when the client has closed its connection. For after the body."""
@@ -100,7 +114,13 @@ class JsonEndpoint:
             body = await exchange.read_body()
             exchange.num_body_bytes = len(body)
             exchange.arrived_s = asyncio.get_running_loop().time()
-            await self._handler(exchange, self._decoder.decode(body))
+            if len(body) > LONG_BODY_BYTES:
+                check_shape(body)
+                await asyncio.sleep(0)  # neither that nor decoding holds up the others for long, but both might
+            decoded = self._decoder.decode(body)
+            del body
+            exchange.take_request_id(getattr(decoded, "request_id", None))
+            await self._handler(exchange, decoded)
         except ClientGone:
             return
         except Exception as failure:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.errors import BadRequestError, EngineDeadError, QuireError
+from quire.errors import BadRequestError, ContextLengthError, EngineDeadError, QuireError
 from quire.log import get_logger
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _TYPES = {
 }
 # OpenAI's clients send whatever got a 5xx again, twice, unless the answer has this.
 NO_RETRY = {"x-should-retry": "false"}
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's; the page's chat knows it too
 # What a client wrote is cut before anything looks at it, sends it back or logs it.
 MAX_NAME_CHARS = 100
 _MAX_MESSAGE_CHARS = 1_000
@@ -99,7 +100,8 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadRequestError):
-        return ApiError(400, str(error), param=error.param)
+        code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, ContextLengthError) else None
+        return ApiError(400, str(error), param=error.param, code=code)
     if isinstance(error, EngineDeadError):
         get_logger().error("a request met a dead engine: %s", error)
         return ApiError(503, "the engine has stopped: the server needs a restart", code="engine_dead")

@@ -1,4 +1,4 @@
-"""/health: 200 only while the engine is idle or its steps make progress; else 503 and why.
+"""/health, also as /ping: 200 only while the engine is idle or its steps make progress; else 503 and why.
 
 Anyone may read it, so it tells fixed sentences: details are in the log.
 """
@@ -45,4 +45,4 @@ def routes(context: ServerContext) -> list[Route]:
         headers["retry-after"] = str(RETRY_AFTER_S)
         return JSONResponse({"status": status, "reason": reason}, 503, headers)
 
-    return [Route("/health", health, methods=["GET"])]
+    return [Route("/health", health, methods=["GET"]), Route("/ping", health, methods=["GET", "POST"])]

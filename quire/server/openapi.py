@@ -45,10 +45,11 @@ class Operation:
     reply: type[msgspec.Struct] | None = None
     reply_type: str = "application/json"  # where the reply has no type of ours
     statuses: tuple[int, ...] = _ALWAYS
-    parameters: tuple[tuple[str, str, str], ...] = ()  # (name, where, meaning)
+    parameters: tuple[tuple[str, str, str], ...] = ()  # (name, where, meaning); numbers are those of _NUMBERS
     generates: bool = False
 
 
+_NUMBERS = {"limit", "offset", "first", "depth", "full", "block"}
 _LIMIT = ("limit", "query", "How many at most.")
 _OFFSET = ("offset", "query", "How many to pass over.")
 _ID = (REQUEST_ID_HEADER, "header", "Up to 128 visible ASCII characters; returned, and in the log.")
@@ -113,6 +114,8 @@ OPERATIONS = (
         tag="Operation",
         summary="200 while the engine is idle or makes progress, else 503.",
     ),
+    Operation(method="get", path="/ping", tag="Operation", summary="As /health, for those who ask there."),
+    Operation(method="post", path="/ping", tag="Operation", summary="As /health, for those who ask there."),
     Operation(method="get", path="/version", tag="Operation", summary="Quire's version.", reply=replies.Version),
     Operation(method="get", path="/load", tag="Operation", summary="How busy the server is, in one small object."),
     Operation(
@@ -228,7 +231,7 @@ def _operation(op: Operation) -> dict[str, Any]:
                 "in": where,
                 "required": where == "path",
                 "description": meaning,
-                "schema": {"type": "string"},
+                "schema": {"type": "integer", "minimum": 0} if name in _NUMBERS else {"type": "string"},
             }
             for name, where, meaning in op.parameters
         ]

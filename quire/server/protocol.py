@@ -3,16 +3,20 @@
 Types are strict ("3" is no number) and limits stand in the types, so that the OpenAPI document shows what the decoder
 enforces. `None` means "not given": unmodified clients write null for what they leave out.
 
-Fields that clients know from elsewhere and that Quire does not have are declared as well. `ONLY` says with which
-values they mean nothing; those are taken, all others are refused with the reason.
+A field is in one of three states, which the tables of docs/from-vllm.md are made from:
+
+    served              it does what it says
+    without effect      `NO_EFFECT` says why it cannot change an answer; taken with any value of its type
+    refused             `ONLY` says with which values it means nothing, which are taken, and why it has no others
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw
 
 from quire.params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -32,6 +36,11 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
 _INT32 = 2**31 - 1
+_LEFT_OUT: Any = None
+LONG_BODY_BYTES = 1 << 18  # decoded in 20 ms whatever it holds
+_MAX_WEIGHT = 300_000  # of a body's parts: decoded in 20 ms as well
+_TEXT_WEIGHT, _HOLDER_WEIGHT = 3, 10
+_MAX_ONLY_BYTES = 256  # no value of ONLY is as long
 
 T = TypeVar("T")
 
@@ -69,7 +78,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LOGIT_BIAS)] | None,
         Meta(description="By token id."),
     ] = None
-    user: Annotated[str | None, Meta(description="Whom the caller serves. Does not change the answer.")] = None
     # As vLLM has them.
     top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
     min_p: Unit | None = None
@@ -98,20 +106,44 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[float, Meta(gt=0.0, le=1e9)] | None,
         Meta(description="Seconds, after which it is ended with a 504."),
     ] = None
+    request_id: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=128)] | None,
+        Meta(description="As the header x-request-id, which goes first."),
+    ] = None
+    cache_prompt: Annotated[bool | None, Meta(description="false: find nothing in the prefix cache.")] = None
+    # See NO_EFFECT.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     # See ONLY.
-    response_format: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    kv_transfer_params: Any = None
-    vllm_xargs: Any = None
-    lora_request: Any = None
+    response_format: Raw = _LEFT_OUT
+    use_beam_search: Raw = _LEFT_OUT
+    length_penalty: Raw = _LEFT_OUT
+    logits_processors: Raw = _LEFT_OUT
+    truncate_prompt_tokens: Raw = _LEFT_OUT
+    structured_outputs: Raw = _LEFT_OUT
+    guided_json: Raw = _LEFT_OUT
+    guided_regex: Raw = _LEFT_OUT
+    guided_choice: Raw = _LEFT_OUT
+    guided_grammar: Raw = _LEFT_OUT
+    kv_transfer_params: Raw = _LEFT_OUT
+    vllm_xargs: Raw = _LEFT_OUT
+    lora_request: Raw = _LEFT_OUT
+    guided_decoding_backend: Raw = _LEFT_OUT
+    guided_whitespace_pattern: Raw = _LEFT_OUT
+    data_parallel_rank: Raw = _LEFT_OUT
+    store: Raw = _LEFT_OUT
+    service_tier: Raw = _LEFT_OUT
+    prompt_cache_retention: Raw = _LEFT_OUT
+    id_slot: Raw = _LEFT_OUT
+    timings_per_token: Raw = _LEFT_OUT
+    return_progress: Raw = _LEFT_OUT
+    typical_p: Raw = _LEFT_OUT
+    mirostat: Raw = _LEFT_OUT
+    dynatemp_range: Raw = _LEFT_OUT
+    xtc_probability: Raw = _LEFT_OUT
+    dry_multiplier: Raw = _LEFT_OUT
 
 
 Prompts = Annotated[
@@ -126,8 +158,8 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
     best_of: Annotated[int | None, Meta(description="Only as many as n: Quire gives all that it makes.")] = None
-    suffix: Any = None
-    prompt_embeds: Any = None
+    suffix: Raw = _LEFT_OUT
+    prompt_embeds: Raw = _LEFT_OUT
 
 
 class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -174,30 +206,24 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Annotated[dict[str, str] | None, Meta(description="The caller's own. Does not change the answer.")] = None
-    safety_identifier: Annotated[str | None, Meta(description="As user.")] = None
-    prompt_cache_key: Annotated[str | None, Meta(description="A hint that Quire does not need: see cache_salt.")] = None
-    parallel_tool_calls: Annotated[bool | None, Meta(description="Means nothing without tools.")] = None
+    parallel_tool_calls: bool | None = None  # see NO_EFFECT
     # See ONLY.
-    chat_template: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    store: Any = None
-    service_tier: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-    prompt_cache_retention: Any = None
-    echo: Any = None
-    documents: Any = None
-    include_reasoning: Any = None
-    mm_processor_kwargs: Any = None
-    media_io_kwargs: Any = None
+    chat_template: Raw = _LEFT_OUT
+    tools: Raw = _LEFT_OUT
+    tool_choice: Raw = _LEFT_OUT
+    functions: Raw = _LEFT_OUT
+    function_call: Raw = _LEFT_OUT
+    modalities: Raw = _LEFT_OUT
+    audio: Raw = _LEFT_OUT
+    prediction: Raw = _LEFT_OUT
+    reasoning_effort: Raw = _LEFT_OUT
+    verbosity: Raw = _LEFT_OUT
+    web_search_options: Raw = _LEFT_OUT
+    echo: Raw = _LEFT_OUT
+    documents: Raw = _LEFT_OUT
+    include_reasoning: Raw = _LEFT_OUT
+    mm_processor_kwargs: Raw = _LEFT_OUT
+    media_io_kwargs: Raw = _LEFT_OUT
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -211,8 +237,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Any = None
-    tools: Any = None
+    chat_template: Raw = _LEFT_OUT
+    tools: Raw = _LEFT_OUT
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -224,6 +250,16 @@ _NO_TOOLS = "Quire has no tool calls yet"
 _NO_GRAMMAR = "Quire has no structured output yet"
 _NO_MEDIA = "Quire reads and writes text only"
 _NO_FLAG = "the server's operator chooses it"
+_NO_SAMPLER = "Quire has temperature, top_p, top_k, min_p and the penalties"
+
+# Field -> why no value of it can change an answer.
+NO_EFFECT: dict[str, str] = {
+    "user": "whom the caller serves; Quire keeps no accounts of them",
+    "metadata": "the caller's own notes; Quire keeps no answers",
+    "safety_identifier": "as user",
+    "prompt_cache_key": "a hint that Quire's prefix cache does not need; cache_salt keeps prefixes apart",
+    "parallel_tool_calls": "means nothing without tools",
+}
 
 # Field -> (the values with which it means nothing, why it has no others).
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -240,6 +276,23 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "kv_transfer_params": ((None,), "Quire moves no KV between servers"),
     "vllm_xargs": ((None, {}), "it belongs to another engine's plugins"),
     "lora_request": ((None,), "Quire has no LoRA yet"),
+    "guided_decoding_backend": ((None,), _NO_GRAMMAR),
+    "guided_whitespace_pattern": ((None,), _NO_GRAMMAR),
+    "data_parallel_rank": ((None, 0), "Quire runs one replica for now"),
+    "store": ((None, False), "Quire keeps no answers"),
+    "service_tier": ((None, "auto", "default"), "there is one tier; see priority"),
+    "prompt_cache_retention": (
+        (None, "in_memory", "in-memory"),
+        "prefixes stay in memory while there is room",
+    ),
+    "id_slot": ((None, -1), "Quire has no slots: prefixes are found by their content"),
+    "timings_per_token": ((None, False), "stream_options.continuous_usage_stats counts the tokens of each chunk"),
+    "return_progress": ((None, False), "Quire tells no progress of a prompt"),
+    "typical_p": ((None, 1, 1.0), _NO_SAMPLER),
+    "mirostat": ((None, 0), _NO_SAMPLER),
+    "dynatemp_range": ((None, 0, 0.0), _NO_SAMPLER),
+    "xtc_probability": ((None, 0, 0.0), _NO_SAMPLER),
+    "dry_multiplier": ((None, 0, 0.0), _NO_SAMPLER),
     "suffix": ((None, ""), "Quire completes a text at its end only"),
     "prompt_embeds": ((None,), "Quire takes text or token ids"),
     "chat_template": ((None,), f"{_NO_FLAG}: --chat-template"),
@@ -247,18 +300,12 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": ((None, "none", "auto"), _NO_TOOLS),
     "functions": ((None, []), _NO_TOOLS),
     "function_call": ((None, "none", "auto"), _NO_TOOLS),
-    "store": ((None, False), "Quire keeps no answers"),
-    "service_tier": ((None, "auto", "default"), "there is one tier; see priority"),
     "modalities": ((None, ["text"]), _NO_MEDIA),
     "audio": ((None,), _NO_MEDIA),
     "prediction": ((None,), "Quire has no predicted outputs"),
     "reasoning_effort": ((None,), "a model's own switches go into chat_template_kwargs"),
     "verbosity": ((None, "medium"), "say it in a message"),
     "web_search_options": ((None,), "Quire searches nothing"),
-    "prompt_cache_retention": (
-        (None, "in_memory", "in-memory"),
-        "prefixes stay in memory while there is room",
-    ),
     "echo": ((None, False), "a chat's answer holds the answer alone"),
     "documents": ((None, []), "put their text into a message"),
     "include_reasoning": ((None, True), "Quire does not take reasoning apart from the answer"),
@@ -267,9 +314,56 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+# Tools that must not be called are never seen: no answer differs.
+_UNUSED_TOOLS = {"tools": "tool_choice", "functions": "function_call"}
+
+
+class FieldState(StrEnum):
+    SERVED = "served"
+    NO_EFFECT = "without effect"
+    REFUSED = "refused"
+
+
+def field_states(type_: type[msgspec.Struct]) -> dict[str, FieldState]:
+    """The state of each of a body's fields."""
+    states = dict.fromkeys(type_.__struct_fields__, FieldState.SERVED)
+    for field in msgspec.structs.fields(type_):
+        if field.type is Raw:
+            states[field.name] = FieldState.REFUSED
+        elif field.name in NO_EFFECT:
+            states[field.name] = FieldState.NO_EFFECT
+    return states
+
+
 def only_fields(type_: type[msgspec.Struct]) -> tuple[str, ...]:
     """Those of a body's fields that `ONLY` rules."""
-    return tuple(f.name for f in msgspec.structs.fields(type_) if f.type is Any and f.name in ONLY)
+    return tuple(name for name, state in field_states(type_).items() if state is FieldState.REFUSED)
+
+
+def check_shape(body: bytes) -> None:
+    """Refuse a body of very many small parts: decoding holds up every other request, for some 30 ns a number, 80 ns a
+    text and 300 ns a list, an object or a field. Text itself is quick, whatever its length and whatever it says."""
+    if _text_weight(body) + _weight(body) <= _MAX_WEIGHT:
+        return  # even with what stands in texts, which is none
+    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    weight = _text_weight(bare)
+    if weight <= _MAX_WEIGHT:
+        weight += _weight(b"".join(bare.split(b'"')[::2]))
+    if weight > _MAX_WEIGHT:
+        raise bad_request(
+            f"the body has too many parts: a number counts as 1, a text as {_TEXT_WEIGHT}, a list, an object or a "
+            f"field as {_HOLDER_WEIGHT}, and all together they may be {_MAX_WEIGHT:,}. Send fewer messages, prompts or "
+            f"token ids in a request",
+            code="too_many_parts",
+        )
+
+
+def _text_weight(text: bytes) -> int:
+    return _TEXT_WEIGHT * (text.count(b'"') // 2)
+
+
+def _weight(text: bytes) -> int:
+    return text.count(b",") + _HOLDER_WEIGHT * sum(map(text.count, (b"[", b"{", b":")))
 
 
 class BodyDecoder:
@@ -280,24 +374,35 @@ class BodyDecoder:
         self.type = type_
         self._decoder = msgspec.json.Decoder(type_)
         self._fields = type_.__struct_fields__
-        self._only = [(name, *ONLY[name]) for name in only_fields(type_)]
+        self._only = only_fields(type_)
 
     def decode(self, body: bytes) -> Any:
         try:
             decoded = self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _with_hint(from_decode_error(error, self._fields)) from None
-        for name, allowed, why in self._only:
-            value = getattr(decoded, name)
-            if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
-                wanted = " or ".join(msgspec.json.encode(one).decode() for one in allowed)
-                raise bad_request(
-                    f"{name} is not supported: {why}. Leave it out, or send {wanted}", name, "unsupported"
-                )
+        given = [name for name in self._only if getattr(decoded, name)]
+        for name in given:
+            if bytes(getattr(decoded, _UNUSED_TOOLS.get(name, ""), None) or b"") != b'"none"':
+                _check_only(name, getattr(decoded, name))
+        for name in given:
+            setattr(decoded, name, _LEFT_OUT)  # it is a view of the whole body, which would live as long as this
         return decoded
+
+
+def _check_only(name: str, given: Raw) -> None:
+    allowed, why = ONLY[name]
+    if len(bytes(given)) <= _MAX_ONLY_BYTES:
+        value = msgspec.json.decode(given)
+        if any(type(value) is type(one) and value == one for one in allowed):
+            return
+    wanted = " or ".join(msgspec.json.encode(one).decode() for one in allowed)
+    raise bad_request(f"{name} is not supported: {why}. Leave it out, or send {wanted}", name, "unsupported")
 
 
 def _with_hint(error: ApiError) -> ApiError:
     if error.param and error.param.startswith("messages[") and ".content[" in error.param:
+        if error.param.endswith(("].type", "].image_url", "].input_audio", "].video_url", "].audio_url", "].file")):
+            error.message = f"{error.param}: this model reads text only"
         error.message += '. Content is text, or a list of parts like {"type": "text", "text": "..."}'
     return error

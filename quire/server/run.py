@@ -90,6 +90,8 @@ def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEn
 
             return runner.run(run())
     finally:
+        for handler in get_logger().handlers:
+            handler.flush()  # so that an error which is told next stands last
         listener.close()
         if own_file is not None:
             own_file.remove()

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.engine.api import EngineInfo, PreparedRequest
+from quire.errors import ContextLengthError
 from quire.params import OutputKind, SamplingParams
 from quire.server.errors import bad_request
 from quire.server.protocol import ChatBody, CompletionBody, GenerationBody
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-TOO_MANY_TOKENS = "max_tokens_too_large"  # the page's chat knows this code
 # Each prompt of a request takes its lists along to the engine. Ids, or characters of words, times prompts.
 _MAX_LISTED = 2**20
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -73,7 +73,7 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
             f"max_tokens={body.max_tokens} and max_completion_tokens={max_tokens} contradict each other: send one",
             "max_tokens",
         )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _params(body, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
@@ -88,11 +88,10 @@ def check_room(body: CompletionBody | ChatBody, prepared: Sequence[PreparedReque
     room = max_model_len - num_prompt_tokens
     if asked is not None and asked > room:
         which = "the longest prompt" if len(prepared) > 1 else "the prompt"
-        raise bad_request(
-            f"{param} is too large: {asked}; {which} has {num_prompt_tokens} tokens and max_model_len is "
-            f"{max_model_len}: ask for at most {room}",
-            param,
-            TOO_MANY_TOKENS,
+        raise ContextLengthError.of(
+            max_model_len,
+            f"{which} has {num_prompt_tokens}, and {param} asks for {asked} more. Ask for at most {room}",
+            param=param,
         )
 
 
@@ -150,6 +149,8 @@ def _params(
         if value is not None:
             values[name] = value
     body.allowed_token_ids = None  # the body lives as long as its answer, and SamplingParams hold it compactly
+    if body.cache_prompt is False:
+        values["skip_reading_prefix_cache"] = True
     return SamplingParams(
         **values,
         max_tokens=max_tokens,

@@ -47,8 +47,8 @@ class ServerSettings:
     body_timeout_s: float = 60.0
     keep_alive_s: float = 60.0
     # How much may wait, and how long
-    max_waiting_requests: int | None = None  # None: from the engine's size
-    max_waiting_tokens: int | None = None  # None: from the engine's size
+    max_waiting_requests: int | None = None  # None: as many as an eighth of the memory holds
+    max_waiting_tokens: int | None = None  # None: as many as an eighth of the memory holds
     default_timeout_s: float | None = None  # for requests that name no timeout; None: no limit
     max_timeout_s: float | None = None  # the most that a request may name; None: no limit
     brownout: bool = True

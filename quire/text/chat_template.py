@@ -144,6 +144,8 @@ class ChatTemplate:
                 f"chat_template_kwargs must not contain {', '.join(sorted(reserved))}", param="chat_template_kwargs"
             )
         conversation = [self._shape(message, content_format) for message in normalized(messages)]
+        if "tool_calls" not in self.source:
+            _refuse_tool_calls(conversation)
         if continue_final_message:
             _mark_end(conversation[-1])
         variables = {
@@ -213,6 +215,17 @@ class ChatTemplate:
             "the model's template expects",
             param="messages",
         )
+
+
+def _refuse_tool_calls(conversation: list[dict[str, Any]]) -> None:
+    """A template that never mentions them would show the model an empty message."""
+    for index, message in enumerate(conversation):
+        if message.get("tool_calls"):
+            raise BadRequestError(
+                f"messages[{index}].tool_calls: this model's chat template has no place for tool calls, so the model "
+                "would not see them: write them into the message's content",
+                param="messages",
+            )
 
 
 def _mark_end(message: dict[str, Any]) -> None:

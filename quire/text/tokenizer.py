@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import BadRequestError, TokenizerError
+from quire.errors import BadRequestError, ContextLengthError, TokenizerError
 from quire.text.control_tokens import ControlTokens
 from quire.text.detokenizer import Detokenizer
 from quire.text.token_bytes import TokenBytes, decode_rule
@@ -114,9 +114,9 @@ class Tokenizer:
     def _refuse_far_too_long(self, text: str, at_most: int) -> None:
         """Encoding takes about 400 bytes and 2 us a token, so no more than `worth_of_work` are ever made at once."""
         if len(text) > at_most * self.max_token_chars:
-            raise BadRequestError(
-                f"the text has {len(text):,} characters, and at most {at_most:,} tokens of at most "
-                f"{self.max_token_chars} characters fit: shorten it",
+            raise ContextLengthError.of(
+                at_most,
+                f"the text has {len(text):,} characters, and no token has more than {self.max_token_chars}. Shorten it",
                 param="prompt",
             )
         limit = worth_of_work(at_most)
@@ -129,9 +129,10 @@ class Tokenizer:
             piece = text[start : start + _WINDOW_CHARS]
             num_tokens += len(self.encode_batch([piece], add_special_tokens=False)[0])
             if num_tokens > limit:
-                raise BadRequestError(
+                raise ContextLengthError.of(
+                    at_most,
                     f"the text has {len(text):,} characters, the first {start + len(piece):,} of them {num_tokens:,} "
-                    f"tokens, and at most {at_most:,} tokens fit: shorten it",
+                    "tokens. Shorten it",
                     param="prompt",
                 )
 

@@ -204,7 +204,7 @@ def test_forks_stops_and_logprobs(runner: asyncio.Runner, shared: EngineClient) 
 
 def test_refusals_reach_their_own_stream(runner: asyncio.Runner, shared: EngineClient) -> None:
     async def body() -> None:
-        with pytest.raises(BadRequestError, match="max_model_len is 200"):
+        with pytest.raises(BadRequestError, match="length is 200 tokens"):
             shared.prepare("x", [1] * 200, LONG)
         with pytest.raises(BadRequestError, match="max_num_seqs=16"):
             shared.prepare("x", "hello", SamplingParams(n=10**9))

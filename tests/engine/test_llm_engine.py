@@ -278,7 +278,7 @@ def test_refused_requests_change_nothing(tiny_model: Path) -> None:
         ([], ok, "no tokens"),
         ([999], ok, "0 to 319"),
         ([1.5], ok, "whole numbers"),
-        ([0] * 256, ok, "max_model_len is 256"),
+        ([0] * 256, ok, "length is 256 tokens"),
         (b"abc", ok, "text or a row of token ids"),
         (None, ok, "text or a row of token ids"),
         ({"prompt": "a", "image": 1}, ok, "image"),

@@ -10,6 +10,7 @@ from serve_fakes import INFO, prepared
 
 from quire.engine.api import EngineLoad
 from quire.params import SamplingParams
+from quire.server import admission
 from quire.server.admission import MAX_TOKENS_HEADER, Admission, OverloadedError, Ticket
 from quire.server.settings import ServerSettings
 
@@ -218,7 +219,21 @@ def test_brownout_shortens_new_answers_visibly_and_then_takes_none() -> None:
     asyncio.run(run())
 
 
-def test_caps_come_from_the_engines_size_unless_set() -> None:
-    assert Bench().admission.caps == (256, 200_000)  # 8 sequences, 100,000 tokens at most
-    assert Bench(max_waiting_requests=1000).admission.caps == (1000, 512_000)
+def test_a_thousand_prompts_at_once_all_wait_by_default() -> None:
+    """As vLLM's benchmark sends them at an infinite rate."""
+
+    async def run() -> int:
+        bench = Bench()
+        for _ in range(1_000):
+            await bench.admit(num_tokens=1_024)
+        await bench.stack.aclose()
+        return bench.admission.num_waiting
+
+    assert asyncio.run(run()) == 0
+
+
+def test_caps_come_from_the_memory_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_memory_bytes", lambda: 8 << 30)
+    assert Bench().admission.caps == (16_384, 8 << 20)
+    assert Bench(max_waiting_requests=1000).admission.caps == (1000, 8 << 20)
     assert Bench(max_waiting_requests=3, max_waiting_tokens=7).admission.caps == (3, 7)

@@ -122,9 +122,15 @@ def test_prompt_logprobs_and_ids_stand_beside_the_choices(server: Server) -> Non
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].type",
-            "parts like",
+            "this model reads text only. Content is text, or a list of parts like",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"image_url": {"url": "x"}, "type": "image_url"}]}]},
+            "messages[0].content[0].image_url",
+            "this model reads text only",
         ),
         ({"tools": [{"type": "function"}]}, "tools", "no tool calls"),
+        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools", "no tool calls"),
         ({"tool_choice": "required"}, "tool_choice", "no tool calls"),
         ({"response_format": {"type": "json_object"}}, "response_format", "structured output"),
         ({"chat_template": "{{ messages }}"}, "chat_template", "operator"),
@@ -136,9 +142,9 @@ def test_prompt_logprobs_and_ids_stand_beside_the_choices(server: Server) -> Non
         ({"best_of": 2}, "best_of", "not a field"),
         ({"top_logprobs": 1}, "top_logprobs", "logprobs=true"),
         ({"audio": {"voice": "x"}}, "audio", "text only"),
-        ({"max_tokens": 250}, "max_tokens", "ask for at most"),
-        ({"max_completion_tokens": 250}, "max_completion_tokens", "max_completion_tokens is too large: 250"),
-        ({"max_tokens": 250, "max_completion_tokens": 250}, "max_completion_tokens", "ask for at most"),
+        ({"max_tokens": 250}, "max_tokens", "Ask for at most"),
+        ({"max_completion_tokens": 250}, "max_completion_tokens", "max_completion_tokens asks for 250 more"),
+        ({"max_tokens": 250, "max_completion_tokens": 250}, "max_completion_tokens", "Ask for at most"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(server: Server, body: dict[str, Any], param: str, says: str) -> None:
@@ -162,8 +168,49 @@ def test_what_means_nothing_is_taken(server: Server) -> None:
         "stream": False,
         "stream_options": None,
         "chat_template_kwargs": {"enable_thinking": False},
+        "cache_prompt": True,
+        "top_logprobs": 0,
+        "id_slot": -1,
+        "typical_p": 1.0,
     }
     assert done(server, max_tokens=2, **harmless)["usage"]["completion_tokens"] == 2
+    unused = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
+    assert done(server, max_tokens=2, **unused)["usage"]["completion_tokens"] == 2
+
+
+def test_tool_calls_in_the_history_reach_the_renderer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def render_chat(messages: Any, **_: Any) -> dict[str, Any]:
+        seen.extend(messages)
+        return {"prompt": "x", "prompt_token_ids": [65]}
+
+    monkeypatch.setattr(server.engine, "render_chat", render_chat)
+    call = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    history = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call-1", "content": "2"},
+    ]
+    assert post(server, messages=history, max_tokens=1).status == 200
+    assert seen == [history[0], {"role": "assistant", "tool_calls": [call]}, history[2]]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 300_000}]}, "messages"),
+        ({"max_tokens": 250}, "max_tokens"),
+    ],
+)
+def test_what_is_too_long_is_told_as_clients_know_it(server: Server, body: dict[str, Any], param: str) -> None:
+    """The code is what LangChain looks for, the words are litellm's: both then shorten the conversation."""
+    reply = post(server, **body)
+    error = reply.json()["error"]
+    assert (reply.status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+    assert error["type"] == "invalid_request_error"
+    assert "this model's maximum context length is 256 tokens" in error["message"].lower()
 
 
 def test_a_model_without_a_template_says_so(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

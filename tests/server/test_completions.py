@@ -170,9 +170,13 @@ def test_what_the_engine_gets(server: Server) -> None:
         ({"prompt": "x", "logit_bias": {"400": 1}}, "logit_bias", "319"),
         ({"prompt": "x", "n": 2, "temperature": 0}, "n", "equal"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
-        ({"prompt": [65], "max_tokens": 256}, "max_tokens", "too large: 256; the prompt has 1 tokens"),
-        ({"prompt": [[65], [65] * 9], "max_tokens": 255}, "max_tokens", "max_model_len is 256: ask for at most 247"),
-        ({"prompt": [65] * 255, "max_tokens": 2, "stream": True}, "max_tokens", "ask for at most 1"),
+        ({"prompt": [65], "max_tokens": 256}, "max_tokens", "the prompt has 1, and max_tokens asks for 256 more"),
+        (
+            {"prompt": [[65], [65] * 9], "max_tokens": 255},
+            "max_tokens",
+            "the longest prompt has 9",
+        ),
+        ({"prompt": [65] * 255, "max_tokens": 2, "stream": True}, "max_tokens", "Ask for at most 1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(server: Server, body: dict[str, Any], param: str, says: str) -> None:

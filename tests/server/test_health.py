@@ -30,6 +30,9 @@ def test_200_while_the_engine_is_idle_or_makes_progress(life: ServerLife) -> Non
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
     assert answer.headers["cache-control"] == "no-store"
     assert client(EngineState.READY, life).head("/health").status_code == 200
+    for method in ("GET", "POST"):
+        assert client(EngineState.READY, life).request(method, "/ping").status_code == 200
+        assert client(EngineState.STUCK, life).request(method, "/ping").status_code == 503
 
 
 @pytest.mark.parametrize("state", [EngineState.STUCK, EngineState.DEAD])

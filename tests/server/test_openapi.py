@@ -23,7 +23,7 @@ SCHEMAS = DOCUMENT["components"]["schemas"]
 BODIES = {
     path: methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
     for path, methods in DOCUMENT["paths"].items()
-    if "post" in methods
+    if "requestBody" in methods.get("post", {})
 }
 FUZZ = settings(
     max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -85,6 +85,17 @@ def test_it_says_what_is_refused() -> None:
         assert described["enum"] == list(ONLY[name][0])
         assert described["description"].startswith("Not supported")
     assert SCHEMAS["ChatBody"]["additionalProperties"] is False
+
+
+def test_numbers_in_a_query_are_integers() -> None:
+    found = {
+        parameter["name"]: parameter["schema"]["type"]
+        for methods in DOCUMENT["paths"].values()
+        for operation in methods.values()
+        for parameter in operation.get("parameters", ())
+    }
+    integers = {name for name, kind in found.items() if kind == "integer"}
+    assert integers == {"limit", "offset", "first", "depth", "full", "block"}
 
 
 def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:

@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 
 from quire.server.errors import ApiError
-from quire.server.protocol import ONLY, BodyDecoder, ChatBody, CompletionBody, TokenizeBody, only_fields
+from quire.server.protocol import (
+    NO_EFFECT,
+    ONLY,
+    BodyDecoder,
+    ChatBody,
+    CompletionBody,
+    FieldState,
+    TokenizeBody,
+    check_shape,
+    field_states,
+    only_fields,
+)
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"prompt": "hi"}
@@ -37,6 +48,36 @@ def test_what_would_mean_something_is_refused_by_name(type_: Any, name: str, val
 
 def test_every_rule_is_of_a_field_that_exists() -> None:
     assert set(ONLY) == {name for type_ in TYPES for name in only_fields(type_)}
+    fields = {name for type_ in TYPES for name, state in field_states(type_).items() if state is FieldState.NO_EFFECT}
+    assert set(NO_EFFECT) == fields
+
+
+def test_a_refused_fields_value_is_let_go_of() -> None:
+    """It would be a view of the whole body, for as long as the answer takes."""
+    body = decode(ChatBody, CHAT | {"tools": [{"a": "b" * 1000}], "tool_choice": "none", "store": False})
+    assert all(getattr(body, name) is None for name in only_fields(ChatBody))
+
+
+@pytest.mark.parametrize(
+    ("body", "is_taken"),
+    [
+        (json.dumps({"prompt": '[{",:\\' * 200_000}), True),
+        (json.dumps({"prompt": ["a, b: [c]" * 10] * 2048}), True),
+        (json.dumps({"prompt": [50_000] * 290_000}), True),
+        (json.dumps({"prompt": [1] * 700_000}), False),
+        (json.dumps({"prompt": [[1]] * 40_000}), False),
+        (json.dumps({"prompt": [""] * 200_000}), False),
+        (json.dumps({"metadata": {str(i): "" for i in range(40_000)}}), False),
+    ],
+    ids=["text", "prompts", "ids", "short ids", "lists", "texts", "fields"],
+)
+def test_bodies_of_too_many_parts_are_refused_before_they_are_decoded(body: str, is_taken: bool) -> None:
+    if is_taken:
+        return check_shape(body.encode())
+    with pytest.raises(ApiError, match="too many parts") as refused:
+        check_shape(body.encode())
+    assert (refused.value.status, refused.value.code) == (400, "too_many_parts")
+    return None
 
 
 @pytest.mark.parametrize(

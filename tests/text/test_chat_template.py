@@ -153,3 +153,13 @@ def test_a_template_is_a_text_or_a_file(tmp_path: Path) -> None:
     assert read_chat_template(str(tmp_path / "t.jinja")) == "from a file: {{ x }}"
     with pytest.raises(TokenizerError, match="neither a template"):
         read_chat_template(str(tmp_path / "missing.jinja"))
+
+
+def test_tool_calls_reach_the_template_or_are_refused(byte_level: Tokenizer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    calls = "{% for call in m.tool_calls or () %}{{ call.function }}{% endfor %}"
+    shows = "{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    assert ChatTemplate(shows, byte_level).render(history) == "?{'name': 'add', 'arguments': {'x': 1}}"
+    with pytest.raises(BadRequestError, match=r"messages\[1\]\.tool_calls: this model's chat template has no place"):
+        ChatTemplate(ONLY_CONTENT, byte_level).render(history)

@@ -135,7 +135,7 @@ class Chat {
     try {
       return await send({ max_completion_tokens: most });
     } catch (error) {
-      if (error.code !== "max_tokens_too_large") throw error;
+      if (error.code !== "context_length_exceeded") throw error;
       return send({});
     }
   }
