@@ -26,6 +26,7 @@ _CONTINUE_HERE = "\ufdd0continue-here\ufdd1"
 NOT_SWITCHES = frozenset(
     {"self", "messages", "chat_template", "content_format", "at_most", "add_special_tokens", "allow_special_tokens"}
 )
+_TRIED_TOKENS = 4_096  # of a template's own words, far more than any has
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 
@@ -104,9 +105,10 @@ class ChatTemplate:
         for roles in (("user", "assistant", "user"), ("system", "user"), ("user", "assistant", "tool")):
             try:
                 marked = self._render(controls.marks, [{"role": role, "content": "Hello"} for role in roles])
+                text = controls.without_marks(marked)
+                token_ids = tokenizer.encode(text, add_special_tokens=False, at_most=_TRIED_TOKENS)
             except BadRequestError:
                 continue  # not its roles
-            token_ids = tokenizer.encode(controls.without_marks(marked), add_special_tokens=False)
             if not controls.are_all_marked(marked, token_ids):
                 return True
         return False
@@ -182,12 +184,13 @@ class ChatTemplate:
     def _run(self, marks: Mapping[str, str], variables: dict[str, Any] | None) -> dict[str, Any]:
         """Renders, or compiles where there are no variables."""
         key = self._hash + next(iter(marks.values()), "")  # marks are never those of another tokenizer
+        template = (key, self.source, marks)
         try:
-            task = None if variables is None else ("render", plain_data(variables))
-            answer = processes.run((key, self.source, marks), task)
-        except BadRequestError:
-            raise
-        except (ValueError, RecursionError):  # of what is packed for the other process
+            try:
+                answer = processes.run(template, None if variables is None else ("render", variables))
+            except ValueError:  # not Python's own types alone; most are
+                answer = processes.run(template, ("render", plain_data(variables)))
+        except RecursionError:
             raise BadRequestError("the messages or switches are nested too deeply", param="messages") from None
         except TemplateStopped as error:
             raise TemplateLimitError(

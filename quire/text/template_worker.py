@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 HEADER = struct.Struct("<Q")
 MEMORY_BYTES = 512 << 20
-MAX_TEXT_CHARS = 64 << 20
+MAX_TEXT_CHARS = 16 << 20
 # What one word of a template may ask for at once: repetitions, columns of padding, steps of a range.
 MAX_REPEATS = 100_000
 MAX_MESSAGE_CHARS = 500
