@@ -60,6 +60,7 @@ class ChatTemplate:
             "unk_token": tokenizer.unk_token,
         }
         self._tokens = {name: token for name, token in named.items() if token is not None}
+        self._tried: bool | TemplateLimitError | None = None
         facts = self._run({}, None)
         self._wants_parts, self._takes_strings = facts["wants_parts"], facts["takes_strings"]
 
@@ -79,13 +80,14 @@ class ChatTemplate:
         `allow_special_tokens`.
         """
         tokenizer, controls = self._tokenizer, self._tokenizer.control_tokens
+        builds_tokens = self.try_out()
         if allow_special_tokens or not controls.marks:
             text = self.render(messages, **options)
             return text, tokenizer.encode(text, add_special_tokens=add_special_tokens, at_most=at_most)
-        if self._builds_tokens:
+        if builds_tokens:
             messages, options = controls.cut_up(messages), controls.cut_up(options)
         marked = self._render(controls.marks, messages, **options)
-        if self._builds_tokens:
+        if builds_tokens:
             marked = controls.mark_all(marked)
         text = controls.without_marks(marked)
         token_ids = tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
@@ -94,13 +96,22 @@ class ChatTemplate:
         # Almost always: nothing else looked like a special token.
         return text, tokenizer.encode(text) if add_special_tokens else token_ids
 
-    def try_out(self) -> None:
-        """Render a few conversations. Raises TokenizerError where the template cannot work at all."""
-        _ = self._builds_tokens
+    def try_out(self) -> bool:
+        """Whether the template makes special tokens of pieces, as it does for messages that hold none.
 
-    @cached_property
+        Raises TokenizerError where it cannot work. One that goes over a limit with three short messages is not run
+        again: every chat would cost as much.
+        """
+        if self._tried is None:
+            try:
+                self._tried = self._builds_tokens()
+            except TemplateLimitError as error:
+                self._tried = error
+        if isinstance(self._tried, TemplateLimitError):
+            raise self._tried.with_traceback(None)
+        return self._tried
+
     def _builds_tokens(self) -> bool:
-        """Whether the template makes special tokens of pieces, as it does for messages that hold none."""
         tokenizer, controls = self._tokenizer, self._tokenizer.control_tokens
         for roles in (("user", "assistant", "user"), ("system", "user"), ("user", "assistant", "tool")):
             try:

@@ -128,7 +128,7 @@ def test_marks_become_the_tokens_that_the_library_would_find(vocabulary: Tokeniz
     """The way around for texts that hold special tokens, taken with one that holds none: nothing may differ."""
     controls = vocabulary.control_tokens
     marked = template._render(controls.marks, HARMLESS)
-    if template._builds_tokens:
+    if template.try_out():
         marked = controls.mark_all(marked)
     text = controls.without_marks(marked)
     for add in (False, True):
@@ -174,7 +174,7 @@ def test_a_message_that_holds_special_tokens_can_be_continued(vocabulary: Tokeni
 
 
 def test_templates_that_build_tokens_are_found(vocabulary: Tokenizer) -> None:
-    assert [name for name, source in FAMILIES.items() if ChatTemplate(source, vocabulary)._builds_tokens] == [
+    assert [name for name, source in FAMILIES.items() if ChatTemplate(source, vocabulary).try_out()] == [
         "builds tokens"
     ]
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def test_the_models_own_template_is_named(processes: TemplateProcesses, byte_lev
         ChatTemplate(None, tokenizer).render([USER])
 
 
+def test_what_cannot_work_is_tried_once(processes: TemplateProcesses, byte_level: Tokenizer) -> None:
+    template = ChatTemplate(LOOPS, byte_level)
+    for _ in range(3):
+        with pytest.raises(TemplateLimitError, match="processor time"):
+            template.encode([USER])
+        assert not processes._idle  # none was started for the second and third
+    # One that only some messages make slow is.
+    slow = ChatTemplate("{% if messages | length > 5 %}" + LOOPS + "{% endif %}", byte_level)
+    with pytest.raises(TemplateLimitError):
+        slow.encode([USER] * 6)
+    assert slow.encode([USER]) == ("", [])
+
+
 @pytest.mark.parametrize(
     "attack",
     [
@@ -100,7 +114,7 @@ def test_a_templates_own_words_are_cut(byte_level: Tokenizer) -> None:
 
 def test_only_plain_data_goes_to_the_other_process(byte_level: Tokenizer) -> None:
     template = ChatTemplate("{{ x }}", byte_level)
-    assert template.render([USER], x=(1, {"a": None})) == "[1, {'a': None}]"
+    assert template.render([USER], x=[1, OrderedDict(a=None)]) == "[1, {'a': None}]"
     with pytest.raises(BadRequestError, match="must be plain data, and object is not"):
         template.render([USER], x=object())
     deep: list[object] = []
