@@ -9,7 +9,10 @@ SOURCES := pyproject.toml setup.py constraints.txt scripts/install.py $(wildcard
 
 setup: $(VENV)/.ready
 
-# TORCH=cpu or TORCH=cuda chooses the build of torch; otherwise the machine does (scripts/install.py).
+# TORCH=cpu or TORCH=cuda chooses the build of torch, also over another one; otherwise the machine does.
+ifneq ($(TORCH),auto)
+.PHONY: $(VENV)/.ready $(VENV)/.can-run
+endif
 $(VENV)/.ready: $(SOURCES)
 	@$(PYTHON) scripts/install.py --torch $(TORCH) server bench test
 	@touch $(VENV)/.can-run $@

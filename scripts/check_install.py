@@ -23,7 +23,8 @@ from pathlib import Path
 from install import CONSTRAINTS, ROOT, pinned
 
 PYTHONS = ("3.11", "3.12", "3.13")
-EXTRAS = (("server",), ("server", "bench", "test"))
+# The second is a part of the first, whose metadata uv then has.
+EXTRAS = (("server", "bench", "test"), ("server",))
 # What PyTorch's CPU build asks for.
 CPU_TORCH_NEEDS = (
     *("filelock", "typing-extensions>=4.10.0", "setuptools>=77.0.3", "sympy>=1.13.3", "networkx>=2.5.1"),
@@ -65,7 +66,7 @@ def main() -> int:
             for machine in machines
             for python in PYTHONS
         ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(4) as pool:
             failed = sum(pool.map(lambda check: report(*check), checks))
     return 1 if failed else 0
 
@@ -83,9 +84,11 @@ def report(name: str, check: Callable[[], None]) -> bool:
 
 def resolve(machine: Machine, python: str) -> None:
     for extras in EXTRAS:
-        command = [UV, "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate"]
+        command: list[str | Path] = [UV, "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate"]
         command += ["--python-version", python, "--python-platform", machine.platform, "--only-binary", ":all:"]
         command += ["--constraint", CONSTRAINTS, *(f"--extra={extra}" for extra in extras), ROOT / "pyproject.toml"]
+        if extras != EXTRAS[0]:
+            command.append("--offline")
         if machine.find_links:
             command += ["--find-links", machine.find_links]
         # torch's wheels need macOS 14, and uv assumes an older one.
@@ -115,7 +118,16 @@ def lock() -> None:
 
 def exported() -> str:
     """constraints.txt: uv.lock's versions, without pip's own, which should not replace itself while it runs."""
-    command = [UV, "export", "--quiet", "--frozen", "--all-extras", "--no-hashes", "--no-annotate", "--no-header"]
+    command: list[str | Path] = [
+        UV,
+        "export",
+        "--quiet",
+        "--frozen",
+        "--all-extras",
+        "--no-hashes",
+        "--no-annotate",
+        "--no-header",
+    ]
     lines = output([*command, "--no-emit-project", "--no-emit-package=pip"]).splitlines()
     # Markers say where a package is wanted, which a constraint need not know: `fork-strategy` keeps to one version.
     pins = [line.partition(" ;")[0] for line in lines]

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,11 +37,12 @@ def main() -> None:
         )
     python = make_environment(VENV)
     version = pinned("torch", CONSTRAINTS.read_text())
-    if installed_torch(python).partition("+")[0] != version:
+    on_linux = platform.system() == "Linux"
+    if not fits(installed_torch(python), version, args.torch, on_linux=on_linux):
         says, options = choose_torch(
             version,
             args.torch,
-            on_linux=platform.system() == "Linux",
+            on_linux=on_linux,
             has_gpu=has_gpu(),
             offered_by_pip=lambda: offered(python, version),
             offered_by_pytorch=lambda: offered(python, version, "--index-url", CPU_INDEX),
@@ -48,14 +50,30 @@ def main() -> None:
         print(f"quire: {says}", flush=True)
         if options:
             pip_install(python, "--no-deps", *options)
-    pip_install(python, "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[{','.join(args.extras)}]")
+    pip_install(python, "--constraint", str(CONSTRAINTS), "--editable", f".[{','.join(args.extras)}]")
 
 
-def choose_torch(version, wanted, *, on_linux, has_gpu, offered_by_pip, offered_by_pytorch):
+def fits(installed: str, version: str, wanted: str, *, on_linux: bool) -> bool:
+    """Whether the torch that is installed is the one that is wanted: nothing is fetched then."""
+    right_build = wanted == "auto" or not on_linux or installed.endswith("+cpu") == (wanted == "cpu")
+    return installed.partition("+")[0] == version and right_build
+
+
+def choose_torch(
+    version: str,
+    wanted: str,
+    *,
+    on_linux: bool,
+    has_gpu: bool,
+    offered_by_pip: Callable[[], bool],
+    offered_by_pytorch: Callable[[], bool],
+) -> tuple[str, list[str]]:
     """(What to say, what to give pip before the rest). Left to itself pip takes CUDA's build on every Linux machine."""
     cuda = f"fetching torch {version} with CUDA, {CUDA_BUILD}"
     cpu = f"fetching torch {version} for CPUs, {CPU_BUILD}"
     if not on_linux:
+        if wanted == "cuda":
+            sys.exit("torch has CUDA on Linux alone: leave TORCH=cuda out")
         return f"fetching torch {version}, {MACOS_BUILD}", []
     if wanted == "cuda" or (wanted == "auto" and has_gpu):
         # `===`, because `==` would take a CPU build where pip is set up to find one.
@@ -70,18 +88,20 @@ def choose_torch(version, wanted, *, on_linux, has_gpu, offered_by_pip, offered_
     return f"{cuda}, though no GPU was found. For the small build ({CPU_BUILD}) stop this, then {how}", []
 
 
-def pinned(package, constraints):
-    return re.search(rf"^{package}==(\S+)", constraints, re.MULTILINE).group(1)
+def pinned(package: str, constraints: str) -> str:
+    found = re.search(rf"^{package}==(\S+)", constraints, re.MULTILINE)
+    assert found is not None, f"constraints.txt has no {package}"
+    return found.group(1)
 
 
-def has_gpu():
+def has_gpu() -> bool:
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return True
     smi = shutil.which("nvidia-smi")  # under WSL there is no such device file
     return smi is not None and subprocess.run([smi, "-L"], capture_output=True).stdout.startswith(b"GPU")
 
 
-def make_environment(directory):
+def make_environment(directory: Path) -> Path:
     python = directory / "bin" / "python"
     if not python.exists():
         made = subprocess.run([sys.executable, "-m", "venv", str(directory)])
@@ -91,23 +111,23 @@ def make_environment(directory):
     return python
 
 
-def installed_torch(python):
+def installed_torch(python: Path) -> str:
     code = "import importlib.metadata as m; print(m.version('torch'))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
 
 
-def offered(python, version, *options):
+def offered(python: Path, version: str, *options: str) -> bool:
     """Whether pip finds a CPU build of this version there. Asked with pip, so that its proxy and certificates apply."""
-    command = [python, "-m", "pip", "index", "versions", "torch", "--retries", "0", "--timeout", "10", *options]
+    command = [str(python), "-m", "pip", "index", "versions", "torch", "--retries", "0", "--timeout", "10", *options]
     answer = subprocess.run(command, capture_output=True, text=True).stdout
     found = re.search(r"^Available versions: (.*)$", answer, re.MULTILINE)
     return found is not None and f"{version}+cpu" in found.group(1).split(", ")
 
 
-def pip_install(python, *arguments):
+def pip_install(python: Path, *arguments: str) -> None:
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    command = [python, "-m", "pip", "install", "--disable-pip-version-check", *quiet, *arguments]
-    if (status := subprocess.run(command).returncode) != 0:
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *quiet, *arguments]
+    if (status := subprocess.run(command, cwd=ROOT).returncode) != 0:
         sys.exit(status)
 
 

@@ -59,6 +59,30 @@ def test_a_cpu_build_that_was_asked_for_and_is_not_there_is_no_cuda_build() -> N
         choose("cpu", gpu=True)
 
 
+def test_cuda_is_refused_where_there_is_none() -> None:
+    with pytest.raises(SystemExit, match="TORCH=cuda"):
+        choose("cuda", on_linux=False)
+
+
+@pytest.mark.parametrize(
+    ("installed", "wanted", "on_linux", "fits"),
+    [
+        ("", "auto", True, False),
+        ("2.12.0+cpu", "auto", True, False),
+        ("2.13.0+cpu", "auto", True, True),
+        ("2.13.0", "auto", True, True),
+        ("2.13.0", "cpu", True, False),
+        ("2.13.0+cpu", "cuda", True, False),
+        ("2.13.0+cu130", "cuda", True, True),
+        ("2.13.0", "cpu", False, True),
+    ],
+)
+def test_another_build_is_fetched_over_the_one_that_is_there(
+    installed: str, wanted: str, on_linux: bool, fits: bool
+) -> None:
+    assert INSTALL["fits"](installed, "2.13.0", wanted, on_linux=on_linux) == fits
+
+
 def test_offers_are_read_from_the_index_not_from_what_is_installed(tmp_path: Path) -> None:
     pip = tmp_path / "python"
     pip.write_text(
