@@ -40,7 +40,8 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
         check_room(body, prepared, engine.info.max_model_len)
         return prepared, _Shown(exchange, body, params, prepared)
 
-    num_chars = sum(map(len, prompts)) + sum(map(len, body.bad_words or ()))
+    # A request of its own costs as much as a hundred characters.
+    num_chars = sum(map(len, prompts)) + 100 * (len(prompts) - 1) + sum(map(len, body.bad_words or ()))
     prepared, shown = await exchange.context.text_work.run(exchange, deadline, prepare, num_chars)
     head: dict[str, Any] = {
         "id": f"cmpl-{exchange.request_id}",

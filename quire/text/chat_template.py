@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import BadRequestError, TemplateLimitError, TokenizerError
 from quire.text.messages import as_parts, as_string, normalized, plain_data
-from quire.text.template_process import TemplateStopped, processes
+from quire.text.template_process import TemplateProcessDied, TemplateStopped, processes
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
@@ -209,6 +209,8 @@ class ChatTemplate:
                 "chat_template=...",
                 limit=str(error),
             ) from None
+        except TemplateProcessDied as error:
+            raise TokenizerError(f"{self.name} {error}: try again") from None
         message = answer.get("message")
         kind = answer.get("error")
         if kind is None:

@@ -30,6 +30,10 @@ class TemplateStopped(Exception):
     """A task went over a limit, and its process was ended or it gave up."""
 
 
+class TemplateProcessDied(Exception):
+    """A task was not finished, and it need not be the template's fault."""
+
+
 class TemplateProcess:
     """One worker. It ends with us: its stdin closes then."""
 
@@ -49,12 +53,12 @@ class TemplateProcess:
         self._tasks, self._answers = self._process.stdin, self._process.stdout
 
     def run(self, task: bytes) -> Any:
-        """The answer to a task. Raises TemplateStopped when there is none; the process has ended then."""
+        """The answer to a task. Raises TemplateStopped or TemplateProcessDied; the process has ended then."""
         try:
             self._tasks.write(HEADER.pack(len(task)) + task)
             self._tasks.flush()
             if not select.select([self._answers], [], [], _WALL_S)[0]:
-                raise TemplateStopped(f"did not end within {_WALL_S:g} s")
+                raise TemplateProcessDied(f"did not end within {_WALL_S:g} s")
             (num_bytes,) = HEADER.unpack(self._read(HEADER.size))
             if num_bytes > _MAX_ANSWER_BYTES:
                 raise TemplateStopped(f"wrote more than {MAX_TEXT_CHARS:,} characters")
@@ -64,10 +68,14 @@ class TemplateProcess:
             self.close()
             if status == -signal.SIGPROF:
                 raise TemplateStopped(f"took more than {self._cpu_s:g} s of processor time") from None
-            raise TemplateStopped(f"ended its process with status {status}") from None
+            raise TemplateProcessDied(f"did not end: its process did, with status {status}") from None
         except BaseException:
             self.close()  # an answer that nobody took would be the next task's
             raise
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def _read(self, num_bytes: int) -> bytes:
         data = self._answers.read(num_bytes)
@@ -99,15 +107,12 @@ class TemplateProcesses:
     def run(self, template: tuple[Any, ...], task: tuple[Any, ...] | None = None) -> dict[str, Any]:
         """The answer to a task for a template, or to compiling it. `template` is (key, source, marks).
 
-        Raises TemplateStopped, and ValueError for a task that holds other things than plain data.
+        Raises as a process's `run` does, and ValueError for a task that holds other things than plain data.
         """
         compiling = ("compile", *template)
         data = marshal.dumps(compiling if task is None else (task[0], template[0], *task[1:]))
         with self._places:
-            with self._lock:
-                process = self._idle.pop() if self._idle else None
-            if process is None:
-                process = TemplateProcess(self._cpu_s)
+            process = self._take()
             answer: dict[str, Any] = process.run(data)
             if answer.get("error") == "unknown":  # a new process, or one that has seen many since
                 process.run(marshal.dumps(compiling))
@@ -120,6 +125,16 @@ class TemplateProcesses:
             case "text":
                 raise TemplateStopped(f"wrote more than {MAX_TEXT_CHARS:,} characters")
         return answer
+
+    def _take(self) -> TemplateProcess:
+        while True:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            if process is None:
+                return TemplateProcess(self._cpu_s)
+            if process.is_running:
+                return process
+            process.close()  # somebody ended it meanwhile: the kernel, when memory ran out
 
     def close(self) -> None:
         with self._lock:

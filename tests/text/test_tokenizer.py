@@ -11,6 +11,7 @@ import pytest
 
 from quire.errors import BadRequestError, TokenizerError
 from quire.text import ChatTemplate, Tokenizer
+from quire.weights import open_checkpoint
 
 
 def test_importing_is_cheap() -> None:
@@ -108,6 +109,17 @@ def test_long_texts_are_encoded_as_short_ones(tokenizer: Tokenizer) -> None:
     word = "word "
     assert tokenizer.encode(word * 1_000) == tokenizer.encode_batch([word * 1_000])[0]
     assert len(tokenizer.encode(word * 1_000)) > 900
+
+
+@pytest.mark.model
+def test_the_default_models_tokenizer_under_attack(smollm2: Path) -> None:
+    """4 MiB of text, which took seconds and a gigabyte: refused in a fraction of them."""
+    tokenizer = Tokenizer.from_gguf(open_checkpoint(smollm2).gguf_metadata or {}, str(smollm2))
+    for text in (" " * 500_000 + "1a.2b," * 600_000, " " * 300_000 + "1a.2b," * 55_000):
+        started_s = time.process_time()
+        with pytest.raises(BadRequestError, match=r"characters.*[Ss]horten it"):
+            tokenizer.encode(text, at_most=8_192)
+        assert time.process_time() - started_s < 2.0
 
 
 def test_a_text_that_is_far_too_long_is_refused_without_reading_it_all(
