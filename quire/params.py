@@ -253,3 +253,12 @@ def _number(value: object, name: str, low: float, high: float, *, open_low: bool
     if value > high or value < low or (open_low and value == low):
         bounds = f"{'>' if open_low else '>='} {low:g}" + ("" if math.isinf(high) else f" and <= {high:g}")
         raise BadRequestError(f"{name} must be {bounds}, got {value}", param=name)
+
+
+def for_chat(own: SamplingParams) -> SamplingParams:
+    """A model's own defaults, for somebody who talks with it; sane ones where it says nothing of sampling. At
+    temperature 1 a small model talks nonsense."""
+    neutral = SamplingParams()
+    if all(getattr(own, name) == getattr(neutral, name) for name in ("temperature", "top_p", "top_k", "min_p")):
+        return own.clone(temperature=0.7, top_p=0.95)
+    return own

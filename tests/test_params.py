@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.errors import BadRequestError
-from quire.params import OutputKind, SamplingParams
+from quire.params import OutputKind, SamplingParams, for_chat
 
 
 @pytest.mark.parametrize(
@@ -147,3 +147,10 @@ def test_clone_is_checked_again() -> None:
     assert params.max_tokens == 4
     with pytest.raises(BadRequestError):
         params.clone(top_p=2)
+
+
+def test_for_chat_the_models_own_sampling_wins_over_a_sane_one() -> None:
+    sane = for_chat(SamplingParams(max_tokens=99))
+    assert (sane.temperature, sane.top_p, sane.max_tokens) == (0.7, 0.95, 99)
+    for own in (SamplingParams(temperature=0.6), SamplingParams(top_k=64, top_p=0.95), SamplingParams(temperature=0)):
+        assert for_chat(own) == own

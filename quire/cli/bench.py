@@ -60,8 +60,11 @@ def _add_offline(commands: Any) -> None:
     parser.add_argument("--input-len", type=int, default=32, metavar="N", help="tokens of a prompt (default 32)")
     parser.add_argument("--output-len", type=int, default=128, metavar="N", help="tokens of an answer (default 128)")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="requests in the batch (default 8)")
-    parser.add_argument("--num-iters-warmup", type=int, default=1, metavar="N", help="untimed (default 1)")
-    parser.add_argument("--num-iters", type=int, default=5, metavar="N", help="timed (default 5)")
+    # Under vLLM's names, and under those that the other benchmarks have.
+    parser.add_argument("--num-warmups", "--num-iters-warmup", dest="num_iters_warmup", type=int, default=1,
+                        metavar="N", help="untimed runs (default 1)")  # fmt: skip
+    parser.add_argument("--repeats", "--num-iters", dest="num_iters", type=int, default=5, metavar="N",
+                        help="timed runs (default 5)")  # fmt: skip
     _baseline_flags(parser)
     add_engine_flags(parser)
 

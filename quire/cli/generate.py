@@ -18,6 +18,7 @@ from quire.cli.options import (
 )
 from quire.cli.parser import WideHelp
 from quire.errors import BadRequestError
+from quire.params import for_chat
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,15 +43,21 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     check_sampling(args)
     prompts = args.prompts or [_from_stdin(quiet=args.quiet)]
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            which = f"prompt {index}" if len(prompts) > 1 else "the prompt"
+            raise BadRequestError(f"{which} is empty: give it some text", param="prompt")
     from quire.cli.session import Session  # torch is loaded from here on: bad flags fail before that
 
     session = Session(config, quiet=args.quiet, verbose=args.verbose)
-    params = sampling_params(args, session.engine.built.default_sampling)
+    is_chat = args.chat or args.system is not None
+    own = session.engine.built.default_sampling
+    params = sampling_params(args, for_chat(own) if is_chat else own)
     inputs: list[Any] = list(prompts)
-    if args.chat or args.system is not None:
+    if is_chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         inputs = [session.engine.render_chat([*system, {"role": "user", "content": p}]) for p in prompts]
-    printer = _JsonPrinter(prompts) if args.json else _TextPrinter(prompts, params.n)
+    printer = _JsonPrinter(prompts) if args.json else _TextPrinter(prompts, params.n, has_headings=not args.quiet)
     try:
         for output in session.stream(inputs, params):
             printer.add(output)
@@ -75,7 +82,7 @@ def _from_stdin(*, quiet: bool) -> str:
 class _TextPrinter:
     """Streams the first unfinished text; the others wait their turn, so that texts never mix."""
 
-    def __init__(self, prompts: list[str], n: int) -> None:
+    def __init__(self, prompts: list[str], n: int, *, has_headings: bool) -> None:
         self._keys = [(p, i) for p in range(len(prompts)) for i in range(n)]
         self._prompts = prompts
         self._waiting: dict[tuple[int, int], list[str]] = {key: [] for key in self._keys}
@@ -83,6 +90,7 @@ class _TextPrinter:
         self.failures: dict[tuple[int, int], str] = {}
         self._current = 0
         self._headed = False
+        self._has_headings = has_headings and len(self._keys) > 1
 
     def add(self, output: Any) -> None:
         prompt = int(output.request_id)
@@ -110,7 +118,7 @@ class _TextPrinter:
         sys.stdout.flush()
 
     def _head(self, key: tuple[int, int]) -> None:
-        if not self._headed and len(self._keys) > 1:
+        if not self._headed and self._has_headings:
             print(f"{'' if self._current == 0 else chr(10)}> {self._prompts[key[0]]}")
         self._headed = True
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     try:
         open_closed_streams()
-        args = _parser().parse_args(argv)
+        args = make_parser().parse_args(argv)
         return int(args.run(args))
     except QuireError as error:
         print(f"quire: error: {error}", file=sys.stderr)
@@ -35,9 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
     # Imported here, where main() takes Ctrl-C: they are nearly all of the time until a command runs.
-    from quire.cli import bench, chat, env, generate, lab, models, plan, pull, serve
+    from quire.cli import bench, chat, completion, env, generate, lab, models, plan, pull, serve
     from quire.cli.parser import Parser
 
     parser = Parser(
@@ -45,7 +45,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, chat, serve, pull, models, bench, plan, lab, env):
+    for command in (generate, chat, serve, pull, models, bench, plan, lab, env, completion):
         command.add_parser(subparsers)
     return parser
 

@@ -52,6 +52,10 @@ _SAMPLING: dict[str, tuple[Any, str]] = {
     "min_p": (float, "drop tokens below this share of the likeliest (default: the model's own, or 0)"),
     "repetition_penalty": (float, "over 1 discourages repetition (default: the model's own, or 1)"),
 }
+_CHAT_SAMPLING: dict[str, tuple[Any, str]] = {
+    "temperature": (float, "0 is greedy (default: the model's own, or 0.7)"),
+    "top_p": (float, "nucleus sampling (default: the model's own, or 0.95; 1 is all)"),
+}
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,11 +70,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(_option(name), action=argparse.BooleanOptionalAction, default=None, help=text)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int, has_n: bool) -> None:
-    """`max_tokens` is the command's default; `has_n` offers several continuations of a prompt."""
+def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int, has_n: bool, is_chat: bool = False) -> None:
+    """`max_tokens` is the command's default; `has_n` offers several continuations of a prompt; `is_chat`: what a model
+    leaves open is as people talk with it."""
     group = parser.add_argument_group("sampling")
     _add(group, {"max_tokens": (int, f"most tokens to generate (default {max_tokens})")})
-    _add(group, _SAMPLING)
+    _add(group, _SAMPLING | (_CHAT_SAMPLING if is_chat else {}))
     if has_n:
         _add(group, {"n": (int, "continuations per prompt (default 1)")})
     parser.set_defaults(default_max_tokens=max_tokens)

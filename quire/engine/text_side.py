@@ -3,6 +3,7 @@ process is up at once while the tokens' side loads elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,8 +20,15 @@ from quire.params import SamplingParams
 from quire.text import ChatTemplate, Tokenizer, read_chat_template
 from quire.weights import Checkpoint, open_checkpoint, resolve_model
 
-# Fields of generation_config.json that set a model's own sampling defaults, as vLLM takes them.
-_GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Fields of generation_config.json that set a model's own sampling defaults, and what they are called here.
+_GENERATION_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 _NUM_KEPT_TEMPLATES = 8
 
@@ -135,11 +143,11 @@ def _eos_ids(opened: OpenedModel, tokenizer: Tokenizer | None) -> set[int]:
 
 
 def _default_sampling(generation_config: dict[str, Any]) -> SamplingParams:
-    """The model's own defaults where it brings any; what cannot be used is left out."""
-    values = {k: generation_config[k] for k in _GENERATION_DEFAULTS if generation_config.get(k) is not None}
-    if generation_config.get("do_sample") is False:
-        values = {"temperature": 0.0}
-    try:
-        return SamplingParams(**values)
-    except BadRequestError:
-        return SamplingParams()
+    """The model's own defaults where it brings any, as vLLM's `--generation-config auto` takes them: do_sample changes
+    nothing there either. What cannot be used is left out."""
+    params = SamplingParams()
+    for theirs, ours in _GENERATION_DEFAULTS.items():
+        if generation_config.get(theirs) is not None:
+            with contextlib.suppress(BadRequestError):
+                params = params.clone(**{ours: generation_config[theirs]})
+    return params

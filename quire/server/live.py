@@ -12,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 import quire
+from quire.params import for_chat
 from quire.server import page
 from quire.server.errors import bad_request
 from quire.server.feed import LiveFeed
@@ -45,6 +46,7 @@ def routes(context: ServerContext) -> list[Route]:
 
 def hello(context: ServerContext) -> dict[str, Any]:
     info = context.engine.info
+    sampling = for_chat(context.engine.default_sampling)
     return {
         "version": quire.__version__,
         "model": (*context.settings.served_model_names, info.model)[0],
@@ -57,4 +59,5 @@ def hello(context: ServerContext) -> dict[str, Any]:
         "max_model_len": info.max_model_len,
         "max_num_seqs": info.max_num_seqs,
         "enable_prefix_caching": info.enable_prefix_caching,
+        "chat": {"temperature": sampling.temperature, "top_p": sampling.top_p},
     }

@@ -23,6 +23,14 @@ ARCHITECTURES = {
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
 ROPE_FACTORS = "rope_freqs.weight"
+# general.sampling.* -> generation_config.json
+_SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 _GEMMA3_LOCAL_ROPE_THETA = 10_000.0
 _GEMMA3_WINDOW_PATTERN = 6  # every sixth layer sees everything
@@ -35,11 +43,17 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
 
 def generation_config_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Every token that ends a generation: the end of a text, of a turn, of a message."""
+    """Every token that ends a generation (the end of a text, of a turn, of a message), and how to sample where the file
+    says it."""
+    config: dict[str, Any] = {
+        name: metadata[f"general.sampling.{key}"]
+        for key, name in _SAMPLING.items()
+        if isinstance(metadata.get(f"general.sampling.{key}"), int | float)
+    }
     kinds = ("eos", "eot", "eom")
     ids = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds]
     unique = sorted({i for i in ids if type(i) is int})
-    return {"eos_token_id": unique} if unique else {}
+    return config | ({"eos_token_id": unique} if unique else {})
 
 
 class _ConfigBuilder:

@@ -35,13 +35,15 @@ def test_generate_streams_text_to_stdout_and_the_account_to_stderr(
 
 
 def test_several_prompts_never_mix(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--quiet", *flags]
+    common = ["--max-tokens", "8", "--temperature", "0", "--ignore-eos", *flags]
     texts = []
     for prompt in ("one", "two"):
-        main(["generate", prompt, *common])
+        main(["generate", prompt, *common, "--quiet"])
         texts.append(capsys.readouterr().out)
     main(["generate", "one", "two", *common])
     assert capsys.readouterr().out == f"> one\n{texts[0]}\n> two\n{texts[1]}"
+    main(["generate", "one", "two", *common, "--quiet"])
+    assert capsys.readouterr() == ("".join(texts), ""), "the answers and nothing else"
 
 
 def test_generate_json(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,11 +148,16 @@ def test_bad_sampling_is_refused_before_anything_is_loaded(
     assert words in capsys.readouterr().err
 
 
-def test_a_refused_prompt_has_no_account(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "", *flags]) == 2
-    out, err = capsys.readouterr()
-    assert "quire: error: prompt has no tokens" in err
-    assert "tokens out" not in err and out == ""
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [([""], "the prompt is empty"), (["a", ""], "prompt 1 is empty"), (["", "--chat"], "is empty")],
+)
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(
+    prompts: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.cli.session.Session.__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert main(["generate", *prompts]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["chat"]])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.main import _parser, main
+from quire.cli.main import main, make_parser
 from quire.cli.parser import Parser
 
 ROOT = Path(__file__).parent.parent.parent / "quire"
@@ -118,7 +118,7 @@ def test_prefixes_are_not_flags(words: str, flag: str, capsys: pytest.CaptureFix
 
 
 def test_every_command_has_this_parser() -> None:
-    waiting: list[argparse.ArgumentParser] = [_parser()]
+    waiting: list[argparse.ArgumentParser] = [make_parser()]
     names = set()
     while waiting:
         parser = waiting.pop()

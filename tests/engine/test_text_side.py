@@ -11,7 +11,7 @@ import fakes
 import pytest
 
 from quire.config import EngineConfig
-from quire.engine.text_side import TextSide, open_model
+from quire.engine.text_side import TextSide, _default_sampling, open_model
 from quire.errors import BadRequestError, TokenizerError
 
 
@@ -72,6 +72,10 @@ def test_what_the_model_says_of_itself(tmp_path: Path) -> None:
     text = text_side(path)
     assert text.eos_token_ids == {257}
     assert text.default_sampling.temperature == 1.0
+    # As vLLM's --generation-config auto: do_sample says nothing, and what cannot be used costs only itself.
+    own = {"do_sample": False, "temperature": 0.6, "top_p": 7, "top_k": 20, "max_new_tokens": 2048}
+    sampling = _default_sampling(own)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 1.0, 20, 2048)
     (path / "config.json").write_text(json.dumps(fakes.TINY_LLAMA | {"vocab_size": 100}))
     with pytest.raises(TokenizerError):
         text_side(path)

@@ -28,6 +28,7 @@ def test_it_streams_lines() -> None:
         hello, status, *_ = first_lines(server, 4)
         assert hello["type"] == "hello" and hello["model"] == "my-model" and hello["num_blocks"] == 64
         assert hello["row_fields"][0] == "seq_id"
+        assert hello["chat"] == {"temperature": 0.7, "top_p": 0.95}
         assert status == {"type": "status", "state": "ready", "reason": ""}
 
 

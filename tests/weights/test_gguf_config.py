@@ -172,3 +172,9 @@ def test_generation_ends_at_every_kind_of_end():
     metadata = {"tokenizer.ggml.eos_token_id": 9, "tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 9}
     assert generation_config_from_gguf(metadata) == {"eos_token_id": [5, 9]}
     assert generation_config_from_gguf({}) == {}
+
+
+def test_how_to_sample_where_the_file_says_it():
+    metadata = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.1}
+    expected = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.1}
+    assert generation_config_from_gguf(metadata | {"general.sampling.top_p": "0.9"}) == expected

@@ -111,10 +111,12 @@ class Chat {
 
   async *chunks(turns, requestId) {
     const system = byId("system").value.trim();
+    const temperature = byId("temperature").valueAsNumber;
     const body = {
       model: state.info?.model,
       messages: [...(system ? [{ role: "system", content: system }] : []), ...turns],
-      temperature: Math.max(0, byId("temperature").valueAsNumber || 0),
+      ...state.info?.chat, // how the model wants to be sampled
+      ...(Number.isFinite(temperature) ? { temperature: Math.max(0, temperature) } : {}),
       stream: true,
       stream_options: { include_usage: true },
     };
@@ -203,3 +205,6 @@ export function startChats() {
     chat.input.focus();
   });
 }
+
+// An empty box means the model's own temperature: it says which that is.
+state.addEventListener("hello", () => { byId("temperature").placeholder = state.info.chat.temperature; });
