@@ -43,9 +43,9 @@ lint: setup
 check-install: setup
 	$(BIN)/python scripts/check_install.py
 
-# The newest versions that the ranges allow, for uv in uv.lock and for pip in constraints.txt.
+# After a change of pyproject.toml's packages: uv.lock for uv, and from it constraints.txt for pip. UPGRADE=1 renews all.
 lock: setup
-	$(BIN)/uv lock --upgrade
+	$(BIN)/uv lock $(if $(UPGRADE),--upgrade)
 	$(BIN)/python scripts/check_install.py --write-constraints
 
 bench: setup
