@@ -52,7 +52,7 @@ class Admission:
     token_ids: list[int]  # every token known: the prompt, then what was generated before a preemption
     num_computed_tokens: int  # of these, how many have KV in the blocks already: found in the cache, or swapped in
     num_prompt_tokens: int
-    block_ids: list[int]
+    tables: list[tuple[int, list[int]]]  # by KV group: index of the first block that it has, and the block ids
     sampling: SamplingSpec
     adapter: str | None = None
 
@@ -82,9 +82,9 @@ class StepPlan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) device blocks: copy-on-write
     admitted: list[Admission] = field(default_factory=list)
-    trimmed: list[tuple[int, int]] = field(default_factory=list)  # (row, blocks that its table keeps)
-    appended: list[tuple[int, list[int]]] = field(default_factory=list)  # (row, block ids to append to its table)
-    remapped: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its table, its own block now)
+    trimmed: list[tuple[int, int]] = field(default_factory=list)  # (row, blocks that its tables keep)
+    appended: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, KV group, blocks for its table)
+    remapped: list[tuple[int, int, int, int]] = field(default_factory=list)  # (row, KV group, index, its own block now)
     spans: Spans = field(default_factory=Spans)
     forks: list[Fork] = field(default_factory=list)
 

@@ -123,7 +123,7 @@ def kv_block(core: EngineCore, block_id: int) -> dict[str, Any]:
     token_ids: list[int] = unpack_tokens(block.packed_tokens)
     chain_index = block.chain_index if block.block_hash is not None else None
     for seq in _users(core, block):
-        index = kv.tables[seq.seq_id].block_ids.index(block_id)
+        index = kv.tables[seq.seq_id].index_of(block_id)
         first = index * kv.block_size
         # Tokens that steps under way will write count: the host does not know more exactly.
         held = seq.token_ids[first : min(first + kv.block_size, seq.num_computed_tokens)]

@@ -1,7 +1,8 @@
 """The KV cache as bytes: one tensor on the device, one on the host for swapped blocks.
 
-Layout on the device [layers, blocks, 2, kv_heads, block_size, head_dim]: a layer's slice is what the kernels take, and
-one block of one layer is one contiguous run. On the host the block comes first.
+Layout on the device [slots, blocks, 2, kv_heads, block_size, head_dim]: a slot's slice is what the kernels take for a
+layer, and one block of one layer is one contiguous run. Layers of different KV groups share a slot, and have other
+blocks of it. On the host the block comes first.
 """
 
 from __future__ import annotations
@@ -13,15 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.executor.sizing import kv_block_bytes
 from quire.executor.transfer import Transfers
+from quire.models.kv_layout import KVLayout
 from quire.models.spec import ModelSpec
 from quire.sampling.transfer import to_device
-
-
-def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
-    return kv_block_bytes(spec, block_size, dtype.itemsize)
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -38,6 +34,7 @@ class KVCache:
     def __init__(
         self,
         spec: ModelSpec,
+        layout: KVLayout,
         *,
         num_blocks: int,
         num_host_blocks: int,
@@ -50,19 +47,20 @@ class KVCache:
         # Zeros, not empty: masked-out positions of a fresh block must be finite.
         # One block more than the scheduler knows of: where the padding of a captured decode step writes.
         self.spare_block = num_blocks
-        device_shape = (spec.num_layers, num_blocks + 1, *inner)
+        device_shape = (layout.num_slots, num_blocks + 1, *inner)
         self.device_blocks = (
             torch.zeros(device_shape, dtype=dtype, device=device) if on_gpu else _untouched_zeros(device_shape, dtype)
         )
         # A host block holds all its layers in one piece: one copy moves it.
-        host_shape = (num_host_blocks, spec.num_layers, *inner)
+        host_shape = (num_host_blocks, layout.num_slots, *inner)
         self.host_blocks = (
             torch.zeros(host_shape, dtype=dtype, pin_memory=True)
             if on_gpu and num_host_blocks
             else _untouched_zeros(host_shape, dtype)
         )
-        self.layers: list[Tensor] = list(self.device_blocks.unbind(0))
-        self.block_bytes = block_bytes(spec, block_size, dtype)
+        slots = self.device_blocks.unbind(0)
+        self.layers: list[Tensor] = [slots[slot] for slot in layout.slots]
+        self.block_bytes = layout.block_bytes(spec, block_size, dtype.itemsize)
         # Moves are of words, whatever they hold: not every operation knows every dtype.
         self._device_words = self.device_blocks.view(torch.int32)
         self._host_words = self.host_blocks.view(torch.int32)

@@ -75,11 +75,6 @@ def kv_dtype(config: EngineConfig, dtype: str) -> str:
     return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
-def kv_block_bytes(spec: ModelSpec, block_size: int, value_bytes: int) -> int:
-    """Bytes of one block over all layers."""
-    return spec.kv_values_per_token * block_size * value_bytes
-
-
 def batch_limits(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[int, int]:
     """max_num_seqs and max_num_batched_tokens, chosen by device where the user did not.
 
@@ -122,6 +117,7 @@ def step_slack_bytes(max_num_seqs: int, max_seq_len: int, block_size: int) -> in
 
 
 def table_bytes(num_seqs: int, max_seq_len: int, block_size: int) -> int:
+    """Of one KV group's block tables."""
     return num_seqs * -(-max_seq_len // block_size) * 4
 
 

@@ -7,7 +7,7 @@ from quire.kv.manager import KVManager
 from quire.kv.prefix_cache import PrefixMatch
 from quire.kv.snapshot import KVSnapshot, TableView
 from quire.kv.stats import KVStats, PrefixCounters
-from quire.kv.table import UNCHANGED, Allocation
+from quire.kv.table import UNCHANGED, Allocation, TableSlices
 
 __all__ = [
     "BLOCK_SIZES",
@@ -19,5 +19,6 @@ __all__ = [
     "KVStats",
     "PrefixCounters",
     "PrefixMatch",
+    "TableSlices",
     "TableView",
 ]

@@ -49,6 +49,11 @@ class Block:
         return _FREE if self.block_hash is None else _CACHED
 
     @property
+    def is_last_user(self) -> bool:
+        """Whether it can be handed out once its one user lets it go."""
+        return self.ref_count == 1 and not self.num_transfers and not self.num_pins
+
+    @property
     def is_idle(self) -> bool:
         """Nobody uses it and no bytes move: free or cached."""
         return not self.ref_count and not self.num_transfers

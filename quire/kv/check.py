@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from quire.kv.hashing import in_group
 from quire.kv.table import NEVER, UNCHANGED, BlockTable
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def check_manager(kv: KVManager) -> None:
         assert table.seq_id == seq_id, f"the table of sequence {table.seq_id} is kept under {seq_id}"
         _check_table(kv, table)
     _check_transfers(kv)
-    assert not (UNCHANGED.new_block_ids or UNCHANGED.remapped or UNCHANGED.copies), "someone wrote to UNCHANGED"
+    assert not (UNCHANGED.appended or UNCHANGED.remapped or UNCHANGED.copies), "someone wrote to UNCHANGED"
 
 
 def _check_references(kv: KVManager) -> None:
@@ -35,25 +36,31 @@ def _check_references(kv: KVManager) -> None:
 
 
 def _check_table(kv: KVManager, table: BlockTable) -> None:
-    name, block_size, num_blocks = f"sequence {table.seq_id}", kv.block_size, len(table.block_ids)
-    assert table.capacity == num_blocks * block_size, f"{name}: capacity {table.capacity} for {num_blocks} blocks"
-    assert table.num_tokens <= table.capacity, f"{name}: {table.num_tokens} tokens, room for {table.capacity}"
+    name, block_size = f"sequence {table.seq_id}", kv.block_size
+    assert tuple(group.window for group in table.groups) == kv.windows, f"{name}: tables of other groups"
+    capacity = min(group.end for group in table.groups) * block_size
+    assert table.capacity == capacity, f"{name}: capacity {table.capacity}, its blocks hold {capacity}"
+    for group in table.groups:  # a windowed one has room for the next span alone
+        room = group.end * block_size
+        assert group.window or table.num_tokens <= room, f"{name}: {table.num_tokens} tokens, room for {room}"
     num_committed = len(table.hashes)
-    assert num_committed <= num_blocks, f"{name}: {num_committed} blocks committed of {num_blocks}"
+    assert num_committed * block_size <= capacity, f"{name}: {num_committed} blocks committed, room for {capacity}"
     expected = (num_committed + 1) * block_size if kv.enable_prefix_caching else NEVER
     assert table.next_commit == expected, f"{name}: next commit at {table.next_commit}, should be {expected}"
     assert kv.enable_prefix_caching or not table.hashes, f"{name}: hashes without a prefix cache"
-    for index, block_id in enumerate(table.block_ids):
-        block = kv.pool.blocks[block_id]
-        known = table.hashes[index] if index < num_committed else None
-        # A committed block may be unhashed: then an equal one was cached first. A block that this sequence has not
-        # committed may be hashed: then a fork of it that shares the block has.
-        if block.block_hash is not None and known is not None:
-            assert block.block_hash == known, f"{name}: block {block_id} at {index} is cached under another hash"
-        if index * block_size >= table.writable_from:
-            assert block.ref_count == 1 and block.block_hash is None, (
-                f"{name}: block {block_id} at {index} counts as writable but is shared or cached"
-            )
+    for number, group in enumerate(table.groups):
+        assert group.window is not None or not group.first, f"{name}: blocks are missing from the front"
+        for index, block_id in enumerate(group.block_ids, start=group.first):
+            block = kv.pool.blocks[block_id]
+            known = in_group(table.hashes[index], number) if index < num_committed else None
+            # A committed block may be unhashed: then an equal one was cached first. A block that this sequence has not
+            # committed may be hashed: then a fork of it that shares the block has.
+            if block.block_hash is not None and known is not None:
+                assert block.block_hash == known, f"{name}: block {block_id} at {index} is cached under another hash"
+            if index * block_size >= table.writable_from:
+                assert block.ref_count == 1 and block.block_hash is None, (
+                    f"{name}: block {block_id} at {index} counts as writable but is shared or cached"
+                )
 
 
 def _check_transfers(kv: KVManager) -> None:
@@ -70,7 +77,8 @@ def _check_transfers(kv: KVManager) -> None:
             f"block {block.block_id} says {block.num_transfers} transfers, {moving_device_ids[block.block_id]} move it"
         )
     for seq_id, swapped in kv.swapped.items():
-        assert len(swapped.host_ids) == kv.num_blocks_for(swapped.num_computed), (
-            f"swapped sequence {seq_id}: {len(swapped.host_ids)} host blocks for {swapped.num_computed} tokens"
-        )
+        for first, host_ids in swapped.slices:
+            assert (first + len(host_ids) - 1) * kv.block_size < swapped.num_computed <= (
+                first + len(host_ids)
+            ) * kv.block_size, f"swapped sequence {seq_id}: {len(host_ids)} host blocks from block {first} on"
     kv.host.check([host_id for swapped in kv.swapped.values() for host_id in swapped.host_ids], moving_host_ids)

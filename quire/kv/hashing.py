@@ -28,6 +28,11 @@ def root_hash(salt: str | None = None, adapter: str | None = None) -> BlockHash:
     return digest.digest()
 
 
+def in_group(block_hash: BlockHash, group: int) -> BlockHash:
+    """The name of the same tokens' block in another KV group."""
+    return block_hash + bytes((group,)) if group else block_hash
+
+
 def block_hasher(block_size: int) -> Callable[[BlockHash, Sequence[int]], BlockHash]:
     """A function of a parent's hash and a block's `block_size` tokens."""
     pack = struct.Struct(f"<{block_size}i").pack

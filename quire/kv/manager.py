@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigError
-from quire.kv.blocks import BLOCK_SIZES
+from quire.kv.blocks import BLOCK_SIZES, Block
 from quire.kv.check import check_manager
 from quire.kv.hashing import BlockHash, root_hash
 from quire.kv.pool import BlockPool
@@ -25,13 +25,16 @@ from quire.kv.prefix_cache import PrefixCache, PrefixMatch
 from quire.kv.snapshot import KVSnapshot, take_snapshot
 from quire.kv.stats import Counters, KVStats, RateMeter, read_stats
 from quire.kv.swap import HostPool, SwappedSequence, Transfers
-from quire.kv.table import NEVER, UNCHANGED, Allocation, BlockTable
+from quire.kv.table import NEVER, UNCHANGED, Allocation, BlockTable, GroupTable, TableSlices
 from quire.kv.watch import KVWatch
 from quire.request import CacheOutcome
 
 
 class KVManager:
     """Block tables over one pool of `num_blocks` device blocks, and a host pool to swap to.
+
+    `windows` has an entry for each KV group (see table.py): its sliding window, or None. A step computes at most
+    `max_span_tokens` of one sequence: a windowed group has no more blocks than the window and such a span take.
 
     `watermark` is the share of blocks that an admission or a swap-in must leave free for the growth of what runs
     already; it is waived when nothing is in use, so that a sequence that needs every block can have them.
@@ -43,6 +46,8 @@ class KVManager:
         num_blocks: int,
         block_size: int,
         num_host_blocks: int = 0,
+        windows: Sequence[int | None] = (None,),
+        max_span_tokens: int = 1 << 30,
         enable_prefix_caching: bool = True,
         watermark: float = 0.01,
         clock: Callable[[], float] = time.monotonic,
@@ -57,6 +62,11 @@ class KVManager:
             raise ConfigError(f"watermark is a share of all blocks: it must be >= 0 and < 1, not {watermark}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.windows = tuple(windows)
+        # Blocks that a windowed group's table has at most: those that a span sees, and those that it writes.
+        self._max_blocks = [
+            None if window is None else self._pages(window - 1 + max_span_tokens) + 1 for window in self.windows
+        ]
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
         self.cache = PrefixCache(block_size, max_evicted=min(65_536, max(1_024, num_blocks)))
@@ -90,6 +100,11 @@ class KVManager:
         return self.host.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens has at most, over all groups."""
+        num = self._pages(num_tokens)
+        return sum(num if most is None else min(num, most) for most in self._max_blocks)
+
+    def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -115,20 +130,52 @@ class KVManager:
         a sequence that waits and is matched at each step).
         """
         if not self.enable_prefix_caching:
-            return PrefixMatch([], 0, CacheOutcome.DISABLED)
+            return PrefixMatch.nothing(CacheOutcome.DISABLED)
         # At most n-1 tokens match: the last must run to give logits.
         num_matchable = (len(token_ids) - 1) // self.block_size
         if num_matchable <= 0:
-            return PrefixMatch([], 0, CacheOutcome.TOO_SHORT)
+            return PrefixMatch.nothing(CacheOutcome.TOO_SHORT)
         hashes = list(previous.hashes) if previous is not None else []
-        blocks = self.cache.longest_prefix(hashes, root_hash(salt, adapter), token_ids, num_matchable)
-        if len(blocks) == num_matchable:
+        slices, num_matched = self._longest_match(hashes, root_hash(salt, adapter), token_ids, num_matchable)
+        if num_matched == num_matchable:
             outcome = CacheOutcome.HIT
-        elif self.cache.was_lost(hashes[len(blocks)]):
+        elif self.cache.was_lost(hashes[num_matched]):
             outcome = CacheOutcome.EVICTED
         else:
-            outcome = CacheOutcome.PARTIAL if blocks else CacheOutcome.COLD
-        return PrefixMatch([block.block_id for block in blocks], len(blocks) * self.block_size, outcome, hashes)
+            outcome = CacheOutcome.PARTIAL if num_matched else CacheOutcome.COLD
+        return PrefixMatch(slices, num_matched * self.block_size, outcome, hashes)
+
+    def _longest_match(
+        self, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int
+    ) -> tuple[TableSlices, int]:
+        """The blocks of each group that the longest cached prefix of at most `num_blocks` blocks needs, and its length
+        in blocks. A windowed group needs only those that the token after it sees."""
+        cache, num_matched = self.cache, num_blocks
+        if None not in self.windows:
+            cache.extend_chain(hashes, root, token_ids, num_blocks)
+        for group, window in enumerate(self.windows):
+            if window is None:
+                num_matched = len(cache.longest_prefix(hashes, root, token_ids, num_matched, group))
+        # By windowed group: how many cached blocks in a row end with each index.
+        runs = [
+            (window, cache.runs(hashes[:num_matched], group))
+            for group, window in enumerate(self.windows)
+            if window is not None
+        ]
+        while num_matched and any(
+            run[num_matched - 1] < num_matched - self._first_seen(num_matched, window) for window, run in runs
+        ):
+            num_matched -= 1
+        slices: TableSlices = []
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else self._first_seen(num_matched, window)
+            blocks = [cache.lookup(block_hash, group) for block_hash in hashes[first:num_matched]]
+            slices.append((first, [block.block_id for block in blocks if block is not None]))
+        return slices, num_matched
+
+    def _first_seen(self, num_blocks: int, window: int) -> int:
+        """The first block that the token after so many blocks sees."""
+        return max(0, num_blocks * self.block_size - window + 1) // self.block_size
 
     def admit(
         self,
@@ -139,8 +186,8 @@ class KVManager:
         salt: str | None = None,
         adapter: str | None = None,
         recompute: bool = False,
-    ) -> list[int] | None:
-        """Blocks for all of `token_ids`: those that matched, then new ones. Returns the new table.
+    ) -> TableSlices | None:
+        """Blocks for all of `token_ids`: those that matched, then new ones. Returns the new tables.
 
         `match` is what `match()` found for the same tokens, or None to read no cache. `recompute` says that the
         sequence was preempted, so that its lookup is counted apart.
@@ -148,30 +195,46 @@ class KVManager:
         assert seq_id not in self.tables and seq_id not in self.swapped, f"sequence {seq_id} is here already"
         assert token_ids, f"sequence {seq_id} has no tokens"
         if match is None:
-            skipped = CacheOutcome.SKIPPED if self.enable_prefix_caching else CacheOutcome.DISABLED
-            match = PrefixMatch([], 0, skipped)
-        num_matched = len(match.block_ids)
-        assert match.num_tokens == num_matched * self.block_size < len(token_ids), "the match is not of these tokens"
-        matched = [self.pool.blocks[block_id] for block_id in match.block_ids]
-        num_idle = 0  # of the matched blocks, those that leave the free queue
+            match = PrefixMatch.nothing(
+                CacheOutcome.SKIPPED if self.enable_prefix_caching else CacheOutcome.DISABLED
+            )
+        num_matched = match.num_tokens // self.block_size
+        assert match.num_tokens < len(token_ids), "the match is not of these tokens"
         assert len(match.hashes) >= num_matched, "the match is not one of match()'s"
-        for block, block_hash in zip(matched, match.hashes, strict=False):
-            assert self.cache.lookup(block_hash) is block, f"the match is stale at block {block.block_id}"
-            num_idle += block in self.pool.queue
-        num_new = self.num_blocks_for(len(token_ids)) - num_matched
-        if not self._has_room(num_new + num_idle):
+        matched: list[Block] = []
+        num_idle = 0  # of the matched blocks, those that leave the free queue
+        for group, (first, block_ids) in enumerate(match.slices):
+            for block_id, block_hash in zip(block_ids, match.hashes[first:num_matched], strict=True):
+                block = self.pool.blocks[block_id]
+                assert self.cache.lookup(block_hash, group) is block, f"the match is stale at block {block_id}"
+                num_idle += block in self.pool.queue
+                matched.append(block)
+        tables = self._new_groups(match.slices, len(token_ids))
+        num_new = [end - table.end for table, end in tables]
+        if not self._has_room(sum(num_new) + num_idle):
             return None
         # Matched blocks first: once in use, they cannot be evicted to make the new ones.
         for block in matched:
             self.pool.acquire(block)
             block.num_hits += 1
-        block_ids = match.block_ids + self.pool.allocate(num_new)
-        self._add_table(seq_id, root_hash(salt, adapter), block_ids, len(token_ids), match.hashes[:num_matched])
+        for (table, _), num in zip(tables, num_new, strict=True):
+            table.block_ids += self.pool.allocate(num)
+        groups = [table for table, _ in tables]
+        self._add_table(seq_id, root_hash(salt, adapter), groups, len(token_ids), match.hashes[:num_matched])
         counters = self.counters.recompute if recompute else self.counters.prefix
         counters.count(match.outcome, len(token_ids), match.num_tokens)
         if self.watch is not None:
-            self.watch.took(seq_id, block_ids)
-        return list(block_ids)
+            self.watch.took(seq_id, self.tables[seq_id].block_ids)
+        return [(group.first, list(group.block_ids)) for group in groups]
+
+    def _new_groups(self, slices: TableSlices, num_tokens: int) -> list[tuple[GroupTable, int]]:
+        """Tables that begin with these slices, for a sequence of so many tokens, and where each shall end."""
+        found = []
+        for group, (window, most) in enumerate(zip(self.windows, self._max_blocks, strict=True)):
+            first, block_ids = slices[group] if slices else (0, [])
+            end = self._pages(num_tokens) if most is None else min(self._pages(num_tokens), first + most)
+            found.append((GroupTable(window, first, list(block_ids)), end))
+        return found
 
     # -- go on
 
@@ -194,18 +257,19 @@ class KVManager:
         Returns how many blocks the table keeps; None where nothing changed.
         """
         table = self.tables[seq_id]
-        num_kept = self.num_blocks_for(num_tokens)
-        if num_kept >= len(table.block_ids):
+        num_kept = self._pages(num_tokens)
+        if num_kept * self.block_size >= table.capacity:
             return None
-        surplus = table.block_ids[num_kept:]
         assert len(table.hashes) <= num_kept, f"sequence {seq_id}: committed tokens are trimmed"
-        del table.block_ids[num_kept:]
+        for group in table.groups:
+            surplus = group.block_ids[max(0, num_kept - group.first) :]
+            del group.block_ids[len(group.block_ids) - len(surplus) :]
+            self.pool.release_table(surplus)
+            if self.watch is not None:
+                self.watch.left(seq_id, surplus)
         table.capacity = num_kept * self.block_size
         table.num_tokens = min(table.num_tokens, num_tokens)
         table.writable_from = min(table.writable_from, table.capacity)
-        self.pool.release_table(surplus)
-        if self.watch is not None:
-            self.watch.left(seq_id, surplus)
         return num_kept
 
     def commit(self, seq_id: int, token_ids: Sequence[int], num_computed: int) -> None:
@@ -225,9 +289,10 @@ class KVManager:
         blocks = self.pool.blocks
         for block_id in table.block_ids:
             self.pool.acquire(blocks[block_id])
-        table.writable_from = table.capacity  # nothing in it is its own now
-        self._add_table(child_seq_id, table.root, list(table.block_ids), table.num_tokens, list(table.hashes))
-        self.tables[child_seq_id].writable_from = table.capacity
+        table.writable_from = max(group.end for group in table.groups) * self.block_size  # nothing is its own now
+        groups = [GroupTable(each.window, each.first, list(each.block_ids)) for each in table.groups]
+        self._add_table(child_seq_id, table.root, groups, table.num_tokens, list(table.hashes))
+        self.tables[child_seq_id].writable_from = table.writable_from
         self.counters.num_forks += 1
         if self.watch is not None:
             self.watch.took(child_seq_id, table.block_ids)
@@ -235,12 +300,13 @@ class KVManager:
     def free(self, seq_id: int, *, distrust: bool = False) -> None:
         """The sequence has ended, or is preempted to be computed again. `distrust`: what it computed may be bad, and
         nobody shall find it in the cache."""
-        block_ids = self.tables.pop(seq_id).block_ids
-        if distrust:
-            self._forget_own(block_ids)
-        self.pool.release_table(block_ids)
+        table = self.tables.pop(seq_id)
+        for group in table.groups:
+            if distrust:
+                self._forget_own(group.block_ids)
+            self.pool.release_table(group.block_ids)
         if self.watch is not None:
-            self.watch.left(seq_id, block_ids)
+            self.watch.left(seq_id, table.block_ids)
 
     def _forget_own(self, block_ids: list[int]) -> None:
         """From the tail on, as far as nobody else uses them. Good ones that it had only found go too: they are computed
@@ -261,19 +327,31 @@ class KVManager:
         `transfers_done(step)`; so is one whose last other user leaves before that.
         """
         table = self.tables[seq_id]
-        num_moved = self.num_blocks_for(num_computed)
-        assert num_moved <= len(table.block_ids), f"sequence {seq_id} has no blocks for {num_computed} tokens"
+        num_kept = self._pages(num_computed)
+        has_blocks = all(num_kept <= group.end for group in table.groups)
+        assert has_blocks, f"sequence {seq_id} has no blocks for {num_computed} tokens"
+        firsts = [group.first_seen(num_computed, self.block_size) for group in table.groups]
+        kept = [
+            group.block_ids[first - group.first : max(0, num_kept - group.first)]
+            for group, first in zip(table.groups, firsts, strict=True)
+        ]
+        num_moved = sum(map(len, kept))
         if num_moved > self.host.num_free_blocks:
             return None
         del self.tables[seq_id]
-        host_ids = self.host.allocate(num_moved)
-        pairs = list(zip(table.block_ids, host_ids, strict=False))
-        # Tail first, the order in which the blocks will go back to the free queue.
-        for device_id, host_id in reversed(pairs):
-            self._start_transfer(step, device_id, host_id)
-        self.pool.release_table(table.block_ids)
+        pairs: list[tuple[int, int]] = []
+        slices: TableSlices = []
+        for group, first, device_ids in zip(table.groups, firsts, kept, strict=True):
+            host_ids = self.host.allocate(len(device_ids))
+            moved = list(zip(device_ids, host_ids, strict=True))
+            # Tail first, the order in which the blocks will go back to the free queue.
+            for device_id, host_id in reversed(moved):
+                self._start_transfer(step, device_id, host_id)
+            self.pool.release_table(group.block_ids)
+            pairs += moved
+            slices.append((first, host_ids))
         hashes = table.hashes[: num_computed // self.block_size]
-        self.swapped[seq_id] = SwappedSequence(table.root, hashes, host_ids, num_computed)
+        self.swapped[seq_id] = SwappedSequence(table.root, hashes, slices, num_computed)
         self.counters.num_swapped_out_blocks += num_moved
         if self.watch is not None:
             self.watch.left(seq_id, table.block_ids)
@@ -281,31 +359,34 @@ class KVManager:
 
     def swap_in(
         self, seq_id: int, token_ids: Sequence[int], step: int
-    ) -> tuple[list[tuple[int, int]], list[int]] | None:
-        """((host, device) pairs, new table with room for all tokens); None if there is no room.
+    ) -> tuple[list[tuple[int, int]], TableSlices] | None:
+        """((host, device) pairs, new tables with room for all tokens); None if there is no room.
 
         Full blocks enter the cache again, as with `commit()`. The host blocks are in transit until
         `transfers_done(step)`. It may be called before the swap-out is done: the executor moves bytes in step order.
         """
         swapped = self.swapped[seq_id]
         num_tokens = max(len(token_ids), swapped.num_computed)
-        num_blocks = self.num_blocks_for(num_tokens)
-        if not self._has_room(num_blocks):
+        tables = self._new_groups([(first, []) for first, _ in swapped.slices], num_tokens)
+        if not self._has_room(sum(end - table.first for table, end in tables)):
             return None
         del self.swapped[seq_id]
-        block_ids = self.pool.allocate(num_blocks)
-        pairs = list(zip(swapped.host_ids, block_ids, strict=False))
-        for host_id, device_id in reversed(pairs):
-            self._start_transfer(step, device_id, host_id)
-            self.host.release(host_id)
-        full_blocks = [self.pool.blocks[block_id] for block_id in block_ids[: len(swapped.hashes)]]
-        self.cache.insert_chain(0, swapped.hashes, swapped.root, token_ids, full_blocks)
-        self._add_table(seq_id, swapped.root, block_ids, num_tokens, swapped.hashes)
+        pairs: list[tuple[int, int]] = []
+        for index, ((table, end), (first, host_ids)) in enumerate(zip(tables, swapped.slices, strict=True)):
+            table.block_ids = self.pool.allocate(end - first)
+            moved = list(zip(host_ids, table.block_ids, strict=False))
+            for host_id, device_id in reversed(moved):
+                self._start_transfer(step, device_id, host_id)
+                self.host.release(host_id)
+            pairs += moved
+            full_blocks = [self.pool.blocks[i] for i in table.block_ids[: max(0, len(swapped.hashes) - first)]]
+            self.cache.insert_chain(first, swapped.hashes, swapped.root, token_ids, full_blocks, index)
+        self._add_table(seq_id, swapped.root, [table for table, _ in tables], num_tokens, swapped.hashes)
         self.commit(seq_id, token_ids, swapped.num_computed)
         self.counters.num_swapped_in_blocks += len(pairs)
         if self.watch is not None:
-            self.watch.took(seq_id, block_ids)
-        return pairs, list(block_ids)
+            self.watch.took(seq_id, self.tables[seq_id].block_ids)
+        return pairs, [(table.first, list(table.block_ids)) for table, _ in tables]
 
     def drop_swapped(self, seq_id: int) -> None:
         """The sequence has ended while its KV was on the host."""
@@ -339,7 +420,8 @@ class KVManager:
         root = root_hash(salt, adapter)
         hashes: list[BlockHash] = []
         self.cache.extend_chain(hashes, root, token_ids, num_full)
-        blocks = self.cache.longest_prefix(hashes, root, token_ids, num_full)
+        slices, _ = self._longest_match(hashes, root, token_ids, num_full)
+        blocks = [self.pool.blocks[block_id] for _, block_ids in slices for block_id in block_ids]
         self.pool.pin(self.cache.pin(hashes[-1], blocks))
         if self.watch is not None:
             self.watch.touched(blocks)
@@ -400,16 +482,16 @@ class KVManager:
         return num_blocks + num_reserved <= self.pool.queue.num_blocks
 
     def _add_table(
-        self, seq_id: int, root: BlockHash, block_ids: list[int], num_tokens: int, hashes: list[BlockHash]
+        self, seq_id: int, root: BlockHash, groups: list[GroupTable], num_tokens: int, hashes: list[BlockHash]
     ) -> None:
         block_size = self.block_size
         num_committed = len(hashes) * block_size
         self.tables[seq_id] = BlockTable(
             seq_id=seq_id,
             root=root,
-            block_ids=block_ids,
+            groups=groups,
             num_tokens=num_tokens,
-            capacity=len(block_ids) * block_size,
+            capacity=min(group.end for group in groups) * block_size,
             writable_from=num_committed,
             next_commit=num_committed + block_size if self.enable_prefix_caching else NEVER,
             hashes=hashes,
@@ -417,15 +499,24 @@ class KVManager:
 
     def _grow_table(self, table: BlockTable, num_tokens: int, first_written: int, lookahead: int) -> Allocation | None:
         pool, block_size = self.pool, self.block_size
-        blocks, block_ids = pool.blocks, table.block_ids
+        blocks = pool.blocks
         first = first_written // block_size
-        replaced = [
-            index
-            for index in range(first, len(block_ids))
-            if (block := blocks[block_ids[index]]).ref_count > 1 or block.block_hash is not None
-        ]
-        num_appended = max(0, self.num_blocks_for(num_tokens + lookahead) - len(block_ids))
-        if len(replaced) + num_appended > pool.num_free_blocks:
+        wanted = self._pages(num_tokens + lookahead)
+        changes = []
+        num_taken = num_given = 0
+        for group, most in zip(table.groups, self._max_blocks, strict=True):
+            seen = group.first if most is None else group.first_seen(first_written, block_size)
+            dropped = group.block_ids[: seen - group.first]
+            replaced = [
+                index
+                for index in range(max(first, seen), group.end)
+                if (block := blocks[group.block_ids[index - group.first]]).ref_count > 1 or block.block_hash is not None
+            ]
+            num_appended = max(0, (wanted if most is None else min(wanted, seen + most)) - group.end)
+            num_taken += len(replaced) + num_appended
+            num_given += sum(blocks[block_id].is_last_user for block_id in dropped)
+            changes.append((group, seen, dropped, replaced, num_appended))
+        if num_taken > pool.num_free_blocks + num_given:
             self.counters.num_allocation_failures += 1
             return None
         table.num_tokens = num_tokens
@@ -433,33 +524,47 @@ class KVManager:
         if len(table.hashes) > first:  # committed tokens are written again: what the hashes said is no longer so
             del table.hashes[first:]
             table.next_commit = (first + 1) * block_size
-        if not replaced and not num_appended:
+        for group, seen, dropped, _, _ in changes:
+            if dropped:
+                del group.block_ids[: len(dropped)]
+                group.first = seen
+                pool.release_table(dropped)
+                if self.watch is not None:
+                    self.watch.left(table.seq_id, dropped)
+        if not num_taken:
             return UNCHANGED
-        own_ids = pool.allocate(len(replaced) + num_appended)
-        replaced_ids = [block_ids[index] for index in replaced]
-        remapped, copies = [], []
-        for index, old_id, own_id in zip(replaced, replaced_ids, own_ids, strict=False):
-            if index * block_size < first_written:  # else no token in it is kept, so no byte either
-                copies.append((old_id, own_id))
-            block_ids[index] = own_id
-            remapped.append((index, own_id))
-            pool.release(blocks[old_id])
-        new_block_ids = own_ids[len(replaced) :]
-        block_ids.extend(new_block_ids)
-        table.capacity = len(block_ids) * block_size
-        self.counters.num_copies += len(copies)
-        if self.watch is not None:
-            self.watch.remapped(table.seq_id, replaced_ids, own_ids)
-        return Allocation(new_block_ids, remapped, copies)
+        change = Allocation()
+        for number, (group, _, _, replaced, num_appended) in enumerate(changes):
+            own_ids = pool.allocate(len(replaced) + num_appended)
+            block_ids = group.block_ids
+            replaced_ids = [block_ids[index - group.first] for index in replaced]
+            for index, old_id, own_id in zip(replaced, replaced_ids, own_ids, strict=False):
+                if index * block_size < first_written:  # else no token in it is kept, so no byte either
+                    change.copies.append((old_id, own_id))
+                block_ids[index - group.first] = own_id
+                change.remapped.append((number, index, own_id))
+                pool.release(blocks[old_id])
+            if num_appended:
+                change.appended.append((number, own_ids[len(replaced) :]))
+                block_ids.extend(own_ids[len(replaced) :])
+            if self.watch is not None:
+                self.watch.remapped(table.seq_id, replaced_ids, own_ids)
+        table.capacity = min(group.end for group in table.groups) * block_size
+        self.counters.num_copies += len(change.copies)
+        return change
 
     def _commit_table(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         block_size, cache, hashes = self.block_size, self.cache, table.hashes
         num_full = min(num_computed, len(token_ids)) // block_size
-        assert num_full <= len(table.block_ids), f"sequence {table.seq_id} has no blocks for {num_computed} tokens"
+        has_room = num_full * block_size <= table.capacity
+        assert has_room, f"sequence {table.seq_id} has no blocks for {num_computed} tokens"
         first = len(hashes)
         cache.extend_chain(hashes, table.root, token_ids, num_full)
-        blocks = [self.pool.blocks[block_id] for block_id in table.block_ids[first:num_full]]
-        cache.insert_chain(first, hashes, table.root, token_ids, blocks)
+        for number, group in enumerate(table.groups):
+            begin = max(first, group.first)
+            ids = group.block_ids[begin - group.first : max(0, num_full - group.first)]
+            blocks = [self.pool.blocks[block_id] for block_id in ids]
+            cache.insert_chain(begin, hashes, table.root, token_ids, blocks, number)
         num_committed = len(hashes) * block_size
         table.next_commit = num_committed + block_size
         if table.writable_from < num_committed:

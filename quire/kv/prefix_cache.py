@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.kv.blocks import Block
-from quire.kv.hashing import BlockHash, block_hasher, token_packer
+from quire.kv.hashing import BlockHash, block_hasher, in_group, token_packer
+from quire.kv.table import TableSlices
 from quire.request import CacheOutcome
 
 
@@ -16,10 +17,19 @@ class PrefixMatch:
     """The cached blocks that a sequence could start from. It is a reading, not a claim: `admit()` it before any other
     call that changes the manager, or match again (`previous=` saves the hashing)."""
 
-    block_ids: list[int]
+    slices: TableSlices
     num_tokens: int
     outcome: CacheOutcome
-    hashes: list[BlockHash] = field(default_factory=list, repr=False)  # of the blocks above, and of the first miss
+    hashes: list[BlockHash] = field(default_factory=list, repr=False)  # of its tokens, and of the first miss
+
+    @classmethod
+    def nothing(cls, outcome: CacheOutcome) -> PrefixMatch:
+        return cls([], 0, outcome)
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Of all groups."""
+        return [block_id for _, block_ids in self.slices for block_id in block_ids]
 
 
 class PrefixCache:
@@ -59,9 +69,9 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def lookup(self, block_hash: BlockHash) -> Block | None:
+    def lookup(self, block_hash: BlockHash, group: int = 0) -> Block | None:
         """The block with this content, unless it is in transit and so belongs to nobody."""
-        block = self._blocks.get(block_hash)
+        block = self._blocks.get(in_group(block_hash, group))
         if block is not None and not block.ref_count and block.num_transfers:
             return None
         return block
@@ -75,7 +85,7 @@ class PrefixCache:
             hashes.append(parent)
 
     def longest_prefix(
-        self, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int
+        self, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int, group: int = 0
     ) -> list[Block]:
         """Of the first `num_blocks` blocks of the tokens, those before the first that is not cached.
 
@@ -85,11 +95,19 @@ class PrefixCache:
         for index in range(num_blocks):
             if index == len(hashes):
                 self.extend_chain(hashes, root, token_ids, index + 1)
-            block = self.lookup(hashes[index])
+            block = self.lookup(hashes[index], group)
             if block is None:
                 break
             blocks.append(block)
         return blocks
+
+    def runs(self, hashes: list[BlockHash], group: int) -> list[int]:
+        """For each of these blocks, how many cached ones in a row end with it."""
+        found, length = [], 0
+        for block_hash in hashes:
+            length = length + 1 if self.lookup(block_hash, group) is not None else 0
+            found.append(length)
+        return found
 
     def was_lost(self, block_hash: BlockHash) -> bool:
         """It was cached once, and was evicted lately or is being moved to the host."""
@@ -110,13 +128,19 @@ class PrefixCache:
         return True
 
     def insert_chain(
-        self, first: int, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], blocks: list[Block]
+        self,
+        first: int,
+        hashes: list[BlockHash],
+        root: BlockHash,
+        token_ids: Sequence[int],
+        blocks: list[Block],
+        group: int = 0,
     ) -> None:
         """Name blocks of one sequence: `blocks[0]` is block `first` of the tokens, whose chain is `hashes`."""
         block_size = self.block_size
         for index, block in enumerate(blocks, start=first):
-            if self.insert(hashes[index], block):
-                block.parent_hash = hashes[index - 1] if index else root
+            if self.insert(in_group(hashes[index], group), block):
+                block.parent_hash = in_group(hashes[index - 1], group) if index else root
                 block.chain_index = index
                 block.packed_tokens = self._pack_tokens(*token_ids[index * block_size : (index + 1) * block_size])
 

@@ -170,6 +170,8 @@ def _internal_waste_tokens(kv: KVManager) -> int:
     # By block, so that one that forks share counts once. They agree on it: whoever writes it has its own.
     num_filled: dict[int, int] = {}
     for table in kv.tables.values():
-        for index in range(table.num_tokens // block_size, len(table.block_ids)):
-            num_filled[table.block_ids[index]] = max(0, table.num_tokens - index * block_size)
+        for group in table.groups:
+            begin = max(table.num_tokens // block_size, group.first)
+            for index, block_id in enumerate(group.block_ids[begin - group.first :], start=begin):
+                num_filled[block_id] = max(0, table.num_tokens - index * block_size)
     return len(num_filled) * block_size - sum(num_filled.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.kv.hashing import BlockHash
+from quire.kv.table import TableSlices
 
 
 @dataclass(slots=True, eq=False)
@@ -13,8 +14,12 @@ class SwappedSequence:
 
     root: BlockHash
     hashes: list[BlockHash]  # of its full blocks, so that they need not be hashed again
-    host_ids: list[int]
+    slices: TableSlices  # of host blocks
     num_computed: int
+
+    @property
+    def host_ids(self) -> list[int]:
+        return [host_id for _, host_ids in self.slices for host_id in host_ids]
 
 
 @dataclass(slots=True)

@@ -1,4 +1,8 @@
-"""A sequence's block table, and what a growth changed in it."""
+"""A sequence's block tables, one for each KV group, and what a growth changed in them.
+
+A KV group is a set of layers that keep the same positions: all of them, or those of a sliding window. A block holds
+`block_size` tokens of one group's layers. Most models have one group, and their sequences one table.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,16 @@ from quire.kv.hashing import BlockHash
 
 NEVER = sys.maxsize
 
+# By group: the index of the first block that the table has, and the blocks from there on.
+TableSlices = list[tuple[int, list[int]]]
+
 
 @dataclass(slots=True, frozen=True)
 class Allocation:
-    """What `grow()` changed in a table. Read it only: the empty one is shared (`UNCHANGED`)."""
+    """What `grow()` changed in a sequence's tables. Read it only: the empty one is shared (`UNCHANGED`)."""
 
-    new_block_ids: list[int] = field(default_factory=list)  # appended to the table
-    remapped: list[tuple[int, int]] = field(default_factory=list)  # (index in the table, its own block now)
+    appended: list[tuple[int, list[int]]] = field(default_factory=list)  # (group, blocks)
+    remapped: list[tuple[int, int, int]] = field(default_factory=list)  # (group, index in its table, its own block now)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) blocks whose bytes must be copied first
 
 
@@ -23,11 +30,34 @@ UNCHANGED = Allocation()
 
 
 @dataclass(slots=True, eq=False)
-class BlockTable:
-    """The blocks of one running sequence: token p lives in block_ids[p // block_size].
+class GroupTable:
+    """The blocks of one sequence in one group: token p lives in block_ids[p // block_size - first].
 
-    Layout:  | committed: full, hashed | computed or to be computed | lookahead |
-             0            next_commit - block_size        num_tokens     capacity
+    Blocks before `first` were given back: no token that is still to come sees them.
+    """
+
+    window: int | None  # a token sees itself and the window - 1 before it; None: everything
+    first: int
+    block_ids: list[int]
+
+    @property
+    def end(self) -> int:
+        """The index after the last block's."""
+        return self.first + len(self.block_ids)
+
+    def first_seen(self, position: int, block_size: int) -> int:
+        """The index of the first block that the token at a position, or a later one, sees."""
+        if self.window is None:
+            return self.first
+        return max(self.first, (position - self.window + 1) // block_size)
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """The blocks of one running sequence.
+
+    Layout:  | committed: full, hashed | computed or to be computed | drafts |
+             0            next_commit - block_size        num_tokens   capacity
 
     Two numbers make `grow()` and `commit()` cheap in their common case:
       writable_from  every block at or after this position is in no other table and has no hash: it may be written
@@ -36,9 +66,23 @@ class BlockTable:
 
     seq_id: int
     root: BlockHash  # parent of the first block's hash
-    block_ids: list[int]
-    num_tokens: int  # that have or will have a slot, lookahead not counted
-    capacity: int  # len(block_ids) * block_size
+    groups: list[GroupTable]
+    num_tokens: int  # that have or will have a slot, drafts not counted
+    capacity: int  # tokens that every group has room for
     writable_from: int
     next_commit: int
     hashes: list[BlockHash] = field(default_factory=list)  # of the committed blocks
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All of them, group after group."""
+        if len(self.groups) == 1:
+            return self.groups[0].block_ids
+        return [block_id for group in self.groups for block_id in group.block_ids]
+
+    def index_of(self, block_id: int) -> int:
+        """Which part of the sequence a block holds: tokens index * block_size and on."""
+        for group in self.groups:
+            if block_id in group.block_ids:
+                return group.first + group.block_ids.index(block_id)
+        raise ValueError(f"sequence {self.seq_id} does not hold block {block_id}")

@@ -55,6 +55,11 @@ class ModelSpec:
     extras: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def kv_values_per_layer(self) -> int:
+        """Numbers that one token's K and V take in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
     def kv_values_per_token(self) -> int:
         """Numbers that one token's K and V take over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return self.num_layers * self.kv_values_per_layer

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from quire.kv import KVManager
+from quire.kv import KVManager, TableSlices
 from quire.plan import Admission, Fork, StepPlan
 from quire.request import FinishReason, Request, Sequence, SequenceState
 from quire.scheduler.config import SchedulerConfig
@@ -69,7 +69,7 @@ class Lifecycle:
         request = seq.request
         return request.params.n if len(request.sequences) == 1 else 1
 
-    def run(self, seq: Sequence, block_ids: list[int], plan: StepPlan) -> None:
+    def run(self, seq: Sequence, tables: TableSlices, plan: StepPlan) -> None:
         """From the queue onto a row."""
         row, *reserved = self.rows.take(self.num_rows_for(seq))
         if reserved:
@@ -90,7 +90,7 @@ class Lifecycle:
                 token_ids=list(seq.token_ids),
                 num_computed_tokens=seq.num_computed_tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
-                block_ids=block_ids,
+                tables=tables,
                 sampling=request.specs[seq.index],
                 adapter=request.adapter,
             )

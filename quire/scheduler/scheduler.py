@@ -331,10 +331,11 @@ class Scheduler:
         if allocation is UNCHANGED:
             return
         assert seq.row is not None
-        if allocation.new_block_ids:
-            plan.appended.append((seq.row, allocation.new_block_ids))
+        for group, block_ids in allocation.appended:
+            plan.appended.append((seq.row, group, block_ids))
         plan.copies.extend(allocation.copies)
-        plan.remapped.extend((seq.row, index, block) for index, block in allocation.remapped)
+        for group, index, block in allocation.remapped:
+            plan.remapped.append((seq.row, group, index, block))
         # It moves on to a new block, so the one before is full.
         self._kv.commit(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
 
@@ -393,10 +394,10 @@ class Scheduler:
             return WaitReason.BUDGET
         request = seq.request
         is_back = seq.state is SequenceState.PREEMPTED
-        block_ids = self._kv.admit(
+        tables = self._kv.admit(
             seq.seq_id, seq.token_ids, match, salt=request.salt, adapter=request.adapter, recompute=is_back
         )
-        if block_ids is None:
+        if tables is None:
             return self._refuse(seq, match)
         seq.num_computed_tokens = num_cached
         if is_back:
@@ -406,7 +407,7 @@ class Scheduler:
         else:
             seq.num_cached_tokens = num_cached
             seq.cache_outcome = match.outcome if match else CacheOutcome.SKIPPED
-        self._life.run(seq, block_ids, step.plan)
+        self._life.run(seq, tables, step.plan)
         self._add_chunk(seq, size, step)
         return None
 
@@ -425,9 +426,9 @@ class Scheduler:
         swapped = self._kv.swap_in(seq.seq_id, seq.token_ids, step.plan.step)
         if swapped is None:
             return self._refuse(seq, None)
-        pairs, block_ids = swapped
+        pairs, tables = swapped
         step.plan.swap_in.extend(pairs)
-        self._life.run(seq, block_ids, step.plan)
+        self._life.run(seq, tables, step.plan)
         self._add_chunk(seq, size, step)
         return None
 

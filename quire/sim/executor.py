@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.params import SamplingSpec
@@ -12,7 +12,7 @@ from quire.plan import Admission, Fork, StepPlan, StepResult, StepTimings, Token
 from quire.request import FinishReason
 from quire.sim.cost import CostModel, SimClock
 from quire.sim.language import ToyLanguage
-from quire.sim.memory import SimMemory
+from quire.sim.memory import SimMemory, SimTable
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class _Row:
     token_ids: list[int]
     num_computed: int
     num_prompt_tokens: int
-    table: list[int]
+    tables: list[SimTable]
     sampling: SamplingSpec
     root: int
     fingerprints: list[int] = field(default_factory=list)  # of each prefix: [p] covers tokens 0..p
@@ -62,6 +62,7 @@ class SimExecutor:
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
+        windows: Sequence[int | None] = (None,),
         num_host_blocks: int = 0,
         depth: int = 1,
         language: ToyLanguage | None = None,
@@ -75,6 +76,7 @@ class SimExecutor:
         self.language = language or ToyLanguage()
         self.memory = SimMemory(num_blocks=num_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
         self.rows: list[_Row | None] = [None] * max_num_seqs
+        self._windows = windows
         self._depth = depth
         self._cost = cost or CostModel()
         self._clock = clock
@@ -144,13 +146,13 @@ class SimExecutor:
         for admission in plan.admitted:
             self._admit(admission)
         for number, num_blocks in plan.trimmed:
-            table = self._row(number).table
-            assert num_blocks < len(table), f"row {number} is trimmed to {num_blocks} blocks and has {len(table)}"
-            del table[num_blocks:]
-        for number, block_ids in plan.appended:
-            self._row(number).table.extend(block_ids)
-        for number, index, block in plan.remapped:
-            self._row(number).table[index] = block
+            for table in self._row(number).tables:
+                del table.block_ids[max(0, num_blocks - table.first) :]
+        for number, group, block_ids in plan.appended:
+            self._row(number).tables[group].block_ids.extend(block_ids)
+        for number, group, index, block in plan.remapped:
+            table = self._row(number).tables[group]
+            table.block_ids[index - table.first] = block
 
     def _row(self, number: int) -> _Row:
         row = self.rows[number]
@@ -162,15 +164,19 @@ class SimExecutor:
         self.rows[row.number] = row
 
     def _admit(self, new: Admission) -> None:
-        assert len(set(new.block_ids)) == len(new.block_ids), f"row {new.row}'s table has a block twice"
-        assert len(new.block_ids) * self.memory.block_size >= len(new.token_ids), f"row {new.row}'s table is too short"
+        block_ids = [block_id for _, block_ids in new.tables for block_id in block_ids]
+        assert len(set(block_ids)) == len(block_ids), f"row {new.row}'s tables have a block twice"
+        assert len(new.tables) == len(self._windows), f"row {new.row} has {len(new.tables)} tables"
         assert 0 <= new.num_computed_tokens < len(new.token_ids), f"row {new.row} comes with nothing left to compute"
         row = _Row(
             number=new.row,
             token_ids=list(new.token_ids),
             num_computed=new.num_computed_tokens,
             num_prompt_tokens=new.num_prompt_tokens,
-            table=list(new.block_ids),
+            tables=[
+                SimTable(group, self._windows[group], first, list(block_ids))
+                for group, (first, block_ids) in enumerate(new.tables)
+            ],
             sampling=new.sampling,
             root=self.language.root(new.adapter),
         )
@@ -184,7 +190,7 @@ class SimExecutor:
                 source,
                 number=fork.row,
                 token_ids=list(source.token_ids),
-                table=list(source.table),
+                tables=[table.copy() for table in source.tables],
                 sampling=fork.sampling,
                 fingerprints=list(source.fingerprints),
             )
@@ -216,18 +222,20 @@ class SimExecutor:
         holders: dict[int, list[_Row]] = {}
         for row in self.rows:
             if row is not None:
-                for block in row.table:
-                    holders.setdefault(block, []).append(row)
+                for table in row.tables:
+                    for block in table.readable(row.num_computed, size):
+                        holders.setdefault(block, []).append(row)
         for span in spans:
-            writer = span.row
             self._check_span(span)
-            for index in range(span.start // size, (span.end - 1) // size + 1):
-                first, last = max(span.start, index * size), min(span.end, (index + 1) * size)
-                for other in holders[writer.table[index]]:
-                    if other is not writer:
-                        assert other.fingerprints[first:last] == span.fingerprints[first:last], (
-                            f"{writer} writes block {writer.table[index]}, which {other} reads as something else"
-                        )
+            for table in span.row.tables:
+                for index in range(span.start // size, (span.end - 1) // size + 1):
+                    first, last = max(span.start, index * size), min(span.end, (index + 1) * size)
+                    block = table.block_at(index)
+                    for other in holders[block]:
+                        if other is not span.row:
+                            assert other.fingerprints[first:last] == span.fingerprints[first:last], (
+                                f"{span.row} writes block {block}, which {other} reads as something else"
+                            )
 
     def _check_span(self, span: _Span) -> None:
         row, num_known = span.row, len(span.row.token_ids)
@@ -235,19 +243,19 @@ class SimExecutor:
         num_ran = span.end - len(span.drafts)
         assert num_ran <= num_known, f"{row} has no token at {num_ran - 1}"
         assert not span.samples or num_ran == num_known, f"{row} samples amid known tokens"
-        room = len(row.table) * self.memory.block_size
+        room = min(table.end for table in row.tables) * self.memory.block_size
         assert span.end <= room, f"{row} has room for {room} tokens, its span ends at {span.end}"
 
     def _forward(self, spans: list[_Span], result: StepResult) -> None:
         """All of a step's tokens are written before any is read, as each layer does."""
         for span in spans:
-            if self._verify:
-                self.memory.write(span.row.table, span.fingerprints, span.start, span.end)
+            for table in span.row.tables if self._verify else ():
+                self.memory.write(table, span.fingerprints, span.start, span.end)
             span.row.num_computed = span.end  # less the drafts that are not accepted
         for span in spans:
             row = span.row
-            if self._verify:
-                self.memory.check_read(row.table, span.fingerprints, span.end, str(row))
+            for table in row.tables if self._verify else ():
+                self.memory.check_read(table, span.fingerprints, span.start, span.end, str(row))
             if row.sampling.prompt_logprobs is not None:
                 piece = self._prompt_logprobs(span, row.sampling.prompt_logprobs)
                 if piece:

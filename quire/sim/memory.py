@@ -6,6 +6,8 @@ given away too early leave another fingerprint, or none.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class SimMemory:
     """Device and host blocks. `None` is a slot that was never written."""
@@ -31,17 +33,49 @@ class SimMemory:
         for host, device in pairs:
             self.device[device] = list(self.host[host])
 
-    def write(self, table: list[int], fingerprints: list[int], start: int, end: int) -> None:
+    def write(self, table: SimTable, fingerprints: list[int], start: int, end: int) -> None:
         for position in range(start, end):
-            self.device[table[position // self.block_size]][position % self.block_size] = fingerprints[position]
+            block = table.block_at(position // self.block_size)
+            self.device[block][position % self.block_size] = fingerprints[position] + table.group
 
-    def check_read(self, table: list[int], fingerprints: list[int], end: int, reader: str) -> None:
-        """Assert that positions [0, end) hold the KV of this very prefix."""
+    def check_read(self, table: SimTable, fingerprints: list[int], start: int, end: int, reader: str) -> None:
+        """Assert that what tokens [start, end) see holds the KV of this very prefix."""
         size = self.block_size
-        for index in range(-(-end // size)):
-            expected = fingerprints[index * size : min((index + 1) * size, end)]
-            found = self.device[table[index]]
-            if found[: len(expected)] != expected:
+        first = 0 if table.window is None else max(0, start - table.window + 1)
+        for index in range(first // size, -(-end // size)):
+            low, high = max(first, index * size), min((index + 1) * size, end)
+            expected = [fingerprint + table.group for fingerprint in fingerprints[low:high]]
+            block = table.block_at(index)
+            found = self.device[block][low - index * size : high - index * size]
+            if found != expected:
                 at = next(i for i, value in enumerate(expected) if found[i] != value)
                 what = "never written" if found[at] is None else "of another prefix"
-                raise AssertionError(f"{reader} reads position {index * size + at} in block {table[index]}: {what}")
+                raise AssertionError(f"{reader} reads position {low + at} in block {block}: {what}")
+
+
+@dataclass(slots=True)
+class SimTable:
+    """A row's blocks in one KV group, as the executor has them. It is never told that leading ones were given back: it
+    knows which ones no token sees any more."""
+
+    group: int
+    window: int | None
+    first: int
+    block_ids: list[int]
+
+    def block_at(self, index: int) -> int:
+        assert index >= self.first, f"block {index} of a table that begins with block {self.first}"
+        return self.block_ids[index - self.first]
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.block_ids)
+
+    def readable(self, position: int, block_size: int) -> list[int]:
+        """The blocks that the token at a position, or a later one, sees or writes."""
+        if self.window is None:
+            return self.block_ids
+        return self.block_ids[max(0, (position - self.window + 1) // block_size - self.first) :]
+
+    def copy(self) -> SimTable:
+        return SimTable(self.group, self.window, self.first, list(self.block_ids))

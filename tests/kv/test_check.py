@@ -115,11 +115,11 @@ def break_lost_transfers(kv: KVManager) -> None:
 
 
 def break_host_held(kv: KVManager) -> None:
-    kv.swapped[4].host_ids[0] = 5
+    kv.swapped[4].slices[0][1][0] = 5
 
 
 def break_host_count(kv: KVManager) -> None:
-    kv.swapped[4].host_ids.pop()
+    kv.swapped[4].slices[0][1].pop()
 
 
 def break_host_free(kv: KVManager) -> None:
@@ -134,7 +134,7 @@ CASES: list[tuple[Callable[[KVManager], None], str]] = [
     (break_ref_count, "says 3 users, 2 tables"),
     (break_table_twice, "holds a block twice"),
     (break_table_key, "kept under 1"),
-    (break_capacity, "capacity 16 for 3 blocks"),
+    (break_capacity, "capacity 16, its blocks hold 12"),
     (break_num_tokens, "13 tokens, room for 12"),
     (break_next_commit, "next commit at 8, should be 12"),
     (break_table_hash, "cached under another hash"),
@@ -153,7 +153,7 @@ CASES: list[tuple[Callable[[KVManager], None], str]] = [
     (break_transfers, "do not pair up"),
     (break_lost_transfers, "says 1 transfers, 0 move it"),
     (break_host_held, "held host blocks"),
-    (break_host_count, "2 host blocks for 9 tokens"),
+    (break_host_count, "2 host blocks from block 0 on"),
     (break_host_free, "free host blocks"),
     (break_two_homes, "is swapped and has a table"),
 ]
@@ -169,9 +169,9 @@ def test_check_finds(damage: Callable[[KVManager], None], message: str) -> None:
 
 def test_check_finds_a_written_constant() -> None:
     kv = busy_manager()
-    UNCHANGED.new_block_ids.append(1)
+    UNCHANGED.appended.append((0, [1]))
     try:
         with pytest.raises(AssertionError, match="UNCHANGED"):
             kv.check()
     finally:
-        UNCHANGED.new_block_ids.clear()
+        UNCHANGED.appended.clear()

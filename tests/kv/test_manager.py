@@ -13,10 +13,9 @@ def make(num_blocks: int = 10, **options: float) -> KVManager:
 
 def run(kv: KVManager, seq_id: int, tokens: list[int], *, salt: str | None = None) -> list[int]:
     """Admit and compute all of it."""
-    table = kv.admit(seq_id, tokens, kv.match(tokens, salt=salt), salt=salt)
-    assert table is not None
+    assert kv.admit(seq_id, tokens, kv.match(tokens, salt=salt), salt=salt) is not None
     kv.commit(seq_id, tokens, len(tokens))
-    return table
+    return kv.block_ids(seq_id)
 
 
 @pytest.mark.parametrize("block_size", [0, 1, 2, 3, 5, 12, 24, 256, -16])
@@ -112,7 +111,7 @@ def test_a_match_of_other_tokens_is_refused() -> None:
     with pytest.raises(AssertionError, match="not of these tokens"):
         kv.admit(2, [1, 2, 3], kv.match(tokens))
     with pytest.raises(AssertionError, match=r"not one of match\(\)'s"):
-        kv.admit(2, tokens, PrefixMatch([0], 4, CacheOutcome.HIT))
+        kv.admit(2, tokens, PrefixMatch([(0, [0])], 4, CacheOutcome.HIT))
 
 
 def test_one_table_per_sequence() -> None:
@@ -130,10 +129,9 @@ def test_layout_of_an_admission() -> None:
     run(kv, 1, list(range(9)))
     kv.free(1)
     tokens = [*range(8), 50, 51]
-    table = kv.admit(2, tokens, kv.match(tokens), lookahead=5)
-    # matched | new | lookahead
-    assert table == [0, 1, 2, 3]
-    assert kv.block_ids(2) == table
+    # matched | new
+    assert kv.admit(2, tokens, kv.match(tokens)) == [(0, [0, 1, 2])]
+    assert kv.block_ids(2) == [0, 1, 2]
     kv.check()
 
 
@@ -141,8 +139,8 @@ def test_skipped_reads_no_cache_and_is_counted_as_such() -> None:
     kv = make()
     tokens = list(range(9))
     first = run(kv, 1, tokens)
-    second = kv.admit(2, tokens, None)
-    assert second is not None and not set(first) & set(second)
+    assert kv.admit(2, tokens, None) is not None
+    assert not set(first) & set(kv.block_ids(2))
     stats = kv.stats
     assert stats.prefix.outcomes[CacheOutcome.SKIPPED] == 1
     assert stats.prefix.num_queries == 1

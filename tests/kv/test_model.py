@@ -161,7 +161,6 @@ class World:
     def admit(self, choice: int, how: int, num_written: int) -> None:
         tokens = self.some_tokens(choice)
         salt = SALTS[how % 8 == 0]
-        lookahead = (0, 0, 3, 5)[how // 8 % 4]
         reads_cache, recompute = how // 32 % 4 != 0, how // 128 % 2 == 1
         seq_id = self.next_seq_id
         self.next_seq_id += 1
@@ -177,10 +176,10 @@ class World:
             assert match.outcome is outcome
             again = self.kv.match(tokens, salt=salt, previous=match)
             assert again == match
-        num_new = self.blocks_for(len(tokens) + lookahead) - len(matched)
+        num_new = self.blocks_for(len(tokens)) - len(matched)
         fits = self.has_room(num_new + sum(block in self.queue for block in matched))
         before = self.kv.stats
-        table = self.kv.admit(seq_id, tokens, match, salt=salt, lookahead=lookahead, recompute=recompute)
+        table = self.kv.admit(seq_id, tokens, match, salt=salt, recompute=recompute)
         assert (table is not None) == fits
         if table is None:
             assert self.kv.stats == before
@@ -188,7 +187,7 @@ class World:
         self.queue = [block for block in self.queue if block not in matched]
         line = Line(tokens, salt, len(matched) * self.block_size, len(tokens), num_committed=len(matched))
         line.blocks = matched + self.take(num_new)
-        assert table == line.blocks
+        assert table == [(0, line.blocks)]
         self.lines[seq_id] = line
         kind = "recompute" if recompute else "first"
         self.count[f"{kind} {outcome}"] += 1
@@ -233,8 +232,8 @@ class World:
             line.blocks[index] = block
         line.blocks += own[len(replaced) :]
         kept = [i for i in replaced if i * self.block_size < line.num_computed]
-        assert change.new_block_ids == own[len(replaced) :]
-        assert change.remapped == [(i, line.blocks[i]) for i in replaced]
+        assert change.appended == ([(0, own[len(replaced) :])] if num_new else [])
+        assert change.remapped == [(0, i, line.blocks[i]) for i in replaced]
         assert change.copies == [(old[i], line.blocks[i]) for i in kept]
         for source, target in change.copies:
             self.device[target] = list(self.device[source])
@@ -309,10 +308,9 @@ class World:
             return
         self.step += how % 2
         line, host_ids = self.swapped[seq_id]
-        lookahead = (0, 0, 0, 4)[how // 2 % 4]
-        num_blocks = self.blocks_for(len(line.tokens) + lookahead)
+        num_blocks = self.blocks_for(len(line.tokens))
         fits = self.has_room(num_blocks)
-        answer = self.kv.swap_in(seq_id, line.tokens, self.step, lookahead)
+        answer = self.kv.swap_in(seq_id, line.tokens, self.step)
         assert (answer is not None) == fits
         if answer is None:
             return
@@ -321,7 +319,7 @@ class World:
         del self.swapped[seq_id]
         pairs, table = answer
         line.blocks = self.take(num_blocks)
-        assert table == line.blocks
+        assert table == [(0, line.blocks)]
         assert pairs == list(zip(host_ids, line.blocks, strict=False))
         for host, device in pairs:
             self.device[device] = list(self.host[host])

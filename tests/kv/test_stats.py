@@ -75,7 +75,8 @@ def test_internal_waste() -> None:
     stats = kv.stats
     assert (stats.num_tokens, stats.internal_waste_tokens, stats.waste_percent) == (9, 3, 25.0)
     assert stats.occupancy == 0.3
-    kv.admit(2, list(range(4)), None, lookahead=5)  # 3 blocks: 8 slots empty
+    kv.admit(2, list(range(4)), None)
+    kv.grow(2, 4, 4, lookahead=5)  # 3 blocks: 8 slots empty
     assert (kv.stats.num_tokens, kv.stats.internal_waste_tokens) == (13, 11)
     kv.fork(1, 3)  # shared slots count once
     assert (kv.stats.num_tokens, kv.stats.internal_waste_tokens) == (13, 11)

@@ -14,10 +14,10 @@ def make(num_blocks: int = 12, **options: bool) -> KVManager:
 
 def start(kv: KVManager, seq_id: int, num_tokens: int, lookahead: int = 0) -> list[int]:
     tokens = list(range(num_tokens))
-    table = kv.admit(seq_id, tokens, None, lookahead=lookahead)
-    assert table is not None
+    assert kv.admit(seq_id, tokens, None) is not None
     kv.commit(seq_id, tokens, num_tokens)
-    return table
+    assert kv.grow(seq_id, num_tokens, num_tokens, lookahead) is not None
+    return kv.block_ids(seq_id)
 
 
 def test_room_that_is_there_changes_nothing() -> None:
@@ -32,9 +32,9 @@ def test_growth_appends_blocks() -> None:
     kv = make()
     table = start(kv, 1, 8)
     change = kv.grow(1, 9, 8)
-    assert change == Allocation(new_block_ids=[2])
+    assert change == Allocation(appended=[(0, [2])])
     assert kv.block_ids(1) == [*table, 2]
-    assert kv.grow(1, 9, 8, lookahead=8) == Allocation(new_block_ids=[3, 4])
+    assert kv.grow(1, 9, 8, lookahead=8) == Allocation(appended=[(0, [3, 4])])
     assert kv.grow(1, 17, 16) is UNCHANGED  # the lookahead's blocks serve
     kv.check()
 
@@ -65,8 +65,8 @@ def test_fork_shares_the_partly_filled_block_and_the_first_writer_copies_it() ->
     kv.fork(1, 3)
     assert kv.block_ids(2) == kv.block_ids(3) == table
     assert [kv.pool.blocks[block_id].ref_count for block_id in table] == [3, 3]
-    assert kv.grow(2, 7, 6) == Allocation(remapped=[(1, 2)], copies=[(1, 2)])
-    assert kv.grow(1, 7, 6) == Allocation(remapped=[(1, 3)], copies=[(1, 3)])
+    assert kv.grow(2, 7, 6) == Allocation(remapped=[(0, 1, 2)], copies=[(1, 2)])
+    assert kv.grow(1, 7, 6) == Allocation(remapped=[(0, 1, 3)], copies=[(1, 3)])
     assert kv.grow(3, 7, 6) is UNCHANGED  # the last one has it for itself
     assert [kv.block_ids(seq_id) for seq_id in (1, 2, 3)] == [[0, 3], [0, 2], [0, 1]]
     assert kv.grow(2, 8, 7) is UNCHANGED
@@ -78,8 +78,8 @@ def test_a_fork_at_a_block_border_copies_nothing() -> None:
     kv = make()
     start(kv, 1, 8)
     kv.fork(1, 2)
-    assert kv.grow(1, 9, 8) == Allocation(new_block_ids=[2])
-    assert kv.grow(2, 9, 8) == Allocation(new_block_ids=[3])
+    assert kv.grow(1, 9, 8) == Allocation(appended=[(0, [2])])
+    assert kv.grow(2, 9, 8) == Allocation(appended=[(0, [3])])
     kv.check()
 
 
@@ -88,7 +88,7 @@ def test_shared_blocks_without_tokens_are_replaced_but_not_copied() -> None:
     start(kv, 1, 6, lookahead=8)  # 4 blocks; the last two are empty
     kv.fork(1, 2)
     change = kv.grow(2, 7, 6)
-    assert change == Allocation(remapped=[(1, 4), (2, 5), (3, 6)], copies=[(1, 4)])
+    assert change == Allocation(remapped=[(0, 1, 4), (0, 2, 5), (0, 3, 6)], copies=[(1, 4)])
     kv.check()
 
 
@@ -99,7 +99,7 @@ def test_copy_on_write_and_growth_are_one_allocation() -> None:
     assert kv.grow(2, 9, 6) is None  # needs a copy and a new block, one is free
     assert kv.block_ids(2) == [0, 1]
     kv.check()
-    assert kv.grow(2, 8, 6) == Allocation(remapped=[(1, 2)], copies=[(1, 2)])
+    assert kv.grow(2, 8, 6) == Allocation(remapped=[(0, 1, 2)], copies=[(1, 2)])
     kv.check()
 
 
@@ -117,8 +117,8 @@ def test_a_fork_that_lost_its_siblings_writes_in_place() -> None:
 def test_a_forks_commit_serves_both() -> None:
     kv = make()
     tokens = list(range(9))
-    table = kv.admit(1, tokens, None)
-    assert table is not None
+    assert kv.admit(1, tokens, None) is not None
+    table = kv.block_ids(1)
     kv.fork(1, 2)
     kv.commit(2, tokens, 8)
     kv.check()
@@ -132,7 +132,7 @@ def test_a_cached_block_is_never_overwritten() -> None:
     tokens = list(range(8))
     table = start(kv, 1, 8)
     change = kv.grow(1, 8, 5)  # tokens 5.. are written again, into a block that is cached
-    assert change == Allocation(remapped=[(1, 2)], copies=[(1, 2)])
+    assert change == Allocation(remapped=[(0, 1, 2)], copies=[(1, 2)])
     assert kv.match([*tokens, 0]).block_ids == table  # what was cached still is
     kv.check()
     other = [*tokens[:5], 50, 60, 70]
@@ -144,7 +144,8 @@ def test_a_cached_block_is_never_overwritten() -> None:
 def test_commit_names_full_blocks_only_once_tokens_are_known() -> None:
     kv = make()
     tokens = list(range(6))
-    kv.admit(1, tokens, None, lookahead=4)
+    kv.admit(1, tokens, None)
+    kv.grow(1, 6, 6, lookahead=4)
     kv.commit(1, tokens, 9)  # three tokens are still on the device
     assert kv.match([*tokens, 0, 0, 0]).num_tokens == 4
     tokens += [6, 7]
@@ -183,7 +184,7 @@ def test_answers_are_copies() -> None:
     kv.block_ids(1).append(99)
     change = kv.grow(1, 5, 4)
     assert change is not None
-    change.new_block_ids.append(99)
+    change.appended[0][1].append(99)
     kv.check()
     assert kv.block_ids(1) == [0, 1]
 

@@ -71,6 +71,7 @@ class Rig:
         depth: int = 1,
         transfer_steps: int = 0,
         vocab_size: int = 1000,
+        windows: tuple[int | None, ...] = (None,),
         enable_prefix_caching: bool = True,
         cost: CostModel | None = None,
         fault: Any = None,
@@ -78,15 +79,17 @@ class Rig:
         **config: Any,
     ) -> None:
         self.clock = SimClock()
+        config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200, **config}
         self.kv = KVManager(
             num_blocks=num_blocks,
             block_size=block_size,
             num_host_blocks=num_host_blocks,
+            windows=windows,
+            max_span_tokens=config["max_num_batched_tokens"],
             watermark=watermark,
             enable_prefix_caching=enable_prefix_caching,
             clock=self.clock,
         )
-        config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200, **config}
         self.config = SchedulerConfig(max_in_flight=depth, **config)
         self.scheduler = Scheduler(self.config, self.kv, clock=self.clock)
         self.executor = SimExecutor(
@@ -94,6 +97,7 @@ class Rig:
             block_size=block_size,
             num_host_blocks=num_host_blocks,
             max_num_seqs=self.config.max_num_seqs,
+            windows=windows,
             depth=depth,
             language=ToyLanguage(vocab_size),
             cost=cost,

@@ -21,7 +21,7 @@ def executor(**fields: object) -> SimExecutor:
 def admission(
     row: int, tokens: list[int], blocks: list[int], computed: int = 0, spec: SamplingSpec = SPEC
 ) -> Admission:
-    return Admission(row, tokens, computed, len(tokens), blocks, spec)
+    return Admission(row, tokens, computed, len(tokens), [(0, blocks)], spec)
 
 
 def one_span(row: int, num_tokens: int, samples: bool = True) -> Spans:
@@ -78,7 +78,8 @@ def test_forks_share_tokens_and_table_and_sample_on_their_own() -> None:
     assert a != b
     row, fork = sim.rows[0], sim.rows[2]
     assert row is not None and fork is not None
-    assert (row.table, fork.table, row.token_ids, fork.token_ids) == ([0], [0], [1, 2, 3, a], [1, 2, 3, b])
+    assert [table.block_ids for table in row.tables + fork.tables] == [[0], [0]]
+    assert (row.token_ids, fork.token_ids) == ([1, 2, 3, a], [1, 2, 3, b])
 
 
 def test_swapped_blocks_come_back_elsewhere() -> None:
@@ -113,7 +114,10 @@ BROKEN: dict[str, tuple[Callable[[], StepPlan], str]] = {
         lambda: plan_of_row_0(spans=Spans([0], [4], [True], {0: [7, 7, 7]})),
         "room for 8 tokens, its span ends at 10",
     ),
-    "a table too short": (lambda: plan_of_row_0(admitted=[admission(1, [1] * 5, [4])]), "table is too short"),
+    "a table too short": (
+        lambda: plan_of_row_0(admitted=[admission(1, [1] * 5, [4])], spans=one_span(1, 5)),
+        "room for 4 tokens, its span ends at 5",
+    ),
     "a block twice in a table": (lambda: plan_of_row_0(admitted=[admission(1, [1] * 5, [4, 4])]), "a block twice"),
     "a write into a block of another": (
         lambda: plan_of_row_0(admitted=[admission(1, [9, 9], [1])], spans=one_span(1, 2)),
@@ -168,11 +172,11 @@ def test_a_missed_copy_on_write_is_noticed() -> None:
         return sim
 
     both = Spans([0, 1], [1, 1], [True, True])
-    run(forked(), StepPlan(1, copies=[(0, 4)], remapped=[(1, 0, 4)], spans=both))
+    run(forked(), StepPlan(1, copies=[(0, 4)], remapped=[(1, 0, 0, 4)], spans=both))
     with pytest.raises(AssertionError, match="writes block 0, which row 1"):
         forked().submit(StepPlan(1, spans=both))
     with pytest.raises(AssertionError, match="reads position 0 in block 4: never written"):
-        forked().submit(StepPlan(1, remapped=[(1, 0, 4)], spans=both))
+        forked().submit(StepPlan(1, remapped=[(1, 0, 0, 4)], spans=both))
 
 
 def test_a_block_given_away_before_its_transfer_is_done_is_noticed() -> None:
