@@ -17,6 +17,12 @@ from quire.params import SamplingSpec
 from quire.request import FinishReason
 
 
+def max_window_blocks(window: int, block_size: int, num_tokens: int = 1) -> int:
+    """Blocks that a KV group with a sliding window has at most of one sequence: those that a span of so many tokens
+    sees, and those that it writes."""
+    return -(-(window - 1 + num_tokens) // block_size) + 1
+
+
 @dataclass(slots=True)
 class Spans:
     """The tokens that this step computes, in columns: entry i is one running sequence. One-token spans come first.

@@ -91,7 +91,7 @@ class PagedRun:
         order = sorted(step, key=lambda item: item[1] != 1)  # decodes first
         batch, token_ids = self._batch(order)
         with torch.inference_mode():
-            hidden = self.decoder.forward(token_ids, batch, self.kv)
+            hidden = self.decoder.forward(token_ids, [batch] * len(self.decoder.layout.windows), self.kv)
             indices = torch.arange(len(token_ids), device=self.device)
             logits = self.decoder.logits(hidden, indices).cpu()
         starts = batch.query_starts.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.executor import sizing
 from quire.lab.device_plan import DevicePlan, size
 from quire.lab.planner import Plan
+from quire.models.kv_layout import kv_layout
 
 _LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -33,12 +34,15 @@ def _model(plan: Plan) -> list[str]:
 def _kv(plan: Plan) -> list[str]:
     spec, chosen, block_size = plan.spec, plan.chosen, plan.config.block_size
     value_bytes = sizing.DTYPE_BYTES[chosen.kv_dtype]
+    layout = kv_layout(spec, plan.config.max_model_len)
+    block = f"{block_size} tokens × {chosen.token_bytes:,} B"
+    if len(layout.windows) > 1:
+        block = f"{block_size} tokens of {layout.num_slots} layers, which {len(layout.windows)} groups of layers share"
     return [
         f"KV cache in {chosen.kv_dtype}",
         f"  a token   2 (K, V) × {spec.num_layers} layers × {spec.num_kv_heads} KV heads × {spec.head_dim} × "
         f"{value_bytes} B = {chosen.token_bytes:,} B  ({size(chosen.token_bytes)})",
-        f"  a block   {block_size} tokens × {chosen.token_bytes:,} B = {chosen.block_bytes:,} B  "
-        f"({size(chosen.block_bytes)})",
+        f"  a block   {block} = {chosen.block_bytes:,} B  ({size(chosen.block_bytes)})",
     ]
 
 
@@ -124,7 +128,7 @@ def _what_fits(plan: Plan) -> list[str]:
         why = f"the model's limit; the cache holds {chosen.num_tokens / limit:.1f} of them"
     lines = ["What fits", f"  longest sequence   {limit:,} tokens ({why})"]
     lengths = [length for length in _LENGTHS if length < limit] + [limit]
-    counts = [f"{ledger.num_blocks // -(-length // config.block_size):,} of {length:,}" for length in lengths]
+    counts = [f"{ledger.num_blocks // ledger.blocks_for(length):,} of {length:,}" for length in lengths]
     lines.append(f"  full at once       {', '.join(counts)} tokens")
     if plan.needs is None or chosen.fit is None:
         return [
@@ -196,7 +200,7 @@ def _choice_row(plan: Plan, choice: DevicePlan, has_mix: bool) -> list[str]:
     if has_mix:
         assert choice.fit is not None
         return [*row, f"{choice.fit.typical:,}", f"{choice.fit.always:,}"]
-    return [*row, f"{ledger.num_blocks // -(-ledger.max_model_len // plan.config.block_size):,}"]
+    return [*row, f"{ledger.num_blocks // ledger.blocks_for(ledger.max_model_len):,}"]
 
 
 def _flags(plan: Plan, hub_id: str) -> list[str]:

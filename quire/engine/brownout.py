@@ -98,7 +98,7 @@ class PressureReading:
             num_finished=stats.num_finished,
             num_running=scheduler.num_running,
             num_waiting_tokens=scheduler.num_waiting_tokens,
-            capacity_tokens=kv.num_blocks * kv.block_size,
+            capacity_tokens=kv.num_blocks * kv.block_size // len(kv.windows),
         )
 
 

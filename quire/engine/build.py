@@ -140,6 +140,8 @@ def build_token_side(
         num_blocks=executor.ledger.num_blocks,
         block_size=config.block_size,
         num_host_blocks=executor.ledger.num_host_blocks,
+        windows=executor.ledger.windows,
+        max_span_tokens=executor.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         watermark=config.watermark,
     )

@@ -6,6 +6,7 @@ written here, on the device, and is the next step's input without a round trip t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ class StepInputs:
     """What one forward pass takes, as tensors, and which tokens are sampled after it."""
 
     token_ids: Tensor  # [tokens] int64
-    attention: AttentionBatch
+    attention: list[AttentionBatch]  # by KV group
     logit_indices: Tensor  # [logits] int64: the tokens whose hidden states give logits
     sampled_rows: list[int]
     sampled_positions: list[int]  # of the first token that each of them samples
@@ -34,13 +35,21 @@ class StepInputs:
 class PersistentBatch:
     """Rows of tokens and block tables.
 
-    Invariant: for a live row, block_tables[row, :table_lengths[row]] are its blocks in order, tokens[row, p] is the
-    token at position p for every p that was admitted or sampled, and num_computed[row] of these have KV once all
-    submitted steps have run. Until a step's drafts are judged, num_computed counts none of them (`Unjudged`).
+    Invariant: for a live row, block_tables[group, row, :table_lengths[group][row]] are its blocks of a KV group in
+    order (leading ones that no token sees any more are arbitrary), tokens[row, p] is the token at position p for every
+    p that was admitted or sampled, and num_computed[row] of these have KV once all submitted steps have run. Until a
+    step's drafts are judged, num_computed counts none of them (`Unjudged`).
     """
 
     def __init__(
-        self, *, num_rows: int, max_model_len: int, block_size: int, device: torch.device, spare_block: int = 0
+        self,
+        *,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
+        spare_block: int = 0,
     ) -> None:
         self.block_size = block_size
         self.device = device
@@ -48,12 +57,13 @@ class PersistentBatch:
         # One token more than the longest sequence: the last sampled one is stored though it never runs.
         # One row more than sequences: padding of a captured decode step reads and writes there.
         self.tokens = torch.zeros((num_rows + 1, max_model_len + 1), dtype=torch.int64, device=device)
-        self.block_tables = torch.full((num_rows + 1, max_blocks), spare_block, dtype=torch.int32, device=device)
+        shape = (num_groups, num_rows + 1, max_blocks)
+        self.block_tables = torch.full(shape, spare_block, dtype=torch.int32, device=device)
         self.spare_row = num_rows
         # The same tables where the host can look at them: who shares blocks with whom is found out there.
-        self.host_tables = np.full((num_rows + 1, max_blocks), spare_block, dtype=np.int32)
+        self.host_tables = np.full(shape, spare_block, dtype=np.int32)
         self.version = 0  # changes whenever a row's sequence, or a block that it has already, does
-        self.table_lengths = [0] * num_rows
+        self.table_lengths = [[0] * num_rows for _ in range(num_groups)]
         self.num_computed = np.zeros(num_rows, dtype=np.int64)
         self._occupants = [0] * num_rows  # changes when another sequence takes the row
         self._is_held = [False] * num_rows
@@ -61,7 +71,6 @@ class PersistentBatch:
     def release(self, row: int) -> None:
         assert self._is_held[row], f"row {row} is released but holds nothing"
         self._is_held[row] = False
-        self.table_lengths[row] = 0
         self.version += 1
 
     def release_all(self) -> list[int]:
@@ -71,22 +80,26 @@ class PersistentBatch:
             self.release(row)
         return held
 
-    def admit(self, row: int, token_ids: list[int], num_computed: int, block_ids: list[int]) -> None:
+    def admit(self, row: int, token_ids: list[int], num_computed: int, tables: Sequence[tuple[int, list[int]]]) -> None:
+        """tables: see Admission."""
         self._take(row)
         self.tokens[row, : len(token_ids)] = to_device(np.array(token_ids, dtype=np.int64), self.device)
         self.num_computed[row] = num_computed
-        blocks = self.host_tables[row, : len(block_ids)]
-        blocks[:] = block_ids
-        self.block_tables[row, : len(block_ids)] = to_device(blocks, self.device)
-        self.table_lengths[row] = len(block_ids)
+        for group, (first, block_ids) in enumerate(tables):
+            end = first + len(block_ids)
+            blocks = self.host_tables[group, row, first:end]
+            blocks[:] = block_ids
+            self.block_tables[group, row, first:end] = to_device(blocks, self.device)
+            self.table_lengths[group][row] = end
 
     def fork(self, source: int, row: int) -> None:
         self._take(row)
         self.tokens[row].copy_(self.tokens[source])
         self.num_computed[row] = self.num_computed[source]
-        self.block_tables[row].copy_(self.block_tables[source])
-        self.host_tables[row] = self.host_tables[source]
-        self.table_lengths[row] = self.table_lengths[source]
+        self.block_tables[:, row] = self.block_tables[:, source]
+        self.host_tables[:, row] = self.host_tables[:, source]
+        for lengths in self.table_lengths:
+            lengths[row] = lengths[source]
 
     def _take(self, row: int) -> None:
         assert not self._is_held[row], f"row {row} is given out while it is held"
@@ -97,26 +110,19 @@ class PersistentBatch:
     def apply_table_diffs(self, plan: StepPlan) -> None:
         """What a plan changes in tables, in one scatter."""
         for row, num_blocks in plan.trimmed:
-            self.table_lengths[row] = num_blocks
-        rows: list[int] = []
-        columns: list[int] = []
-        blocks: list[int] = []
-        for row, new_blocks in plan.appended:
-            length = self.table_lengths[row]
-            for offset, block in enumerate(new_blocks):
-                rows.append(row)
-                columns.append(length + offset)
-                blocks.append(block)
-            self.table_lengths[row] = length + len(new_blocks)
-        for row, index, block in plan.remapped:
-            rows.append(row)
-            columns.append(index)
-            blocks.append(block)
-        if rows:
-            host = np.array([rows, columns, blocks], dtype=np.int64)
-            self.host_tables[host[0], host[1]] = host[2]
+            for lengths in self.table_lengths:
+                lengths[row] = min(lengths[row], num_blocks)
+        changes: list[tuple[int, int, int, int]] = []  # group, row, index, block
+        for row, group, new_blocks in plan.appended:
+            length = self.table_lengths[group][row]
+            changes += [(group, row, length + offset, block) for offset, block in enumerate(new_blocks)]
+            self.table_lengths[group][row] = length + len(new_blocks)
+        changes += [(group, row, index, block) for row, group, index, block in plan.remapped]
+        if changes:
+            host = np.array(changes, dtype=np.int64).T.copy()
+            self.host_tables[host[0], host[1], host[2]] = host[3]
             diff = to_device(host, self.device)
-            self.block_tables[diff[0], diff[1]] = diff[2].to(torch.int32)
+            self.block_tables[diff[0], diff[1], diff[2]] = diff[3].to(torch.int32)
             self.version += bool(plan.remapped)
 
     def starts(self, spans: Spans) -> Ints:
@@ -167,15 +173,14 @@ class PersistentBatch:
         rows_t, query_starts_t, kv_lens_t, token_rows_t, positions_t, indices_t = _to_device_together(
             parts, self.device
         )
-        num_blocks = -(-max_kv_len // self.block_size)
-        tables = self.block_tables[:, :num_blocks].index_select(0, rows_t)
-        blocks = self.block_tables[token_rows_t, positions_t // self.block_size].to(torch.int64)
-        attention = AttentionBatch(
+        attention = attention_batches(
+            self.block_tables[..., : -(-max_kv_len // self.block_size)],
+            self.block_size,
+            rows=rows_t,
+            token_rows=token_rows_t,
             positions=positions_t,
-            slots=blocks * self.block_size + positions_t % self.block_size,
-            query_starts=query_starts_t.to(torch.int32),
-            kv_lens=kv_lens_t.to(torch.int32),
-            block_tables=tables,
+            query_starts=query_starts_t,
+            kv_lens=kv_lens_t,
             max_query_len=int(counts.max()),
             max_kv_len=max_kv_len,
             num_decodes=num_decodes,
@@ -219,6 +224,39 @@ class Unjudged:
     row: int
     occupant: int  # whose they are: the row may be given to another sequence before the result is there
     drafts: list[int]
+
+
+def attention_batches(
+    block_tables: Tensor,  # [groups, rows, blocks]
+    block_size: int,
+    *,
+    rows: Tensor,  # [sequences]
+    token_rows: Tensor,  # [tokens]: the row that each token belongs to
+    positions: Tensor,  # [tokens]
+    query_starts: Tensor,  # [sequences + 1]
+    kv_lens: Tensor,  # [sequences]
+    max_query_len: int,
+    max_kv_len: int,
+    num_decodes: int,
+) -> list[AttentionBatch]:
+    """Where a step's tokens stand, for each KV group. All integers are on the device already."""
+    query_starts, kv_lens = query_starts.to(torch.int32), kv_lens.to(torch.int32)
+    found = []
+    for tables in block_tables.unbind(0):
+        blocks = tables[token_rows, positions // block_size].to(torch.int64)
+        found.append(
+            AttentionBatch(
+                positions=positions,
+                slots=blocks * block_size + positions % block_size,
+                query_starts=query_starts,
+                kv_lens=kv_lens,
+                block_tables=tables.index_select(0, rows),
+                max_query_len=max_query_len,
+                max_kv_len=max_kv_len,
+                num_decodes=num_decodes,
+            )
+        )
+    return found
 
 
 def _sampled(plan: StepPlan, query_starts: Ints, ends: Ints) -> tuple[Ints, list[int]]:

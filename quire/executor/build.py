@@ -13,7 +13,7 @@ from quire.executor.captured import GraphMemory, StepParts
 from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.device import Backend, choose_backend
 from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
-from quire.executor.kv_cache import KVCache, block_bytes
+from quire.executor.kv_cache import KVCache
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import (
     MemoryLedger,
@@ -36,6 +36,7 @@ from quire.executor.sizing import batch_limits
 from quire.executor.timeline import Timeline
 from quire.executor.worker import Worker
 from quire.models.decoder import Decoder
+from quire.models.kv_layout import kv_layout
 from quire.models.spec import ModelSpec
 from quire.sampling import Sampler
 from quire.weights import Checkpoint, ProgressFn
@@ -69,13 +70,15 @@ def build_executor(
     timeline = timeline or Timeline()
     max_num_seqs, max_num_batched_tokens = batch_limits(config, spec, backend.device.type)
     device_bytes = torch.cuda.mem_get_info(backend.device)[1] if backend.device.type == "cuda" else None
-    per_block = block_bytes(spec, config.block_size, backend.kv_dtype)
+    layout = kv_layout(spec, config.max_model_len)
+    per_block = layout.block_bytes(spec, config.block_size, backend.kv_dtype.itemsize)
     decoder = Decoder(
         spec,
         backend.ops,
         device=backend.device,
         dtype=backend.activation_dtype,
         max_position=longest_sequence(config, spec, block_bytes=per_block, device_bytes=device_bytes),
+        layout=layout,
     )
     checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
     with torch.inference_mode():
@@ -103,6 +106,7 @@ def build_executor(
     timeline.mark("memory")
     cache = KVCache(
         spec,
+        layout,
         num_blocks=ledger.num_blocks,
         num_host_blocks=ledger.num_host_blocks,
         block_size=config.block_size,
@@ -168,6 +172,7 @@ def assemble_executor(
         max_model_len=ledger.max_model_len,
         block_size=block_size,
         device=backend.device,
+        num_groups=len(decoder.layout.windows),
         spare_block=cache.spare_block,
     )
     graphs = mixed = None
@@ -189,7 +194,8 @@ def _plan(
 ) -> MemoryLedger:
     device = backend.device.type
     kv_size_flag = config.kv_size_flag
-    kv_block_bytes = block_bytes(spec, config.block_size, backend.kv_dtype)
+    layout = decoder.layout
+    kv_block_bytes = layout.block_bytes(spec, config.block_size, backend.kv_dtype.itemsize)
     config = with_kv_bytes(config, kv_block_bytes)
     graph_bytes = batch_bytes = 0
     if device == "cuda":
@@ -204,7 +210,7 @@ def _plan(
             max_seq_len=decoder.max_position,
         )
         dtype = sizing.activation_dtype(config, spec, device)
-        lengths = (decoder.max_position, config.block_size)
+        lengths = (decoder.max_position, config.block_size, len(layout.windows))
         if _has_graphs(config, backend):
             graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
@@ -229,6 +235,8 @@ def _plan(
         graph_bytes=graph_bytes,
         batch_bytes=batch_bytes,
         block_bytes=kv_block_bytes,
+        layout=layout,
+        max_span_tokens=max_tokens,
         kv_budget_bytes=budget,
         kv_budget_flag=kv_size_flag or flag,
     )

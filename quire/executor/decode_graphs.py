@@ -77,6 +77,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         self._groups = torch.zeros(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=batch.device)
         self._grouped: tuple[int, list[int]] | None = None  # the batch's version and rows that _groups is about
         self._has_groups = False
+        self._has_full_attention = parts.decoder.layout.windows[0] is None
         self._next = DecodeShape(0, shares=False)
         self._rows: list[int] = []  # of the step that is about to run; none while idle
         self._positions: list[int] = []
@@ -133,13 +134,15 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
     def _group(self, rows: list[int], positions: list[int], size: int) -> None:
         """Find who shares a prefix. It stays true until the batch changes: tables only grow at their end."""
         batch = self._batch
+        self._grouped = (batch.version, list(rows))
+        if not self._has_full_attention:
+            return  # a window moves away from a prefix
         num_full_blocks = np.array(positions) // batch.block_size
         width = int(num_full_blocks.max())
         groups = find_shared_prefixes(
-            batch.host_tables[rows, :width], num_full_blocks, batch.block_size, max_groups=MAX_GROUPS
+            batch.host_tables[0, rows, :width], num_full_blocks, batch.block_size, max_groups=MAX_GROUPS
         )
         self._has_groups = bool(groups)
-        self._grouped = (batch.version, list(rows))
         if groups:
             packed = pack_shared_prefixes(groups, size, MAX_GROUPS)
             self._groups[: len(packed)].copy_(to_device(packed, batch.device))
@@ -169,19 +172,26 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         size = shape.size
         batch = self._batch
         step = self._step[:, :size]
-        placed = parts.decoder.ops.place_decodes(step, batch.tokens, batch.block_tables, batch.block_size)
-        attention = AttentionBatch(
-            positions=step[1],
-            slots=placed.slots,
-            query_starts=self._query_starts[: size + 1],
-            kv_lens=placed.kv_lens,
-            block_tables=placed.block_tables,
-            max_query_len=1,
-            max_kv_len=parts.max_model_len,
-            num_decodes=size,
-        )
+        groups = [
+            parts.decoder.ops.place_decodes(step, batch.tokens, tables, batch.block_size)
+            for tables in batch.block_tables.unbind(0)
+        ]
+        attention = [
+            AttentionBatch(
+                positions=step[1],
+                slots=placed.slots,
+                query_starts=self._query_starts[: size + 1],
+                kv_lens=placed.kv_lens,
+                block_tables=placed.block_tables,
+                max_query_len=1,
+                max_kv_len=parts.max_model_len,
+                num_decodes=size,
+            )
+            for placed in groups
+        ]
         if shape.shares:
             packed = self._groups[: packed_length(size, MAX_GROUPS)]
-            attention.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
-        hidden = parts.decoder.forward(placed.token_ids, attention, parts.layers)
+            for each in attention:  # layers with a window take no notice
+                each.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
+        hidden = parts.decoder.forward(groups[0].token_ids, attention, parts.layers)
         parts.decoder.logits(hidden, None, self.memory.logits[:size])

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from quire.config import GIB, EngineConfig
 from quire.errors import ConfigError, MemoryBudgetError
+from quire.models.kv_layout import KVLayout
 from quire.models.spec import ModelSpec
+from quire.plan import max_window_blocks
 
 DEFAULT_CPU_KV_BYTES = GIB
 
@@ -29,6 +31,19 @@ class MemoryLedger:
     num_host_blocks: int
     block_size: int
     max_model_len: int
+    windows: tuple[int | None, ...] = (None,)  # by KV group
+
+    @property
+    def num_tokens(self) -> int:
+        """That the cache holds; where layers have windows, in sequences of the greatest length."""
+        if self.windows == (None,):
+            return self.num_blocks * self.block_size
+        return self.num_blocks * self.max_model_len // self.blocks_for(self.max_model_len)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """That a sequence of so many tokens holds while it decodes."""
+        num, size = -(-num_tokens // self.block_size), self.block_size
+        return sum(num if window is None else min(num, max_window_blocks(window, size)) for window in self.windows)
 
     def blocks_line(self) -> str:
         """The start-up line that vLLM's users look for."""
@@ -37,13 +52,16 @@ class MemoryLedger:
         return f"# GPU blocks: {self.num_blocks}, # CPU blocks: {self.num_host_blocks}"
 
     def summary(self) -> str:
-        tokens = self.num_blocks * self.block_size
         entries = [
             ("weights", self.weight_bytes, ""),
             ("activations", self.activation_bytes, ""),
             ("graphs", self.graph_bytes, ""),
             ("sequences' tables", self.batch_bytes, ""),
-            ("KV cache", self.kv_bytes, f" ({self.num_blocks:,} blocks of {self.block_size} = {tokens:,} tokens)"),
+            (
+                "KV cache",
+                self.kv_bytes,
+                f" ({self.num_blocks:,} blocks of {self.block_size} = {self.num_tokens:,} tokens)",
+            ),
             ("swap", self.swap_bytes, f" ({self.num_host_blocks:,} blocks on the host)"),
         ]
         return ", ".join(f"{name} {_size(size)}{text}" for name, size, text in entries if size)
@@ -57,6 +75,8 @@ def plan_memory(
     weight_bytes: int,
     activation_bytes: int,
     block_bytes: int,
+    layout: KVLayout,
+    max_span_tokens: int,
     graph_bytes: int = 0,
     batch_bytes: int = 0,
     kv_budget_bytes: int,
@@ -70,10 +90,11 @@ def plan_memory(
             f"the KV cache may take {_size(kv_budget_bytes)}, and one block of {config.block_size} tokens takes "
             f"{_size(block_bytes)}: raise {kv_budget_flag}"
         )
-    capacity = num_blocks * config.block_size
+    longest = config.max_model_len or spec.max_position
+    capacity = layout.capacity_tokens(num_blocks, config.block_size, max_span_tokens, longest)
     max_model_len = config.max_model_len or min(spec.max_position, capacity)
     if max_model_len > capacity:
-        need = -(-max_model_len // config.block_size) * block_bytes
+        need = layout.blocks_for(max_model_len, config.block_size, max_span_tokens) * block_bytes
         raise MemoryBudgetError(
             f"max_model_len={max_model_len} needs a KV cache of {_size(need)} ({need} bytes), and "
             f"{_size(kv_budget_bytes)} are there for it: lower max_model_len to {capacity}, or raise {kv_budget_flag}"
@@ -97,6 +118,7 @@ def plan_memory(
         num_host_blocks=num_host_blocks,
         block_size=config.block_size,
         max_model_len=max_model_len,
+        windows=layout.windows,
     )
 
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from quire.executor.batch import attention_batches
 from quire.executor.sizing import MAX_MIXED_DECODES, MAX_MIXED_PROMPTS, MAX_MIXED_TOKENS, mixed_sizes
-from quire.kernels.interface import AttentionBatch
 from quire.models.decoder import Decoder
 from quire.plan import StepPlan
 
@@ -124,19 +123,20 @@ def run_mixed_step(
     shape: MixedShape,
     *,
     tokens: Tensor,  # [rows, positions]: the persistent batch's
-    block_tables: Tensor,  # [rows, blocks]: likewise
+    block_tables: Tensor,  # [groups, rows, blocks]: likewise
     block_size: int,
     max_model_len: int,
     out: Tensor | None = None,
 ) -> Tensor:
     """Logits of the wanted tokens, in their order; what follows them is padding."""
-    blocks = block_tables[inputs.token_rows, inputs.positions // block_size].to(torch.int64)
-    attention = AttentionBatch(
+    attention = attention_batches(
+        block_tables,
+        block_size,
+        rows=inputs.rows,
+        token_rows=inputs.token_rows,
         positions=inputs.positions,
-        slots=blocks * block_size + inputs.positions % block_size,
-        query_starts=inputs.query_starts.to(torch.int32),
-        kv_lens=inputs.kv_lens.to(torch.int32),
-        block_tables=block_tables.index_select(0, inputs.rows),
+        query_starts=inputs.query_starts,
+        kv_lens=inputs.kv_lens,
         max_query_len=shape.num_tokens,
         max_kv_len=max_model_len,
         num_decodes=shape.num_decodes,

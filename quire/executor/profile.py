@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.executor.batch import PersistentBatch, StepInputs
 from quire.executor.sizing import step_slack_bytes
-from quire.kernels.interface import AttentionBatch
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
+from quire.plan import StepPlan
 
 
 def measure_activation_bytes(
@@ -25,18 +26,16 @@ def measure_activation_bytes(
     """Bytes at the peak of a step with as many prompt tokens and as many sampled rows as there may be, and a little
     more for what such a step has beside. Its layers come one after the other: a few show the peak of all."""
     decoder, kept = decoder.excerpt()
-    batch, num_blocks = prompts_step(device, block_size, max_num_batched_tokens, max_seq_len)
+    inputs, num_blocks = prompts_step(decoder, device, block_size, max_num_batched_tokens, max_seq_len)
     shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     # All layers write to the same blocks: what they hold does not matter, only what the step allocates.
     kv = torch.zeros(shape, dtype=kv_dtype, device=device)
-    num_tokens = batch.positions.shape[0]
-    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     # Once before it counts: libraries allocate workspaces of their own the first time.
-    decoder.forward(token_ids, batch, [kv] * len(kept))
+    decoder.forward(inputs.token_ids, inputs.attention, [kv] * len(kept))
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    hidden = decoder.forward(token_ids, batch, [kv] * len(kept))
+    hidden = decoder.forward(inputs.token_ids, inputs.attention, [kv] * len(kept))
     rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
     logits = decoder.logits(hidden, rows)
     scratch = _sampling_scratch(logits)
@@ -44,7 +43,7 @@ def measure_activation_bytes(
     peak = torch.cuda.max_memory_allocated(device) - before
     del hidden, logits, scratch, kv
     torch.cuda.empty_cache()
-    return peak + step_slack_bytes(max_num_seqs, max_seq_len, block_size)
+    return peak + step_slack_bytes(max_num_seqs, max_seq_len, block_size, len(decoder.layout.windows))
 
 
 def hold_activation_memory(num_bytes: int, device: torch.device) -> bool:
@@ -79,11 +78,11 @@ def calibrate_kv_scales(
 ) -> list[tuple[float, float]]:
     """Scales for an 8-bit cache: the largest K and V of each layer, over tokens spread through the vocabulary."""
     num_tokens = min(_CALIBRATION_TOKENS, decoder.max_position)
-    batch, num_blocks = prompts_step(device, block_size, num_tokens, num_tokens)
+    inputs, num_blocks = prompts_step(decoder, device, block_size, num_tokens, num_tokens)
     shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     kv = torch.zeros(shape, dtype=dtype, device=device)
     token_ids = torch.arange(num_tokens, device=device) * 7919 % spec.vocab_size
-    decoder.forward(token_ids, batch, list(kv.unbind(0)))
+    decoder.forward(token_ids, inputs.attention, list(kv.unbind(0)))
     largest = kv.abs().amax(dim=(1, 3, 4, 5)).float().clamp_(min=1e-4)  # [layers, 2]
     return [(k / _FP8_TARGET, v / _FP8_TARGET) for k, v in largest.tolist()]
 
@@ -94,27 +93,20 @@ def _sampling_scratch(logits: Tensor) -> Tensor:
 
 
 def prompts_step(
-    device: torch.device, block_size: int, num_tokens: int, max_seq_len: int
-) -> tuple[AttentionBatch, int]:
-    """A step of whole prompts, each as long as a sequence may be."""
+    decoder: Decoder, device: torch.device, block_size: int, num_tokens: int, max_seq_len: int
+) -> tuple[StepInputs, int]:
+    """A step of whole prompts, each as long as a sequence may be, and how many blocks it takes."""
     lengths = [max_seq_len] * (num_tokens // max_seq_len)
     if num_tokens % max_seq_len:
         lengths.append(num_tokens % max_seq_len)
     blocks_each = -(-max(lengths) // block_size)
-    tables = torch.arange(len(lengths) * blocks_each, dtype=torch.int32, device=device).view(len(lengths), -1)
-    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-    owners = torch.repeat_interleave(
-        torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device), output_size=num_tokens
+    num_groups = len(decoder.layout.windows)
+    batch = PersistentBatch(
+        num_rows=len(lengths), max_model_len=max(lengths), block_size=block_size, device=device, num_groups=num_groups
     )
-    blocks = tables[owners, positions // block_size].to(torch.int64)
-    batch = AttentionBatch(
-        positions=positions,
-        slots=blocks * block_size + positions % block_size,
-        query_starts=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device),
-        kv_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        block_tables=tables,
-        max_query_len=max(lengths),
-        max_kv_len=max(lengths),
-        num_decodes=0,
-    )
-    return batch, len(lengths) * blocks_each
+    plan = StepPlan(0)
+    for row, length in enumerate(lengths):
+        blocks = list(range(row * blocks_each, (row + 1) * blocks_each))
+        batch.admit(row, [0] * length, 0, [(0, blocks)] * num_groups)
+        plan.spans.add(row, length, False)
+    return batch.prepare(plan), len(lengths) * blocks_each

@@ -179,7 +179,9 @@ class _Rehearsal:
 
     def _run(self, batch: AttentionBatch, cache: Tensor) -> None:
         token_ids = torch.empty(batch.positions.shape, dtype=torch.int64, device=_META)
-        hidden = self.decoder.forward(token_ids, batch, [cache] * self.spec.num_layers)
+        hidden = self.decoder.forward(
+            token_ids, [batch] * len(self.decoder.layout.windows), [cache] * self.spec.num_layers
+        )
         self.decoder.logits(hidden[: len(batch.kv_lens)], None)
 
 

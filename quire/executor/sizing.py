@@ -99,31 +99,31 @@ def cpu_step_bytes(spec: ModelSpec, max_num_seqs: int, max_tokens: int) -> int:
 
 
 def cuda_step_bytes(
-    spec: ModelSpec, dtype: str, max_num_seqs: int, max_tokens: int, max_seq_len: int, block_size: int
+    spec: ModelSpec, dtype: str, max_num_seqs: int, max_tokens: int, max_seq_len: int, block_size: int, num_groups: int
 ) -> int:
     """What the engine will measure: the most that a step holds at once, in its layers or while it samples."""
     row_bytes = spec.hidden_size * DTYPE_BYTES[dtype]
     logits = logits_bytes(spec, max_num_seqs)
     sampling = (max_tokens + 2 * max_num_seqs) * row_bytes + logits + logits // 8
     return max(layers_bytes(spec, dtype, max_tokens), sampling) + step_slack_bytes(
-        max_num_seqs, max_seq_len, block_size
+        max_num_seqs, max_seq_len, block_size, num_groups
     )
 
 
-def step_slack_bytes(max_num_seqs: int, max_seq_len: int, block_size: int) -> int:
+def step_slack_bytes(max_num_seqs: int, max_seq_len: int, block_size: int, num_groups: int) -> int:
     """What a step takes beside the tensors that count: its rows of block tables, small ones, and the ends of pieces
     that nothing fits into."""
-    return table_bytes(max_num_seqs, max_seq_len, block_size) + (16 << 20)
+    return table_bytes(max_num_seqs, max_seq_len, block_size, num_groups) + (16 << 20)
 
 
-def table_bytes(num_seqs: int, max_seq_len: int, block_size: int) -> int:
-    """Of one KV group's block tables."""
-    return num_seqs * -(-max_seq_len // block_size) * 4
+def table_bytes(num_seqs: int, max_seq_len: int, block_size: int, num_groups: int) -> int:
+    return num_groups * num_seqs * -(-max_seq_len // block_size) * 4
 
 
-def batch_bytes(max_num_seqs: int, max_seq_len: int, block_size: int) -> int:
-    """Of the persistent batch: every sequence's tokens and block table, and one more of each."""
-    return (max_num_seqs + 1) * (max_seq_len + 1) * 8 + table_bytes(max_num_seqs + 1, max_seq_len, block_size)
+def batch_bytes(max_num_seqs: int, max_seq_len: int, block_size: int, num_groups: int) -> int:
+    """Of the persistent batch: every sequence's tokens and block tables, and one more of each."""
+    tables = table_bytes(max_num_seqs + 1, max_seq_len, block_size, num_groups)
+    return (max_num_seqs + 1) * (max_seq_len + 1) * 8 + tables
 
 
 def layers_bytes(spec: ModelSpec, dtype: str, num_tokens: int) -> int:
@@ -153,11 +153,13 @@ def num_graphs(max_num_seqs: int) -> int:
     return 2 * len(decodes) + len(mixed)  # with and without shared prefixes
 
 
-def graph_bytes(spec: ModelSpec, dtype: str, max_num_seqs: int, max_seq_len: int, block_size: int) -> int:
+def graph_bytes(
+    spec: ModelSpec, dtype: str, max_num_seqs: int, max_seq_len: int, block_size: int, num_groups: int
+) -> int:
     """Of all captured steps together. They share their tensors, since only one runs at a time; what the driver keeps of
     each, some 34 KiB a layer on an H200, they do not."""
     tensors = layers_bytes(spec, dtype, MAX_MIXED_DECODES + MAX_MIXED_TOKENS) + _GRAPH_WORKSPACE_BYTES
-    tensors += table_bytes(num_graph_rows(max_num_seqs), max_seq_len, block_size)
+    tensors += table_bytes(num_graph_rows(max_num_seqs), max_seq_len, block_size, num_groups)
     kept = num_graphs(max_num_seqs) * spec.num_layers * _GRAPH_LAYER_BYTES
     return tensors + logits_bytes(spec, num_graph_rows(max_num_seqs)) + kept
 

@@ -71,7 +71,7 @@ class Worker:
         self.cache.move(plan.swap_out, plan.swap_in, plan.step)
         self.cache.copy(plan.copies)
         for new in plan.admitted:
-            self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.block_ids)
+            self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.tables)
             self.sampler.admit(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
             if new.sampling.prompt_logprobs is not None:
                 self._prompt_logprob_rows[new.row] = (new.sampling, new.token_ids[: new.num_prompt_tokens])

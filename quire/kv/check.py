@@ -78,7 +78,9 @@ def _check_transfers(kv: KVManager) -> None:
         )
     for seq_id, swapped in kv.swapped.items():
         for first, host_ids in swapped.slices:
-            assert (first + len(host_ids) - 1) * kv.block_size < swapped.num_computed <= (
-                first + len(host_ids)
-            ) * kv.block_size, f"swapped sequence {seq_id}: {len(host_ids)} host blocks from block {first} on"
+            assert (
+                (first + len(host_ids) - 1) * kv.block_size
+                < swapped.num_computed
+                <= (first + len(host_ids)) * kv.block_size
+            ), f"swapped sequence {seq_id}: {len(host_ids)} host blocks from block {first} on"
     kv.host.check([host_id for swapped in kv.swapped.values() for host_id in swapped.host_ids], moving_host_ids)

@@ -27,6 +27,7 @@ from quire.kv.stats import Counters, KVStats, RateMeter, read_stats
 from quire.kv.swap import HostPool, SwappedSequence, Transfers
 from quire.kv.table import NEVER, UNCHANGED, Allocation, BlockTable, GroupTable, TableSlices
 from quire.kv.watch import KVWatch
+from quire.plan import max_window_blocks
 from quire.request import CacheOutcome
 
 
@@ -65,7 +66,8 @@ class KVManager:
         self.windows = tuple(windows)
         # Blocks that a windowed group's table has at most: those that a span sees, and those that it writes.
         self._max_blocks = [
-            None if window is None else self._pages(window - 1 + max_span_tokens) + 1 for window in self.windows
+            None if window is None else max_window_blocks(window, block_size, max_span_tokens)
+            for window in self.windows
         ]
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
@@ -195,9 +197,7 @@ class KVManager:
         assert seq_id not in self.tables and seq_id not in self.swapped, f"sequence {seq_id} is here already"
         assert token_ids, f"sequence {seq_id} has no tokens"
         if match is None:
-            match = PrefixMatch.nothing(
-                CacheOutcome.SKIPPED if self.enable_prefix_caching else CacheOutcome.DISABLED
-            )
+            match = PrefixMatch.nothing(CacheOutcome.SKIPPED if self.enable_prefix_caching else CacheOutcome.DISABLED)
         num_matched = match.num_tokens // self.block_size
         assert match.num_tokens < len(token_ids), "the match is not of these tokens"
         assert len(match.hashes) >= num_matched, "the match is not one of match()'s"

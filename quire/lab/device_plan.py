@@ -23,6 +23,7 @@ from quire.executor.memory import (
     with_kv_bytes,
 )
 from quire.lab.traffic import Fit, MixNeeds, fit_mix
+from quire.models.kv_layout import kv_layout
 from quire.models.spec import ModelSpec
 
 # CUDA's context, the kernels' code and the libraries' workspaces: no shape tells them.
@@ -54,7 +55,7 @@ class DevicePlan:
 
     @property
     def num_tokens(self) -> int:
-        return self.ledger.num_blocks * self.ledger.block_size if self.ledger else 0
+        return self.ledger.num_tokens if self.ledger else 0
 
 
 def plan_device(
@@ -73,7 +74,8 @@ def plan_device(
     dtype = sizing.activation_dtype(config, spec, device)
     max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
     kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
-    block_bytes = sizing.kv_block_bytes(shard, config.block_size, kv_value_bytes)
+    layout = kv_layout(shard, config.max_model_len)
+    block_bytes = layout.block_bytes(shard, config.block_size, kv_value_bytes)
     kv_size_flag = config.kv_size_flag
     config = with_kv_bytes(config, block_bytes)
     device_bytes = memory_bytes if device == "cuda" else None
@@ -84,7 +86,7 @@ def plan_device(
     if device == "cpu":
         step_bytes = sizing.cpu_step_bytes(whole_logits, max_num_seqs, max_tokens)
     else:
-        lengths = (max_len, config.block_size)
+        lengths = (max_len, config.block_size, len(layout.windows))
         step_bytes = sizing.cuda_step_bytes(whole_logits, dtype, max_num_seqs, max_tokens, *lengths)
         if not config.enforce_eager:
             graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs, *lengths)
@@ -132,6 +134,8 @@ def plan_device(
             graph_bytes=graph_bytes,
             batch_bytes=batch_bytes,
             block_bytes=block_bytes,
+            layout=layout,
+            max_span_tokens=max_tokens,
             kv_budget_bytes=budget,
             kv_budget_flag=kv_size_flag or flag,
         )
@@ -147,7 +151,7 @@ def plan_device(
         graph_bytes=graph_bytes,
         batch_bytes=batch_bytes,
         driver_bytes=driver_bytes,
-        token_bytes=block_bytes // config.block_size,
+        token_bytes=shard.kv_values_per_token * kv_value_bytes,
         block_bytes=block_bytes,
         kv_budget_bytes=budget,
         ledger=ledger,

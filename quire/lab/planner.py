@@ -18,6 +18,7 @@ from quire.executor.memory import (
 )
 from quire.lab.device_plan import DevicePlan, plan_device, shard_spec, size
 from quire.lab.traffic import Kind, MixNeeds, mix_needs
+from quire.models.kv_layout import kv_layout
 from quire.models.spec import ModelSpec
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -123,7 +124,8 @@ def make_plan(
     assert device == "cpu" or memory_bytes is not None, "a GPU's memory has to be told"
     dtype = sizing.activation_dtype(config, spec, device)
     max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
-    needs = mix_needs(mix, config.block_size) if mix else None
+    windows = kv_layout(spec, config.max_model_len).windows
+    needs = mix_needs(mix, config.block_size, windows) if mix else None
     wanted = sizing.kv_dtype(config, dtype)
     chosen = plan_device(config, spec, device=device, memory_bytes=memory_bytes, needs=needs, record=record)
     choices, skipped = [], []

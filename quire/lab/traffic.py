@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.plan import max_window_blocks
+
+Windows = Sequence[int | None]  # of each KV group
+
 
 @dataclass(slots=True, frozen=True)
 class Kind:
@@ -19,20 +23,30 @@ class Kind:
         """At its end. The last token that is sampled needs no KV."""
         return self.prompt_len + self.output_len - 1
 
-    def blocks_at_end(self, block_size: int) -> int:
-        return -(-self.num_kv_tokens // block_size)
+    def blocks_at_end(self, block_size: int, windows: Windows = (None,)) -> int:
+        num = -(-self.num_kv_tokens // block_size)
+        return sum(num if most is None else min(num, most) for most in _limits(windows, block_size))
 
-    def block_steps(self, block_size: int) -> int:
+    def block_steps(self, block_size: int, windows: Windows = (None,)) -> int:
         """Blocks held, summed over the steps in which it runs: one for the prompt, then one for each further token."""
-        return _ceil_sum(self.num_kv_tokens, block_size) - _ceil_sum(self.prompt_len - 1, block_size)
+        first, last = self.prompt_len - 1, self.num_kv_tokens
+        limits = _limits(windows, block_size)
+        return sum(_ceil_sum(last, block_size, most) - _ceil_sum(first, block_size, most) for most in limits)
 
     def token_steps(self) -> int:
         """Tokens held, summed over the same steps."""
         return self.output_len * (2 * self.prompt_len + self.output_len - 1) // 2
 
 
-def _ceil_sum(n: int, size: int) -> int:
-    """The sum of ceil(k / size) for k = 1 .. n."""
+def _limits(windows: Windows, block_size: int) -> list[int | None]:
+    """Blocks that a sequence has at most in each KV group."""
+    return [None if window is None else max_window_blocks(window, block_size) for window in windows]
+
+
+def _ceil_sum(n: int, size: int, most: int | None = None) -> int:
+    """The sum of ceil(k / size), or of `most` where that is less, for k = 1 .. n."""
+    if most is not None and n > most * size:
+        return _ceil_sum(most * size, size) + most * (n - most * size)
     full, rest = divmod(n, size)
     return size * full * (full + 1) // 2 + rest * (full + 1)
 
@@ -50,14 +64,15 @@ class MixNeeds:
     waste_percent: float  # of the slots of those blocks, the empty ends of last blocks
 
 
-def mix_needs(mix: Sequence[Kind], block_size: int) -> MixNeeds:
+def mix_needs(mix: Sequence[Kind], block_size: int, windows: Windows = (None,)) -> MixNeeds:
     steps = sum(kind.share * kind.output_len for kind in mix)
-    block_steps = sum(kind.share * kind.block_steps(block_size) for kind in mix)
+    block_steps = sum(kind.share * kind.block_steps(block_size, windows) for kind in mix)
+    block_steps_whole = sum(kind.share * kind.block_steps(block_size) for kind in mix)
     token_steps = sum(kind.share * kind.token_steps() for kind in mix)
     return MixNeeds(
         mean_blocks=block_steps / steps,
-        max_blocks=max(kind.blocks_at_end(block_size) for kind in mix),
-        waste_percent=100.0 * (1.0 - token_steps / (block_steps * block_size)),
+        max_blocks=max(kind.blocks_at_end(block_size, windows) for kind in mix),
+        waste_percent=100.0 * (1.0 - token_steps / (block_steps_whole * block_size)),
     )
 
 

@@ -71,6 +71,8 @@ class Workbench:
             num_blocks=ledger.num_blocks,
             block_size=config.block_size,
             num_host_blocks=ledger.num_host_blocks,
+            windows=ledger.windows,
+            max_span_tokens=max_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             watermark=config.watermark,
         )
@@ -106,7 +108,7 @@ class Workbench:
     def _with_block_size(self, built: BuiltExecutor, block_size: int) -> BuiltExecutor:
         """The same weights, with a cache of as many bytes in blocks of another size; none of them on the host."""
         from quire.executor.build import assemble_executor
-        from quire.executor.kv_cache import KVCache, block_bytes
+        from quire.executor.kv_cache import KVCache
         from quire.executor.precompile import Precompile
         from quire.executor.profile import let_go_of_held_memory
 
@@ -114,10 +116,12 @@ class Workbench:
         if precompile := Precompile.start(self.config.replace(block_size=block_size), spec):
             precompile.wait()  # on all cores; else each kernel would be compiled where it is launched first
         let_go_of_held_memory(backend.device)
-        num_bytes = block_bytes(spec, block_size, backend.kv_dtype)
+        layout = built.executor.worker.decoder.layout
+        num_bytes = layout.block_bytes(spec, block_size, backend.kv_dtype.itemsize)
         num_blocks = ledger.kv_bytes // num_bytes
         cache = KVCache(
             spec,
+            layout,
             num_blocks=num_blocks,
             num_host_blocks=0,
             block_size=block_size,

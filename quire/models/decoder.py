@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, FoldedNorm, LinearWeight, Ops
 from quire.layers.rotary import rotary_table
+from quire.models.kv_layout import KVLayout, kv_layout
 from quire.models.slots import WeightSlot, matrix_slots, norm_slot
 from quire.models.spec import ModelSpec, RopeSpec
 from quire.models.tensors import is_ignored_tensor
@@ -24,6 +25,7 @@ from quire.models.tensors import is_ignored_tensor
 @dataclass(slots=True)
 class _Layer:
     attention: AttentionSpec
+    group: int  # KV group, whose block tables it reads and writes through
     cos_sin: Tensor  # [max_position, head_dim]
     qkv: LinearWeight
     output: LinearWeight
@@ -45,9 +47,17 @@ class Decoder:
     """
 
     def __init__(
-        self, spec: ModelSpec, ops: Ops, *, device: torch.device | str, dtype: torch.dtype, max_position: int
+        self,
+        spec: ModelSpec,
+        ops: Ops,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_position: int,
+        layout: KVLayout | None = None,
     ) -> None:
         self.spec = spec
+        self.layout = layout or kv_layout(spec, max_position)
         self.max_position = max_position
         self.ops = ops
         self._device = torch.device(device)
@@ -64,15 +74,16 @@ class Decoder:
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor]) -> Tensor:
-        """token_ids: [tokens] int64, placed by `batch`; kv: each layer's cache. -> [tokens, hidden], before the final
-        norm, which only the tokens that give logits need."""
+    def forward(self, token_ids: Tensor, batches: Sequence[AttentionBatch], kv: Sequence[Tensor]) -> Tensor:
+        """token_ids: [tokens] int64, placed by `batches`, one for each KV group; kv: each layer's cache.
+        -> [tokens, hidden], before the final norm, which only the tokens that give logits need."""
         ops, eps, activation, layers = self.ops, self.spec.norm_eps, self.spec.activation, self._layers
 
         residual = ops.embed(token_ids, self._embedding, self._embedding_scale)
         x = ops.norm(residual, layers[0].attention_norm, eps)
         # What a name still holds cannot be used for the next tensor: each is let go before the widest ones are made.
         for index, (layer, layer_kv) in enumerate(zip(layers, kv, strict=True)):
+            batch = batches[layer.group]
             q = ops.linear_rope_write(
                 x, layer.qkv, layer.cos_sin, layer_kv, batch, layer.attention, layer.q_norm, layer.k_norm, eps
             )
@@ -196,6 +207,7 @@ class Decoder:
                 window=layer_spec.window,
                 softcap=spec.attention_softcap,
             ),
+            group=self.layout.groups[index],
             cos_sin=self._rope_table(layer_spec.rope),
             qkv=self._new_matrix(qkv_width, hidden, bias=spec.qkv_bias),
             output=self._new_matrix(hidden, q_width, bias=spec.output_bias),

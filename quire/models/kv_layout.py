@@ -7,10 +7,12 @@ them all: a block is `block_size` tokens of one group's layers.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 
 from quire.models.spec import ModelSpec
+from quire.plan import max_window_blocks
 
 _MAX_PADDING = 0.1  # share of a block that may belong to no layer, for fewer groups
 
@@ -27,13 +29,17 @@ class KVLayout:
     def block_bytes(self, spec: ModelSpec, block_size: int, value_bytes: int) -> int:
         return self.num_slots * spec.kv_values_per_layer * block_size * value_bytes
 
-    def capacity_tokens(self, num_blocks: int, block_size: int, max_span_tokens: int) -> int | None:
-        """The longest sequence that so many blocks hold; None: of any length."""
-        num_full = self.windows.count(None)
-        for window in self.windows:
-            if window is not None:
-                num_blocks -= -(-(window - 1 + max_span_tokens) // block_size) + 1
-        return max(0, num_blocks) // num_full * block_size if num_full else None
+    def blocks_for(self, num_tokens: int, block_size: int, max_span_tokens: int) -> int:
+        """Blocks that one sequence takes at most, in all groups, where a step computes so many of its tokens."""
+        num = -(-num_tokens // block_size)
+        limits = [num if w is None else max_window_blocks(w, block_size, max_span_tokens) for w in self.windows]
+        return sum(min(num, limit) for limit in limits)
+
+    def capacity_tokens(self, num_blocks: int, block_size: int, max_span_tokens: int, most: int) -> int:
+        """The longest sequence that so many blocks hold, where none is longer than `most` tokens."""
+        lengths = range(0, -(-most // block_size) * block_size + 1, block_size)
+        num_fit = bisect_right(lengths, num_blocks, key=lambda n: self.blocks_for(n, block_size, max_span_tokens))
+        return lengths[num_fit - 1]
 
 
 def kv_layout(spec: ModelSpec, max_model_len: int | None) -> KVLayout:

@@ -13,8 +13,8 @@ from quire.plan import Fork, Spans, StepPlan
 def make(computed_2: int = 0, computed_0: int = 1) -> PersistentBatch:
     """Row 2 has six tokens, row 0 has two: of these so many have KV."""
     batch = PersistentBatch(num_rows=4, max_model_len=32, block_size=4, device=torch.device("cpu"))
-    batch.admit(2, [10, 11, 12, 13, 14, 15], computed_2, [7, 3])
-    batch.admit(0, [20, 21], computed_0, [5])
+    batch.admit(2, [10, 11, 12, 13, 14, 15], computed_2, [(0, [7, 3])])
+    batch.admit(0, [20, 21], computed_0, [(0, [5])])
     return batch
 
 
@@ -25,7 +25,7 @@ def step(*spans: tuple[int, int, bool], drafts: dict[int, list[int] | int] | Non
 
 def test_a_mixed_step() -> None:
     inputs = make(computed_2=2).prepare(step((0, 1, True), (2, 3, False)))
-    attention = inputs.attention
+    [attention] = inputs.attention
     assert inputs.token_ids.tolist() == [21, 12, 13, 14]
     assert attention.positions.tolist() == [1, 2, 3, 4]
     assert attention.slots.tolist() == [5 * 4 + 1, 7 * 4 + 2, 7 * 4 + 3, 3 * 4 + 0]
@@ -39,7 +39,7 @@ def test_a_mixed_step() -> None:
 def test_all_decodes() -> None:
     inputs = make(computed_2=5).prepare(step((0, 1, True), (2, 1, True)))
     assert inputs.token_ids.tolist() == [21, 15]
-    assert inputs.attention.num_decodes == 2
+    assert inputs.attention[0].num_decodes == 2
     assert inputs.logit_indices.tolist() == [0, 1]
 
 
@@ -50,15 +50,15 @@ def test_sampled_tokens_feed_the_next_step_and_tables_change() -> None:
     batch.advance(first.spans)
     batch.store(batch.places([0], [2]), torch.tensor([99]))
     plan = step((0, 1, True))
-    plan.appended = [(2, [9, 1])]
-    plan.remapped = [(0, 0, 6)]
+    plan.appended = [(2, 0, [9, 1])]
+    plan.remapped = [(0, 0, 0, 6)]
     batch.apply_table_diffs(plan)
     inputs = batch.prepare(plan)
     assert inputs.token_ids.tolist() == [99]
-    assert inputs.attention.slots.tolist() == [6 * 4 + 2]
-    assert batch.block_tables[2, :4].tolist() == [7, 3, 9, 1]
-    batch.apply_table_diffs(StepPlan(3, trimmed=[(2, 3)], appended=[(2, [8])]))
-    assert batch.block_tables[2, :4].tolist() == [7, 3, 9, 8]
+    assert inputs.attention[0].slots.tolist() == [6 * 4 + 2]
+    assert batch.block_tables[0, 2, :4].tolist() == [7, 3, 9, 1]
+    batch.apply_table_diffs(StepPlan(3, trimmed=[(2, 3)], appended=[(2, 0, [8])]))
+    assert batch.block_tables[0, 2, :4].tolist() == [7, 3, 9, 8]
 
 
 def test_forks_read_their_sources_logits_and_get_its_row() -> None:
@@ -71,7 +71,7 @@ def test_forks_read_their_sources_logits_and_get_its_row() -> None:
     assert inputs.logit_indices.tolist() == [0, 6, 6, 6]
     assert inputs.sampled_positions == [2, 6, 6, 6]
     batch.fork(2, 1)
-    assert batch.block_tables[1, :2].tolist() == [7, 3]
+    assert batch.block_tables[0, 1, :2].tolist() == [7, 3]
     assert batch.tokens[1, :6].tolist() == [10, 11, 12, 13, 14, 15]
     assert batch.num_computed[1] == 6
 
@@ -81,7 +81,7 @@ def test_drafts_run_behind_the_last_token_and_each_position_gives_logits() -> No
     plan = step((0, 1, True), (2, 3, True), drafts={2: [70, 71]})
     inputs = batch.prepare(plan)
     assert inputs.token_ids.tolist() == [21, 15, 70, 71]
-    assert inputs.attention.positions.tolist() == [1, 5, 6, 7]
+    assert inputs.attention[0].positions.tolist() == [1, 5, 6, 7]
     assert inputs.logit_indices.tolist() == [0, 1, 2, 3]
     assert (inputs.sampled_rows, inputs.sampled_positions) == ([0, 2], [2, 6])
 
@@ -99,7 +99,7 @@ def test_a_late_judgement_does_not_touch_the_rows_next_sequence() -> None:
     batch = make(computed_2=5)
     [unjudged] = batch.advance(step((2, 3, True), drafts={2: [70, 71]}).spans)
     batch.release(2)
-    batch.admit(2, [1, 2, 3], 0, [6])
+    batch.admit(2, [1, 2, 3], 0, [(0, [6])])
     batch.judge(unjudged, 2)
     assert batch.num_computed[2] == 0
 
@@ -107,9 +107,23 @@ def test_a_late_judgement_does_not_touch_the_rows_next_sequence() -> None:
 def test_rows_are_taken_and_released_once() -> None:
     batch = make()
     with pytest.raises(AssertionError, match="row 2"):
-        batch.admit(2, [1], 0, [1])
+        batch.admit(2, [1], 0, [(0, [1])])
     batch.release(2)
     with pytest.raises(AssertionError, match="row 2"):
         batch.release(2)
-    batch.admit(2, [1], 0, [1])
+    batch.admit(2, [1], 0, [(0, [1])])
     assert batch.release_all() == [0, 2]
+
+
+def test_every_kv_group_has_its_own_tables() -> None:
+    batch = PersistentBatch(num_rows=2, max_model_len=32, block_size=4, device=torch.device("cpu"), num_groups=2)
+    batch.admit(1, list(range(13)), 12, [(0, [4, 5, 6, 7]), (2, [8, 9])])
+    plan = step((1, 1, True))
+    plan.appended = [(1, 1, [3])]
+    plan.remapped = [(1, 0, 3, 2)]
+    batch.apply_table_diffs(plan)
+    full, windowed = batch.prepare(plan).attention
+    assert (full.slots.tolist(), windowed.slots.tolist()) == ([2 * 4], [9 * 4])
+    assert full.block_tables[0].tolist() == [4, 5, 6, 2]
+    assert windowed.block_tables[0, 2:].tolist() == [8, 9]
+    assert batch.block_tables[1, 1, 4] == 3

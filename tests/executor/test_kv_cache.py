@@ -5,8 +5,9 @@ from __future__ import annotations
 import fakes
 import torch
 
-from quire.executor.kv_cache import KVCache, block_bytes
+from quire.executor.kv_cache import KVCache
 from quire.models.architectures import spec_from_config
+from quire.models.kv_layout import kv_layout
 
 SPEC = spec_from_config(fakes.TINY_LLAMA, source="test")
 
@@ -14,6 +15,7 @@ SPEC = spec_from_config(fakes.TINY_LLAMA, source="test")
 def make(num_host_blocks: int = 3) -> KVCache:
     cache = KVCache(
         SPEC,
+        kv_layout(SPEC, None),
         num_blocks=6,
         num_host_blocks=num_host_blocks,
         block_size=4,
@@ -30,7 +32,7 @@ def test_a_layer_is_a_view() -> None:
     assert [tuple(layer.shape) for layer in cache.layers] == [(7, 2, 2, 4, 32)] * 2  # six and the spare one
     cache.layers[1][3, 1, 0, 2, 5] = 77.0
     assert cache.device_blocks[1, 3, 1, 0, 2, 5] == 77.0
-    assert cache.block_bytes == block_bytes(SPEC, 4, torch.float32) == cache.device_blocks[:, 0].nbytes
+    assert cache.block_bytes == kv_layout(SPEC, None).block_bytes(SPEC, 4, 4) == cache.device_blocks[:, 0].nbytes
 
 
 def test_copies_read_before_any_is_written() -> None:

@@ -13,6 +13,7 @@ from quire.errors import ConfigError, MemoryBudgetError
 from quire.executor import memory
 from quire.executor.memory import cpu_kv_budget, cuda_kv_budget, longest_sequence, plan_memory
 from quire.models.architectures import spec_from_config
+from quire.models.kv_layout import kv_layout
 
 SPEC = spec_from_config(fakes.TINY_LLAMA, source="test")
 BLOCK = 2 * 2 * 2 * 32 * 16 * 4  # K and V, layers, KV heads, head_dim, tokens, float32
@@ -26,6 +27,8 @@ def plan(budget: int, **kwargs: Any) -> memory.MemoryLedger:
         weight_bytes=1000,
         activation_bytes=500,
         block_bytes=BLOCK,
+        layout=kv_layout(SPEC, None),
+        max_span_tokens=64,
         kv_budget_bytes=budget,
         kv_budget_flag="kv_cache_memory_bytes",
     )

@@ -92,7 +92,7 @@ def test_padded_logits_are_the_unpadded_ones(seed: int) -> None:
         is_decode = len(spans) < 7
         start = rng.randint(1, 40) if is_decode or rng.random() < 0.5 else 0
         token_ids = [rng.randrange(spec.vocab_size) for _ in range(50)]
-        batch.admit(row, token_ids, start, [blocks.pop() for _ in range(15)])
+        batch.admit(row, token_ids, start, [(0, [blocks.pop() for _ in range(15)])])
         spans.append((row, 1 if is_decode else rng.randint(2, 9), is_decode or rng.random() < 0.6))
     plan = plan_of(spans)
 

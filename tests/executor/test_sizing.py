@@ -52,7 +52,7 @@ SCRIPT = textwrap.dedent(
             tokens = torch.empty(8 * length, dtype=torch.int64, device="meta")
             live = peak = 0
             torch.empty = counted
-            steps.decoder.forward(tokens, batch, [steps.cache] * steps.spec.num_layers)
+            steps.decoder.forward(tokens, [batch] * len(steps.decoder.layout.windows), [steps.cache] * steps.spec.num_layers)
             torch.empty = empty
         print(json.dumps([case, peak, sizing.layers_bytes(spec, dtype, 8 * length)]))
     """
@@ -76,9 +76,13 @@ def test_layers_hold_what_the_planner_says() -> None:
 
 
 def test_the_persistent_batch_holds_what_the_planner_says() -> None:
-    for lengths in ((7, 33, 4), (16, 64, 16)):
-        num_rows, max_model_len, block_size = lengths
+    for lengths in ((7, 33, 4, 1), (16, 64, 16, 3)):
+        num_rows, max_model_len, block_size, num_groups = lengths
         batch = PersistentBatch(
-            num_rows=num_rows, max_model_len=max_model_len, block_size=block_size, device=torch.device("cpu")
+            num_rows=num_rows,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            device=torch.device("cpu"),
+            num_groups=num_groups,
         )
         assert sizing.batch_bytes(*lengths) == batch.tokens.nbytes + batch.block_tables.nbytes
