@@ -51,7 +51,7 @@ class TokenizerError(ModelError):
 class TemplateLimitError(TokenizerError):
     """A chat template was stopped; `limit` says what it did, without naming the template."""
 
-    def __init__(self, message: str, *, limit: str) -> None:
+    def __init__(self, message: str, *, limit: str = "") -> None:
         super().__init__(message)
         self.limit = limit
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.kv import UNCHANGED, Allocation, PrefixMatch
+from quire.kv import UNCHANGED, Allocation, PrefixMatch, TableSlices
 from quire.request import CacheOutcome
 
 
@@ -187,7 +187,7 @@ class ReservedKV:
         adapter: str | None = None,
         previous: PrefixMatch | None = None,
     ) -> PrefixMatch:
-        return PrefixMatch([], 0, CacheOutcome.DISABLED)
+        return PrefixMatch.nothing(CacheOutcome.DISABLED)
 
     def admit(
         self,
@@ -197,16 +197,15 @@ class ReservedKV:
         *,
         salt: str | None = None,
         adapter: str | None = None,
-        lookahead: int = 0,
         recompute: bool = False,
-    ) -> list[int] | None:
+    ) -> TableSlices | None:
         assert not recompute, "a region lasts to the end: nothing is computed twice"
         prompt_len, output_len = self._lengths[seq_id]
         region = self.allocator.allocate(self.policy.num_slots(prompt_len, output_len))
         if region is None:
             return None
         self.tables[seq_id] = Reservation(region, prompt_len + output_len - 1)
-        return list(range(region.start, region.start + region.num_asked))
+        return [(0, list(range(region.start, region.start + region.num_asked)))]
 
     def grow(self, seq_id: int, num_tokens: int, first_written: int, lookahead: int = 0) -> Allocation | None:
         assert num_tokens <= self.tables[seq_id].region.num_asked, f"sequence {seq_id} outgrew its region"

@@ -143,6 +143,27 @@ def run(engine: LLMEngine, work: list[tuple[list[int], SamplingParams]]) -> list
     return [done[str(i)].outputs[0].token_ids for i in range(len(work))]
 
 
+def test_layers_with_windows_have_tables_of_their_own_in_graphs(tmp_path: Path) -> None:
+    weights = fakes.write_tiny_model(
+        tmp_path,
+        architectures=["Qwen2ForCausalLM"],
+        model_type="qwen2",
+        num_hidden_layers=3,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=1,
+    )
+    work = requests(2, 60)
+    expected = run(make_engine(weights), work)
+    engine = make_engine(weights)
+    _, memory = with_graphs(engine)
+    while engine.core.prepare_more():
+        pass
+    assert len(engine.core.kv.windows) == 3
+    assert run(engine, work) == expected
+    assert memory.num_played[0] > 50
+
+
 @pytest.mark.parametrize("when", ["captured while idle", "captured when it pays"])
 def test_the_tokens_are_those_without_graphs(weights: Path, when: str) -> None:
     work = requests(1, 200)

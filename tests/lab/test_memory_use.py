@@ -75,8 +75,8 @@ def test_blocks_slot_by_slot() -> None:
     def look(view: StepView, usage: Usage) -> None:
         by_row = {seq.row: seq for seq in view.running}
         for admission in view.plan.admitted:
-            tables[by_row[admission.row].seq_id] = list(admission.block_ids)
-        for row, new in view.plan.appended:
+            tables[by_row[admission.row].seq_id] = list(admission.tables[0][1])
+        for row, _, new in view.plan.appended:
             tables[by_row[row].seq_id] += new
         slots = ["free"] * (NUM_SLOTS // block_size * block_size)
         for seq in view.running:
