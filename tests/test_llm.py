@@ -82,7 +82,7 @@ def test_one_params_each(llm: LLM) -> None:
 
 
 def test_nothing_starts_if_one_prompt_is_refused(llm: LLM) -> None:
-    with pytest.raises(BadRequestError, match="prompt 1: .*the prompt has 300"):
+    with pytest.raises(BadRequestError, match=r"prompt 1: .*the prompt has 300"):
         llm.generate([[1, 2], [1] * 300], SamplingParams(max_tokens=1), use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
     assert llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)

@@ -204,7 +204,7 @@ def test_a_refused_batch_counts_nowhere_where_nothing_runs_beside_the_host(tiny_
 
 def test_a_refused_prompt_far_back_ends_the_call_and_nothing_else(deep_llm: LLM) -> None:
     engine = deep_llm.llm_engine
-    with pytest.raises(BadRequestError, match="prompt 50: .*the prompt has 400"):
+    with pytest.raises(BadRequestError, match=r"prompt 50: .*the prompt has 400"):
         deep_llm.generate([*PROMPTS[:50], [1] * 400, *PROMPTS[50:]], PARAMS, use_tqdm=False)
     assert not engine.has_unfinished_requests()
     while engine.core.has_work:  # what was in flight

@@ -52,7 +52,8 @@ SCRIPT = textwrap.dedent(
             tokens = torch.empty(8 * length, dtype=torch.int64, device="meta")
             live = peak = 0
             torch.empty = counted
-            steps.decoder.forward(tokens, [batch] * len(steps.decoder.layout.windows), [steps.cache] * steps.spec.num_layers)
+            batches = [batch] * len(steps.decoder.layout.windows)
+            steps.decoder.forward(tokens, batches, [steps.cache] * steps.spec.num_layers)
             torch.empty = empty
         print(json.dumps([case, peak, sizing.layers_bytes(spec, dtype, 8 * length)]))
     """

@@ -50,7 +50,7 @@ def test_regions_slot_by_slot(index: int, allocator: Callable[[int], Allocator])
     tables: dict[int, int] = {}
 
     def follow(view: StepView, usage: Usage) -> None:
-        starts = {admission.row: admission.block_ids[0] for admission in view.plan.admitted}
+        starts = {admission.row: admission.tables[0][1][0] for admission in view.plan.admitted}
         tables.update({seq.seq_id: starts[seq.row] for seq in view.running if seq.row in starts})
         look(view, usage)
 
