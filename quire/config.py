@@ -16,6 +16,7 @@ from quire import refusals
 from quire.errors import ConfigError
 from quire.params import plain, plain_list
 from quire.refusals import reads_arguments, sift
+from quire.sizes import read_size
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 GIB = 1 << 30
@@ -93,7 +94,7 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: int | None = None  # or text such as 4GiB
     num_gpu_blocks_override: int | None = None  # the blocks of the KV cache, on any device
     gpu_memory_utilization: float = 0.92
     swap_space_gb: float = 0.0
@@ -127,6 +128,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise ConfigError(f"hf_overrides must map names of config.json to values, got {self.hf_overrides!r}")
+        if isinstance(self.kv_cache_memory_bytes, str):
+            self._set("kv_cache_memory_bytes", _size(self.kv_cache_memory_bytes, "kv_cache_memory_bytes"))
+        if isinstance(self.swap_space_gb, str):
+            self._set("swap_space_gb", _gib(self.swap_space_gb))
         self._set("dtype", _choice(_dtype_name(self.dtype), "dtype", _DTYPES))
         self._set("kv_cache_dtype", _choice(_dtype_name(self.kv_cache_dtype), "kv_cache_dtype", _KV_DTYPES))
         _one_of(self.load_format, "load_format", _LOAD_FORMATS)
@@ -200,6 +205,21 @@ def _prefixes(value: Any) -> tuple[str | tuple[int, ...], ...]:
         else:
             raise ConfigError("pinned_prefixes must be texts or lists of token ids, none of them empty")
     return tuple(prefixes)
+
+
+def _size(value: str, name: str) -> int:
+    try:
+        return read_size(value)
+    except ValueError as error:
+        raise ConfigError(f"{name} must be {error}, got {value!r}") from None
+
+
+def _gib(value: str) -> float:
+    """A number alone is GiB, as the argument's name says; 512M is a size."""
+    try:
+        return float(value)
+    except ValueError:
+        return _size(value, "swap_space_gb") / GIB
 
 
 def _dtype_name(value: Any) -> str:

@@ -11,7 +11,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "quire"
 
-FOUNDATION = {"errors", "config", "params", "request", "plan", "outputs", "log", "interrupt", "refusals", "inputs"}
+FOUNDATION = {
+    "errors",
+    "config",
+    "params",
+    "request",
+    "plan",
+    "outputs",
+    "log",
+    "interrupt",
+    "refusals",
+    "inputs",
+    "sizes",
+}
 # Room -> rooms it may import, besides itself and the foundation.
 MAY_IMPORT = {
     "kv": set(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import subprocess
 from typing import Any
@@ -16,9 +15,7 @@ from quire.executor.gpu_record import GpuRecord, recall_gpu
 from quire.lab.planner import make_plan
 from quire.lab.shapes import GPU_BYTES, SHAPES, gguf_file_bytes, read_model_spec
 from quire.lab.traffic import Kind
-
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+from quire.sizes import read_size
 
 _ENGINE_FLAGS: dict[str, tuple[Any, str]] = {
     "dtype": (str, "auto, float32, bfloat16 or float16"),
@@ -50,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "model", nargs="?", default="smollm2", help="alias, known shape, directory, config.json, GGUF file or hub id"
     )
     where = parser.add_argument_group("where it runs (default: this machine)")
-    where.add_argument("--memory", metavar="SIZE", help="memory of the device: 80GB (10^9), 80GiB (2^30)")
+    where.add_argument("--memory", metavar="SIZE", help="memory of the device: 80GB (10^9), 80GiB or 80G (2^30)")
     where.add_argument("--gpu", metavar="NAME", help="a GPU by name, such as h100")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="--memory means a GPU's")
     traffic = parser.add_argument_group("traffic")
@@ -76,8 +73,6 @@ def run(args: argparse.Namespace) -> int:
     mix = _mix(args)
     device, memory_bytes, where, record = _device(args)
     values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, "enforce_eager")}
-    if args.kv_cache_memory_bytes is not None:
-        values["kv_cache_memory_bytes"] = parse_size(args.kv_cache_memory_bytes, "kv_cache_memory_bytes")
     config = EngineConfig.from_kwargs(model=args.model, **values)
     _check_device(config, device)
 
@@ -94,18 +89,6 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.chosen.ledger is not None else 1
 
 
-def parse_size(text: str, name: str) -> int:
-    """Bytes. A unit with an i counts by 1,024, one without by 1,000; no unit is bytes."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{name} must be a size such as 80GB, 80GiB or 85899345920, got {text!r}")
-    number, unit, binary = match.groups()
-    num_bytes = int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.lower()])
-    if num_bytes < 1:
-        raise ConfigError(f"{name} must be more than nothing, got {text!r}")
-    return num_bytes
-
-
 def _device(args: argparse.Namespace) -> tuple[str, int | None, str, GpuRecord | None]:
     """(cpu or cuda, its bytes where known, what to call it, what an engine found there)."""
     if args.gpu is not None:
@@ -119,7 +102,10 @@ def _device(args: argparse.Namespace) -> tuple[str, int | None, str, GpuRecord |
             raise ConfigError(f"--gpu {args.gpu} is not known (there are {known}): give --memory instead")
         return "cuda", GPU_BYTES[name], f"one {args.gpu.upper()}, whose driver reports about", None
     if args.memory is not None:
-        memory = parse_size(args.memory, "--memory")
+        try:
+            memory = read_size(args.memory)
+        except ValueError as error:
+            raise ConfigError(f"--memory must be {error}, got {args.memory!r}") from None
         if memory < 1 << 20:
             raise ConfigError(f"--memory {args.memory} is {memory:,} bytes: did you mean {args.memory}GiB?")
         on_cpu = args.device == "cpu"

@@ -20,8 +20,8 @@ Every flag may stand in three places; the first that has it wins:
   environment    QUIRE_MAX_NUM_SEQS=64   (lists with spaces between, switches as true or false)
   --config FILE  max-num-seqs: 64        (YAML; also QUIRE_CONFIG=FILE)
 
-Numbers may end in k, m, g (thousands) or K, M, G (1024s). A key is safer in a file or a variable than on the
-command line, which other users of the machine can read.
+Numbers may end in k, m, g (thousands) or K, M, G (1024s); sizes also in GB or GiB.
+A key is safer in a file or a variable than on the command line, which other users of the machine can read.
 
   quire serve                                 the default model at http://127.0.0.1:8000
   quire serve ./my-model --port 9000 --api-key-file keys.txt

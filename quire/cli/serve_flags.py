@@ -12,6 +12,7 @@ from quire.cli.settings_file import Flag, Gathered, read_count, read_json, read_
 from quire.errors import ConfigError
 from quire.refusals import Refusal
 from quire.server.settings import ServerSettings
+from quire.sizes import read_size
 
 # Names that ServerSettings spells with a unit or in the plural.
 _FIELDS = {
@@ -38,6 +39,10 @@ def _from_table(table: Mapping[str, tuple[Any, str]]) -> list[Flag]:
 
 def _seconds(name: str, text: str) -> Flag:
     return Flag(name=name, help=text, read=read_number, metavar="SECONDS")
+
+
+def _size(name: str, text: str) -> Flag:
+    return Flag(name=name, help=text, read=read_size, metavar="SIZE")
 
 
 def _count(name: str, text: str) -> Flag:
@@ -101,8 +106,8 @@ _GUARDING = [
         metavar="ORIGIN",
         is_list=True,
     ),
-    _count("max_body_bytes", "largest request body"),
-    _count("max_header_bytes", "longest request headers"),
+    _size("max_body_bytes", "largest request body"),
+    _size("max_header_bytes", "longest request headers"),
     _seconds("header_timeout", "for a request's headers to arrive"),
     _seconds("body_timeout", "for a request's body to arrive"),
 ]
