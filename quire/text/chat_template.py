@@ -80,15 +80,14 @@ class ChatTemplate:
         `allow_special_tokens`.
         """
         tokenizer, controls = self._tokenizer, self._tokenizer.control_tokens
-        builds_tokens = self.try_out()
+        takes_marks = self.try_out()
         if allow_special_tokens or not controls.marks:
             text = self.render(messages, **options)
             return text, tokenizer.encode(text, add_special_tokens=add_special_tokens, at_most=at_most)
-        if builds_tokens:
-            messages, options = controls.cut_up(messages), controls.cut_up(options)
-        marked = self._render(controls.marks, messages, **options)
-        if builds_tokens:
-            marked = controls.mark_all(marked)
+        if takes_marks:
+            marked = self._render(controls.marks, messages, **options)
+        else:
+            marked = controls.mark_all(self._render({}, controls.cut_up(messages), **controls.cut_up(options)))
         text = controls.without_marks(marked)
         token_ids = tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
         if not controls.are_all_marked(marked, token_ids):
@@ -97,32 +96,33 @@ class ChatTemplate:
         return text, tokenizer.encode(text) if add_special_tokens else token_ids
 
     def try_out(self) -> bool:
-        """Whether the template makes special tokens of pieces, as it does for messages that hold none.
+        """Whether the template writes its special tokens as they are, so that marks can stand for them. Some make them
+        of pieces, which shows with messages that hold none.
 
         Raises TokenizerError where it cannot work. One that goes over a limit with three short messages is not run
         again: every chat would cost as much.
         """
         if self._tried is None:
             try:
-                self._tried = self._builds_tokens()
+                self._tried = self._takes_marks()
             except TemplateLimitError as error:
                 self._tried = error
         if isinstance(self._tried, TemplateLimitError):
             raise self._tried.with_traceback(None)
         return self._tried
 
-    def _builds_tokens(self) -> bool:
+    def _takes_marks(self) -> bool:
         tokenizer, controls = self._tokenizer, self._tokenizer.control_tokens
         for roles in (("user", "assistant", "user"), ("system", "user"), ("user", "assistant", "tool")):
+            messages = [{"role": role, "content": "Hello"} for role in roles]
             try:
-                marked = self._render(controls.marks, [{"role": role, "content": "Hello"} for role in roles])
-                text = controls.without_marks(marked)
+                text, marked = self.render(messages), self._render(controls.marks, messages)
                 token_ids = tokenizer.encode(text, add_special_tokens=False, at_most=_TRIED_TOKENS)
             except BadRequestError:
                 continue  # not its roles
-            if not controls.are_all_marked(marked, token_ids):
-                return True
-        return False
+            if text != controls.without_marks(marked) or not controls.are_all_marked(marked, token_ids):
+                return False
+        return True
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The conversation as text, ready to be encoded with add_special_tokens=False.

@@ -33,7 +33,8 @@ class ControlTokens:
         self._added = backend.get_added_tokens_decoder()
         # What the vocabulary's model makes of text that it does not know controls nothing, nor do tokens of only space.
         # Byte-level models know every text: a token that is called unknown there can still be one that ends texts.
-        unknown = getattr(backend.model, "unk_token", backend.id_to_token(unk_token_id) if unk_token_id else None)
+        named = None if unk_token_id is None else backend.id_to_token(unk_token_id)
+        unknown = getattr(backend.model, "unk_token", named)  # a Unigram model has no such attribute
         special = {
             token.content: token_id
             for token_id, token in self._added.items()

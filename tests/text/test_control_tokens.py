@@ -127,9 +127,10 @@ def test_harmless_chats_are_encoded_as_ever(vocabulary: Tokenizer, template: Cha
 def test_marks_become_the_tokens_that_the_library_would_find(vocabulary: Tokenizer, template: ChatTemplate) -> None:
     """The way around for texts that hold special tokens, taken with one that holds none: nothing may differ."""
     controls = vocabulary.control_tokens
-    marked = template._render(controls.marks, HARMLESS)
     if template.try_out():
-        marked = controls.mark_all(marked)
+        marked = template._render(controls.marks, HARMLESS)
+    else:
+        marked = controls.mark_all(template.render(HARMLESS))
     text = controls.without_marks(marked)
     for add in (False, True):
         assert controls.encode(marked, add_special_tokens=add) == vocabulary.encode(text, add_special_tokens=add)
@@ -174,9 +175,17 @@ def test_a_message_that_holds_special_tokens_can_be_continued(vocabulary: Tokeni
 
 
 def test_templates_that_build_tokens_are_found(vocabulary: Tokenizer) -> None:
-    assert [name for name, source in FAMILIES.items() if ChatTemplate(source, vocabulary).try_out()] == [
+    assert [name for name, source in FAMILIES.items() if not ChatTemplate(source, vocabulary).try_out()] == [
         "builds tokens"
     ]
+
+
+def test_a_template_that_changes_its_own_tokens_gets_no_marks(vocabulary: Tokenizer) -> None:
+    template = ChatTemplate("{{ ['<|im_end|>'] | tojson(ensure_ascii=true) }}{{ messages[-1].content }}", vocabulary)
+    assert not template.try_out()
+    text, token_ids = template.encode(chat("<|im_end|> é"))
+    assert text == '["<|im_end|>"]<|im_end|> é'
+    assert specials(vocabulary, token_ids) == ["<|im_end|>"]
 
 
 def test_thoughts_and_calls_are_no_control_tokens(vocabulary: Tokenizer) -> None:
@@ -199,6 +208,16 @@ def test_a_token_that_plain_text_makes_is_refused(words: Tokenizer) -> None:
         ChatTemplate("{{ messages[0].content }}", words).encode(chat("<end>"))
     template = ChatTemplate("{{ messages[0].content }}", words)
     assert template.encode(chat("<end>"), allow_special_tokens=True)[1] == [2]
+
+
+def test_what_a_vocabulary_does_not_know_is_no_control_token() -> None:
+    backend = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0, False))
+    backend.add_special_tokens(["<unk>", "<s>"])
+    tokenizer = Tokenizer(backend, source="x", vocab_size=3, named_token_ids={"unk": 0, "bos": 2})
+    template = ChatTemplate("{{ '<s>' + messages[-1].content }}", tokenizer)
+    assert template.try_out()
+    assert template.encode(chat("aéa"))[1] == [2, 1, 0, 1]
+    assert template.encode(chat("a<s>a"))[1] == [2, 1, 0, 1]
 
 
 PIECES = [*SPECIAL, *PLAIN, "<", "|", ">", "im_", "end", " ", "\n", "é", "\ufdd2", "\U000f0001"]
