@@ -76,6 +76,7 @@ class Rig:
         cost: CostModel | None = None,
         fault: Any = None,
         verify: bool = True,
+        executor: Any = None,
         **config: Any,
     ) -> None:
         self.clock = SimClock()
@@ -90,9 +91,10 @@ class Rig:
             enable_prefix_caching=enable_prefix_caching,
             clock=self.clock,
         )
+        depth = depth if executor is None else executor.depth
         self.config = SchedulerConfig(max_in_flight=depth, **config)
         self.scheduler = Scheduler(self.config, self.kv, clock=self.clock)
-        self.executor = SimExecutor(
+        self.executor = executor or SimExecutor(
             num_blocks=num_blocks,
             block_size=block_size,
             num_host_blocks=num_host_blocks,

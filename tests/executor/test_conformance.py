@@ -1,0 +1,203 @@
+"""What every executor has to keep of the contract in quire/plan.py, whatever it runs on.
+
+The real scheduler and block manager drive each of them through random work: prompts in chunks, shared prefixes, forks,
+preemption by both ways, aborts, drafts that are right or wrong, several steps in flight. Each request must get the
+tokens that it gets alone, and blocks and sequences are checked after every step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+from executor.test_graphs_played_back import PlainRing, with_graphs
+from scheduler.harness import Rig, make_request
+from scheduler.test_drafts import rig_with_drafts
+
+from quire.config import EngineConfig
+from quire.engine.llm_engine import LLMEngine
+from quire.executor import decode_graphs, mixed_graphs
+from quire.executor.base import Executor
+from quire.request import Request, Sequence
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, NUM_ROWS = 72, 4, 100, 6
+VOCAB = 50  # of the prompts: small, so that they share prefixes
+STEPS = 10_000
+
+
+class RightOrWrong:
+    """Drafts from what a run alone gave, of which some tokens are changed."""
+
+    def __init__(self, lines: dict[tuple[str, int], list[int]], accuracy: float) -> None:
+        self._lines, self._accuracy = lines, accuracy
+        self._rng = random.Random(3)
+
+    def propose(self, seq: Sequence, most: int) -> list[int] | int:
+        if seq.num_pending_tokens:
+            return 0
+        line = self._lines[seq.request.request_id, seq.index][seq.num_output_tokens :]
+        known = line[: min(most, self._rng.randrange(5))]
+        return [token if self._rng.random() < self._accuracy else (token + 1) % VOCAB for token in known]
+
+
+def local(weights: Path, **settings: Any) -> LLMEngine:
+    config = EngineConfig(
+        model=str(weights),
+        device="cpu",
+        load_format="dummy",
+        dtype="float32",
+        num_threads=1,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_LEN,
+        max_num_seqs=NUM_ROWS,
+        max_num_batched_tokens=24,
+        num_gpu_blocks_override=NUM_BLOCKS,
+        swap_space_gb=0.002,
+        **settings,
+    )
+    return LLMEngine.from_config(config)
+
+
+def with_playback(weights: Path) -> LLMEngine:
+    engine = local(weights)
+    with_graphs(engine)
+    while engine.core.prepare_more():
+        pass
+    return engine
+
+
+MAKERS: dict[str, Callable[[Path], LLMEngine]] = {"local": local, "graphs played back": with_playback}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fakes.write_tiny_model(tmp_path_factory.mktemp("conformance"))
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (decode_graphs, mixed_graphs):
+        monkeypatch.setattr(module, "StagingRing", PlainRing)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    yield
+
+
+def requests(seed: int, count: int) -> list[Request]:
+    """The same ones at each call."""
+    rng = random.Random(seed)
+    head = [rng.randrange(VOCAB) for _ in range(17)]
+    return [
+        make_request(
+            (head if rng.random() < 0.5 else []) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))],
+            max_tokens=rng.randint(1, 30),
+            n=rng.choice([1, 1, 1, 2]),
+            seed=i,
+            request_id=f"r{i}",
+            logprobs=rng.choice([None, None, 2]),
+            prompt_logprobs=rng.choice([None, None, None, 1]),
+        )
+        for i in range(count)
+    ]
+
+
+def run(rig: Rig, work: list[Request], rng: random.Random) -> set[str]:
+    aborted, waiting = set(), list(work)
+    while waiting or rig.scheduler.has_work:
+        if waiting and rng.random() < 0.5:
+            rig.add(waiting.pop(0))
+        if rng.random() < 0.02 and rig.scheduler.requests:
+            victim = rng.choice(list(rig.scheduler.requests))
+            rig.abort(victim)
+            aborted.add(victim)
+        rig.step()
+    return aborted
+
+
+def check_results(rig: Rig) -> None:
+    """A result has an entry for each row that samples, and as many tokens as its span allows."""
+    for plan, result in zip(rig.history, rig.results, strict=True):
+        rows = plan.sampled_rows()
+        assert result.step == plan.step and len(result.tokens) == len(rows)
+        for i, (row, tokens) in enumerate(zip(rows, result.tokens, strict=True)):
+            drafts = plan.spans.drafts.get(row, [])
+            most = 1 + (drafts if isinstance(drafts, int) else len(drafts))
+            assert 1 <= len(tokens) <= most or i in result.failed
+            assert i not in result.logprobs or len(result.logprobs[i]) == len(tokens)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_real_executor(weights: Path, name: str, preemption: str) -> None:
+    engine = MAKERS[name](weights)
+    executor = engine.core.executor
+    num_host_blocks = engine.ledger.num_host_blocks
+
+    def rig(num_blocks: int) -> Rig:
+        executor.reset()  # type: ignore[attr-defined]
+        return Rig(
+            executor=executor,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            num_host_blocks=min(num_host_blocks, 40),
+            max_num_seqs=NUM_ROWS,
+            max_num_batched_tokens=24,
+            max_model_len=MAX_LEN,
+            preemption=preemption,
+        )
+
+    lines: dict[tuple[str, int], list[int]] = {}
+    for request in requests(1, 60):
+        alone = rig(NUM_BLOCKS)
+        alone.add(request)
+        alone.run()
+        lines |= {(request.request_id, i): line for i, line in enumerate(alone.outputs(request))}
+    crowd = rig(30)
+    crowd.scheduler.drafter = RightOrWrong(lines, 0.7)
+    work = requests(1, 60)
+    aborted = run(crowd, work, random.Random(2))
+    crowd.check_idle()
+    check_results(crowd)
+    stats = crowd.scheduler.stats
+    assert stats.num_preemptions > 0 and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    for request in work:
+        ours = crowd.outputs(request)
+        theirs = [lines[request.request_id, i] for i in range(request.params.n)]
+        if request.request_id in aborted:
+            assert all(a == b[: len(a)] for a, b in zip(ours, theirs, strict=False))
+        else:
+            assert ours == theirs
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_simulated_executor_for_ten_thousand_steps(depth: int) -> None:
+    rng = random.Random(depth)
+    num_steps, seed = 0, 0
+    while num_steps < STEPS // 3 + 1:
+        seed += 1
+        rig = rig_with_drafts(
+            seed,
+            rng.choice([0.0, 0.4, 0.9]),
+            depth=depth,
+            block_size=rng.choice([4, 8]),
+            num_blocks=rng.randint(60, 90),
+            num_host_blocks=30,
+            windows=rng.choice([(None,), (None, 8), (12,)]),
+            transfer_steps=rng.randrange(3),
+            preemption=rng.choice(["recompute", "swap"]),
+            max_num_batched_tokens=24,
+        )
+        run(rig, requests(seed, 40), rng)
+        rig.check_idle()
+        check_results(rig)
+        num_steps += len(rig.history)
+
+
+def test_what_is_called_an_executor_has_its_methods(weights: Path) -> None:
+    executor: Executor = local(weights).core.executor
+    assert executor.depth >= 1
+    executor.close()
