@@ -125,6 +125,11 @@ def test_the_commands_of_the_readme_and_of_ci_are_targets() -> None:
         assert named and named <= targets, f"{name}: {named - targets}"
 
 
+def test_the_readme_names_the_pinned_torch() -> None:
+    version = INSTALL["pinned"]("torch", (ROOT / "constraints.txt").read_text())
+    assert re.findall(r"torch==([\d.]+)", (ROOT / "README.md").read_text()) == [version]
+
+
 def test_the_lock_file_names_no_host_but_pypis_own() -> None:
     # A mirror's address would only resolve for those who have that mirror.
     hosts = set(re.findall(r"\w+://[^/\"]*", (ROOT / "uv.lock").read_text()))
