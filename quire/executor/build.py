@@ -77,7 +77,14 @@ def build_executor(
         backend.ops,
         device=backend.device,
         dtype=backend.activation_dtype,
-        max_position=longest_sequence(config, spec, block_bytes=per_block, device_bytes=device_bytes),
+        max_position=longest_sequence(
+            config,
+            spec,
+            layout,
+            block_bytes=per_block,
+            max_span_tokens=max_num_batched_tokens,
+            device_bytes=device_bytes,
+        ),
         layout=layout,
     )
     checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)

@@ -138,13 +138,22 @@ def check_max_model_len(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def longest_sequence(config: EngineConfig, spec: ModelSpec, *, block_bytes: int, device_bytes: int | None) -> int:
+def longest_sequence(
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: KVLayout,
+    *,
+    block_bytes: int,
+    max_span_tokens: int,
+    device_bytes: int | None,
+) -> int:
     """The length that tables are made for. No sequence is longer than the largest cache that could be, whatever number
     of positions a model claims. `device_bytes`: a GPU's memory; None for a CPU."""
     if config.max_model_len is not None:
         return config.max_model_len
     kv_bytes = with_kv_bytes(config, block_bytes).kv_cache_memory_bytes or device_bytes or DEFAULT_CPU_KV_BYTES
-    return min(spec.max_position, max(kv_bytes // block_bytes, 1) * config.block_size)
+    fits = layout.capacity_tokens(kv_bytes // block_bytes, config.block_size, max_span_tokens, spec.max_position)
+    return min(spec.max_position, max(fits, config.block_size))
 
 
 def cpu_kv_budget(config: EngineConfig, activation_bytes: int, *, free_bytes: int | None = None) -> int:

@@ -79,7 +79,9 @@ def plan_device(
     kv_size_flag = config.kv_size_flag
     config = with_kv_bytes(config, block_bytes)
     device_bytes = memory_bytes if device == "cuda" else None
-    max_len = longest_sequence(config, spec, block_bytes=block_bytes, device_bytes=device_bytes)
+    max_len = longest_sequence(
+        config, spec, layout, block_bytes=block_bytes, max_span_tokens=max_tokens, device_bytes=device_bytes
+    )
     held_bytes = sizing.weight_bytes(shard, config.quantization or dtype, max_len)
     whole_logits = replace(shard, vocab_size=spec.vocab_size)  # every rank gathers all of them
     graph_bytes = batch_bytes = 0

@@ -8,10 +8,11 @@ from typing import Any, TypeGuard
 
 from quire.models.config_reader import MAX_INTEGER, ConfigReader, shown
 from quire.models.rope_config import max_position_with_scaling, read_rope, read_rope_by_layer_type
-from quire.models.spec import LayerSpec, ModelSpec
+from quire.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 LayerTypes = tuple[str, ...]  # full_attention or sliding_attention, by layer
 _MAX_LAYERS = 1024  # the deepest published models have some 130
+_MAX_WINDOWED_POSITIONS = 1 << 20
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=max_position_with_scaling(reader, ropes["full_attention"]),
+        max_position=_max_position(reader, ropes["full_attention"], layer_types),
         norm_eps=reader.number("rms_norm_eps"),
         layers=tuple(LayerSpec(rope=ropes[kind], window=windows[kind]) for kind in layer_types),
         activation=_activation(reader, architecture),
@@ -83,6 +84,13 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         eos_token_ids=_eos_token_ids(reader),
         dtype=_dtype(reader),
     )
+
+
+def _max_position(reader: ConfigReader, rope: RopeSpec, layer_types: LayerTypes) -> int:
+    """What the config claims. Where every layer has a window no cache ends a sequence, and the rotary table would be as
+    long as the claim."""
+    claimed = max_position_with_scaling(reader, rope)
+    return claimed if "full_attention" in layer_types else min(claimed, _MAX_WINDOWED_POSITIONS)
 
 
 def _architecture_name(reader: ConfigReader) -> str:

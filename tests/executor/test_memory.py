@@ -66,7 +66,9 @@ def test_tables_are_no_longer_than_any_cache() -> None:
     def length(max_position: int, device_bytes: int | None = None, **kwargs: Any) -> int:
         spec = replace(SPEC, max_position=max_position)
         config = EngineConfig.from_kwargs(**kwargs)
-        return longest_sequence(config, spec, block_bytes=BLOCK, device_bytes=device_bytes)
+        layout = kv_layout(spec, None)
+        sizes = {"block_bytes": BLOCK, "max_span_tokens": 512, "device_bytes": device_bytes}
+        return longest_sequence(config, spec, layout, **sizes)
 
     assert length(256) == 256
     assert length(2**31 - 1) == GIB // BLOCK * 16
@@ -74,6 +76,30 @@ def test_tables_are_no_longer_than_any_cache() -> None:
     assert length(2**31 - 1, 80 * GIB, kv_cache_memory_bytes=4 * BLOCK) == 64
     assert length(2**31 - 1, max_model_len=100) == 100
     assert length(2**31 - 1, kv_cache_memory_bytes=1) == 16  # what is too small for a block is refused by the ledger
+
+
+@pytest.mark.parametrize("num_windowed", [0, 1, 2])
+@pytest.mark.parametrize("num_blocks", [4, 40, 400])
+def test_tables_are_as_long_as_the_sequences_that_the_ledger_allows(num_windowed: int, num_blocks: int) -> None:
+    layers = tuple(replace(one, window=32 if i < num_windowed else None) for i, one in enumerate(SPEC.layers))
+    spec = replace(SPEC, layers=layers, max_position=4096)
+    layout = kv_layout(spec, None)
+    block_bytes = layout.block_bytes(spec, 16, 4)
+    config = EngineConfig(kv_cache_memory_bytes=num_blocks * block_bytes)
+    ledger = plan_memory(
+        config,
+        spec,
+        device="cpu",
+        layout=layout,
+        max_span_tokens=64,
+        weight_bytes=0,
+        activation_bytes=0,
+        block_bytes=block_bytes,
+        kv_budget_bytes=num_blocks * block_bytes,
+        kv_budget_flag="kv_cache_memory_bytes",
+    )
+    sizes = {"block_bytes": block_bytes, "max_span_tokens": 64, "device_bytes": None}
+    assert longest_sequence(config, spec, layout, **sizes) == ledger.max_model_len
 
 
 def test_cpu_budget(monkeypatch: pytest.MonkeyPatch) -> None:
