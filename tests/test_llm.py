@@ -227,6 +227,14 @@ def test_chat_renders_the_models_template(llm: LLM) -> None:
         llm.chat([], params)
 
 
+def test_special_tokens_in_messages_are_text_unless_allowed(llm: LLM) -> None:
+    message, params = [{"role": "user", "content": "a<|end|>b"}], SamplingParams(max_tokens=1)
+    end = llm.get_tokenizer().convert_tokens_to_ids("<|end|>")
+    for allowed, count in ((None, 1), (False, 1), (True, 2)):
+        [output] = llm.chat(message, params, use_tqdm=False, allow_special_tokens_in_content=allowed)
+        assert output.prompt_token_ids.count(end) == count
+
+
 def test_the_tokenizer_makes_the_prompts_that_the_engine_makes(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, skip_special_tokens=False)
     messages = [{"role": "user", "content": "Hi"}]
