@@ -232,7 +232,7 @@ def running(engine: ServingEngine, **settings: Any) -> Iterator[Server]:
             await engine.start()
             await engine.ready()
         context = make_context(engine, **settings)
-        server = HttpServer(create_app(context), context.settings, None)
+        server = HttpServer(create_app(context), context.settings, None, context.refused)
         made.extend((context, asyncio.get_running_loop(), server))
         with watched() as slow:
             made.append(slow)

@@ -101,6 +101,13 @@ _GUARDING = [
         is_switch=True,
     ),
     Flag(
+        name="allowed_hosts",
+        help="names under which it answers, or * (default: localhost's on 127.0.0.1, else any)",
+        metavar="NAME",
+        is_list=True,
+        takes_several=True,
+    ),
+    Flag(
         name="cors_origin",
         help="a site whose pages may call this server, or *; may be repeated (default: none)",
         metavar="ORIGIN",

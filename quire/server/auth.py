@@ -18,9 +18,11 @@ from quire.server.errors import ApiError
 from quire.server.settings import ApiKey
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+    OnRefused = Callable[[ApiError, tuple[str, int] | None], None]
 
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64}):(.+)")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")  # what a header can carry
@@ -88,8 +90,9 @@ class Auth:
     """ASGI middleware: refuses what carries no known key, and notes in scope["state"] the `tenant`, and whose requests
     it `sees`: that tenant's, or everybody's (None)."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], on_refused: OnRefused | None = None) -> None:
         self._app = app
+        self._on_refused = on_refused
         # Digests have one length, so that comparing them does not tell a key's.
         self._digests = [(_digest(key.key.encode()), key) for key in keys]
         self._has_tenants = len({key.tenant for key in keys}) > 1
@@ -101,12 +104,13 @@ class Auth:
         tenant, sees = "", None
         if self._digests and not is_open(scope["path"], scope["method"]):
             given = _bearer(scope)
-            if given is None:
-                await UnauthorizedError("no API key: send the header Authorization: Bearer KEY").respond(send)
-                return
-            key = self.key_of(given)
+            key = None if given is None else self.key_of(given)
             if key is None:
-                await UnauthorizedError("this API key is not known here").respond(send)
+                why = "this API key is not known here"
+                error = UnauthorizedError(why if given else "no API key: send the header Authorization: Bearer KEY")
+                if self._on_refused is not None:
+                    self._on_refused(error, scope.get("client"))
+                await error.respond(send)
                 return
             tenant = key.tenant
             sees = tenant if self._has_tenants and not key.is_admin else None

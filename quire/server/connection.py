@@ -1,7 +1,8 @@
 """One HTTP connection: uvicorn's protocol, with limits on what comes before a request's body.
 
 Headers that are too long are a 431, headers that trickle in are a 408, and what is no HTTP is a 400: all in the shape
-of every other error. A connection that sends nothing at all is closed, and so is one whose client does not read.
+of every other error. A connection that sends nothing at all is closed, and so is one whose client does not read. One
+that is over the limit of open files is a 503. A client that has sent all it will may still read its answer.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import re
+import select
 import sys
 import time
+from collections.abc import Callable
 from email.utils import formatdate
 from typing import Any
 
+import httptools
 from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -25,10 +28,8 @@ from quire.server.errors import ApiError
 _LINGER_S = 0.5
 _UNREAD_S = 60.0  # for which an answer may lie unread, when no more of it can be sent
 _MAX_PIPELINED = 8
-# An offer to speak another protocol, which Java's client makes for HTTP/2. The parser would take it as accepted, and
-# what follows for that protocol; under another name of the same length it is a header like any.
-_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
-_NO_UPGRADE = b"\r\nx-offer:"
+_LOOK_S = 0.2  # until a client that is gone has refused what was sent to it
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class HeadersTooLargeError(ApiError):
@@ -50,11 +51,22 @@ class HeadersTimeoutError(ApiError):
         )
 
 
+class TooManyConnectionsError(ApiError):
+    def __init__(self) -> None:
+        super().__init__(
+            503,
+            "the server has as many connections as it may open: try again, or raise its limit of open files",
+            code="too_many_connections",
+        )
+
+
 class Connection(HttpToolsProtocol):
     """Subclassed with limits by `connection_class`; uvicorn makes one for each connection."""
 
     max_header_bytes: int
     header_timeout_s: float
+    max_connections: int
+    on_refused: Callable[[ApiError, tuple[str, int] | None], None] | None
 
     def __init__(
         self,
@@ -66,7 +78,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._num_header_bytes = 0
         self._is_in_headers = True  # also before the first byte
-        self._is_between_requests = False  # one has been read whole, and no byte of the next
+        self._is_declining = False  # the request that is being read offers to speak another protocol
         self._header_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
         self._is_refused = False
@@ -75,7 +87,11 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
+        if len(self.connections) > self.max_connections:
+            self._refuse(TooManyConnectionsError())
+            transport.close()  # at once: what is opened now must be closed before the next one comes
+        else:
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -130,11 +146,14 @@ class Connection(HttpToolsProtocol):
         if self._is_refused:
             return  # what comes now is thrown away
         was_in_headers = self._is_in_headers
-        if was_in_headers or self._is_between_requests:
-            head, end, rest = data.partition(b"\r\n\r\n")
-            if _UPGRADE.search(head):
-                data = _UPGRADE.sub(_NO_UPGRADE, head) + end + rest
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._decline(data[offer.args[0] :])
+            return
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if not self._is_in_headers or self._is_refused:
             return
         # They have not ended in this piece. The parser keeps what it has, so their length is bounded here.
@@ -142,14 +161,47 @@ class Connection(HttpToolsProtocol):
         if self._num_header_bytes > self.max_header_bytes:
             self._refuse(HeadersTooLargeError(self.max_header_bytes))
 
+    def _decline(self, rest: bytes) -> None:
+        """Read a request again without its offer of another protocol, which Java's client makes for HTTP/2 with every
+        request. The parser takes an offer as accepted, and what follows for that protocol."""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_declining = False
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. It may have closed the connection, or wait for its answer; which, only sending
+        tells: one that is gone refuses what it gets. So it gets a line that means nothing, if no answer is under way.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or self._is_refused or self.scheme == "https":
+            return False  # closes it: nothing is left to answer, or TLS, which knows no half
+        cycle.keep_alive = False
+        if self._running is not None and not self._running.response_started:
+            if self._running.scope["http_version"] == "1.0":
+                return False
+            self.transport.write(_CONTINUE)
+        self._look()  # one on this machine has refused it by now
+        return True
+
+    def _look(self) -> None:
+        if self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if poll.poll(0):  # an error or a hang-up: those are told whatever was asked for
+            self.transport.abort()
+        else:
+            self.loop.call_later(_LOOK_S, self._look)
+
     def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._is_between_requests = True
+        if not self._is_declining:
+            super().on_message_complete()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_headers = True
-        self._is_between_requests = False
         self._start_timer()
 
     def on_headers_complete(self) -> None:
@@ -159,7 +211,13 @@ class Connection(HttpToolsProtocol):
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self.max_header_bytes:
             self._refusal = HeadersTooLargeError(self.max_header_bytes)
-            raise ValueError("headers too large")  # stops the parser, which calls send_400_response
+            raise ValueError("headers too large")  # stops the parser, and send_400_response is called
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                self._refusal = ApiError(405, "this server is no proxy: it does not take CONNECT")
+                raise ValueError("no proxy")
+            self._is_declining = True
+            return
         self.server_state.default_headers = _date_header(int(time.time()))
         super().on_headers_complete()
         if 0 < len(self.pipeline) <= _MAX_PIPELINED:
@@ -192,6 +250,8 @@ class Connection(HttpToolsProtocol):
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
+        if self.on_refused is not None:
+            self.on_refused(error, self.client)
         body = error.encode()
         lines = [STATUS_LINE[error.status]]
         for name, value in self.server_state.default_headers:
@@ -223,7 +283,19 @@ def _date_header(now_s: int) -> list[tuple[bytes, bytes]]:
     return [(b"date", formatdate(now_s, usegmt=True).encode())]
 
 
-def connection_class(*, max_header_bytes: int, header_timeout_s: float) -> type[Connection]:
-    """uvicorn takes a class and hands it nothing of ours, so the limits go with the class."""
-    limits = {"max_header_bytes": max_header_bytes, "header_timeout_s": header_timeout_s}
+def connection_class(
+    *,
+    max_header_bytes: int,
+    header_timeout_s: float,
+    max_connections: int,
+    on_refused: Callable[[ApiError, tuple[str, int] | None], None] | None = None,
+) -> type[Connection]:
+    """uvicorn takes a class and hands it nothing of ours, so the limits go with the class. `on_refused` hears of what
+    the application never sees."""
+    limits = {
+        "max_header_bytes": max_header_bytes,
+        "header_timeout_s": header_timeout_s,
+        "max_connections": max_connections,
+        "on_refused": None if on_refused is None else staticmethod(on_refused),
+    }
     return type("LimitedConnection", (Connection,), limits)

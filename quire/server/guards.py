@@ -1,4 +1,5 @@
-"""What stands between a connection and the application, outermost first: CORS, keys, the gate, the body's limits."""
+"""What stands between a connection and the application, outermost first: the host's name, CORS, keys, the gate, the
+body's limits."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from quire.server.admission import MAX_TOKENS_HEADER
 from quire.server.auth import Auth
 from quire.server.gate import Gate
+from quire.server.hosts import Hosts, allowed_hosts
 from quire.server.limits import BodyLimits
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 def middleware(context: ServerContext) -> list[Middleware]:
     settings = context.settings
     guards = [
-        Middleware(Auth, keys=settings.api_keys),
+        Middleware(Auth, keys=settings.api_keys, on_refused=context.refused),
         Middleware(Gate, life=context.life, on_refused=context.metrics.on_refused),
         Middleware(BodyLimits, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s),
     ]
@@ -33,4 +35,6 @@ def middleware(context: ServerContext) -> list[Middleware]:
             expose_headers=["x-request-id", "retry-after", MAX_TOKENS_HEADER],
         )
         guards.insert(0, cors)
+    if (names := allowed_hosts(settings)) is not None:
+        guards.insert(0, Middleware(Hosts, names=names, on_refused=context.refused))
     return guards

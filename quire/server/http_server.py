@@ -4,27 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import ssl
-from collections.abc import Generator
+import sys
+from collections.abc import Callable, Generator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from quire.server.connection import connection_class
+from quire.server.errors import ApiError
 from quire.server.settings import ServerSettings
 
+_OTHER_FILES = 48  # about thirty are open before the first connection
 _CLOSE_S = 1  # for connections that are still open when everything that counts has ended
+
+
+def max_connections() -> int:
+    """As many as there may be open files, less some for everything else: over it a client is told, where the system
+    would only drop it."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if allowed == resource.RLIM_INFINITY else max(1, allowed - _OTHER_FILES)
 
 
 class HttpServer(uvicorn.Server):
     """Serves an application on a bound socket until `stop`."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, ssl_context: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        ssl_context: ssl.SSLContext | None,
+        on_refused: Callable[[ApiError, tuple[str, int] | None], None] | None = None,
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=connection_class(
-                max_header_bytes=settings.max_header_bytes, header_timeout_s=settings.header_timeout_s
+                max_header_bytes=settings.max_header_bytes,
+                header_timeout_s=settings.header_timeout_s,
+                max_connections=max_connections(),
+                on_refused=on_refused,
             ),
             ws="none",
             lifespan="on",
@@ -40,7 +61,29 @@ class HttpServer(uvicorn.Server):
         config.load()
         config.ssl = ssl_context
         super().__init__(config)
+        self._header_timeout_s = settings.header_timeout_s
         self._stopping = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but that a TLS handshake has the headers' time, and not a minute."""
+        await self.lifespan.startup()
+        timeout_s = self._header_timeout_s if self.config.ssl is not None else None
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                self._connection,
+                sock=listener,
+                ssl=self.config.ssl,
+                ssl_handshake_timeout=timeout_s,
+                backlog=self.config.backlog,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
+
+    def _connection(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[no-any-return]
 
     async def run_on(self, listener: socket.socket) -> None:
         """Returns after `stop`, when connections are closed. uvicorn closes the socket."""

@@ -20,6 +20,7 @@ from quire.server.metrics import RequestSummary
 
 _EVENT = "quire_event"  # the attribute of a LogRecord that holds (event, fields)
 ENGINE_READY = "engine_ready"
+OFTEN_S = 10.0
 _LOGGERS = ("quire", "uvicorn")  # uvicorn's own lines look like ours
 
 BROWNOUT_STEPS = (
@@ -73,6 +74,8 @@ class RequestLog:
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logger or logging.getLogger("quire.server")
+        self._often: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {}  # how often since it was last told
+        self._telling: dict[tuple[str, str], asyncio.TimerHandle] = {}
 
     def finished(
         self,
@@ -132,6 +135,22 @@ class RequestLog:
         """Something in the life of server or engine. With a message, that is what a line of text says."""
         if self._logger.isEnabledFor(severity):
             self._write(severity, event, fields, message)
+
+    def often(self, event: str, reason: str, **fields: Any) -> None:
+        """Something that clients can cause at any rate: told at once, and then every `OFTEN_S` with the number of
+        times, and the last one's fields. Belongs to the event loop's thread."""
+        self._often[event, reason] = (self._often.get((event, reason), (0, {}))[0] + 1, fields)
+        if (event, reason) not in self._telling:
+            self._tell_often(event, reason)
+
+    def _tell_often(self, event: str, reason: str) -> None:
+        number, fields = self._often.pop((event, reason), (0, {}))
+        if number:
+            self.event(event, logging.WARNING, reason=reason, times=number, **fields)
+            again = asyncio.get_running_loop().call_later(OFTEN_S, self._tell_often, event, reason)
+            self._telling[event, reason] = again
+        else:
+            del self._telling[event, reason]
 
     def _write(self, level: int, event: str, fields: dict[str, Any], message: str = "") -> None:
         known = {

@@ -116,7 +116,7 @@ class _Run:
         self._settings = context.settings
         self._address = address_of(listener, context.settings)
         self._listener = listener
-        self._http = HttpServer(create_app(context), context.settings, ssl_context)
+        self._http = HttpServer(create_app(context), context.settings, ssl_context, context.refused)
         self._log = get_logger()
         self._num_interrupts = 0
         self._drain_wanted: asyncio.Future[None] = loop.create_future()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import gettempdir
@@ -12,6 +13,7 @@ from quire.errors import ConfigError
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MIB = 1 << 20
+_HOST = re.compile(r"\*|[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,6 +42,7 @@ class ServerSettings:
     # Who may ask
     api_keys: tuple[ApiKey, ...] = ()  # empty: anyone
     share_prefixes_across_keys: bool = False  # then how fast an answer comes tells what other keys have sent
+    allowed_hosts: tuple[str, ...] = ()  # names to answer under, or *; empty: on loopback its own, elsewhere any
     cors_origins: tuple[str, ...] = ()  # empty: no other site's page may
     max_body_bytes: int = 4 * MIB  # a prompt of 128k tokens in any script, escaped
     max_header_bytes: int = 64 << 10
@@ -68,6 +71,9 @@ class ServerSettings:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         self._check_tls()
         self._check_positive()
+        for name in self.allowed_hosts:
+            if not _HOST.fullmatch(name):
+                raise ConfigError(f"allowed_hosts must be names without scheme and port, or *, got {name!r}")
         for origin in self.cors_origins:
             _check_origin(origin)
         if len({key.key for key in self.api_keys}) != len(self.api_keys):

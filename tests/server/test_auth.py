@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+from live_harness import eventually
+from server_harness import ScriptedEngine, running
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -13,6 +16,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from quire.errors import ConfigError
+from quire.server import logs
 from quire.server.auth import Auth, is_open, make_key, read_key_file
 
 PATHS = ("/", "/health", "/static/app.js", "/v1/models", "/metrics", "/docs", "/openapi.json", "/live", "/debug/kv")
@@ -136,3 +140,26 @@ def test_an_unreadable_key_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not a text file"):
         read_key_file(str(tmp_path / "bytes"))
+
+
+def test_a_refused_key_is_counted_and_logged_but_not_at_the_attackers_rate(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "OFTEN_S", 0.2)
+    with caplog.at_level(logging.WARNING), running(ScriptedEngine(tiny_model), api_keys=(ALICE,)) as server:
+        for _ in range(20):
+            assert server.request("GET", "/v1/models", authorization="Bearer sk-guess").status == 401
+        page = server.request("GET", "/metrics", authorization="Bearer sk-alice").text
+        assert 'reason="invalid_api_key"} 20.0' in page
+
+        def told() -> list[dict[str, Any]]:
+            return [
+                record.quire_event[1]
+                for record in caplog.records
+                if getattr(record, "quire_event", ("",))[0] == "refused"
+            ]
+
+        eventually(lambda: sum(fields["times"] for fields in told()) == 20)
+    assert len(told()) < 20
+    assert all(fields["reason"] == "invalid_api_key" and fields["client"] == "127.0.0.1" for fields in told())
+    assert "sk-guess" not in caplog.text

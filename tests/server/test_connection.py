@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from quire.server import http_server
 from quire.server.http_server import HttpServer
 from quire.server.listen import open_socket
 from quire.server.settings import ServerSettings
@@ -22,7 +23,9 @@ _PATHS = ("/", "/slow", "/echo", "/until-gone", "/long", "/pieces")
 Client = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-def served(use: Callable[[Client], Awaitable[None]], **settings: Any) -> None:
+def served(
+    use: Callable[[Client], Awaitable[None]], refused: list[tuple[Any, Any]] | None = None, **settings: Any
+) -> None:
     """Run `use` against a server that answers with the number of its request's headers, or as a path says. A client's
     `gone` is set when the server has noticed that it left."""
     gone: asyncio.Event
@@ -58,7 +61,7 @@ def served(use: Callable[[Client], Awaitable[None]], **settings: Any) -> None:
         app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"]) for path in _PATHS])
         listener = open_socket(wanted)
         port = listener.getsockname()[1]
-        http = HttpServer(app, wanted, None)
+        http = HttpServer(app, wanted, None, lambda *what: None if refused is None else refused.append(what))
         task = asyncio.create_task(http.run_on(listener))
         writers = []
 
@@ -203,6 +206,102 @@ def test_an_offer_of_another_protocol_is_passed_over(name: bytes) -> None:
             assert await reader.readexactly(9) == b"\r\nUpgrade"
 
     served(use)
+
+
+_OFFER = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 4\r\n\r\nbody"
+
+
+async def read_echo(reader: asyncio.StreamReader) -> bytes:
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    return await reader.readexactly(4)
+
+
+def test_an_offer_that_comes_in_pieces_keeps_its_body() -> None:
+    async def use(client: Client) -> None:
+        for cut in range(1, len(_OFFER)):
+            reader, writer = await client()
+            writer.write(_OFFER[:cut])
+            await asyncio.sleep(0.002)
+            writer.write(_OFFER[cut:])
+            assert await read_echo(reader) == b"body"
+            writer.close()
+
+    served(use)
+
+
+def test_pipelined_offers_keep_their_bodies() -> None:
+    async def use(client: Client) -> None:
+        reader, writer = await client()
+        plain = _OFFER.replace(b"Upgrade: h2c\r\n", b"").replace(b"body", b"none")
+        writer.write(_OFFER + plain + _OFFER * 2)
+        assert [await read_echo(reader) for _ in range(4)] == [b"body", b"none", b"body", b"body"]
+
+    served(use)
+
+
+def test_a_proxys_method_is_refused() -> None:
+    async def use(client: Client) -> None:
+        status, body = await answer_to(client, b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org\r\n\r\n")
+        assert status == 405
+        assert "CONNECT" in body["error"]["message"]
+
+    served(use)
+
+
+@pytest.mark.parametrize("path", [b"/", b"/slow", b"/pieces"])
+def test_a_client_that_has_said_all_gets_its_answer(path: bytes) -> None:
+    async def use(client: Client) -> None:
+        reader, writer = await client()
+        writer.write(b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write_eof()
+        answer = (await reader.read()).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert answer.endswith(b"0\r\n\r\n" if path == b"/pieces" else b"1")
+
+    served(use)
+
+
+def test_a_client_that_has_said_all_of_several_requests_gets_every_answer() -> None:
+    async def use(client: Client) -> None:
+        reader, writer = await client()
+        writer.write(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        writer.write_eof()
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 3
+
+    served(use)
+
+
+def test_a_client_that_leaves_within_a_request_is_not_waited_for() -> None:
+    async def use(client: Client) -> None:
+        reader, writer = await client()
+        writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nhalf")
+        writer.write_eof()
+        assert await reader.read() == b""
+
+    served(use)
+
+
+def test_connections_over_the_limit_of_open_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "max_connections", lambda: 2)
+    refused: list[Any] = []
+
+    async def use(client: Client) -> None:
+        kept = [await client() for _ in range(2)]
+        for _, writer in kept:
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        for reader, _ in kept:
+            await reader.readuntil(b"\r\n\r\n")
+        reader, _ = await client()
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"too_many_connections" in answer
+        kept[0][1].close()
+        await asyncio.sleep(0.05)
+        assert (await answer_to(client, b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n"))[0] == 200
+
+    served(use, refused)
+    ((error, client),) = refused
+    assert (error.code, client[0]) == ("too_many_connections", "127.0.0.1")
 
 
 @pytest.mark.parametrize(("path", "body"), [(b"/pieces", b"one two"), (b"/", b"1")])

@@ -64,7 +64,7 @@ def test_a_bodys_own_request_id_is_served_unless_a_header_has_one(server: Server
 
 def test_a_body_in_pieces(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n"
+        head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding: chunked\r\n"
         head += b"content-type: application/json\r\n\r\n"
         connection.sendall(head + b'5\r\n{"pro\r\n')
         connection.sendall(b'9\r\nmpt":"x"}\r\n0\r\n\r\n')

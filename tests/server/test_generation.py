@@ -41,7 +41,8 @@ def begin(server: Server, body: dict[str, Any]) -> socket.socket:
     """Send a request and leave the answer to the test."""
     connection = socket.create_connection(("127.0.0.1", server.port))
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(data)}"
     connection.sendall(head.encode() + b"\r\n\r\n" + data)
     return connection
 

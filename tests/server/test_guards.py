@@ -27,9 +27,11 @@ def client(**settings: Any) -> TestClient:
     life = ServerLife()
     life.ready()
     metrics = SimpleNamespace(on_refused=lambda reason: None)
-    context: Any = SimpleNamespace(settings=ServerSettings(**settings), life=life, metrics=metrics)
+    context: Any = SimpleNamespace(
+        settings=ServerSettings(**settings), life=life, metrics=metrics, refused=lambda error, client: None
+    )
     routes = [Route("/v1/completions", answer, methods=["POST"]), Route("/v1/models", answer)]
-    return TestClient(Starlette(routes=routes, middleware=guards.middleware(context)))
+    return TestClient(Starlette(routes=routes, middleware=guards.middleware(context)), base_url="http://localhost")
 
 
 def test_the_key_is_checked_before_the_body_is_read() -> None:

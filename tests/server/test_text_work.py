@@ -139,9 +139,8 @@ def test_prompts_whose_client_left_are_not_tokenized(wide: Server, monkeypatch: 
     monkeypatch.setattr(wide.engine, "prepare", slow)
     body = json.dumps({"prompt": ["text " * 1_000] * 50}).encode()
     with socket.create_connection(("127.0.0.1", wide.port)) as client:
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        )
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += "content-length: %d\r\n\r\n"
         client.sendall((head % len(body)).encode() + body)
         assert begun.wait(20)
     # The server has seen the end of the connection once it has served another one after it.
