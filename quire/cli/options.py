@@ -61,7 +61,10 @@ _CHAT_SAMPLING: dict[str, tuple[Any, str]] = {
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--model", default="smollm2", metavar="MODEL", help="alias, directory, GGUF file or hub id (default smollm2)"
+        "--model",
+        default="smollm2",
+        metavar="MODEL",
+        help="alias, directory, GGUF file or hub id, also owner/name:Q4_K_M (default smollm2)",
     )
     _add(group, MODEL_FLAGS)
     group = parser.add_argument_group("engine")

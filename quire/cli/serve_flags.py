@@ -54,7 +54,11 @@ def _path(name: str, text: str, *, is_guard: bool = False) -> Flag:
 
 
 _MODEL = [
-    Flag(name="model", help="alias, directory, GGUF file or hub id (default smollm2)", metavar="MODEL"),
+    Flag(
+        name="model",
+        help="alias, directory, GGUF file or hub id, also owner/name:Q4_K_M (default smollm2)",
+        metavar="MODEL",
+    ),
     Flag(
         name="served_model_name",
         help="name or names under which clients ask for it (default: as given)",
