@@ -37,7 +37,7 @@ def read_text(text: str) -> str:
 
 def read_count(text: str) -> int:
     """A whole number; 8k is 8000 and 8K is 8192, as vLLM reads them."""
-    found = re.fullmatch(r"([+-]?\d+)([kmgKMG]?)", text.strip())
+    found = re.fullmatch(r"([+-]?\d{1,30})([kmgKMG]?)", text.strip())
     if found is None:
         raise ValueError("a whole number, like 4096 or 4K")
     return int(found[1]) * _SUFFIXES[found[2]]

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 CORPUS = Path(__file__).parent / "corpus"
-MAX_MESSAGE_CHARS = 1_500
 MAX_GROWTH_BYTES = 256 << 20  # of the process's memory at its peak, over what it was before an input
 _FORGET_PEAK, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _PEAK = re.compile(r"VmHWM:\s*(\d+) kB")
@@ -52,6 +51,7 @@ class Target:
     words: tuple[bytes, ...] = ()  # what the format's syntax is made of, put in at random places
     seeds: Callable[[], list[bytes]] = list  # known inputs that are made in code, beside those in corpus/
     max_input_bytes: int = 1 << 18
+    max_message_chars: int = 1_500  # of a refusal
     max_cpu_s: float = 1.0  # far over what an input so long takes, far under what a quadratic one does
 
     def known_inputs(self) -> list[bytes]:
@@ -93,7 +93,7 @@ def check(target: Target, data: bytes) -> None:
         with _at_most(target.max_cpu_s):
             target.parse(data)
     except target.refusals as refusal:
-        if len(str(refusal)) > MAX_MESSAGE_CHARS:
+        if len(str(refusal)) > target.max_message_chars:
             raise Finding(target, data, f"a refusal of {len(str(refusal))} characters") from refusal
     except _TooSlow:
         raise Finding(target, data, f"took more than {target.max_cpu_s:g} s of CPU time") from None

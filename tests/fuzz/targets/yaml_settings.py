@@ -65,5 +65,6 @@ TARGET = Target(
         *(b"\napi-key: ", b"\napi-key-file: ", b"\nport: ", b"\nhf-overrides: ", b"\npinned-prefixes: "),
     ),
     max_input_bytes=1 << 14,  # PyYAML reads some 40 KB in a second
+    max_message_chars=1 << 16,  # who wrote the file reads the message
     max_cpu_s=3.0,
 )
