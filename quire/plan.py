@@ -75,6 +75,17 @@ class Fork:
     sampling: SamplingSpec
 
 
+@dataclass(slots=True, frozen=True)
+class Move:
+    """Blocks on their way between the device and what lies beyond it. They move beside steps: a result names the ticket
+    when they have arrived. What goes out is read after all earlier steps; what comes in may be written only after them,
+    and is read by no step before it has arrived. Moves are made in the order of their tickets."""
+
+    ticket: int
+    is_load: bool  # to the device; else from it
+    pairs: list[tuple[int, int]]  # (device block, block on the host)
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step. An executor applies the parts in the order in which they stand here, then samples.
@@ -84,8 +95,7 @@ class StepPlan:
 
     step: int
     released: list[int] = field(default_factory=list)  # rows whose sequences ended or were preempted
-    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    moves: list[Move] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) device blocks: copy-on-write
     admitted: list[Admission] = field(default_factory=list)
     trimmed: list[tuple[int, int]] = field(default_factory=list)  # (row, blocks that its tables keep)
@@ -103,7 +113,7 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """True when an executor would have nothing at all to do."""
-        return not (self.spans.rows or self.released or self.swap_out or self.swap_in or self.copies or self.admitted)
+        return not (self.spans.rows or self.released or self.moves or self.copies or self.admitted)
 
 
 @dataclass(slots=True, frozen=True)
@@ -139,6 +149,6 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     # By index into tokens: this one sequence cannot go on, how that counts (ERROR or BANNED), and what happened.
     failed: dict[int, tuple[FinishReason, str]] = field(default_factory=dict)
-    transfers_done: list[int] = field(default_factory=list)  # steps whose swap_out and swap_in have finished
+    moved: list[int] = field(default_factory=list)  # tickets of moves that are over, each told once
     timings: StepTimings = field(default_factory=StepTimings)
     ended_s: float | None = None  # perf_counter() when the wait for it ended; None: it had ended before

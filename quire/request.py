@@ -29,7 +29,8 @@ class SequenceState(IntEnum):
     RUNNING = 1  # has a row and blocks
     PREEMPTED = 2  # lost both; its tokens will be computed again
     SWAPPED = 3  # lost both; its blocks are on the host
-    FINISHED = 4
+    LOADING = 4  # has a row and blocks, whose bytes are on their way back from the host
+    FINISHED = 5
 
 
 class CacheOutcome(StrEnum):

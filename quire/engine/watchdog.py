@@ -125,7 +125,7 @@ def _plan_lines(plan: StepPlan | None) -> list[str]:
         f"longest span {max(spans.num_tokens, default=0)}, drafts for {len(spans.drafts)}",
         f"{len(plan.admitted)} admitted, {len(plan.released)} released, {len(plan.forks)} forks, "
         f"{len(plan.appended)} longer tables, "
-        f"{len(plan.copies)} copies, {len(plan.swap_out)} out, {len(plan.swap_in)} in",
+        f"{len(plan.copies)} copies, {len(plan.moves)} moves",
     ]
 
 

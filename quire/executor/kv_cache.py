@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.executor.transfer import Transfers
 from quire.models.kv_layout import KVLayout
 from quire.models.spec import ModelSpec
+from quire.plan import Move
 from quire.sampling.transfer import to_device
 
 
@@ -65,6 +66,7 @@ class KVCache:
         self._device_words = self.device_blocks.view(torch.int32)
         self._host_words = self.host_blocks.view(torch.int32)
         self._transfers = Transfers(device) if on_gpu else None
+        self._moved: list[int] = []  # of a CPU, whose moves are over at once
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """(from, to) device blocks, all layers. All are read before any is written."""
@@ -72,25 +74,23 @@ class KVCache:
             sources, targets = self._columns(pairs)
             self._device_words[:, targets] = self._device_words[:, sources]
 
-    def move(self, swap_out: list[tuple[int, int]], swap_in: list[tuple[int, int]], step: int) -> None:
-        """(device, host) pairs, then (host, device) pairs. What is computed next sees the blocks that came in.
-
-        On a GPU the moves have a stream of their own: blocks going out move while the step computes.
-        """
-        if not swap_out and not swap_in:
-            return
+    def move(self, move: Move) -> None:
+        """On a GPU moves have a stream of their own, and steps compute meanwhile."""
+        copy = self._copy_in if move.is_load else self._copy_out
         if self._transfers is None:
-            self._copy_out(swap_out)
-            self._copy_in(swap_in)
+            copy(move.pairs)
+            self._moved.append(move.ticket)
             return
         with self._transfers.after_computing():
-            staged = self._copy_out(swap_out)
-            came_in = self._copy_in(swap_in)
-        self._transfers.track(step, (staged, came_in), compute_waits=bool(swap_in))
+            staged = copy(move.pairs)
+        self._transfers.track(move.ticket, staged)
 
-    def take_finished(self, step: int) -> list[int]:
-        """Steps up to this one whose moves are over, each told once."""
-        return [step] if self._transfers is None else self._transfers.take_finished()
+    def take_finished(self) -> list[int]:
+        """Tickets of moves that are over, each told once."""
+        if self._transfers is not None:
+            return self._transfers.take_finished()
+        moved, self._moved = self._moved, []
+        return moved
 
     def _copy_out(self, pairs: list[tuple[int, int]]) -> Tensor | None:
         if not pairs:
@@ -107,13 +107,13 @@ class KVCache:
     def _copy_in(self, pairs: list[tuple[int, int]]) -> Tensor | None:
         if not pairs:
             return None
-        hosts, devices = self._columns(pairs)
+        devices, hosts = self._columns(pairs)
         if self._transfers is None:
             staged = self._host_words[hosts]
         else:
             shape = (len(pairs), *self._host_words.shape[1:])
             staged = torch.empty(shape, dtype=torch.int32, device=self._device_words.device)
-            for (host, _), block in zip(pairs, staged, strict=True):
+            for (_, host), block in zip(pairs, staged, strict=True):
                 block.copy_(self._host_words[host], non_blocking=True)
         self._device_words[:, devices] = staged.transpose(0, 1)
         return staged

@@ -67,7 +67,7 @@ class LocalExecutor:
         if step.sampled is not None:
             result.tokens, result.logprobs, result.failed = step.sampled.to_lists()
         result.timings = step.clock.read()
-        result.transfers_done = self.worker.cache.take_finished(ticket)
+        result.moved = self.worker.cache.take_finished()
         return result
 
     def _judge(self, step: _Submitted) -> None:

@@ -34,12 +34,12 @@ class StagingRing:
 
 
 class Transfers:
-    """A stream beside the one that computes, and the steps whose moves are still under way on it."""
+    """A stream beside the one that computes, and the moves that are still under way on it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # (step, done, what has to stay allocated until then)
+        # (ticket, done, what has to stay allocated until then)
         self._under_way: deque[tuple[int, torch.cuda.Event, object]] = deque()
 
     @contextlib.contextmanager
@@ -49,15 +49,13 @@ class Transfers:
         with torch.cuda.stream(self._stream):
             yield
 
-    def track(self, step: int, keep: object, *, compute_waits: bool) -> None:
+    def track(self, ticket: int, keep: object) -> None:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
-        if compute_waits:
-            torch.cuda.current_stream(self._device).wait_event(done)
-        self._under_way.append((step, done, keep))
+        self._under_way.append((ticket, done, keep))
 
     def take_finished(self) -> list[int]:
-        """Steps whose moves are over, each told once."""
+        """Tickets of moves that are over, each told once."""
         finished = []
         while self._under_way and self._under_way[0][1].query():  # type: ignore[no-untyped-call]
             finished.append(self._under_way.popleft()[0])

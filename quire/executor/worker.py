@@ -68,7 +68,8 @@ class Worker:
             self.batch.release(row)
             self.sampler.release(row)
             self._prompt_logprob_rows.pop(row, None)
-        self.cache.move(plan.swap_out, plan.swap_in, plan.step)
+        for move in plan.moves:
+            self.cache.move(move)
         self.cache.copy(plan.copies)
         for new in plan.admitted:
             self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.tables)

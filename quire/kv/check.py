@@ -68,10 +68,10 @@ def _check_transfers(kv: KVManager) -> None:
     assert not kv.tables.keys() & kv.swapped.keys(), "a sequence is swapped and has a table"
     moving_device_ids: Counter[int] = Counter()
     moving_host_ids: list[int] = []
-    for step, transfers in kv.transfers.items():
-        assert len(transfers.device_ids) == len(transfers.host_ids) > 0, f"step {step}: transfers do not pair up"
-        moving_device_ids.update(transfers.device_ids)
-        moving_host_ids.extend(transfers.host_ids)
+    for ticket, moves in kv.moves.items():
+        assert len(moves.device_ids) == len(moves.host_ids) > 0, f"move {ticket}: blocks do not pair up"
+        moving_device_ids.update(moves.device_ids)
+        moving_host_ids.extend(moves.host_ids)
     for block in kv.pool.blocks:
         assert block.num_transfers == moving_device_ids[block.block_id], (
             f"block {block.block_id} says {block.num_transfers} transfers, {moving_device_ids[block.block_id]} move it"

@@ -24,7 +24,7 @@ from quire.kv.pool import BlockPool
 from quire.kv.prefix_cache import PrefixCache, PrefixMatch
 from quire.kv.snapshot import KVSnapshot, take_snapshot
 from quire.kv.stats import Counters, KVStats, RateMeter, read_stats
-from quire.kv.swap import HostPool, SwappedSequence, Transfers
+from quire.kv.swap import Arrival, HostPool, Moves, SwappedSequence
 from quire.kv.table import NEVER, UNCHANGED, Allocation, BlockTable, GroupTable, TableSlices
 from quire.kv.watch import KVWatch
 from quire.plan import max_window_blocks
@@ -76,7 +76,7 @@ class KVManager:
         self.host = HostPool(num_host_blocks)
         self.tables: dict[int, BlockTable] = {}
         self.swapped: dict[int, SwappedSequence] = {}
-        self.transfers: dict[int, Transfers] = {}  # under way, by step
+        self.moves: dict[int, Moves] = {}  # under way, by ticket
         self.counters = Counters()
         self.clock = clock
         self.rates = RateMeter(clock(), num_totals=2)
@@ -320,11 +320,11 @@ class KVManager:
 
     # -- swap
 
-    def swap_out(self, seq_id: int, num_computed: int, step: int) -> list[tuple[int, int]] | None:
+    def swap_out(self, seq_id: int, num_computed: int, ticket: int) -> list[tuple[int, int]] | None:
         """(device, host) pairs for the blocks that hold the `num_computed` tokens; None if the host has no room.
 
         The sequence gives up all its device blocks. One that nobody else uses is in transit until
-        `transfers_done(step)`; so is one whose last other user leaves before that.
+        `moves_done(ticket)`; so is one whose last other user leaves before that.
         """
         table = self.tables[seq_id]
         num_kept = self._pages(num_computed)
@@ -346,7 +346,7 @@ class KVManager:
             moved = list(zip(device_ids, host_ids, strict=True))
             # Tail first, the order in which the blocks will go back to the free queue.
             for device_id, host_id in reversed(moved):
-                self._start_transfer(step, device_id, host_id)
+                self._start_move(ticket, device_id, host_id)
             self.pool.release_table(group.block_ids)
             pairs += moved
             slices.append((first, host_ids))
@@ -358,12 +358,13 @@ class KVManager:
         return pairs
 
     def swap_in(
-        self, seq_id: int, token_ids: Sequence[int], step: int
+        self, seq_id: int, token_ids: Sequence[int], ticket: int
     ) -> tuple[list[tuple[int, int]], TableSlices] | None:
-        """((host, device) pairs, new tables with room for all tokens); None if there is no room.
+        """((device, host) pairs, new tables with room for all tokens); None if there is no room.
 
-        Full blocks enter the cache again, as with `commit()`. The host blocks are in transit until
-        `transfers_done(step)`. It may be called before the swap-out is done: the executor moves bytes in step order.
+        The sequence must not run before `moves_done(ticket)`, when its full blocks enter the cache again as with
+        `commit()`; the host blocks are in transit until then. It may be called before the swap-out is done: the
+        executor moves bytes in the order of tickets.
         """
         swapped = self.swapped[seq_id]
         num_tokens = max(len(token_ids), swapped.num_computed)
@@ -372,17 +373,16 @@ class KVManager:
             return None
         del self.swapped[seq_id]
         pairs: list[tuple[int, int]] = []
-        for index, ((table, end), (first, host_ids)) in enumerate(zip(tables, swapped.slices, strict=True)):
+        for (table, end), (first, host_ids) in zip(tables, swapped.slices, strict=True):
             table.block_ids = self.pool.allocate(end - first)
-            moved = list(zip(host_ids, table.block_ids, strict=False))
-            for host_id, device_id in reversed(moved):
-                self._start_transfer(step, device_id, host_id)
+            moved = list(zip(table.block_ids, host_ids, strict=False))
+            for device_id, host_id in reversed(moved):
+                self._start_move(ticket, device_id, host_id)
                 self.host.release(host_id)
             pairs += moved
-            full_blocks = [self.pool.blocks[i] for i in table.block_ids[: max(0, len(swapped.hashes) - first)]]
-            self.cache.insert_chain(first, swapped.hashes, swapped.root, token_ids, full_blocks, index)
         self._add_table(seq_id, swapped.root, [table for table, _ in tables], num_tokens, swapped.hashes)
-        self.commit(seq_id, token_ids, swapped.num_computed)
+        if pairs:
+            self.moves[ticket].arrival = Arrival(self.tables[seq_id], token_ids, swapped.num_computed)
         self.counters.num_swapped_in_blocks += len(pairs)
         if self.watch is not None:
             self.watch.took(seq_id, self.tables[seq_id].block_ids)
@@ -393,18 +393,30 @@ class KVManager:
         for host_id in self.swapped.pop(seq_id).host_ids:
             self.host.release(host_id)
 
-    def transfers_done(self, step: int) -> None:
-        """Every byte that this step's plan moved from or to the host has arrived. A step without any is fine."""
-        transfers = self.transfers.pop(step, None)
-        if transfers is None:
+    def moves_done(self, ticket: int) -> None:
+        """Every byte of a swap-out or swap-in has arrived. A ticket without any is fine."""
+        moves = self.moves.pop(ticket, None)
+        if moves is None:
             return
-        moved = [self.pool.blocks[device_id] for device_id in transfers.device_ids]
+        moved = [self.pool.blocks[device_id] for device_id in moves.device_ids]
         for block in moved:
             self.pool.transfer_finished(block)
-        for host_id in transfers.host_ids:
+        for host_id in moves.host_ids:
             self.host.transfer_finished(host_id)
+        if moves.arrival is not None:
+            self._enter_cache(*moves.arrival)
         if self.watch is not None:
             self.watch.touched(moved)
+
+    def _enter_cache(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """A sequence is back, unless it has ended meanwhile: others may find its full blocks."""
+        if self.tables.get(table.seq_id) is not table:
+            return
+        for number, group in enumerate(table.groups):
+            ids = group.block_ids[: max(0, len(table.hashes) - group.first)]
+            blocks = [self.pool.blocks[block_id] for block_id in ids]
+            self.cache.insert_chain(group.first, table.hashes, table.root, token_ids, blocks, number)
+        self.commit(table.seq_id, token_ids, num_computed)
 
     # -- pins and reset
 
@@ -570,9 +582,9 @@ class KVManager:
         if table.writable_from < num_committed:
             table.writable_from = num_committed
 
-    def _start_transfer(self, step: int, device_id: int, host_id: int) -> None:
-        transfers = self.transfers.setdefault(step, Transfers())
-        transfers.device_ids.append(device_id)
-        transfers.host_ids.append(host_id)
+    def _start_move(self, ticket: int, device_id: int, host_id: int) -> None:
+        moves = self.moves.setdefault(ticket, Moves())
+        moves.device_ids.append(device_id)
+        moves.host_ids.append(host_id)
         self.pool.blocks[device_id].num_transfers += 1
         self.host.transfer_started(host_id)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.kv.hashing import BlockHash
-from quire.kv.table import TableSlices
+from quire.kv.table import BlockTable, TableSlices
 
 
 @dataclass(slots=True, eq=False)
@@ -22,12 +24,21 @@ class SwappedSequence:
         return [host_id for _, host_ids in self.slices for host_id in host_ids]
 
 
+class Arrival(NamedTuple):
+    """A sequence whose blocks are coming back, and how many of its tokens they hold."""
+
+    table: BlockTable
+    token_ids: Sequence[int]
+    num_computed: int
+
+
 @dataclass(slots=True)
-class Transfers:
-    """The blocks of one step's transfers, both ways, until the executor reports them done."""
+class Moves:
+    """The blocks that go out or come in under one ticket, until the executor reports them done."""
 
     device_ids: list[int] = field(default_factory=list)
     host_ids: list[int] = field(default_factory=list)
+    arrival: Arrival | None = None
 
 
 class HostPool:

@@ -2,9 +2,12 @@
 
              run                end
 WAITING ----------> RUNNING ----------> FINISHED        from every state there is an end
-                    |     ^
-            preempt v     | run
-          PREEMPTED or SWAPPED
+                    |  ^  ^
+            preempt |  |  | resume
+                    |  |  LOADING
+                    v  |  ^ load
+             PREEMPTED |  |
+                    SWAPPED
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from quire.kv import KVManager, TableSlices
-from quire.plan import Admission, Fork, StepPlan
+from quire.plan import Admission, Fork, Move, StepPlan
 from quire.request import FinishReason, Request, Sequence, SequenceState
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.fairness import FairQueue
@@ -23,14 +26,16 @@ from quire.scheduler.rows import RowPool
 from quire.scheduler.types import SchedulerStats
 
 _RUNNING = (SequenceState.RUNNING,)
+_LOADING = (SequenceState.LOADING,)
 _QUEUED = (SequenceState.WAITING, SequenceState.PREEMPTED, SequenceState.SWAPPED)
 
 
 class Lifecycle:
     """Where every sequence is, and what it holds there.
 
-    Each unfinished sequence is either in `queue` (WAITING, PREEMPTED, SWAPPED), without row and blocks, or in `running`
-    (RUNNING), with both. Its request is in `requests` until the last of its sequences has ended.
+    Each unfinished sequence is either in `queue` (WAITING, PREEMPTED, SWAPPED), without row and blocks, in `running`
+    (RUNNING), with both, or in `loading` or `loaded` (LOADING), with both but not yet known to the executor. Its request
+    is in `requests` until the last of its sequences has ended.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVManager, clock: Callable[[], float]) -> None:
@@ -43,6 +48,10 @@ class Lifecycle:
         )
         self.running = OrderedSequences()
         self.num_swapped = 0
+        self.next_ticket = 0
+        self.moving: dict[int, int] = {}  # by ticket, until a move is over: how many blocks come free then
+        self.loading: dict[int, tuple[Sequence, TableSlices]] = {}  # by ticket
+        self.loaded: list[tuple[Sequence, TableSlices]] = []  # whose blocks have arrived
         self.rows = RowPool(config.max_num_seqs)
         # By seq_id, for n > 1 until the prompt is done: the rows of the sequences that will be forked from this one.
         self.reserved_rows: dict[int, list[int]] = {}
@@ -71,22 +80,44 @@ class Lifecycle:
 
     def run(self, seq: Sequence, tables: TableSlices, plan: StepPlan) -> None:
         """From the queue onto a row."""
-        row, *reserved = self.rows.take(self.num_rows_for(seq))
+        self._take_row(seq)
+        self._start(seq, tables, plan)
+
+    def load(self, seq: Sequence, tables: TableSlices, ticket: int) -> None:
+        """From the queue onto a row, where it waits for its blocks' bytes. Nobody behind it waits for them."""
+        assert seq.state is SequenceState.SWAPPED
+        self._take_row(seq)
+        seq.state = SequenceState.LOADING
+        self.num_swapped -= 1
+        self.loading[ticket] = (seq, tables)
+
+    def on_loaded(self, ticket: int) -> None:
+        loaded = self.loading.pop(ticket, None)
+        if loaded is not None:  # else it has ended meanwhile, or it was a move out
+            self.loaded.append(loaded)
+
+    def resume(self, plan: StepPlan) -> None:
+        """The first of those whose blocks have arrived runs on."""
+        seq, tables = self.loaded.pop(0)
+        self._start(seq, tables, plan)
+
+    def _take_row(self, seq: Sequence) -> None:
+        seq.row, *reserved = self.rows.take(self.num_rows_for(seq))
         if reserved:
             self.reserved_rows[seq.seq_id] = reserved
         self.queue.on_run(seq)
         self.queue.drop(seq)
+
+    def _start(self, seq: Sequence, tables: TableSlices, plan: StepPlan) -> None:
+        assert seq.row is not None
         self.running.add(seq)
-        if seq.state is SequenceState.SWAPPED:
-            self.num_swapped -= 1
         seq.state = SequenceState.RUNNING
-        seq.row = row
         if seq.first_scheduled_s is None:
             seq.first_scheduled_s = self._clock()
         request = seq.request
         plan.admitted.append(
             Admission(
-                row=row,
+                row=seq.row,
                 token_ids=list(seq.token_ids),
                 num_computed_tokens=seq.num_computed_tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
@@ -136,7 +167,7 @@ class Lifecycle:
         self._kv.commit(seq.seq_id, seq.token_ids, num_computed)
         pairs = None
         if kind is PreemptionKind.SWAP:
-            pairs = self._kv.swap_out(seq.seq_id, num_computed, plan.step)
+            pairs = self._kv.swap_out(seq.seq_id, num_computed, self.next_ticket)
         if pairs is None:  # by choice, or because the host pool is full
             self._kv.free(seq.seq_id)
             seq.state = SequenceState.PREEMPTED
@@ -145,7 +176,7 @@ class Lifecycle:
             self.paid_tokens[seq.seq_id] = max(num_computed, self.paid_tokens.get(seq.seq_id, 0))
             self.stats.num_recompute_preemptions += 1
         else:
-            plan.swap_out.extend(pairs)
+            self.move(plan, False, pairs)
             seq.state = SequenceState.SWAPPED
             self.num_swapped += 1
             self.stats.num_swap_preemptions += 1
@@ -153,6 +184,13 @@ class Lifecycle:
         self.queue.add(seq)
         self._leave_row(seq)
         return len(pairs or ())
+
+    def move(self, plan: StepPlan, is_load: bool, pairs: list[tuple[int, int]]) -> None:
+        """Enter a move under the next ticket."""
+        if pairs:
+            self.moving[self.next_ticket] = 0 if is_load else len(pairs)
+            plan.moves.append(Move(self.next_ticket, is_load, pairs))
+        self.next_ticket += 1
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
         """The one exit: gives back whatever the sequence holds, in whatever state it is."""
@@ -162,6 +200,9 @@ class Lifecycle:
                 self._kv.commit(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
             self._kv.free(seq.seq_id, distrust=has_failed)
             self._leave_row(seq)
+        elif seq.state is SequenceState.LOADING:
+            self._kv.free(seq.seq_id)
+            self._give_up_load(seq)
         else:
             self.queue.drop(seq)
             if seq.state is SequenceState.SWAPPED:
@@ -183,18 +224,31 @@ class Lifecycle:
         seqs = [seq for request in self.requests.values() for seq in request.sequences]
         assert self.running == sorted(self.running, key=lambda seq: seq.order), "running sequences are not in order"
         self.queue.check()
-        num_running = Counter(seq.request.tenant for seq in self.running)
+        waiting_for_blocks = [seq for seq, _ in (*self.loading.values(), *self.loaded)]
+        num_running = Counter(seq.request.tenant for seq in (*self.running, *waiting_for_blocks))
         assert all(num_running[t.name] == t.num_running for t in self.queue.tenants.values()), "tenants do not add up"
-        for here, states in ((list(self.running), _RUNNING), (list(self.queue), _QUEUED)):
+        places = ((list(self.running), _RUNNING), (list(self.queue), _QUEUED), (waiting_for_blocks, _LOADING))
+        for here, states in places:
             should_be = {seq.seq_id for seq in seqs if seq.state in states}
             assert len(here) == len(should_be) and {seq.seq_id for seq in here} == should_be, f"{states} do not add up"
-        rows = [seq.row for seq in self.running] + [row for rows in self.reserved_rows.values() for row in rows]
+        rows = [seq.row for seq in (*self.running, *waiting_for_blocks)]
+        rows += [row for rows in self.reserved_rows.values() for row in rows]
         assert None not in rows and len(set(rows)) == len(rows), f"a row is held twice, or a sequence has none: {rows}"
         assert len(rows) + self.rows.num_free == self.config.max_num_seqs, "rows do not add up"
         assert all(seq.row is None for seq in self.queue), "a sequence in the queue has a row"
-        assert {seq.seq_id for seq in self.running} == self._kv.tables.keys(), "blocks are not with those that run"
+        with_blocks = {seq.seq_id for seq in (*self.running, *waiting_for_blocks)}
+        assert with_blocks == self._kv.tables.keys(), "blocks are not with those that run"
         swapped = {seq.seq_id for seq in self.queue if seq.state is SequenceState.SWAPPED}
         assert swapped == self._kv.swapped.keys() and len(swapped) == self.num_swapped, "swapped ones do not add up"
+
+    def _give_up_load(self, seq: Sequence) -> None:
+        """The executor has not heard of its row yet."""
+        assert seq.row is not None
+        self.loading = {ticket: entry for ticket, entry in self.loading.items() if entry[0] is not seq}
+        self.loaded = [entry for entry in self.loaded if entry[0] is not seq]
+        self.rows.take_back_unused([seq.row])
+        self.queue.on_leave(seq)
+        seq.row = None
 
     def _leave_row(self, seq: Sequence) -> None:
         assert seq.row is not None

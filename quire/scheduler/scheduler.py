@@ -53,7 +53,6 @@ class Scheduler:
         )
         self._next_step = 0
         self._in_flight: deque[InFlight] = deque()
-        self._transfers: dict[int, int] = {}  # by step, until its transfers are done: how many blocks it swaps out
         self._blocked_on: WaitReason | None = None
         self._refusal: BlockedHead | None = None
         self._prefill_limit: int | None = None
@@ -70,7 +69,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._life.requests or self._in_flight or self._transfers or self._failures)
+        return bool(self._life.requests or self._in_flight or self._life.moving or self._failures)
 
     @property
     def num_waiting(self) -> int:
@@ -193,14 +192,14 @@ class Scheduler:
             return None
         while True:
             step = StepBuilder(StepPlan(self._next_step), budget=self.config.max_num_batched_tokens)
-            step.num_coming_blocks = sum(self._transfers.values())
+            step.num_coming_blocks = sum(self._life.moving.values())
             if self._life.queue.is_shared and (victim := who_makes_way(self._life, self._kv, self._refusal, step)):
                 self._preempt(victim, step)
                 self.stats.num_yields += 1
             self._schedule_decodes(step)
             self._schedule_chunks(step)
             self._admit(step)
-            if not step.is_idle or (self._transfers and not self._in_flight):
+            if not step.is_idle or (self._life.moving and not self._in_flight):
                 return self._issue(step)
             if self._in_flight or not self._life.queue:
                 return None
@@ -355,8 +354,6 @@ class Scheduler:
         plan, memory = step.issue(self._life.rows.take_released(), self._life.rows.take_trimmed())
         self._in_flight.append(memory)
         self._next_step += 1
-        if plan.swap_out or plan.swap_in:
-            self._transfers[plan.step] = len(plan.swap_out)
         self.stats.num_steps += 1
         self.stats.num_decode_tokens += memory.num_decodes
         self.stats.num_prefill_tokens += memory.num_prefill_tokens
@@ -366,6 +363,7 @@ class Scheduler:
 
     def _admit(self, step: StepBuilder, below: float = math.inf) -> None:
         """From the head of the queue until one does not fit: nobody overtakes it. Tenants with counters `below`."""
+        self._resume_loaded(step)
         self._blocked_on = WaitReason.BLOCKS if step.short_of_blocks else None
         queue = self._life.queue
         while queue and self._blocked_on is None:
@@ -420,17 +418,26 @@ class Scheduler:
         return self._kv.match(seq.token_ids, salt=request.salt, adapter=request.adapter, previous=previous)
 
     def _swap_in(self, seq: Sequence, step: StepBuilder) -> WaitReason | None:
-        size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, step)
-        if not size:
-            return WaitReason.BUDGET
-        swapped = self._kv.swap_in(seq.seq_id, seq.token_ids, step.plan.step)
+        """Blocks for a swapped sequence, and the move that fills them. It runs when they have arrived."""
+        swapped = self._kv.swap_in(seq.seq_id, seq.token_ids, self._life.next_ticket)
         if swapped is None:
             return self._refuse(seq, None)
         pairs, tables = swapped
-        step.plan.swap_in.extend(pairs)
-        self._life.run(seq, tables, step.plan)
-        self._add_chunk(seq, size, step)
+        self._life.load(seq, tables, self._life.next_ticket)
+        if not pairs:
+            self._life.on_loaded(self._life.next_ticket)  # it had computed nothing
+        self._life.move(step.plan, True, pairs)
         return None
+
+    def _resume_loaded(self, step: StepBuilder) -> None:
+        """Sequences whose blocks have arrived go on, before anybody new is admitted."""
+        while self._life.loaded:
+            seq = self._life.loaded[0][0]
+            size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, step)
+            if not size:
+                return
+            self._life.resume(step.plan)
+            self._add_chunk(seq, size, step)
 
     def _refuse(self, seq: Sequence, match: PrefixMatch | None) -> WaitReason:
         self._refusal = BlockedHead(seq.seq_id, match, self._kv.num_free_blocks, self.stats.num_prefill_tokens)
@@ -457,9 +464,10 @@ class Scheduler:
         """Take in the oldest submitted step's result: append tokens, end what ends, say what is new."""
         memory = self._in_flight.popleft()
         assert memory.step == result.step, f"the result of step {result.step} came, that of {memory.step} is due"
-        for step in result.transfers_done:
-            if self._transfers.pop(step, None) is not None:
-                self._kv.transfers_done(step)
+        for ticket in result.moved:
+            self._life.moving.pop(ticket)
+            self._kv.moves_done(ticket)
+            self._life.on_loaded(ticket)
         self._costs.observe(memory.num_decodes, memory.num_prefill_tokens, result.timings.total_s)
         updates = self.take_failures()
         prompts = self._new_prompt_logprobs(memory, result) if result.prompt_logprobs else {}

@@ -38,7 +38,7 @@ class StepBuilder:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.decodes or self.verifying or self.chunks or self.plan.swap_out)
+        return not (self.decodes or self.verifying or self.chunks or self.plan.moves)
 
     def has_scheduled(self, seq: Sequence) -> bool:
         return seq in self.decodes or seq in self.verifying or seq in self.chunks or seq in self.forked

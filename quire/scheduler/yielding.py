@@ -37,4 +37,5 @@ def who_makes_way(life: Lifecycle, kv: KVManager, blocked: BlockedHead | None, s
     if not others or not fits_share:
         return None
     most_served = max(others, key=attrgetter("counter")).name
-    return next(seq for seq in reversed(life.running) if seq.request.tenant == most_served)
+    # None where all of its sequences wait for their blocks to come back.
+    return next((seq for seq in reversed(life.running) if seq.request.tenant == most_served), None)

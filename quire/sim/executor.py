@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.params import SamplingSpec
-from quire.plan import Admission, Fork, StepPlan, StepResult, StepTimings, TokenLogprobs
+from quire.plan import Admission, Fork, Move, StepPlan, StepResult, StepTimings, TokenLogprobs
 from quire.request import FinishReason
 from quire.sim.cost import CostModel, SimClock
 from quire.sim.language import ToyLanguage
@@ -52,8 +52,8 @@ class SimExecutor:
     """Runs plans without a model. An AssertionError says which rule a plan broke.
 
     A step runs when it is submitted, after all earlier ones, as on a device's stream. With a `clock`, collecting a
-    step moves time to its end. Transfers to the host finish `transfer_steps` steps later than they start, and their
-    bytes are read only then, so that a block which is given away before is noticed.
+    step moves time to its end. Moves from and to the host finish `transfer_steps` steps later than they start, and only
+    then are their bytes moved, so that a block which is given away or read before is noticed.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SimExecutor:
         self._verify = verify
         self._fault = fault  # given a row's tokens: what is wrong with it, for tests of failing sequences
         self._drafter = drafter  # its own: given a row's tokens and how many at most
-        self._moving: deque[tuple[int, list[tuple[int, int]]]] = deque()  # (step, pairs on their way to the host)
+        self._moving: deque[tuple[int, Move]] = deque()  # (step, blocks on their way)
         self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which the step is done
         self._busy_until_s = 0.0
         self._last_step: int | None = None
@@ -100,14 +100,14 @@ class SimExecutor:
         self._apply(plan)
         spans = self._spans(plan)
         counts, starts = [span.num_tokens for span in spans], [span.start for span in spans]
-        total_s = self._cost.step_s(counts, starts, len(plan.swap_out) + len(plan.swap_in))
+        total_s = self._cost.step_s(counts, starts, sum(len(move.pairs) for move in plan.moves))
         self._busy_until_s = max(self._busy_until_s, self._clock() if self._clock else 0.0) + total_s
         result = StepResult(step=plan.step, timings=StepTimings(forward_s=total_s, total_s=total_s))
         if self._verify:
             self._check_writes(spans)
         self._forward(spans, result)
         self._sample(plan, spans, result)
-        result.transfers_done = self._finish_transfers(plan.step - self._transfer_steps)
+        result.moved = self._finish_moves(plan.step - self._transfer_steps)
         self._results.append((result, self._busy_until_s))
         return plan.step
 
@@ -137,11 +137,7 @@ class SimExecutor:
         for number in plan.released:
             self._row(number)
             self.rows[number] = None
-        if plan.swap_out or plan.swap_in:
-            self._moving.append((plan.step, plan.swap_out))
-        if plan.swap_in:
-            self._copy_to_host(plan.step)  # bytes move in step order: those to the host first
-            self.memory.swap_in(plan.swap_in)
+        self._moving.extend((plan.step, move) for move in plan.moves)
         self.memory.copy(plan.copies)
         for admission in plan.admitted:
             self._admit(admission)
@@ -295,15 +291,11 @@ class SimExecutor:
 
     # -- transfers
 
-    def _copy_to_host(self, through_step: int) -> None:
-        for i, (step, pairs) in enumerate(self._moving):
-            if step <= through_step:
-                self.memory.swap_out(pairs)
-                self._moving[i] = (step, [])
-
-    def _finish_transfers(self, through_step: int) -> list[int]:
-        self._copy_to_host(through_step)
+    def _finish_moves(self, through_step: int) -> list[int]:
+        """Bytes are moved as late as they may be, in the order of tickets."""
         done = []
         while self._moving and self._moving[0][0] <= through_step:
-            done.append(self._moving.popleft()[0])
+            move = self._moving.popleft()[1]
+            self.memory.move(move)
+            done.append(move.ticket)
         return done

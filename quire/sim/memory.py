@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.plan import Move
+
 
 class SimMemory:
     """Device and host blocks. `None` is a slot that was never written."""
@@ -25,13 +27,12 @@ class SimMemory:
         for to, content in zip(targets, contents, strict=True):
             self.device[to] = content
 
-    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
-        for device, host in pairs:
-            self.host[host] = list(self.device[device])
-
-    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
-        for host, device in pairs:
-            self.device[device] = list(self.host[host])
+    def move(self, move: Move) -> None:
+        for device, host in move.pairs:
+            if move.is_load:
+                self.device[device] = list(self.host[host])
+            else:
+                self.host[host] = list(self.device[device])
 
     def write(self, table: SimTable, fingerprints: list[int], start: int, end: int) -> None:
         for position in range(start, end):

@@ -8,6 +8,7 @@ import torch
 from quire.executor.kv_cache import KVCache
 from quire.models.architectures import spec_from_config
 from quire.models.kv_layout import kv_layout
+from quire.plan import Move
 
 SPEC = spec_from_config(fakes.TINY_LLAMA, source="test")
 
@@ -49,10 +50,10 @@ def test_copies_read_before_any_is_written() -> None:
 def test_out_and_in_again() -> None:
     cache = make()
     before = cache.device_blocks.clone()
-    cache.move([(4, 0), (2, 2)], [], step=1)
-    assert cache.take_finished(1) == [1]
+    cache.move(Move(1, False, [(4, 0), (2, 2)]))
+    assert (cache.take_finished(), cache.take_finished()) == ([1], [])
     cache.device_blocks.zero_()
-    cache.move([], [(0, 1), (2, 5)], step=2)
+    cache.move(Move(2, True, [(1, 0), (5, 2)]))
     assert torch.equal(cache.device_blocks[:, 1], before[:, 4])
     assert torch.equal(cache.device_blocks[:, 5], before[:, 2])
 

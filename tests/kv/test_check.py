@@ -21,7 +21,7 @@ def busy_manager() -> KVManager:
     kv.grow(2, 10, 9)
     kv.free(3)
     kv.pin(list(range(4)))
-    kv.swap_out(4, 9, step=7)
+    kv.swap_out(4, 9, ticket=7)
     kv.check()
     return kv
 
@@ -107,11 +107,11 @@ def break_minimum(kv: KVManager) -> None:
 
 
 def break_transfers(kv: KVManager) -> None:
-    kv.transfers[7].device_ids.pop()
+    kv.moves[7].device_ids.pop()
 
 
 def break_lost_transfers(kv: KVManager) -> None:
-    del kv.transfers[7]
+    del kv.moves[7]
 
 
 def break_host_held(kv: KVManager) -> None:

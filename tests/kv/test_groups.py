@@ -81,14 +81,14 @@ def test_swapped_windows_come_back() -> None:
     kv = KVManager(num_blocks=40, block_size=4, windows=(None, 8), max_span_tokens=8, num_host_blocks=20)
     tokens = list(range(30))
     prefill(kv, 1, tokens, 8)
-    pairs = kv.swap_out(1, 30, step=1)
+    pairs = kv.swap_out(1, 30, ticket=1)
     assert pairs is not None and len(pairs) == 8 + 3  # the window's two blocks, and the one it stands in
     kv.check()
-    kv.transfers_done(1)
-    swapped = kv.swap_in(1, tokens, step=2)
+    kv.moves_done(1)
+    swapped = kv.swap_in(1, tokens, ticket=2)
     assert swapped is not None and [first for first, _ in swapped[1]] == [0, 5]
     kv.check()
-    kv.transfers_done(2)
+    kv.moves_done(2)
     kv.free(1)
     kv.check()
 
@@ -148,12 +148,12 @@ def test_random_operations_against_the_invariants() -> None:
             seq_id = rng.choice(list(lines))
             if lines[seq_id][1] and kv.swap_out(seq_id, lines[seq_id][1], step) is not None:
                 swapped[seq_id] = lines.pop(seq_id)
-                kv.transfers_done(step)
+                kv.moves_done(step)
         elif action < 0.92 and swapped:
             seq_id = rng.choice(list(swapped))
             if kv.swap_in(seq_id, swapped[seq_id][0], step) is not None:
                 lines[seq_id] = swapped.pop(seq_id)
-                kv.transfers_done(step)
+                kv.moves_done(step)
         elif lines:
             seq_id = rng.choice(list(lines))
             del lines[seq_id]

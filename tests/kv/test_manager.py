@@ -119,7 +119,7 @@ def test_one_table_per_sequence() -> None:
     run(kv, 1, [1, 2])
     with pytest.raises(AssertionError, match="here already"):
         kv.admit(1, [1, 2], None)
-    kv.swap_out(1, 2, step=0)
+    kv.swap_out(1, 2, ticket=0)
     with pytest.raises(AssertionError, match="here already"):
         kv.admit(1, [1, 2], None)
 
@@ -289,8 +289,8 @@ def test_forced_reset_leaves_blocks_in_use() -> None:
 def test_reset_is_refused_while_bytes_move() -> None:
     kv = make(num_host_blocks=4)
     run(kv, 1, list(range(8)))
-    kv.swap_out(1, 8, step=0)
+    kv.swap_out(1, 8, ticket=0)
     assert not kv.reset_prefix_cache()
-    kv.transfers_done(0)
+    kv.moves_done(0)
     assert kv.reset_prefix_cache()
     kv.check()

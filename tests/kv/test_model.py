@@ -34,6 +34,7 @@ class Line:
     num_slots: int  # tokens that were told to the manager
     blocks: list[int] = field(default_factory=list)
     num_committed: int = 0  # blocks
+    ticket: int | None = None  # of the move that brings its blocks back
 
     def kv_at(self, position: int) -> Name:
         return self.salt, tuple(self.tokens[: position + 1])
@@ -208,7 +209,7 @@ class World:
 
     def grow(self, choice: int, how: int, token: int) -> None:
         """The next chunk of a prompt, or one more generated token."""
-        seq_id = self.pick(self.lines, choice)
+        seq_id = self.pick(self.arrived(), choice)
         if seq_id is None:
             return
         line = self.lines[seq_id]
@@ -244,7 +245,7 @@ class World:
         self.write(line, min(len(line.tokens), line.num_computed + 1 + how // 4 % 9))
 
     def commit(self, choice: int, _how: int, _more: int) -> None:
-        seq_id = self.pick(self.lines, choice)
+        seq_id = self.pick(self.arrived(), choice)
         if seq_id is None:
             return
         line = self.lines[seq_id]
@@ -262,7 +263,7 @@ class World:
         line.num_committed = max(line.num_committed, num_full)
 
     def fork(self, choice: int, _how: int, _more: int) -> None:
-        seq_id = self.pick(self.lines, choice)
+        seq_id = self.pick(self.arrived(), choice)
         if seq_id is None or len(self.lines) >= 12:
             return
         line = self.lines[seq_id]
@@ -282,10 +283,10 @@ class World:
         self.leave(seq_id)
 
     def swap_out(self, choice: int, how: int, _more: int) -> None:
-        seq_id = self.pick(self.lines, choice)
+        seq_id = self.pick(self.arrived(), choice)
         if seq_id is None:
             return
-        self.step += how % 2
+        self.step += 1
         line = self.lines[seq_id]
         num_moved = self.blocks_for(line.num_computed)
         pairs = self.kv.swap_out(seq_id, line.num_computed, self.step)
@@ -306,7 +307,7 @@ class World:
         seq_id = self.pick(self.swapped, choice)
         if seq_id is None:
             return
-        self.step += how % 2
+        self.step += 1
         line, host_ids = self.swapped[seq_id]
         num_blocks = self.blocks_for(len(line.tokens))
         fits = self.has_room(num_blocks)
@@ -320,15 +321,15 @@ class World:
         pairs, table = answer
         line.blocks = self.take(num_blocks)
         assert table == [(0, line.blocks)]
-        assert pairs == list(zip(host_ids, line.blocks, strict=False))
-        for host, device in pairs:
+        assert pairs == list(zip(line.blocks, host_ids, strict=False))
+        for device, host in pairs:
             self.device[device] = list(self.host[host])
-        for host, device in reversed(pairs):
+        for device, host in reversed(pairs):
             self.moving.setdefault(self.step, []).append(("in", device, host))
         self.lines[seq_id] = line
         line.num_slots = len(line.tokens)
         line.num_committed = 0
-        self.commit_line(line)
+        line.ticket = self.step if pairs else None
         self.count["swapped in"] += len(pairs)
 
     def drop_swapped(self, choice: int, _how: int, _more: int) -> None:
@@ -344,20 +345,28 @@ class World:
         busy |= {host for _, held in self.swapped.values() for host in held}
         self.host_free |= set(host_ids) - busy
 
-    def transfers_done(self, choice: int, _how: int, _more: int) -> None:
+    def moves_done(self, choice: int, _how: int, _more: int) -> None:
         step = self.pick(self.moving, choice)
         if step is None:
-            self.kv.transfers_done(self.step + 1)  # a step without transfers: nothing happens
+            self.kv.moves_done(self.step + 1)  # a step without transfers: nothing happens
             return
         self.move_out(step)
-        self.kv.transfers_done(step)
+        self.kv.moves_done(step)
         pairs = self.moving.pop(step)
         for i, (_, device, _) in enumerate(pairs):
             # The same block may have moved twice in a step: it rests when the last of its transfers is done.
             if device not in [later for _, later, _ in pairs[i + 1 :]]:
                 self.rest(device)
         self.release_host([host for _, _, host in pairs])
+        for line in self.lines.values():
+            if line.ticket == step:
+                line.ticket = None
+                self.commit_line(line)
         self.step += 1
+
+    def arrived(self) -> dict[int, Line]:
+        """Those that may run: their blocks are not on the way."""
+        return {seq_id: line for seq_id, line in self.lines.items() if line.ticket is None}
 
     def pin(self, choice: int, how: int, _more: int) -> None:
         tokens, salt = self.some_tokens(choice), SALTS[how % 8 == 0]
@@ -413,7 +422,7 @@ class World:
         ("swap_out", 5),
         ("swap_in", 6),
         ("drop_swapped", 1),
-        ("transfers_done", 7),
+        ("moves_done", 7),
         ("pin", 3),
         ("unpin", 3),
         ("reset", 2),
@@ -517,7 +526,7 @@ def test_random_operations(name: str) -> None:
     for seq_id in list(world.swapped):
         world.drop_swapped(seq_id, 0, 0)
     while world.moving:
-        world.transfers_done(0, 0, 0)
+        world.moves_done(0, 0, 0)
     world.reset(0, 0, 0)
     world.compare()
     assert world.kv.num_free_blocks == template.num_blocks

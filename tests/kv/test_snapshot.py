@@ -25,13 +25,13 @@ def test_the_block_map() -> None:
     assert (snapshot.tables[1].num_tokens, snapshot.tables[1].num_committed_blocks) == (9, 2)
 
     kv.free(1)
-    pairs = kv.swap_out(2, 9, step=0)
+    pairs = kv.swap_out(2, 9, ticket=0)
     assert pairs is not None
     snapshot = kv.snapshot()
     assert snapshot.states[:3] == [BlockState.IN_TRANSIT] * 3
     assert snapshot.swapped == {2: [host for _, host in pairs]}
     assert (snapshot.num_host_blocks, snapshot.num_host_free) == (3, 0)
-    kv.transfers_done(0)
+    kv.moves_done(0)
     assert kv.snapshot().states[:3] == [BlockState.CACHED, BlockState.CACHED, BlockState.FREE]
 
 

@@ -92,7 +92,7 @@ def test_states_add_up() -> None:
         kv.commit(seq_id, tokens, 8)
     kv.pin(list(range(8)))
     kv.free(1)
-    kv.swap_out(2, 8, step=0)
+    kv.swap_out(2, 8, ticket=0)
     stats = kv.stats
     assert (stats.num_free, stats.num_cached, stats.num_used, stats.num_in_transit) == (4, 2, 2, 2)
     assert (stats.num_pinned, stats.num_available, stats.min_available) == (2, 4, 4)

@@ -195,4 +195,4 @@ def test_blocks_asked_for_must_exist_to_be_committed_or_moved() -> None:
     with pytest.raises(AssertionError, match="no blocks for 8 tokens"):
         kv.commit(1, list(range(8)), 8)
     with pytest.raises(AssertionError, match="no blocks for 8 tokens"):
-        kv.swap_out(1, 8, step=0)
+        kv.swap_out(1, 8, ticket=0)

@@ -135,15 +135,15 @@ def test_pins_swaps_and_resets_are_seen() -> None:
     viewer.read()
     viewer.check()
     assert viewer.codes[0] == BlockCode.IN_USE + BlockCode.PINNED
-    kv.swap_out(1, 9, step=0)
+    kv.swap_out(1, 9, ticket=0)
     viewer.read()
     viewer.check()
     assert viewer.codes[1] == BlockCode.IN_TRANSIT
-    kv.transfers_done(0)
+    kv.moves_done(0)
     viewer.read()
     viewer.check()
-    kv.swap_in(1, tokens, step=1)
-    kv.transfers_done(1)
+    kv.swap_in(1, tokens, ticket=1)
+    kv.moves_done(1)
     viewer.read()
     viewer.check()
     kv.free(1)
@@ -280,8 +280,8 @@ def test_a_viewer_never_drifts(seed: int, limit: int, is_late: bool) -> None:
         else:
             kv.free(rng.choice(live))
         if rng.random() < 0.3:
-            for step in list(kv.transfers):
-                kv.transfers_done(step)
+            for step in list(kv.moves):
+                kv.moves_done(step)
         if number == 30 and viewer is None:
             viewer = Viewer(kv)
         if viewer is not None and rng.random() < 0.4:

@@ -113,7 +113,40 @@ def test_swap_brings_the_blocks_back_and_computes_nothing_again() -> None:
     assert [rig.outputs(r) for r in requests] == [alone(r) for r in requests]
     stats = rig.scheduler.stats
     assert (stats.num_recompute_preemptions, stats.num_recomputed_tokens, stats.num_prefill_tokens) == (0, 0, 36)
-    assert sum(len(p.swap_out) for p in rig.history) == sum(len(p.swap_in) for p in rig.history) > 0
+    moves = [move for plan in rig.history for move in plan.moves]
+    num_loaded = sum(len(move.pairs) for move in moves if move.is_load)
+    assert num_loaded == sum(len(move.pairs) for move in moves if not move.is_load) > 0
+
+
+def test_nobody_waits_for_anothers_blocks_to_come_back() -> None:
+    """While a swapped sequence's blocks are on their way, those behind it in the queue are admitted and run."""
+    rig = Rig(num_blocks=14, num_host_blocks=14, preemption="swap", transfer_steps=4)
+    requests = [make_request(12, max_tokens=20) for _ in range(3)]
+    rig.add(*requests)
+    until_preempted(rig)
+    late = make_request(2, max_tokens=2)
+    while not rig.scheduler._life.loading:
+        rig.step()
+    rig.add(late)
+    while not late.is_finished:
+        rig.step()
+        assert rig.scheduler._life.loading or late.is_finished
+    rig.run()
+    rig.check_idle()
+    assert [rig.outputs(r) for r in requests] == [alone(r) for r in requests]
+
+
+def test_a_request_may_be_given_up_while_its_blocks_come_back() -> None:
+    rig = Rig(num_blocks=12, num_host_blocks=12, preemption="swap", transfer_steps=3)
+    rig.add(*(make_request(12, max_tokens=14) for _ in range(3)))
+    until_preempted(rig)
+    while not rig.scheduler._life.loading:
+        rig.step()
+    seq, _ = next(iter(rig.scheduler._life.loading.values()))
+    rig.abort(seq.request.request_id)
+    rig.kv.check()
+    rig.run()
+    rig.check_idle()
 
 
 def test_swap_falls_back_to_recompute_when_the_host_is_full() -> None:
@@ -134,7 +167,7 @@ def test_who_needs_a_block_on_its_way_to_the_host_sits_out_and_preempts_nobody_e
     plan = rig.submit()
     assert plan is not None and plan.is_empty  # both others wait; an empty step keeps the transfers coming
     rig.collect()
-    while rig.scheduler._transfers:
+    while rig.scheduler._life.moving:
         rig.step()
     assert rig.scheduler.stats.num_swap_preemptions == 1
     assert len(spans(rig.submit())) == 2

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.params import SamplingSpec
-from quire.plan import Admission, Fork, Spans, StepPlan
+from quire.plan import Admission, Fork, Move, Spans, StepPlan
 from quire.request import FinishReason
 from quire.sim import CostModel, SimClock, SimExecutor, ToyLanguage
 
@@ -87,9 +87,10 @@ def test_swapped_blocks_come_back_elsewhere() -> None:
     row = sim.rows[0]
     assert row is not None
     tokens = list(row.token_ids)
-    assert run(sim, StepPlan(1, released=[0], swap_out=[(0, 3), (1, 2)])) == []
+    assert run(sim, StepPlan(1, released=[0], moves=[Move(0, False, [(0, 3), (1, 2)])])) == []
     back = admission(0, tokens, [6, 5], computed=6)
-    assert len(run(sim, StepPlan(2, swap_in=[(3, 6), (2, 5)], admitted=[back], spans=one_span(0, 1)))) == 1
+    assert run(sim, StepPlan(2, moves=[Move(1, True, [(6, 3), (5, 2)])])) == []
+    assert len(run(sim, StepPlan(3, admitted=[back], spans=one_span(0, 1)))) == 1
 
 
 # -- plans that break the contract
@@ -186,9 +187,11 @@ def test_a_block_given_away_before_its_transfer_is_done_is_noticed() -> None:
         row = sim.rows[0]
         assert row is not None
         other = admission(1, [7, 8], other_blocks)
-        run(sim, StepPlan(1, released=[0], swap_out=[(0, 2)], admitted=[other], spans=one_span(1, 2)))
+        run(sim, StepPlan(1, released=[0], moves=[Move(0, False, [(0, 2)])], admitted=[other], spans=one_span(1, 2)))
         back = admission(0, row.token_ids, [5], computed=3)
-        run(sim, StepPlan(2, swap_in=[(2, 5)], admitted=[back], spans=one_span(0, 1)))
+        run(sim, StepPlan(2, moves=[Move(1, True, [(5, 2)])]))
+        run(sim, StepPlan(3))
+        run(sim, StepPlan(4, admitted=[back], spans=one_span(0, 1)))
 
     swap_and_return([4])
     with pytest.raises(AssertionError, match="of another prefix"):
@@ -211,9 +214,9 @@ def test_depth_and_collection_order_are_kept() -> None:
 def test_transfers_are_reported_when_they_are_due() -> None:
     sim = executor(transfer_steps=2)
     run(sim, StepPlan(0, admitted=[admission(0, [1, 2, 3], [0])], spans=one_span(0, 3)))
-    done = [sim.collect(sim.submit(StepPlan(1, released=[0], swap_out=[(0, 0)]))).transfers_done]
-    done += [sim.collect(sim.submit(StepPlan(step))).transfers_done for step in (2, 3, 4)]
-    assert done == [[], [], [1], []]
+    done = [sim.collect(sim.submit(StepPlan(1, released=[0], moves=[Move(7, False, [(0, 0)])]))).moved]
+    done += [sim.collect(sim.submit(StepPlan(step))).moved for step in (2, 3, 4)]
+    assert done == [[], [], [7], []]
 
 
 def test_logprobs_and_faults() -> None:
