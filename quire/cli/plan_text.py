@@ -5,7 +5,6 @@ from __future__ import annotations
 from quire.executor import sizing
 from quire.lab.device_plan import DevicePlan, size
 from quire.lab.planner import Plan
-from quire.models.kv_layout import kv_layout
 
 _LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -34,7 +33,7 @@ def _model(plan: Plan) -> list[str]:
 def _kv(plan: Plan) -> list[str]:
     spec, chosen, block_size = plan.spec, plan.chosen, plan.config.block_size
     value_bytes = sizing.DTYPE_BYTES[chosen.kv_dtype]
-    layout = kv_layout(spec, plan.config.max_model_len)
+    layout = chosen.layout
     block = f"{block_size} tokens × {chosen.token_bytes:,} B"
     if len(layout.windows) > 1:
         block = f"{block_size} tokens of {layout.num_slots} layers, which {len(layout.windows)} groups of layers share"

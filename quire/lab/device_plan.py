@@ -23,7 +23,7 @@ from quire.executor.memory import (
     with_kv_bytes,
 )
 from quire.lab.traffic import Fit, MixNeeds, fit_mix
-from quire.models.kv_layout import kv_layout
+from quire.models.kv_layout import KVLayout, kv_layout
 from quire.models.spec import ModelSpec
 
 # CUDA's context, the kernels' code and the libraries' workspaces: no shape tells them.
@@ -43,6 +43,7 @@ class DevicePlan:
     driver_bytes: int
     token_bytes: int  # of K and V, on this device
     block_bytes: int
+    layout: KVLayout
     kv_budget_bytes: int | None  # None: nothing is left
     ledger: MemoryLedger | None  # None: it does not fit
     problem: str | None  # then: why
@@ -155,6 +156,7 @@ def plan_device(
         driver_bytes=driver_bytes,
         token_bytes=shard.kv_values_per_token * kv_value_bytes,
         block_bytes=block_bytes,
+        layout=layout,
         kv_budget_bytes=budget,
         ledger=ledger,
         problem=problem,
