@@ -34,7 +34,7 @@ class Lifecycle:
     """Where every sequence is, and what it holds there.
 
     Each unfinished sequence is either in `queue` (WAITING, PREEMPTED, SWAPPED), without row and blocks, in `running`
-    (RUNNING), with both, or in `loading` or `loaded` (LOADING), with both but not yet known to the executor. Its request
+    (RUNNING), with both, or in `loading` or `loaded` (LOADING), with both but unknown to the executor. Its request
     is in `requests` until the last of its sequences has ended.
     """
 
