@@ -144,9 +144,9 @@ def run_prefix(report: Report) -> None:
 
 def _run(report: Report, section: str, shapes: dict[str, Shape], configs: Sequence[Any]) -> None:
     from quire.kernels.triton.attention import attention
-    from quire.kernels.triton.decode import DecodeScratch
+    from quire.kernels.triton.decode import AttentionScratch
 
-    scratch = DecodeScratch.allocate(1024, 8, torch.device("cuda"))
+    scratch = AttentionScratch.allocate(1024, 8, torch.device("cuda"))
     for name, shape in shapes.items():
         sets = [attention_inputs(shape) for _ in range(max(1, min(24, -(-COLD_BYTES // shape.kv_bytes))))]
 
@@ -199,7 +199,7 @@ def compile_tasks(sections: Sequence[str]) -> list[Callable[[], object]]:
 
 def _once(section: str, config: Any, shape: Shape) -> None:
     from quire.kernels.triton.attention import attention
-    from quire.kernels.triton.decode import DecodeScratch
+    from quire.kernels.triton.decode import AttentionScratch
 
     q, kv, batch = attention_inputs(shape)
-    attention(q, kv, batch, LLAMA, DecodeScratch.allocate(1024, 8, torch.device("cuda")), **{section: config})
+    attention(q, kv, batch, LLAMA, AttentionScratch.allocate(1024, 8, torch.device("cuda")), **{section: config})

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec
+from quire.kernels.triton.common import HAS_GLUON, INTERPRETED
 from quire.kernels.triton.configs import (
     DecodeConfig,
+    HopperPrefillConfig,
     PrefillConfig,
     PrefixConfig,
     decode_config,
     prefill_config,
     prefix_config,
 )
-from quire.kernels.triton.decode import DecodeScratch, decode_attention
+from quire.kernels.triton.decode import AttentionScratch, decode_attention
 from quire.kernels.triton.prefill import prefill_attention
 from quire.kernels.triton.prefix import prefix_attention
 
@@ -24,10 +29,10 @@ def attention(
     kv: Tensor,
     batch: AttentionBatch,
     spec: AttentionSpec,
-    scratch: DecodeScratch,
+    scratch: AttentionScratch,
     *,
     decode: DecodeConfig | None = None,
-    prefill: PrefillConfig | None = None,
+    prefill: PrefillConfig | HopperPrefillConfig | None = None,
     prefix: PrefixConfig | None = None,
 ) -> Tensor:
     """q: [tokens, heads * head_dim] -> the same shape. The configurations are the table's unless given."""
@@ -47,10 +52,45 @@ def attention(
             num_seqs=batch.num_decodes, max_kv_len=batch.max_kv_len, prefix=found,
         )  # fmt: skip
     if num_seqs > batch.num_decodes:
-        prefill_attention(
-            q, kv, batch.block_tables, batch.query_starts, batch.kv_lens, out, spec,
-            prefill or prefill_config(spec.head_dim, group, kv.element_size(), batch.max_query_len),
-            first_seq=batch.num_decodes, num_seqs=num_seqs - batch.num_decodes,
-            num_tokens=q.shape[0] - batch.num_decodes,
-        )  # fmt: skip
+        config = prefill or prompt_config(q, kv, spec, batch.max_query_len)
+        first_seq, num_prompts = batch.num_decodes, num_seqs - batch.num_decodes
+        num_tokens = q.shape[0] - batch.num_decodes
+        if isinstance(config, HopperPrefillConfig):
+            from quire.kernels.triton.prefill_hopper import prefill_attention_hopper
+
+            prefill_attention_hopper(
+                q, kv, batch.block_tables, batch.query_starts, batch.kv_lens, out, spec, config, scratch,
+                first_seq=first_seq, num_seqs=num_prompts, num_tokens=num_tokens,
+            )  # fmt: skip
+        else:
+            prefill_attention(
+                q, kv, batch.block_tables, batch.query_starts, batch.kv_lens, out, spec, config,
+                first_seq=first_seq, num_seqs=num_prompts, num_tokens=num_tokens,
+            )  # fmt: skip
     return out
+
+
+def prompt_config(
+    q: Tensor, kv: Tensor, spec: AttentionSpec, max_query_len: int
+) -> PrefillConfig | HopperPrefillConfig:
+    group = spec.num_heads // spec.num_kv_heads
+    if max_query_len * group > 64 and hopper_serves(spec, kv.shape[3], q.dtype, kv.dtype):
+        return HopperPrefillConfig()
+    return prefill_config(spec.head_dim, group, kv.element_size(), max_query_len)
+
+
+@cache
+def hopper_serves(spec: AttentionSpec, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+    """Whether prefill_hopper takes the prompts of such a layer. Asked once: neither layer nor device changes."""
+    return (
+        HAS_GLUON
+        and not INTERPRETED
+        and driver.active.get_current_target().arch == 90
+        and dtype == kv_dtype
+        and dtype in (torch.bfloat16, torch.float16)
+        and spec.head_dim in (64, 128)
+        and spec.num_heads // spec.num_kv_heads <= 64
+        and block_size in (16, 32, 64, 128)
+        and spec.window is None
+        and spec.softcap is None
+    )

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run as numpy on the host, to be tested there
+# Gluon comes with Triton but is not yet part of what Triton promises to keep: another version's may differ.
+HAS_GLUON = triton.__version__.startswith("3.6.")
 LOG2E = 1.4426950408889634
 
 

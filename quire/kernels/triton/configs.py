@@ -47,6 +47,15 @@ class PrefillConfig:
 
 
 @dataclass(slots=True, frozen=True)
+class HopperPrefillConfig:
+    """Two tiles of 64 rows at a time, by `tile_tokens` keys; so many tiles of keys and of values in shared memory."""
+
+    tile_tokens: int = 128
+    k_stages: int = 3
+    v_stages: int = 2
+
+
+@dataclass(slots=True, frozen=True)
 class SkinnyConfig:
     """Products of 1..32 rows with a [n, k] matrix that is read once."""
 

@@ -212,14 +212,18 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
 
 
 @dataclass(slots=True)
-class DecodeScratch:
-    """Arrival counters of split sequences: zero between launches. Launches that share them must share a stream."""
+class AttentionScratch:
+    """Counters that are zero between launches. Launches that share them must share a stream."""
 
-    arrivals: Tensor  # [seqs * kv_heads] int32
+    arrivals: Tensor  # [seqs * kv_heads] int32: parts of split sequences that are done
+    next_item: Tensor  # [1] int32: how far a launch over prompts is
 
     @staticmethod
-    def allocate(max_seqs: int, num_kv_heads: int, device: torch.device) -> DecodeScratch:
-        return DecodeScratch(torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device))
+    def allocate(max_seqs: int, num_kv_heads: int, device: torch.device) -> AttentionScratch:
+        return AttentionScratch(
+            torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
 
 
 def decode_attention(
@@ -230,7 +234,7 @@ def decode_attention(
     out: Tensor,  # like q
     spec: AttentionSpec,
     config: DecodeConfig,
-    scratch: DecodeScratch,
+    scratch: AttentionScratch,
     *,
     num_seqs: int,
     max_kv_len: int,

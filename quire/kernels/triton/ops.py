@@ -54,7 +54,7 @@ class TritonOps(ComposedOps):
         max_kv_heads: int = 64,
     ) -> None:
         # Kernels are imported when a device is chosen, not when Quire is: Triton alone costs most of a second.
-        from quire.kernels.triton.decode import DecodeScratch
+        from quire.kernels.triton.decode import AttentionScratch
         from quire.kernels.triton.skinny import SkinnyScratch
         from quire.kernels.triton.stable_keys import settle_keys
 
@@ -64,7 +64,7 @@ class TritonOps(ComposedOps):
         # Rows are then multiplied as they are in the residual stream, whose range float16 may not hold. (The planner
         # reckons with it, too: sizing.folds_norms.)
         self.folds_norms = dtype != torch.float16
-        self._decode_scratch = DecodeScratch.allocate(max_seqs, max_kv_heads, self.device)
+        self._attention_scratch = AttentionScratch.allocate(max_seqs, max_kv_heads, self.device)
         self._skinny_scratch = SkinnyScratch.allocate(1 << 14, self.device)
 
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class TritonOps(ComposedOps):
     def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
         from quire.kernels.triton.attention import attention
 
-        return attention(q, kv, batch, spec, self._decode_scratch)
+        return attention(q, kv, batch, spec, self._attention_scratch)
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         from quire.kernels.triton.activation import act_mul

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+from triton.compiler import compile
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -129,7 +129,7 @@ def _compile(index: int) -> int:
     # What fails here fails again at the launch, where somebody sees it. The piece of C that launches a kernel is
     # compiled too, and needs the driver's library: without it, at the launch.
     with contextlib.suppress(Exception):
-        source = ASTSource(job.kernel, job.signature, job.constants, job.attributes)
+        source = job.kernel.ASTSource(job.kernel, job.signature, job.constants, job.attributes)
         compiled = compile(source, target=_target, options=job.options.__dict__)
         from triton.backends.nvidia.driver import CudaLauncher
 

@@ -11,6 +11,8 @@ import importlib
 
 from triton.runtime.jit import JITFunction
 
+from quire.kernels.triton.common import HAS_GLUON
+
 # Callees before callers; within a module that is the order of the text.
 _MODULES = (
     "common",
@@ -19,6 +21,7 @@ _MODULES = (
     "epilogue",
     "activation",
     "prefill",
+    "prefill_hopper",
     "prefix",
     "decode",
     "skinny",
@@ -29,6 +32,8 @@ _MODULES = (
 
 def settle_keys() -> None:
     for name in _MODULES:
+        if name == "prefill_hopper" and not HAS_GLUON:
+            continue
         module = importlib.import_module(f"quire.kernels.triton.{name}")
         for value in list(vars(module).values()):
             if isinstance(value, JITFunction):

@@ -11,7 +11,7 @@ from quire.kernels.interface import AttentionBatch, AttentionSpec
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton.attention import attention
 from quire.kernels.triton.configs import DecodeConfig, PrefillConfig
-from quire.kernels.triton.decode import DecodeScratch
+from quire.kernels.triton.decode import AttentionScratch
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
 SPLIT = DecodeConfig(tile_tokens=16, programs_per_sm=1, busy_programs_per_sm=1, min_tiles_per_split=1)
@@ -48,7 +48,7 @@ def make_inputs(lens, query_lens, spec, block_size, device, dtype=torch.bfloat16
 
 def check(lens, query_lens, spec, block_size, device, *, decode=SPLIT, prefill=SMALL, runs=1, tolerance=1e-2, **dtypes):
     q, kv, batch = make_inputs(lens, query_lens, spec, block_size, device, **dtypes)
-    scratch = DecodeScratch.allocate(max(1, batch.num_decodes), spec.num_kv_heads, device)
+    scratch = AttentionScratch.allocate(max(1, batch.num_decodes), spec.num_kv_heads, device)
     expected = ReferenceOps(device, torch.float64).attention(q.double(), kv, batch, spec)
     for _ in range(runs):
         out = attention(q, kv, batch, spec, scratch, decode=decode, prefill=prefill)
@@ -82,7 +82,7 @@ def test_blocks_before_the_window_are_never_read(device):
     expected = ReferenceOps(device, torch.float64).attention(q.double(), kv, batch, spec)
     batch.block_tables[0, : (100 - 20) // 16 * 4] = 2**30
     batch.block_tables[1, : (118 - 20) // 16 * 4] = 2**30
-    scratch = DecodeScratch.allocate(1, spec.num_kv_heads, device)
+    scratch = AttentionScratch.allocate(1, spec.num_kv_heads, device)
     out = attention(q, kv, batch, spec, scratch, decode=SPLIT, prefill=SMALL)
     assert (out.double() - expected).norm() <= 1e-2 * expected.norm()
 
@@ -115,7 +115,7 @@ def test_one_long_sequence_is_split_and_short_ones_are_not(device):
 def test_a_row_that_only_pads_the_batch_gives_zeros(device):
     q, kv, batch = make_inputs([20, 20], [1, 1], SPEC, 16, device)
     batch.kv_lens[1] = 0
-    out = attention(q, kv, batch, SPEC, DecodeScratch.allocate(2, 2, device), decode=SPLIT)
+    out = attention(q, kv, batch, SPEC, AttentionScratch.allocate(2, 2, device), decode=SPLIT)
     assert torch.isfinite(out[0]).all() and not out[1].any()
 
 

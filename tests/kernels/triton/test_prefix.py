@@ -13,7 +13,7 @@ from quire.kernels.reference import ReferenceOps
 from quire.kernels.shared_prefix import PrefixGroup, pack_shared_prefixes, unpack_shared_prefixes
 from quire.kernels.triton.attention import attention
 from quire.kernels.triton.configs import DecodeConfig, PrefixConfig
-from quire.kernels.triton.decode import DecodeScratch
+from quire.kernels.triton.decode import AttentionScratch
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.18)
 DECODE = DecodeConfig(tile_tokens=32, programs_per_sm=1, busy_programs_per_sm=1, min_tiles_per_split=1)
@@ -65,7 +65,7 @@ def make_inputs(groups, own_lens, spec, block_size, device, dtype=torch.bfloat16
 
 def check(groups, own_lens, spec, block_size, device, *, decode=DECODE, prefix=PREFIX, tolerance=1e-2, **options):
     q, kv, batch = make_inputs(groups, own_lens, spec, block_size, device, **options)
-    scratch = DecodeScratch.allocate(len(own_lens), spec.num_kv_heads, device)
+    scratch = AttentionScratch.allocate(len(own_lens), spec.num_kv_heads, device)
     expected = ReferenceOps(device, torch.float64).attention(q.double(), kv, batch, spec)
     out = attention(q, kv, batch, spec, scratch, decode=decode, prefix=prefix)
     assert torch.isfinite(out).all()
@@ -96,7 +96,7 @@ def test_the_prefix_is_read_through_one_table_only(device):
     expected = ReferenceOps(device, torch.float64).attention(q.double(), kv, batch, SPEC)
     for other in (0, 1, 3):
         batch.block_tables[other, :16] = 2**30
-    out = attention(q, kv, batch, SPEC, DecodeScratch.allocate(4, 2, device), decode=DECODE, prefix=PREFIX)
+    out = attention(q, kv, batch, SPEC, AttentionScratch.allocate(4, 2, device), decode=DECODE, prefix=PREFIX)
     assert (out.double() - expected).norm() <= 1e-2 * expected.norm()
 
 
