@@ -39,7 +39,7 @@ ROWS: dict[str, tuple[str, dict[str, float], str, float, float]] = {
 }
 # Parts of a step by the names of the kernels that do them.
 _KERNELS = {
-    "attention": ("decode_kernel", "prefill_kernel", "prefix_kernel"),
+    "attention": ("decode_kernel", "prefill_kernel", "prefill_hopper_kernel", "prefix_kernel"),
     "matrix products": ("vector_kernel", "tile_kernel", "gemm", "gemv", "cutlass", "nvjet", "xmma", "splitK", "cublas"),
     "sampling": ("chunk_kernel", "winner_kernel", "bound_kernel", "gather_kernel", "finish_kernel"),
 }

@@ -17,6 +17,7 @@ from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps
 from quire.kernels.triton.configs import (
     DecodeConfig,
+    HopperPrefillConfig,
     PrefillConfig,
     PrefixConfig,
     decode_config,
@@ -36,8 +37,12 @@ DECODE_SHAPES = {
 }
 PREFILL_SHAPES = {
     "8 x 2,048": Shape([2048] * 8, [2048] * 8, 583),
-    "1 x 8,192": Shape([8192], [8192], 967),
-    "2,048 after 30,720": Shape([32768], [2048], 1808),
+    "4 x 2,048": Shape([2048] * 4, [2048] * 4, 269),
+    "8 x 1,024": Shape([1024] * 8, [1024] * 8, 170),
+    "16 x 512": Shape([512] * 16, [512] * 16, 123),
+    "1 x 8,192": Shape([8192], [8192], 896),
+    "2,048 after 6,144": Shape([8192], [2048], 382),
+    "2,048 after 30,720": Shape([32768], [2048], 1704),
     "255 x 843 + chunk 1,024": Shape([843] * 255 + [1024], [1] * 255 + [1024], 327),
     "48 x 500 + chunk 320": Shape([500] * 48 + [320], [1] * 48 + [320]),
     "48 x 500 + 320 after 640": Shape([500] * 48 + [960], [1] * 48 + [320]),
@@ -135,7 +140,9 @@ def run_decode(report: Report) -> None:
 
 
 def run_prefill(report: Report) -> None:
-    _run(report, "prefill", PREFILL_SHAPES, (prefill_config(128, 4, 2, 2048), *PREFILL_SWEEP))
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    hopper = (HopperPrefillConfig(), HopperPrefillConfig(heads_at_once=2)) if is_hopper else ()
+    _run(report, "prefill", PREFILL_SHAPES, (*hopper, prefill_config(128, 4, 2, 2048), *PREFILL_SWEEP))
 
 
 def run_prefix(report: Report) -> None:

@@ -137,4 +137,8 @@ def short(config: Any) -> str:
 
 
 def _short_dict(fields: dict[str, Any]) -> str:
-    return " ".join(f"{key.replace('num_', '').replace('tile_', '')}={int(value)}" for key, value in fields.items())
+    return " ".join(
+        f"{key.replace('num_', '').replace('tile_', '')}={int(value)}"
+        for key, value in fields.items()
+        if value is not None
+    )

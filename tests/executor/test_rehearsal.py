@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import models_harness as harness
 import pytest
@@ -90,9 +91,12 @@ def test_an_8_bit_cache_is_scaled_with_a_wide_one_first(tmp_path) -> None:
 
 
 def test_outlines_of_tensors_show_the_same_kernels_as_tensors_do(tmp_path) -> None:
-    specs = pickle.dumps({name: harness.spec_of(harness.tiny_model(name)) for name in harness.TINY_MODELS})
-    real, outlined = (run(tmp_path, JOBS_SCRIPT.format(outlined=outlined), specs) for outlined in (False, True))
+    specs = {name: harness.spec_of(harness.tiny_model(name)) for name in harness.TINY_MODELS}
+    specs["wide llama"] = replace(specs["llama"], head_dim=64)  # of which prompts have a kernel of their own
+    given = pickle.dumps(specs)
+    real, outlined = (run(tmp_path, JOBS_SCRIPT.format(outlined=outlined), given) for outlined in (False, True))
     assert len(real) > 500 and outlined == real
+    assert any(line.startswith("wide llama bfloat16 prefill_hopper_kernel") for line in real)
 
 
 def test_what_outlines_lack_is_missed_loudly() -> None:

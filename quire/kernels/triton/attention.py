@@ -52,8 +52,8 @@ def attention(
             num_seqs=batch.num_decodes, max_kv_len=batch.max_kv_len, prefix=found,
         )  # fmt: skip
     if num_seqs > batch.num_decodes:
-        config = prefill or prompt_config(q, kv, spec, batch.max_query_len)
         first_seq, num_prompts = batch.num_decodes, num_seqs - batch.num_decodes
+        config = prefill or prompt_config(q, kv, spec, batch.max_query_len, num_prompts)
         num_tokens = q.shape[0] - batch.num_decodes
         if isinstance(config, HopperPrefillConfig):
             from quire.kernels.triton.prefill_hopper import prefill_attention_hopper
@@ -71,10 +71,12 @@ def attention(
 
 
 def prompt_config(
-    q: Tensor, kv: Tensor, spec: AttentionSpec, max_query_len: int
+    q: Tensor, kv: Tensor, spec: AttentionSpec, max_query_len: int, num_prompts: int
 ) -> PrefillConfig | HopperPrefillConfig:
     group = spec.num_heads // spec.num_kv_heads
-    if max_query_len * group > 64 and hopper_serves(spec, kv.shape[3], q.dtype, kv.dtype):
+    # Tiles of so few rows, or a list of so many prompts, are better off with the portable kernel's smaller programs.
+    fits = max_query_len * group > 64 and num_prompts <= 128
+    if fits and hopper_serves(spec, kv.shape[3], q.dtype, kv.dtype):
         return HopperPrefillConfig()
     return prefill_config(spec.head_dim, group, kv.element_size(), max_query_len)
 

@@ -13,6 +13,8 @@ Keys are walked from the diagonal backwards, so that masked tiles come first and
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,8 +44,8 @@ def add(a, b):
 
 
 @gluon.jit
-def locate(item, query_starts_ptr, kv_lens_ptr, num_seqs, KV_HEADS: gl.constexpr, QUERIES: gl.constexpr,
-           SEQS_PAD: gl.constexpr):  # fmt: skip
+def locate(item, query_starts_ptr, kv_lens_ptr, num_seqs, KV_HEADS: gl.constexpr, HEADS_AT_ONCE: gl.constexpr,
+           QUERIES: gl.constexpr, SEQS_PAD: gl.constexpr):  # fmt: skip
     """How many items there are; and of this one: sequence, KV head, row of the first query token, tokens from there
     on (none where there is no such item), that token's position, and the length of the sequence."""
     layout: gl.constexpr = gl.BlockedLayout([max(SEQS_PAD // 32, 1)], [32], [1], [0])
@@ -53,8 +55,10 @@ def locate(item, query_starts_ptr, kv_lens_ptr, num_seqs, KV_HEADS: gl.constexpr
     ends = gl.load(query_starts_ptr + index + 1, mask=exists, other=0)
     tile_ends = gl.associative_scan((ends - begins + QUERIES - 1) // QUERIES, 0, add)
     num_tiles = gl.max(tile_ends, axis=0)
-    kv_head = item % KV_HEADS
-    tile = gl.maximum(num_tiles - 1 - item // KV_HEADS, 0)  # a prompt's last tiles have most keys: start them first
+    per_round = gl.maximum(num_tiles * HEADS_AT_ONCE, 1)
+    within = item % per_round
+    kv_head = item // per_round * HEADS_AT_ONCE + within % HEADS_AT_ONCE
+    tile = gl.maximum(num_tiles - 1 - within // HEADS_AT_ONCE, 0)  # the last tiles have most keys: start them first
     before = tile_ends <= tile
     seq = gl.minimum(gl.sum(before.to(gl.int32), axis=0), num_seqs - 1)
     first_row = gl.load(query_starts_ptr + seq) + (tile - gl.max(gl.where(before, tile_ends, 0), axis=0)) * QUERIES
@@ -131,8 +135,8 @@ def load_tiles(stage, phase, seq, kv_head, num_left, first_position, kv_len, kv_
 
 @gluon.jit
 def load_keys(kv_desc, tables_ptr, table_stride, query_starts_ptr, kv_lens_ptr, num_seqs, next_item_ptr, tiles, ready,
-              free, items, item_ready, item_free, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-              QUERIES: gl.constexpr, SEQS_PAD: gl.constexpr):  # fmt: skip
+              free, items, item_ready, item_free, KV_HEADS: gl.constexpr, HEADS_AT_ONCE: gl.constexpr,
+              BLOCK_SIZE: gl.constexpr, QUERIES: gl.constexpr, SEQS_PAD: gl.constexpr):  # fmt: skip
     """What the first copying warp does: it takes items, announces them to the others, and brings their keys."""
     item = gl.program_id(0)
     stage, phase = 0, 0
@@ -140,7 +144,7 @@ def load_keys(kv_desc, tables_ptr, table_stride, query_starts_ptr, kv_lens_ptr, 
     goes_on = True
     while goes_on:
         num_items, seq, kv_head, first_row, num_left, first_position, kv_len = locate(
-            item, query_starts_ptr, kv_lens_ptr, num_seqs, KV_HEADS, QUERIES, SEQS_PAD)  # fmt: skip
+            item, query_starts_ptr, kv_lens_ptr, num_seqs, KV_HEADS, HEADS_AT_ONCE, QUERIES, SEQS_PAD)  # fmt: skip
         slot = item_count & (SLOTS - 1)
         mbarrier.wait(item_free.index(slot), ((item_count >> 1) & 1) ^ 1)
         announce(items.index(slot), seq, kv_head, first_row, num_left, first_position, kv_len)
@@ -402,10 +406,10 @@ def new_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["first_seq", "num_seqs", "table_stride"])
 def prefill_hopper_kernel(q_ptr, kv_desc, out_ptr, query_starts_ptr, kv_lens_ptr, tables_ptr, next_item_ptr, first_seq,
-                          num_seqs, table_stride, scale, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-                          HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE_ROWS: gl.constexpr,
-                          TILE_TOKENS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-                          SEQS_PAD: gl.constexpr):  # fmt: skip
+                          num_seqs, table_stride, scale, KV_HEADS: gl.constexpr, HEADS_AT_ONCE: gl.constexpr,
+                          GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+                          TILE_ROWS: gl.constexpr, TILE_TOKENS: gl.constexpr, K_STAGES: gl.constexpr,
+                          V_STAGES: gl.constexpr, SEQS_PAD: gl.constexpr):  # fmt: skip
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     dtype: gl.constexpr = kv_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [2, TILE_ROWS, HEAD_DIM], tile_layout)
@@ -430,8 +434,8 @@ def prefill_hopper_kernel(q_ptr, kv_desc, out_ptr, query_starts_ptr, kv_lens_ptr
             (attend_rows, (q_ptr, out_ptr, scale, q_tiles.index(1), k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
                            items, item_ready, item_free, 1, KV_HEADS, GROUP)),
             (load_keys, (kv_desc, tables_ptr, table_stride, query_starts_ptr, kv_lens_ptr, num_seqs, next_item_ptr,
-                         k_tiles, k_ready, k_free, items, item_ready, item_free, KV_HEADS, BLOCK_SIZE, QUERIES,
-                         SEQS_PAD)),
+                         k_tiles, k_ready, k_free, items, item_ready, item_free, KV_HEADS, HEADS_AT_ONCE, BLOCK_SIZE,
+                         QUERIES, SEQS_PAD)),
             (load_values, (kv_desc, tables_ptr, table_stride, v_tiles, v_ready, v_free, items, item_ready, item_free,
                            KV_HEADS, BLOCK_SIZE, QUERIES)),
         ],
@@ -462,10 +466,11 @@ def prefill_attention_hopper(
     kv_desc = TensorDescriptor(
         kv_rows, list(kv_rows.shape), [head_dim, 1], [block_size, head_dim], gl.NVMMASharedLayout(128, 16, rank=2)
     )
+    heads_at_once = math.gcd(config.heads_at_once or spec.num_kv_heads, spec.num_kv_heads)
     max_items = (num_tokens // (2 * (TILE_ROWS // group)) + num_seqs) * spec.num_kv_heads
     prefill_hopper_kernel[(min(NUM_SMS, max_items),)](
         q, kv_desc, out, query_starts, kv_lens, block_tables, scratch.next_item, first_seq, num_seqs,
-        block_tables.stride(0), qk_scale(spec), KV_HEADS=spec.num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, TILE_ROWS=TILE_ROWS, TILE_TOKENS=config.tile_tokens, K_STAGES=config.k_stages,
-        V_STAGES=config.v_stages, SEQS_PAD=padded_seqs(num_seqs), num_warps=4,
+        block_tables.stride(0), qk_scale(spec), KV_HEADS=spec.num_kv_heads, HEADS_AT_ONCE=heads_at_once, GROUP=group,
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE_ROWS=TILE_ROWS, TILE_TOKENS=config.tile_tokens,
+        K_STAGES=config.k_stages, V_STAGES=config.v_stages, SEQS_PAD=padded_seqs(num_seqs), num_warps=4,
     )  # fmt: skip

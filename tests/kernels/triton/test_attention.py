@@ -54,7 +54,7 @@ def check(lens, query_lens, spec, block_size, device, *, decode=SPLIT, prefill=S
         out = attention(q, kv, batch, spec, scratch, decode=decode, prefill=prefill)
         assert out.dtype == q.dtype and torch.isfinite(out).all()
         assert (out.double() - expected).norm() <= tolerance * expected.norm()
-        assert not scratch.arrivals.any()  # as the next launch needs them
+        assert not scratch.arrivals.any() and not scratch.next_item.any()  # as the next launch needs them
 
 
 @pytest.mark.parametrize("block_size", [4, 8, 16, 32, 64, 128])
@@ -121,3 +121,20 @@ def test_a_row_that_only_pads_the_batch_gives_zeros(device):
 
 def test_configurations_of_the_table(device):
     check([70, 5, 150, 40], [1, 1, 140, 3], SPEC, 16, device, decode=None, prefill=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads", "block_size", "dtype"), [
+    (128, 32, 8, 16, torch.bfloat16), (128, 8, 8, 32, torch.float16), (128, 14, 2, 64, torch.bfloat16),
+    (64, 9, 3, 128, torch.bfloat16),
+])  # fmt: skip
+def test_long_prompts_by_the_kernel_for_the_device(head_dim, heads, kv_heads, block_size, dtype, device):
+    """On a Hopper that is prefill_hopper, which no interpreter runs: every length modulo 16, whole and after a context,
+    more items than multiprocessors, more prompts than 16."""
+    spec = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5)
+    kernels = {"decode": None, "prefill": None, "runs": 2, "dtype": dtype}
+    for rest in range(16):
+        check([240 + rest], [240 + rest], spec, block_size, device, **kernels)
+        check([9, 384 + rest, 700, 130 - rest], [1, 100, 300 + rest, 130 - rest], spec, block_size, device, **kernels)
+    check([3000, 2048, 1], [2999, 2048, 1], spec, block_size, device, **kernels)
+    check([5 * n for n in range(1, 90)], [4 * n for n in range(1, 90)], spec, block_size, device, **kernels)
