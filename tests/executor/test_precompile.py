@@ -60,8 +60,7 @@ def test_a_killed_helper_takes_its_processes_with_it() -> None:
     """They hold its end of the pipe: while one of them lives, the engine would wait."""
     program = (
         "import quire.kernels.triton.precompile as module, time, types\n"
-        "kernel = types.SimpleNamespace(fn=module.compile_jobs)\n"
-        "module.ASTSource = lambda *parts: time.sleep(60)\n"
+        "kernel = types.SimpleNamespace(fn=module.compile_jobs, ASTSource=lambda *parts: time.sleep(60))\n"
         "module.compile_stages({'prompts': [module.KernelJob(kernel, {}, {}, {}, {})]}, None, when_done=print)\n"
     )
     precompile, process = helper(f"import sys; sys.path[:0] = {sys.path!r}\n{program}")
