@@ -3,7 +3,7 @@
 There is no prefill phase and no decode phase: a sequence has num_computed_tokens and wants to reach the tokens it has.
 A step gives its token budget first to decodes, then to chunks of running prompts, then to who waits; within each of
 these, in the order of `queue.place`. Where several tenants are about, prompts of the one that has had least go first,
-running or waiting (`fairness`).
+running or waiting (`queue`).
 
 Blocks: admission takes them for every token known, so chunks never allocate. Only decodes grow, and only growth
 preempts, but for a tenant that runs nothing, for which others make way. Who is preempted finds no room again before
@@ -19,18 +19,21 @@ from collections.abc import Callable, Iterable
 
 from quire.errors import BadRequestError
 from quire.kv import UNCHANGED, Allocation, KVManager, PrefixMatch
-from quire.plan import StepPlan, StepResult, TokenLogprobs
+from quire.plan import StepPlan, StepResult
 from quire.request import CacheOutcome, FinishReason, Request, Sequence, SequenceState
-from quire.scheduler.blocked import BlockedHead
+from quire.scheduler.admission import BlockedHead, refuse_if_it_never_fits
 from quire.scheduler.budget import StepCosts
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.preemption import choose_kind, pick_victim, pick_victim_between_tenants
-from quire.scheduler.refusal import refuse_if_it_never_fits
+from quire.scheduler.preemption import (
+    choose_kind,
+    pick_victim,
+    pick_victim_between_tenants,
+    pick_victim_for_fairness,
+)
+from quire.scheduler.results import PromptLogprobs, append_until_stop
 from quire.scheduler.step import InFlight, StepBuilder, SubmittedDrafts, num_drafts
-from quire.scheduler.stops import append_until_stop
 from quire.scheduler.types import Drafter, SchedulerStats, SequenceUpdate, TenantLoad, WaitReason
-from quire.scheduler.yielding import who_makes_way
 
 _BACKLOG_STEPS = 4  # smooth steps work off a quarter of what waits
 
@@ -57,7 +60,7 @@ class Scheduler:
         self._refusal: BlockedHead | None = None
         self._prefill_limit: int | None = None
         self._smooth_tokens: Callable[[int], int] | None = None
-        self._prompt_logprobs_from: dict[int, int] = {}  # by seq_id: first prompt position not passed on yet
+        self._prompt_logprobs = PromptLogprobs()
         self._failures: list[SequenceUpdate] = []
         self.drafter: Drafter | None = None  # guesses tokens, for the executor to verify
 
@@ -193,7 +196,9 @@ class Scheduler:
         while True:
             step = StepBuilder(StepPlan(self._next_step), budget=self.config.max_num_batched_tokens)
             step.num_coming_blocks = sum(self._life.moving.values())
-            if self._life.queue.is_shared and (victim := who_makes_way(self._life, self._kv, self._refusal, step)):
+            if self._life.queue.is_shared and (
+                victim := pick_victim_for_fairness(self._life, self._kv, self._refusal, step)
+            ):
                 self._preempt(victim, step)
                 self.stats.num_yields += 1
             self._schedule_decodes(step)
@@ -343,7 +348,7 @@ class Scheduler:
         if queue.is_shared:
             return pick_victim_between_tenants(running, asking, step.scheduled(), queue.counter_of)
         victim = pick_victim(running, step.has_scheduled)
-        assert victim is not None, "a sequence that asks for room could at least give up its own"
+        assert victim is not None, "the caller is itself running, so there is always at least one victim"
         return victim
 
     def _preempt(self, victim: Sequence, step: StepBuilder) -> None:
@@ -411,7 +416,7 @@ class Scheduler:
 
     def _match(self, seq: Sequence) -> PrefixMatch | None:
         request = seq.request
-        if request.skip_prefix_cache_read or self._lacks_prompt_logprobs(seq):
+        if request.skip_prefix_cache_read or self._prompt_logprobs.are_missing(seq):
             return None
         refusal = self._refusal
         previous = refusal.match if refusal and refusal.seq_id == seq.seq_id else None
@@ -470,7 +475,7 @@ class Scheduler:
             self._life.on_loaded(ticket)
         self._costs.observe(memory.num_decodes, memory.num_prefill_tokens, result.timings.total_s)
         updates = self.take_failures()
-        prompts = self._new_prompt_logprobs(memory, result) if result.prompt_logprobs else {}
+        prompts = self._prompt_logprobs.take_new(memory, result) if result.prompt_logprobs else {}
         logprobs, failed = result.logprobs, result.failed
         now = self._clock()
         for i, (seq, new_token_ids) in enumerate(zip(memory.sampled, result.tokens, strict=True)):
@@ -513,28 +518,7 @@ class Scheduler:
             assert seq.row is not None
             self._life.rows.note_trimmed(seq.row, num_kept)
 
-    def _lacks_prompt_logprobs(self, seq: Sequence) -> bool:
-        """True while a sequence still has to run its whole prompt for them. Forks leave them to the first sequence."""
-        request = seq.request
-        if request.params.prompt_logprobs is None or seq.index:
-            return False
-        return self._prompt_logprobs_from.get(seq.seq_id, 1) < request.num_prompt_tokens
-
-    def _new_prompt_logprobs(self, memory: InFlight, result: StepResult) -> dict[Sequence, list[TokenLogprobs]]:
-        """Pieces not passed on before: a prompt that is computed again after a preemption brings the same ones."""
-        found: dict[Sequence, list[TokenLogprobs]] = {}
-        for row, seq, start in memory.prompts:
-            piece = result.prompt_logprobs.get(row)
-            if not piece or not self._lacks_prompt_logprobs(seq) or seq.state is _FINISHED:
-                continue
-            first = start + 1
-            fresh = piece[max(0, self._prompt_logprobs_from.get(seq.seq_id, 1) - first) :]
-            if fresh:
-                self._prompt_logprobs_from[seq.seq_id] = first + len(piece)
-                found[seq] = fresh
-        return found
-
     def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> SequenceUpdate:
         self._life.end(seq, reason)
-        self._prompt_logprobs_from.pop(seq.seq_id, None)
+        self._prompt_logprobs.forget(seq)
         return SequenceUpdate(seq, [], finished=True, error=error)

@@ -169,7 +169,7 @@ class Rig:
         assert not (life.queue or life.running or life.requests or life.reserved_rows)
         assert not (life.lost_tokens or life.paid_tokens)
         assert not (life.queue.num_active_tenants or life.queue.num_waiting_tokens)
-        assert not (life.moving or life.loading or life.loaded or self.scheduler._prompt_logprobs_from)
+        assert not (life.moving or life.loading or life.loaded or self.scheduler._prompt_logprobs)
 
     def outputs(self, request: Request) -> list[list[int]]:
         """What the updates said, which must be what the sequences hold."""

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scheduler.harness import Rig, alone, make_request, spans
 
 from quire.request import FinishReason, Request, Sequence
-from quire.scheduler import fairness
-from quire.scheduler.fairness import FairQueue
+from quire.scheduler import queue as fairness
+from quire.scheduler.queue import FairQueue
 
 
 def make_queue(max_credit: float = 100.0) -> FairQueue:

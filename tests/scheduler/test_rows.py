@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from quire.scheduler.rows import RowPool
+from quire.scheduler.lifecycle import RowPool
 
 
 def test_rows_go_out_lowest_first_and_are_named_when_they_are_back() -> None:

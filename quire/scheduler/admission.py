@@ -1,11 +1,15 @@
-"""Requests that could never run are refused when they come, with the numbers."""
+"""Who can be admitted: requests that could never run are refused, and a head of the queue that did not fit is looked at
+again only when something has changed."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quire.errors import BadRequestError
-from quire.kv import KVManager
-from quire.request import Request
+from quire.kv import KVManager, PrefixMatch
+from quire.request import Request, Sequence
 from quire.scheduler.config import SchedulerConfig
+from quire.scheduler.types import SchedulerStats
 
 
 def refuse_if_it_never_fits(request: Request, config: SchedulerConfig, kv: KVManager) -> None:
@@ -37,4 +41,30 @@ def refuse_if_it_never_fits(request: Request, config: SchedulerConfig, kv: KVMan
             f"{num_prompt} prompt tokens with max_tokens={request.max_tokens} need {kv.num_blocks_for(num_tokens)} "
             f"blocks of {kv.block_size} tokens, the KV cache has {kv.num_blocks}: lower {param}",
             param=param,
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class BlockedHead:
+    """Who did not fit, and what was so then. Kept so that a long prompt is not looked up in vain at every step."""
+
+    seq_id: int
+    match: PrefixMatch | None
+    num_free_blocks: int
+    num_prefill_tokens: int
+
+    @property
+    def num_matched_blocks(self) -> int:
+        return len(self.match.block_ids) if self.match is not None else 0
+
+    def lacks_blocks(self, seq: Sequence, kv: KVManager) -> bool:
+        """True while it is this sequence that waits, and no more blocks are free than when it did not fit."""
+        return self.seq_id == seq.seq_id and kv.num_free_blocks <= self.num_free_blocks
+
+    def holds(self, seq: Sequence, kv: KVManager, stats: SchedulerStats) -> bool:
+        """True while it lacks blocks and no prompt has filled any that it could share: no need to look again."""
+        return (
+            self.lacks_blocks(seq, kv)
+            and bool(kv.tables)  # someone runs, whose end will change things
+            and stats.num_prefill_tokens == self.num_prefill_tokens
         )
