@@ -95,7 +95,7 @@ def test_swapped_windows_come_back() -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[list[int]]]:
-    return [alone(request, VOCAB) for request in make_requests()]
+    return [alone(request, VOCAB) for request in make_requests(300)]
 
 
 @pytest.mark.parametrize(("windows", "num_blocks"), [((None, 8), 70), ((5,), 16), ((None, 16, 3), 90)], ids=str)
@@ -105,7 +105,7 @@ def test_random_work_reads_only_what_is_its_own(
 ) -> None:
     setup = {**SETUPS[name], "max_num_batched_tokens": 24, "num_blocks": num_blocks, "windows": windows}
     rig = rig_with_drafts(1, 0.5, **setup)
-    requests = make_requests()
+    requests = make_requests(300)
     aborted = run_workload(rig, requests)
     rig.check_idle()
     assert rig.scheduler.stats.num_preemptions > 0

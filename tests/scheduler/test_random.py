@@ -13,11 +13,11 @@ VOCAB = 50
 NUM_REQUESTS = 1000
 
 
-def make_requests() -> list[Request]:
+def make_requests(count: int = NUM_REQUESTS) -> list[Request]:
     """The same ones at each call."""
     rng = random.Random(1)
     prefixes = [[rng.randrange(VOCAB) for _ in range(rng.choice([8, 16, 21]))] for _ in range(4)]
-    return [random_request(rng, prefixes) for _ in range(NUM_REQUESTS)]
+    return [random_request(rng, prefixes) for _ in range(count)]
 
 
 def random_request(rng: random.Random, prefixes: list[list[int]]) -> Request:
