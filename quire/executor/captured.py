@@ -2,15 +2,16 @@
 
 A graph serves every step of its shape, because all that it reads is in tensors that stay where they are: the persistent
 batch, the KV cache, and a few integers that each step overwrites. Shapes are captured at start, while there is nothing
-else to do, or when it has cost enough that they are not; until then a larger one stands in.
+else to do, or when their absence has cost enough; until then steps are padded to a larger one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +19,14 @@ from torch import Tensor
 from quire.executor.batch import PersistentBatch
 from quire.executor.profile import hold_activation_memory
 from quire.executor.sizing import num_graph_rows
-from quire.executor.stand_in import Shape, StandIns
 from quire.models.decoder import Decoder
+
+# In rows of padding, each of which takes a GPU some 10 us in a step of a hundred or more.
+CAPTURE_COST = 2048
+COST_WITHOUT_GRAPH = 128  # of launching a step one kernel at a time
+COST_WITHOUT_SHARING = 512  # of reading a common prefix for each sequence again
+
+Shape = TypeVar("Shape", bound=Hashable)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -90,17 +97,48 @@ class StepParts:
         return replace(self, decoder=decoder, layers=[self.layers[index] for index in kept])
 
 
+class Fallbacks(Generic[Shape]):
+    """Which captured graph serves a step whose own shape has none yet, and when that shape deserves a capture.
+
+    While a graph is captured everybody waits, so a shape that is only passed through is not worth it: its steps are
+    padded to a larger shape that is captured. Once their padding has cost as much as a capture does, the shape gets its
+    own. Whatever comes then, at most twice the least possible is lost.
+    """
+
+    def __init__(
+        self,
+        holds: Callable[[Shape, Shape], bool],
+        size: Callable[[Shape], int],
+        cost: Callable[[Shape], int] = lambda shape: 0,
+    ) -> None:
+        self._holds = holds  # whether a step of the second fits into the first
+        self._size = size
+        self._cost = cost  # of any other shape in place of this one, beside padding
+        self._costs: Counter[Shape] = Counter()
+
+    def pays(self, shape: Shape, fallback: Shape | None) -> bool:
+        """Called for each step of a shape that is not captured, with the graph that serves it. True once these steps
+        have cost as much as a capture does."""
+        padding = COST_WITHOUT_GRAPH if fallback is None else self._size(fallback) - self._size(shape)
+        self._costs[shape] += padding + self._cost(shape)
+        return self._costs[shape] >= CAPTURE_COST
+
+    def find(self, shape: Shape, captured: Iterable[Shape]) -> Shape | None:
+        """The smallest captured shape that the step fits into."""
+        return min((other for other in captured if self._holds(other, shape)), key=self._size, default=None)
+
+
 class CapturedSteps(ABC, Generic[Shape]):
     """The graphs of one kind of step."""
 
-    def __init__(self, parts: StepParts, stand_ins: StandIns[Shape], while_idle: list[Shape]) -> None:
+    def __init__(self, parts: StepParts, fallbacks: Fallbacks[Shape], while_idle: list[Shape]) -> None:
         self.memory = parts.memory
         self._parts = parts
         self._excerpt = parts.excerpt()
         self._batch = parts.batch
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._without: set[Shape] = set()  # for which there was no memory
-        self._stand_ins = stand_ins
+        self._fallbacks = fallbacks
         self._while_idle = while_idle
 
     def capture_next(self) -> bool:
@@ -112,13 +150,13 @@ class CapturedSteps(ABC, Generic[Shape]):
             return self._try_to_capture(shape)
         return False
 
-    def _shape_that_serves(self, shape: Shape, stand_ins: Iterable[Shape]) -> Shape | None:
+    def _shape_that_serves(self, shape: Shape, candidates: Iterable[Shape]) -> Shape | None:
         """The shape itself where it has a graph, or has cost so much that it is given one now; else one of these that
         are captured and hold it."""
         if shape in self._graphs:
             return shape
-        found = self._stand_ins.find(shape, stand_ins)
-        if shape not in self._without and self._stand_ins.pays(shape, found) and self._try_to_capture(shape):
+        found = self._fallbacks.find(shape, candidates)
+        if shape not in self._without and self._fallbacks.pays(shape, found) and self._try_to_capture(shape):
             return shape
         return found
 

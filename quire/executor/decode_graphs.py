@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.executor.captured import CapturedSteps, StepParts
+from quire.executor.captured import COST_WITHOUT_SHARING, CapturedSteps, Fallbacks, StepParts
 from quire.executor.sizing import MAX_GRAPH_SEQS, padded_size
-from quire.executor.stand_in import COST_WITHOUT_SHARING, StandIns
 from quire.executor.transfer import StagingRing
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.shared_prefix import (
@@ -62,7 +61,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         self._max_num_seqs = min(max_num_seqs, MAX_GRAPH_SEQS)
         super().__init__(
             parts,
-            StandIns(
+            Fallbacks(
                 holds=DecodeShape.holds,
                 size=lambda shape: shape.size,
                 cost=lambda shape: COST_WITHOUT_SHARING if shape.shares else 0,
@@ -84,7 +83,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
 
     @property
     def num_captures(self) -> int:
-        """Of decode steps and mixed ones."""
+        """Graphs of decode-only and of mixed steps, which share their memory."""
         return self.memory.num_captures
 
     def capture_common(self) -> None:
@@ -127,7 +126,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
     def _shape_for(self, shape: DecodeShape) -> DecodeShape | None:
         if found := self._shape_that_serves(shape, self._graphs):
             return found
-        # One capture that then stands in for all, instead of one for each size that a growing batch passes through.
+        # One capture that then serves all, instead of one for each size that a growing batch passes through.
         largest = DecodeShape(padded_size(self._max_num_seqs), shares=False)
         return largest if largest not in self._without and self._try_to_capture(largest) else None
 

@@ -28,7 +28,7 @@ class GpuRecord:
 
 
 def record_key(config: EngineConfig, spec: ModelSpec) -> str:
-    """Of what decides how much is taken before the cache is made."""
+    """A digest of what decides how much memory is taken before the cache is made."""
     settings = (
         activation_dtype(config, spec, "cuda"),
         batch_limits(config, spec, "cuda"),

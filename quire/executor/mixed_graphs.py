@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.executor.captured import CapturedSteps, StepParts
+from quire.executor.captured import CapturedSteps, Fallbacks, StepParts
 from quire.executor.mixed_step import MixedInputs, MixedShape, all_shapes, run_mixed_step, shape_of
-from quire.executor.stand_in import StandIns
 from quire.executor.transfer import StagingRing
 from quire.plan import StepPlan
 
@@ -21,7 +20,7 @@ class MixedGraphs(CapturedSteps[MixedShape]):
     def __init__(self, parts: StepParts) -> None:
         super().__init__(
             parts,
-            StandIns(holds=MixedShape.holds, size=lambda shape: shape.total_tokens),
+            Fallbacks(holds=MixedShape.holds, size=lambda shape: shape.total_tokens),
             while_idle=all_shapes(len(parts.memory.logits)),
         )
         self._ints = torch.zeros(MixedInputs.NUM_INTS, dtype=torch.int64, device=parts.batch.device)

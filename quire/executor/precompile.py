@@ -164,7 +164,7 @@ def _cache_dir() -> Path:
 
 
 def _key(config: EngineConfig, spec: ModelSpec, capability: int) -> str:
-    """Of everything that decides which kernels there are."""
+    """A digest of everything that decides which kernels there are."""
     dtype = activation_dtype(config, spec, "cuda")
     settings = (
         dtype,

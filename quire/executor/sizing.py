@@ -51,9 +51,9 @@ def mixed_sizes() -> list[tuple[int, int]]:
 
 
 def smooth_prompt_tokens(num_decodes: int) -> int:
-    """Of a step that few should notice: what a GPU multiplies in less than twice the time in which it reads the
-    weights, which is the ratio of its two rates, whatever the model. In whole tiles of a matrix product, and beside
-    decodes as they are padded."""
+    """Prompt tokens of a step that readers should not notice: as many as a GPU multiplies in less than twice the time
+    in which it reads the weights. That is the ratio of its two rates, whatever the model. It is counted in whole tiles of
+    a matrix product, beside decodes as they are padded."""
     return min(320, 384 - padded_decodes(num_decodes))
 
 
@@ -121,7 +121,7 @@ def table_bytes(num_seqs: int, max_seq_len: int, block_size: int, num_groups: in
 
 
 def batch_bytes(max_num_seqs: int, max_seq_len: int, block_size: int, num_groups: int) -> int:
-    """Of the persistent batch: every sequence's tokens and block tables, and one more of each."""
+    """Bytes of the persistent batch: every sequence's tokens and block tables, and one more of each."""
     tables = table_bytes(max_num_seqs + 1, max_seq_len, block_size, num_groups)
     return (max_num_seqs + 1) * (max_seq_len + 1) * 8 + tables
 
@@ -146,7 +146,7 @@ def folds_norms(spec: ModelSpec, dtype: str) -> bool:
 
 
 def num_graphs(max_num_seqs: int) -> int:
-    """Of decode steps and mixed ones, once all are captured."""
+    """How many graphs there are once all decode-only and mixed steps are captured."""
     most_rows = num_graph_rows(max_num_seqs)
     decodes = {padded_size(num) for num in range(1, min(max_num_seqs, MAX_GRAPH_SEQS) + 1)}
     mixed = [size for size, _ in mixed_sizes() if size + MAX_MIXED_PROMPTS <= most_rows]
@@ -156,7 +156,7 @@ def num_graphs(max_num_seqs: int) -> int:
 def graph_bytes(
     spec: ModelSpec, dtype: str, max_num_seqs: int, max_seq_len: int, block_size: int, num_groups: int
 ) -> int:
-    """Of all captured steps together. They share their tensors, since only one runs at a time; what the driver keeps of
+    """Bytes of all captured steps together. They share their tensors, since only one runs at a time; what the driver keeps of
     each, some 34 KiB a layer on an H200, they do not."""
     tensors = layers_bytes(spec, dtype, MAX_MIXED_DECODES + MAX_MIXED_TOKENS) + _GRAPH_WORKSPACE_BYTES
     tensors += table_bytes(num_graph_rows(max_num_seqs), max_seq_len, block_size, num_groups)

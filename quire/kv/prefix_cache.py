@@ -28,7 +28,7 @@ class PrefixMatch:
 
     @property
     def block_ids(self) -> list[int]:
-        """Of all groups."""
+        """The matched blocks of all groups."""
         return [block_id for _, block_ids in self.slices for block_id in block_ids]
 
 
@@ -87,7 +87,7 @@ class PrefixCache:
     def longest_prefix(
         self, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int, group: int = 0
     ) -> list[Block]:
-        """Of the first `num_blocks` blocks of the tokens, those before the first that is not cached.
+        """Those of the first `num_blocks` blocks of the tokens that stand before the first that is not cached.
 
         `hashes` has the chain as far as it is known, and gets what had to be computed: up to the first miss.
         """

@@ -177,7 +177,7 @@ class Scheduler:
         return failures
 
     def _take_failures_of(self, request_id: str) -> list[SequenceUpdate]:
-        """Of a request that was given up, while nobody has heard of it."""
+        """The updates of a request that was given up and that nobody has heard of yet."""
         own = [update for update in self._failures if update.seq.request.request_id == request_id]
         if own:
             self._failures = [update for update in self._failures if update.seq.request.request_id != request_id]

@@ -6,10 +6,10 @@ import operator
 
 import pytest
 
+from quire.executor.captured import CAPTURE_COST, COST_WITHOUT_GRAPH, Fallbacks
 from quire.executor.decode_graphs import DecodeShape, common_sizes, other_sizes
 from quire.executor.mixed_step import MixedShape, all_shapes
 from quire.executor.sizing import MAX_GRAPH_SEQS, MAX_MIXED_DECODES, is_slow, padded_size, smooth_prompt_tokens
-from quire.executor.stand_in import CAPTURE_COST, COST_WITHOUT_GRAPH, StandIns
 
 
 def test_padding_is_enough_and_little() -> None:
@@ -46,13 +46,13 @@ def test_every_size_is_captured_at_start_or_later(max_num_seqs: int) -> None:
 
 
 def test_a_larger_graph_stands_in_until_the_own_one_pays() -> None:
-    stand_ins = StandIns[int](holds=operator.ge, size=int)
+    fallbacks = Fallbacks[int](holds=operator.ge, size=int)
     uses = CAPTURE_COST // 24
-    assert [stand_ins.pays(40, 64) for _ in range(uses + 2)] == [False] * uses + [True] * 2
-    assert not stand_ins.pays(24, 64)  # each shape counts for itself
+    assert [fallbacks.pays(40, 64) for _ in range(uses + 2)] == [False] * uses + [True] * 2
+    assert not fallbacks.pays(24, 64)  # each shape counts for itself
     without = CAPTURE_COST // COST_WITHOUT_GRAPH
-    assert [stand_ins.pays(300, None) for _ in range(without)] == [False] * (without - 1) + [True]
-    assert [stand_ins.find(size, [256, 8, 64]) for size in (40, 64, 65, 300)] == [64, 64, 256, None]
+    assert [fallbacks.pays(300, None) for _ in range(without)] == [False] * (without - 1) + [True]
+    assert [fallbacks.find(size, [256, 8, 64]) for size in (40, 64, 65, 300)] == [64, 64, 256, None]
 
 
 def test_a_step_that_shares_a_prefix_may_do_without_reading_it_once() -> None:
@@ -63,8 +63,8 @@ def test_a_step_that_shares_a_prefix_may_do_without_reading_it_once() -> None:
 
 
 def test_a_mixed_step_needs_room_for_its_decodes_and_its_tokens() -> None:
-    stand_ins = StandIns[MixedShape](holds=MixedShape.holds, size=lambda shape: shape.total_tokens)
+    fallbacks = Fallbacks[MixedShape](holds=MixedShape.holds, size=lambda shape: shape.total_tokens)
     captured = [MixedShape(0, 512), MixedShape(64, 64), MixedShape(64, 320), MixedShape(128, 128)]
-    assert stand_ins.find(MixedShape(32, 128), captured) == MixedShape(128, 128)
-    assert stand_ins.find(MixedShape(32, 192), captured) == MixedShape(64, 320)
-    assert stand_ins.find(MixedShape(256, 64), captured) is None
+    assert fallbacks.find(MixedShape(32, 128), captured) == MixedShape(128, 128)
+    assert fallbacks.find(MixedShape(32, 192), captured) == MixedShape(64, 320)
+    assert fallbacks.find(MixedShape(256, 64), captured) is None
