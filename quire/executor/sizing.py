@@ -52,8 +52,8 @@ def mixed_sizes() -> list[tuple[int, int]]:
 
 def smooth_prompt_tokens(num_decodes: int) -> int:
     """Prompt tokens of a step that readers should not notice: as many as a GPU multiplies in less than twice the time
-    in which it reads the weights. That is the ratio of its two rates, whatever the model. It is counted in whole tiles of
-    a matrix product, beside decodes as they are padded."""
+    in which it reads the weights. That is the ratio of its two rates, whatever the model. Counted in whole tiles of a
+    matrix product, beside decodes as they are padded."""
     return min(320, 384 - padded_decodes(num_decodes))
 
 
@@ -156,8 +156,8 @@ def num_graphs(max_num_seqs: int) -> int:
 def graph_bytes(
     spec: ModelSpec, dtype: str, max_num_seqs: int, max_seq_len: int, block_size: int, num_groups: int
 ) -> int:
-    """Bytes of all captured steps together. They share their tensors, since only one runs at a time; what the driver keeps of
-    each, some 34 KiB a layer on an H200, they do not."""
+    """Bytes of all captured steps together. They share their tensors, since only one runs at a time, but not what the
+    driver keeps of each: some 34 KiB a layer on an H200."""
     tensors = layers_bytes(spec, dtype, MAX_MIXED_DECODES + MAX_MIXED_TOKENS) + _GRAPH_WORKSPACE_BYTES
     tensors += table_bytes(num_graph_rows(max_num_seqs), max_seq_len, block_size, num_groups)
     kept = num_graphs(max_num_seqs) * spec.num_layers * _GRAPH_LAYER_BYTES
