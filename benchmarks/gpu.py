@@ -18,11 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.bench.charts import bar_chart
 from quire.bench.drive import forced_length, run_workload
 from quire.bench.model_shapes import write_llama_8b
+from quire.bench.plots import write_charts
 from quire.bench.workloads import WORKLOADS
 from quire.config import EngineConfig
-from quire.errors import ConfigError, QuireError, install_hint
+from quire.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
@@ -147,25 +149,17 @@ def _print(ready_s: float, kv_tokens: int, rows: list[Row], splits: dict[str, di
 
 
 def _chart(path: Path, rows: list[Row]) -> None:
+    """The picture of the README."""
+    columns = {
+        "vLLM 0.26.0": [100 * r.vllm_tok_s / r.limit_tok_s for r in rows],
+        "Quire": [100 * r.tok_s / r.limit_tok_s for r in rows],
+    }
+    title = "Tokens per second over the physical limit"
+    chart = bar_chart(title, "percent of the hardware's limit", [r.name for r in rows], columns)
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError:
-        print(f"no chart: it needs matplotlib ({install_hint('bench')})", file=sys.stderr)
-        return
-    figure, axes = plt.subplots(figsize=(9, 4))
-    places = range(len(rows))
-    axes.bar([p - 0.2 for p in places], [r.vllm_tok_s / r.limit_tok_s for r in rows], 0.4, label="vLLM 0.26.0")
-    axes.bar([p + 0.2 for p in places], [r.tok_s / r.limit_tok_s for r in rows], 0.4, label="Quire")
-    axes.set_xticks(list(places), [r.name for r in rows], rotation=20)
-    axes.set_ylabel("share of the hardware's limit")
-    axes.set_title("Llama-3.1-8B's shape, bf16, one H200: tokens per second over the physical limit")
-    axes.set_ylim(0, 1)
-    axes.legend(loc="upper center", ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+        write_charts(path, [chart], "Llama-3.1-8B's shape, bf16, one H200")
+    except ConfigError as error:
+        print(f"no chart: {error}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

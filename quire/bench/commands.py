@@ -18,7 +18,7 @@ from quire.bench.measure import Stage, measure_repeats, median_run, merge_repeat
 from quire.bench.progress import WARM_UP, Progress, RunProgress, WarmUpInterrupted, run_progress
 from quire.bench.report import Percentiles, RunReport
 from quire.bench.serve import Load, client_requests, parse_goodput, run_serve
-from quire.bench.tables import errors_text
+from quire.bench.text import errors_text
 from quire.bench.workloads import Workload, fixed, usable_vocab
 from quire.config import EngineConfig
 from quire.errors import ConfigError

@@ -134,7 +134,7 @@ def _add_compare(commands: Any) -> None:
     parser.add_argument("before", metavar="A.json")
     parser.add_argument("after", metavar="B.json")
     parser.add_argument("--fail-on-worse", action="store_true", help="exit with 1 if anything is worse")
-    parser.add_argument("--plot", metavar="FILE", help="a chart (.png, .svg, .pdf)")
+    parser.add_argument("--plot", metavar="FILE", help="charts (.svg, .html, .png, .pdf)")
     parser.set_defaults(run=_run_compare)
 
 
@@ -147,7 +147,7 @@ def _command(commands: Any, name: str, text: str, *, has_workloads: bool = True)
         formatter_class=WideHelp,
     )
     parser.add_argument("--output-json", metavar="FILE", help="keep every number")
-    parser.add_argument("--plot", metavar="FILE", help="a chart (.png, .svg, .pdf)")
+    parser.add_argument("--plot", metavar="FILE", help="charts (.svg, .html, .png, .pdf)")
     parser.set_defaults(run=_run, benchmark=name)
     return parser
 
@@ -269,16 +269,16 @@ def _run_sweep(args: argparse.Namespace) -> int:
 def _run_compare(args: argparse.Namespace) -> int:
     from quire.bench.compare import Verdict, compare_files
     from quire.bench.report import BenchFile
-    from quire.bench.tables import comparison
+    from quire.bench.text import comparison
 
     found, alone = compare_files(BenchFile.read(args.before), BenchFile.read(args.after))
     print("\n\n".join(comparison(one) for one in found))
     if alone:
         print(f"\nin one file only: {', '.join(alone)}")
     if args.plot:
-        from quire.bench.charts import plot_comparison
+        from quire.bench.plots import comparison_chart, write_charts
 
-        plot_comparison(args.plot, found, f"{args.before} -> {args.after}")
+        write_charts(args.plot, [comparison_chart(found)], f"{args.before} -> {args.after}")
     is_worse = any(change.verdict is Verdict.WORSE for one in found for change in one.changes)
     return 1 if args.fail_on_worse and is_worse else 0
 
@@ -286,7 +286,7 @@ def _run_compare(args: argparse.Namespace) -> int:
 def _check_outputs(args: argparse.Namespace) -> None:
     """Before a long run: a chart that cannot be drawn or a folder that cannot be written to."""
     if args.plot:
-        from quire.bench.charts import check_plot
+        from quire.bench.plots import check_plot
 
         check_plot(args.plot)
     if args.output_json:
@@ -308,7 +308,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 def _finish(args: argparse.Namespace, benchmark: str, found: _Found, *, is_sweep: bool = False) -> int:
     """Show, keep and draw what there is; then say what went wrong."""
-    from quire.bench.show import draw, show
+    from quire.bench.text import show
 
     name = f"sweep {benchmark}" if is_sweep else benchmark
     if found.runs:
@@ -316,7 +316,9 @@ def _finish(args: argparse.Namespace, benchmark: str, found: _Found, *, is_sweep
         if args.output_json:
             _write(args.output_json, name, found.runs)
         if args.plot:
-            draw(args.plot, benchmark, found.runs, is_sweep=is_sweep)
+            from quire.bench.plots import plot
+
+            plot(args.plot, benchmark, found.runs, is_sweep=is_sweep)
     if found.failure is not None and not is_sweep:
         raise found.failure
     if found.interrupted:

@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.bench.charts import Chart, Series
+from quire.bench.units import duration, ms, number, size, times
 from quire.bench.workloads import Workload
 from quire.lab.context import LabContext, SkippedError, record, run_of
 from quire.lab.lengths import even_lengths, static_share
-from quire.lab.result import Chart, Finding, Result, Series, Table
+from quire.lab.result import Finding, Result, Table
 from quire.lab.shapes import SHAPES
-from quire.lab.wording import duration, ms, number, size, times
 
 if TYPE_CHECKING:
     from quire.bench.hf import HFBaseline

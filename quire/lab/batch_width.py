@@ -7,10 +7,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.bench.charts import Chart, Series
+from quire.bench.units import about, counted, duration, listed, ms, number, times
 from quire.lab.context import LabContext, record, run_of
 from quire.lab.lengths import even_lengths
-from quire.lab.result import Chart, Finding, Result, Series, Table
-from quire.lab.wording import about, counted, duration, listed, ms, number, times
+from quire.lab.result import Finding, Result, Table
 
 if TYPE_CHECKING:
     from quire.bench.report import RunReport

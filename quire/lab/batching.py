@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from quire.bench.charts import Chart, Series, Span
+from quire.bench.units import duration, number
 from quire.lab.batch_runs import BatchRun, run_continuous, run_static
-from quire.lab.result import Chart, Context, Finding, Result, Series, Span, Table
-from quire.lab.wording import duration, number
+from quire.lab.result import Context, Finding, Result, Table
 from quire.sim import Arrival, poisson_arrivals
 
 KEY = "batching"

@@ -7,12 +7,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.bench.charts import Chart, Series
+from quire.bench.units import change, counted, listed, number, size
 from quire.bench.workloads import Workload
 from quire.lab.context import LabContext, fastest, record, run_of
 from quire.lab.lengths import even_lengths, long_tail
-from quire.lab.result import Chart, Finding, Result, Series, Table
+from quire.lab.result import Finding, Result, Table
 from quire.lab.traffic import Kind, mix_needs
-from quire.lab.wording import change, counted, listed, number, size
 
 if TYPE_CHECKING:
     from quire.bench.report import KVReport, RunReport

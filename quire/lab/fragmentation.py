@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from quire.bench.charts import Chart, Series
 from quire.config import GIB
 from quire.lab.memory_use import PAGED, Run, Usage, run_policy
 from quire.lab.reservation import Allocator, Buddy, FirstFit, Policy, reservation_policies
-from quire.lab.result import Chart, Context, Finding, Result, Series, Table
+from quire.lab.result import Context, Finding, Result, Table
 from quire.sim import Arrival, CostModel, poisson_arrivals
 
 KEY = "fragmentation"

@@ -11,12 +11,13 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from quire.bench.charts import Chart, Series
+from quire.bench.units import listed, number, signed_percent, size
 from quire.config import EngineConfig
 from quire.errors import ConfigError, DownloadError, ModelError, QuireError
 from quire.lab.context import DEFAULT_MODEL, LabContext
 from quire.lab.passage import PASSAGE
-from quire.lab.result import Chart, Finding, Result, Series, Table
-from quire.lab.wording import listed, number, signed_percent, size
+from quire.lab.result import Finding, Result, Table
 from quire.params import SamplingParams
 
 if TYPE_CHECKING:

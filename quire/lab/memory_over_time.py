@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from quire.bench.charts import Chart, Series
+from quire.bench.units import counted, listed, number, size
 from quire.lab.context import LabContext, record, run_records
 from quire.lab.lengths import even_lengths
-from quire.lab.result import Chart, Finding, Result, Series, Table
-from quire.lab.wording import counted, listed, number, size
+from quire.lab.result import Finding, Result, Table
 
 KEY = "memory"
 TITLE = "Memory over time"

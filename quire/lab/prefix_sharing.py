@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from quire.bench.charts import Chart, Series
+from quire.bench.units import counted, duration, number, size, times
 from quire.bench.workloads import Workload, shared_prefix
 from quire.lab.context import LabContext, record, run_of
 from quire.lab.lengths import even_lengths
-from quire.lab.result import Chart, Finding, Result, Series, Table
-from quire.lab.wording import counted, duration, number, size, times
+from quire.lab.result import Finding, Result, Table
 
 if TYPE_CHECKING:
     from quire.bench.report import KVReport, RunReport

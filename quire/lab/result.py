@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-ChartKind = Literal["bar", "grouped_bar", "stacked_bar", "line", "area", "timeline"]
-CHART_KINDS = ("bar", "grouped_bar", "stacked_bar", "line", "area", "timeline")
+from quire.bench.charts import Chart, Series, Span
 
 
 class Context(Protocol):
@@ -37,47 +36,6 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             assert len(row) == len(self.columns), f"{self.title!r}: {len(row)} cells under {len(self.columns)} heads"
-
-
-@dataclass(slots=True)
-class Series:
-    """One line, or one colour of bars. The x of a bar chart are its categories, the same in every series."""
-
-    name: str
-    x: list[float | str]
-    y: list[float]
-
-    def __post_init__(self) -> None:
-        assert len(self.x) == len(self.y), f"series {self.name!r}: {len(self.x)} x, {len(self.y)} y"
-
-
-@dataclass(slots=True)
-class Span:
-    """A bar of a timeline: `lane` counts from 0 at the top, `kind` chooses its colour."""
-
-    lane: int
-    start: float
-    end: float
-    label: str
-    kind: str
-
-
-@dataclass(slots=True)
-class Chart:
-    """A picture as data. A timeline has spans, every other kind has series."""
-
-    kind: ChartKind
-    title: str
-    x_label: str
-    y_label: str
-    series: list[Series] = field(default_factory=list)
-    note: str = ""
-    log_x: bool = False
-    log_y: bool = False
-    spans: list[Span] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        assert self.kind in CHART_KINDS, f"{self.title!r}: no chart is a {self.kind!r}"
 
 
 @dataclass(slots=True)

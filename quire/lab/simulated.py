@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.bench.units import times
 from quire.lab import batching, fragmentation
 from quire.lab.context import LabContext
 from quire.lab.result import Result
-from quire.lab.wording import times
 
 
 def run_fragmentation(context: LabContext) -> Result:

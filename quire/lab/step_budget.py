@@ -6,12 +6,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.bench.charts import Chart, Series
+from quire.bench.units import change, duration, listed, ms, number, times
 from quire.bench.workloads import Workload
 from quire.errors import BadRequestError
 from quire.lab.context import LabContext, record, run_of
 from quire.lab.lengths import even_lengths
-from quire.lab.result import Chart, Finding, Result, Series, Table
-from quire.lab.wording import change, duration, listed, ms, number, times
+from quire.lab.result import Finding, Result, Table
 
 if TYPE_CHECKING:
     from quire.bench.report import RunReport

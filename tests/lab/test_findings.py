@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.bench.charts import Chart
 from quire.bench.report import KVReport, Percentiles, RunReport
 from quire.lab import (
     baseline,
@@ -22,7 +23,7 @@ from quire.lab import (
 )
 from quire.lab.context import LabContext, LabSettings, record, run_of
 from quire.lab.report import render_report
-from quire.lab.result import Chart, Finding, Result, Table
+from quire.lab.result import Finding, Result, Table
 from quire.lab.store import Entry, LabReport
 
 CPU = LabContext(LabSettings(), lambda text: None)

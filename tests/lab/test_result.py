@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from quire.lab.result import Chart, Finding, Result, Series, Span, Table
+from quire.bench.charts import Chart, Series, Span
+from quire.lab.result import Finding, Result, Table
 
 
 def example() -> Result:

@@ -10,12 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from quire.bench.charts import Chart, Series
 from quire.errors import ConfigError
 from quire.lab import runner
 from quire.lab.context import LabContext, LabSettings, SkippedError
 from quire.lab.experiments import EXPERIMENTS, Experiment
 from quire.lab.report import render_report
-from quire.lab.result import Chart, Finding, Result, Series, Table
+from quire.lab.result import Finding, Result, Table
 from quire.lab.store import HTML_NAME, JSON_NAME, Entry, LabReport, open_report, read_report
 
 SETTINGS = LabSettings(quick=True)

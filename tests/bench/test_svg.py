@@ -7,16 +7,26 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from quire.lab.bars import draw_bars
-from quire.lab.charts import figure
-from quire.lab.lines import draw_lines
-from quire.lab.result import Chart, Series, Span
-from quire.lab.scales import Scale, linear_scale, linear_ticks, log_scale, log_ticks
-from quire.lab.timeline import draw_timeline, span_kinds
+from quire.bench.charts import Chart, Series, Span
+from quire.bench.svg import (
+    Scale,
+    draw,
+    figure,
+    figures,
+    linear_scale,
+    linear_ticks,
+    log_scale,
+    log_ticks,
+    span_colours,
+)
 
 
-def elements(svg: str, tag: str) -> list[ET.Element]:
-    return [each for each in ET.fromstring(svg).iter() if each.tag == tag]
+def svg(chart: Chart) -> str:
+    return draw(chart).to_svg()
+
+
+def elements(text: str, tag: str) -> list[ET.Element]:
+    return [each for each in ET.fromstring(text).iter() if each.tag == tag]
 
 
 # -- scales
@@ -68,15 +78,15 @@ def bars(kind: str, *columns: list[float], names: list[float | str] | None = Non
 
 
 def test_bars_are_as_high_as_their_values() -> None:
-    rects = elements(draw_bars(bars("bar", [10.0, 5.0])), "rect")
+    rects = elements(svg(bars("bar", [10.0, 5.0])), "rect")
     heights = [float(each.get("height", 0)) for each in rects]
     assert heights[0] == pytest.approx(2 * heights[1], rel=0.01)
 
 
 def test_grouped_bars_stand_side_by_side_and_stacked_ones_on_each_other() -> None:
-    grouped = elements(draw_bars(bars("grouped_bar", [1.0, 2.0], [3.0, 4.0])), "rect")
+    grouped = elements(svg(bars("grouped_bar", [1.0, 2.0], [3.0, 4.0])), "rect")
     assert len({each.get("x") for each in grouped}) == 4
-    stacked = elements(draw_bars(bars("stacked_bar", [1.0, 2.0], [3.0, 4.0])), "rect")
+    stacked = elements(svg(bars("stacked_bar", [1.0, 2.0], [3.0, 4.0])), "rect")
     assert len({each.get("x") for each in stacked}) == 2
     lower, upper = stacked[0], stacked[2]
     assert float(upper.get("y", 0)) + float(upper.get("height", 0)) == pytest.approx(float(lower.get("y", 0)), abs=0.1)
@@ -84,38 +94,38 @@ def test_grouped_bars_stand_side_by_side_and_stacked_ones_on_each_other() -> Non
 
 def test_long_names_make_bars_lie() -> None:
     names: list[float | str] = ["a name that is far too long to stand", "another one that is as long as that"] * 2
-    svg = draw_bars(bars("bar", [10.0, 5.0, 1.0, 2.0], names=names))
-    widths = [float(each.get("width", 0)) for each in elements(svg, "rect")]
+    text = svg(bars("bar", [10.0, 5.0, 1.0, 2.0], names=names))
+    widths = [float(each.get("width", 0)) for each in elements(text, "rect")]
     assert widths[0] == pytest.approx(2 * widths[1], rel=0.01)
 
 
 def test_lines_leave_out_what_is_missing() -> None:
     chart = Chart("line", "t", "x", "y", [Series("s", [1, 2, 4, 8], [1.0, None, 0.0, 3.0])], log_x=True, log_y=True)  # type: ignore[list-item]
-    svg = draw_lines(chart)
-    assert len(elements(svg, "circle")) == 2  # nothing at None, and no logarithm of 0
-    assert len(elements(svg, "polyline")) == 1
+    text = svg(chart)
+    assert len(elements(text, "circle")) == 2  # nothing at None, and no logarithm of 0
+    assert len(elements(text, "polyline")) == 1
 
 
 def test_areas_are_closed_at_the_floor() -> None:
-    svg = draw_lines(Chart("area", "t", "seconds", "y", [Series("s", [0.0, 1.0], [1.0, 2.0])]))
-    points = elements(svg, "polygon")[0].get("points", "").split()
+    text = svg(Chart("area", "t", "seconds", "y", [Series("s", [0.0, 1.0], [1.0, 2.0])]))
+    points = elements(text, "polygon")[0].get("points", "").split()
     assert len(points) == 4
     assert points[0].split(",")[1] == points[-1].split(",")[1]
 
 
 def test_an_empty_chart_says_so() -> None:
-    assert "nothing was measured" in draw_lines(Chart("line", "t", "x", "y"))
-    assert "nothing was measured" in draw_bars(Chart("bar", "t", "x", "y"))
+    assert "nothing was measured" in svg(Chart("line", "t", "x", "y"))
+    assert "nothing was measured" in svg(Chart("bar", "t", "x", "y"))
 
 
 def test_a_timeline_has_a_lane_a_slot_and_waste_is_no_colour() -> None:
     spans = [Span(0, 0, 4, "1", "decode"), Span(0, 4, 8, "", "wasted"), Span(1, 0, 8, "2", "decode")]
     chart = Chart("timeline", "t", "step", "slot", spans=spans)
-    rects = elements(draw_timeline(chart), "rect")
+    rects = elements(svg(chart), "rect")
     assert len({each.get("y") for each in rects}) == 2
     widths = [float(each.get("width", 0)) for each in rects]
     assert widths[2] == pytest.approx(2 * widths[0], rel=0.02)
-    assert span_kinds(chart) == {"decode": "var(--s1)", "wasted": "var(--waste)"}
+    assert span_colours(chart) == {"decode": "var(--s1)", "wasted": "var(--waste)"}
 
 
 def test_text_is_escaped() -> None:
@@ -128,3 +138,17 @@ def test_a_figure_has_a_legend_only_where_it_helps() -> None:
     assert "legend" not in figure(bars("bar", [1.0, 2.0]))
     html = figure(bars("grouped_bar", [1.0, 2.0], [3.0, 4.0]), is_wide=True)
     assert html.count("<li>") == 2 and 'class="wide"' in html
+
+
+def test_ranges_are_drawn_and_have_room() -> None:
+    for chart in (
+        Chart("bar", "t", "", "y", [Series("s", ["a", "b"], [1.0, 2.0], [(0.5, 40.0), None])]),
+        Chart("line", "t", "x", "y", [Series("s", [1.0, 2.0], [1.0, 2.0], [(0.5, 40.0), None])]),
+    ):
+        (line,) = [each for each in elements(svg(chart), "line") if each.get("class") == "range"]
+        assert 0 < float(line.get("y2", 0)) < float(line.get("y1", 0))
+
+
+def test_a_chart_without_a_partner_gets_the_row() -> None:
+    html = figures([bars("bar", [1.0, 2.0])] * 2 + [bars("bar", [3.0, 4.0])])
+    assert html.count("<figure") == 3 and html.count('class="wide"') == 1

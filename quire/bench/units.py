@@ -1,4 +1,4 @@
-"""Numbers as people write them, for tables, axes and sentences."""
+"""Numbers as people write them, in tables, on axes and in sentences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """With about `digits` significant ones and commas: 1,234 and 12.3 and 0.045. A dash for what is not there."""
+    """About `digits` significant digits, with commas: 1,234 and 12.3 and 0.045. A dash stands for a missing value."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -18,12 +18,12 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def about(value: float) -> str:
-    """Two digits, for what a line through some points foretells: 37,000."""
+    """Two significant digits, for an extrapolation: 37,000."""
     return number(float(f"{value:.2g}"))
 
 
 def short(value: float) -> str:
-    """For axes: no digits that say nothing, and k and M instead of zeros."""
+    """For axes: no trailing zeros, and k, M, G instead of thousands."""
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= scale:
             divisor = 1e3 if unit == "k" else scale
@@ -33,13 +33,15 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def size(num_bytes: float | None) -> str:
+def size(num_bytes: float | None, places: int | None = None) -> str:
+    """1.23 GiB: three digits, or so many places."""
     if num_bytes is None:
         return "–"
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
-            return f"{number(num_bytes / scale)} {unit}"
-    return f"{num_bytes:.0f} B"
+            value = num_bytes / scale
+            return f"{number(value) if places is None else f'{value:,.{places}f}'} {unit}"
+    return f"{num_bytes:,.0f} B"
 
 
 def duration(seconds: float | None) -> str:
@@ -56,19 +58,19 @@ def duration(seconds: float | None) -> str:
 
 
 def ms(seconds: float | None) -> str:
-    """Milliseconds for a table whose head says so."""
+    """Seconds as milliseconds, without the unit, for a column that names it."""
     return number(None if seconds is None else 1e3 * seconds)
 
 
 def times(ratio: float) -> str:
-    """2.3 times; where it is below 1.1, percent say more."""
+    """A ratio: 2.3 times, or percent where it is below 1.1."""
     if ratio >= 1.1:
         return f"{number(ratio, 2 if ratio < 10 else 3)} times"
     return f"{100 * ratio:.0f} %"
 
 
 def change(ratio: float) -> str:
-    """A ratio as more or less: 12 % more, 3 % less, the same."""
+    """A ratio as a change: 12 % more, 3 % less, the same."""
     percent = 100 * (ratio - 1)
     if abs(percent) < 0.5:
         return "the same"
@@ -76,7 +78,7 @@ def change(ratio: float) -> str:
 
 
 def signed_percent(value: float) -> str:
-    """+0.023 %, and no sign where nothing is left of it."""
+    """+0.023 %, and no sign where it rounds to zero."""
     return "0.000 %" if abs(value) < 0.0005 else f"{value:+.3f} %"
 
 

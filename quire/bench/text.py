@@ -1,13 +1,140 @@
-"""Runs as tables for people."""
+"""Runs as text for a terminal: a benchmark's tables, the details of one run, and what changed between two."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from quire.bench import units
 from quire.bench.compare import Comparison, Verdict
+from quire.bench.profile import PARTS
 from quire.bench.report import Percentiles, RunReport
+from quire.bench.units import size
 
-_MIB = 1 << 20
+
+def number(value: float | None) -> str:
+    """One digit more than in prose: two runs are told apart by it."""
+    return units.number(value, 3 if value is None or abs(value) < 10 else 4)
+
+
+def ms(seconds: float | None) -> str:
+    return number(None if seconds is None else 1e3 * seconds)
+
+
+# -- a benchmark
+
+
+def show(benchmark: str, runs: Sequence[RunReport], *, is_sweep: bool = False) -> str:
+    """Tables for people."""
+    good = [run for run in runs if run.workload != "failed"]
+    failed = [f"failed at {_point(run)}: {next(iter(run.errors))}" for run in runs if run.workload == "failed"]
+    if benchmark == "startup":
+        blocks = [_startup(run) for run in good]
+    elif benchmark == "profile":
+        blocks = [_profile(run) for run in good]
+    elif benchmark == "latency":
+        blocks = [_latency(good), *([] if is_sweep else [details(run) for run in good])]
+    elif is_sweep:
+        blocks = [summary(good)]
+    elif benchmark == "prefix":
+        blocks = [summary(good), *_prefix(good)]
+    else:
+        blocks = [*([summary(good)] if len(good) > 1 else []), *(details(run) for run in good)]
+    machine = good[0].machine if good else {}
+    where = machine.get("gpu") or f"{machine.get('cpus')} cores of {machine.get('cpu')}"
+    closing = [f"measured on {where}, {model_name(good[0])}"] if good and good[0].engine != "server" else []
+    return "\n\n".join(block for block in [*blocks, *failed, *closing] if block)
+
+
+def model_name(run: RunReport) -> str:
+    return (
+        f"{run.settings.get('model', '?')} in {run.settings['dtype']}"
+        if "dtype" in run.settings
+        else str(run.settings.get("model", "?"))
+    )
+
+
+def _point(run: RunReport) -> str:
+    return ", ".join(f"{flag}={value}" for flag, value in run.point.items())
+
+
+def _latency(runs: Sequence[RunReport]) -> str:
+    heads = ["batch latency, ms", "iterations", "p50", "p95", "p99", "mean", "max", "out tok/s"]
+    rows = []
+    for run in runs:
+        values = [ms(run.values.get(f"batch_{p}_s")) for p in ("p50", "p95", "p99", "mean", "max")]
+        rows.append([run.label, str(len(run.repeats)), *values, number(run.output_tok_s)])
+    return table(heads, rows)
+
+
+def _prefix(runs: Sequence[RunReport]) -> list[str]:
+    """For each workload, what caching brought."""
+    blocks = []
+    pairs: dict[str, dict[str, RunReport]] = {}
+    for run in runs:
+        pairs.setdefault(run.workload, {})[run.point["prefix-caching"]] = run
+    for name, pair in pairs.items():
+        if len(pair) < 2 or not (pair["on"].kv and pair["off"].kv and pair["on"].ttft_s and pair["off"].ttft_s):
+            continue
+        on, off = pair["on"], pair["off"]
+        assert on.kv and off.kv and on.ttft_s and off.ttft_s
+        found, asked = on.kv.prefix_hit_tokens, on.kv.prefix_query_tokens
+        blocks.append(
+            f"{name}: caching found {found:,} of {asked:,} prompt tokens ({100 * on.kv.prefix_hit_rate:.0f} %).\n"
+            f"  throughput   {number(off.output_tok_s)} -> {number(on.output_tok_s)} tok/s "
+            f"(x {on.output_tok_s / off.output_tok_s:.2f})\n"
+            f"  first token  {ms(off.ttft_s.p50)} -> {ms(on.ttft_s.p50)} ms at p50 "
+            f"(x {on.ttft_s.p50 / off.ttft_s.p50:.2f})\n"
+            f"  peak blocks  {off.kv.peak_blocks:,} -> {on.kv.peak_blocks:,} "
+            f"({off.kv.peak_blocks - on.kv.peak_blocks:,} saved by sharing)"
+        )
+    return blocks
+
+
+def startup_parts(run: RunReport) -> dict[str, float]:
+    """What adds up to the first token; what is left is written as such."""
+    whole = ("ready_s", "first_token_s")
+    parts = {name.removesuffix("_s").replace("_", " "): s for name, s in run.values.items() if name not in whole}
+    if "ready_s" not in run.values:
+        return parts
+    parts["rest"] = max(0.0, run.values["ready_s"] - sum(parts.values()))
+    parts["first token"] = run.values["first_token_s"] - run.values["ready_s"]
+    return parts
+
+
+def _startup(run: RunReport) -> str:
+    if not run.values:
+        return f"{run.label}: interrupted before the first process was ready"
+    rows = [[part, f"{seconds:.2f}"] for part, seconds in startup_parts(run).items()]
+    rows += [["to ready", f"{run.values['ready_s']:.2f}"], ["to first token", f"{run.values['first_token_s']:.2f}"]]
+    all_times = ", ".join(f"{value:.2f}" for value in run.repeat_values.get("first_token_s", []))
+    lines = [f"{run.label}: {run.completed} fresh processes, to the first token in {all_times} s; the median's parts:"]
+    return "\n".join([*lines, table(["part", "seconds"], rows)])
+
+
+def profile_parts(run: RunReport) -> dict[str, dict[str, float]]:
+    """Kind of step -> part -> milliseconds."""
+    kinds: dict[str, dict[str, float]] = {}
+    for name, value in run.values.items():
+        kind, _, part = name.rpartition(": ")
+        part = part.removesuffix("_ms")
+        if part in PARTS:
+            kinds.setdefault(kind, {})[part] = value
+    return {kind: {part: ms for part, ms in split.items() if ms > 0} for kind, split in kinds.items()}
+
+
+def _profile(run: RunReport) -> str:
+    heads = ["kind of step", "steps", "ms", *PARTS]
+    rows = []
+    for kind, split in profile_parts(run).items():
+        total = run.values[f"{kind}: step_ms"]
+        cells = [f"{split[part]:.2f} ({100 * split[part] / total:.0f} %)" if part in split else "–" for part in PARTS]
+        rows.append([kind, f"{run.values[f'{kind}: steps']:.0f}", f"{total:.2f}", *cells])
+    notes = [f"note: {note}" for note in run.notes]
+    return "\n".join([f"{run.label}: milliseconds of a step, by kind, those with most time first",
+                      table(heads, rows), *notes])  # fmt: skip
+
+
+# -- runs
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -17,26 +144,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for row in [heads, *rows]:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
-
-
-def number(value: float | None) -> str:
-    """Three or four digits that mean something."""
-    if value is None:
-        return "-"
-    if value == 0:
-        return "0"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
-
-
-def ms(seconds: float | None) -> str:
-    return "-" if seconds is None else number(seconds * 1e3)
-
-
-def size(num_bytes: float | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / _MIB:,.0f} MiB"
+    return "\n".join([lines[0], "–" * max(len(line) for line in lines), *lines[1:]])
 
 
 def summary(runs: Sequence[RunReport]) -> str:
@@ -45,13 +153,13 @@ def summary(runs: Sequence[RunReport]) -> str:
              "TTFT p50 ms", "ITL p50 ms", "ITL p99 ms", "blocks", "waste"]  # fmt: skip
     rows = []
     for run in runs:
-        spread = "-" if run.spread_percent is None else f"{run.spread_percent:.1f} %"
-        waste = "-" if run.kv is None else f"{run.kv.waste_percent_mean:.1f} %"
+        spread = "–" if run.spread_percent is None else f"{run.spread_percent:.1f} %"
+        waste = "–" if run.kv is None else f"{run.kv.waste_percent_mean:.1f} %"
         rows.append([
             run.label, f"{run.completed}/{run.requests}", f"{run.seconds:.2f}", number(run.output_tok_s), spread,
             number(run.prefill_tok_s), number(run.decode_tok_s), ms(run.ttft_s.p50 if run.ttft_s else None),
             ms(run.itl_s.p50 if run.itl_s else None), ms(run.itl_s.p99 if run.itl_s else None),
-            "-" if run.kv is None else str(run.kv.peak_blocks), waste,
+            "–" if run.kv is None else str(run.kv.peak_blocks), waste,
         ])  # fmt: skip
     return table(heads, rows)
 
@@ -174,8 +282,8 @@ def comparison(found: Comparison) -> str:
         rows = []
         for change in shown:
             scaled = _scale(change.metric)
-            percent = "-" if change.percent is None else f"{change.percent:+.1f} %"
-            noise = "-" if change.noise_percent is None else f"± {change.noise_percent:.1f} %"
+            percent = "–" if change.percent is None else f"{change.percent:+.1f} %"
+            noise = "–" if change.noise_percent is None else f"± {change.noise_percent:.1f} %"
             rows.append([change.metric, scaled(change.before), scaled(change.after), percent, noise, change.verdict])
         heads = ["metric", "before", "after", "change", "noise", "verdict"]
         lines += [f"  {line}" for line in table(heads, rows).splitlines()]

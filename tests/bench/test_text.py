@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.bench.report import Percentiles, RunReport
-from quire.bench.tables import details
+from quire.bench.text import details
 
 SERVER = {
     "server_kv_usage_max": 0.00755,
@@ -47,7 +47,7 @@ def test_goodput_is_what_was_asked_for() -> None:
     run.parameters["goodput"] = "ttft:200 tpot:50"
     assert line(details(run), "goodput") == "0 of 8 requests in time (ttft:200 tpot:50), 0/s"
     run.values |= {"goodput_requests": 6, "goodput_req_s": 3.0}
-    assert line(details(run), "goodput") == "6 of 8 requests in time (ttft:200 tpot:50), 3/s"
+    assert line(details(run), "goodput") == "6 of 8 requests in time (ttft:200 tpot:50), 3.00/s"
 
 
 def test_the_latencies_that_vllm_prints() -> None:

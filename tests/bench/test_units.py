@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from quire.lab import wording
+from quire.bench import units as wording
 
 
 @pytest.mark.parametrize(
