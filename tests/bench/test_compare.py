@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from quire.bench.tables import comparison
 
 from quire.bench.compare import Change, Comparison, Verdict, compare_files, compare_runs
 from quire.bench.report import BenchFile, KVReport, RunReport
+from quire.bench.text import comparison
 from quire.errors import ConfigError
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from quire.bench.show import profile_parts, show
 
 from quire.bench.profile import kind_of, profile_workload
 from quire.bench.steps import Step
+from quire.bench.text import profile_parts, show
 from quire.engine.llm_engine import LLMEngine
 from quire.plan import StepTimings
 
