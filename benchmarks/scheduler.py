@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 
 from quire.kv import KVManager
-from quire.params import SamplingParams, SamplingSpec
 from quire.plan import StepResult
 from quire.request import Request
 from quire.scheduler import Scheduler, SchedulerConfig
@@ -40,15 +39,12 @@ def measure(num_seqs: int, num_steps: int) -> Measurement:
         max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs * _PROMPT_TOKENS, max_model_len=max_len
     )
     scheduler = Scheduler(config, kv)
-    params = SamplingParams(max_tokens=None, ignore_eos=True)
     for i in range(num_seqs):
         request = Request(
             request_id=str(i),
             prompt_token_ids=[i * _PROMPT_TOKENS + j for j in range(_PROMPT_TOKENS)],
-            params=params,
             max_tokens=max_len,
             end_token_ids=frozenset([2]),
-            specs=[SamplingSpec()],
         )
         scheduler.add(request)
     _step(scheduler)  # the prompts

@@ -3,55 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
+import queue
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import Any
 
 from quire.config import EngineConfig
+from quire.engine.brownout import Brownout, BrownoutSettings
 from quire.engine.llm_engine import LLMEngine
+from quire.engine.loop import EngineLoop
+from quire.engine.messages import Command, EngineMessage, LoadReport, Stop
+from quire.engine.metrics import request_metrics
 from quire.engine.stats import Metric
-from quire.errors import EngineDeadError, QuireError
+from quire.engine.streams import Streams
+from quire.errors import EngineDeadError
 from quire.inputs import Prompt
 from quire.llm import log_start
 from quire.log import get_logger
 from quire.outputs import RequestOutput
-from quire.params import OutputKind, SamplingParams
+from quire.params import SamplingParams
 from quire.refusals import CALL, has_refused_methods, sift
 from quire.text import HFTokenizerFacade
-
-T = TypeVar("T")
-
-
-class _Stream:
-    """What one reader has not read yet. Lives in the reader's event loop.
-
-    A slow reader of cumulative outputs finds only the newest; deltas are kept, each is needed.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, keep_all: bool) -> None:
-        self.loop = loop
-        self._keep_all = keep_all
-        self._items: deque[RequestOutput | BaseException] = deque()
-        self._filled = asyncio.Event()
-
-    def put(self, item: RequestOutput | BaseException) -> None:
-        if not self._keep_all and self._items and isinstance(item, RequestOutput):
-            self._items.clear()
-        self._items.append(item)
-        self._filled.set()
-
-    async def get(self) -> RequestOutput:
-        while not self._items:
-            self._filled.clear()
-            await self._filled.wait()
-        item = self._items.popleft()
-        if isinstance(item, BaseException):
-            raise item
-        return item
 
 
 @has_refused_methods
@@ -80,12 +55,13 @@ class AsyncLLM:
         self.engine = LLMEngine.from_config(config, show_progress=True)
         self.engine.built.tokens.smooth_for_readers(config)
         log_start(self.engine, time.perf_counter() - started)
-        self._streams: dict[str, _Stream] = {}  # the engine thread's alone
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._streams: dict[asyncio.AbstractEventLoop, Streams] = {}
+        self._keys = itertools.count(1)
         self._closing = False
-        self._stopped = False  # no command is taken any more
         self._death: BaseException | None = None
+        no_brownout = Brownout(BrownoutSettings(enabled=False))  # whoever embeds an engine decides for themselves
+        self._loop = EngineLoop(self.engine.core, self._receive, self._send, no_brownout)
         self._thread = threading.Thread(target=self._serve, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -101,158 +77,93 @@ class AsyncLLM:
         """Stream a request's outputs; what each holds is `sampling_params.output_kind`. `others` are arguments of
         vLLM's, refused with their reason."""
         sift(others, CALL)
-        self.check_health()
-        loop = asyncio.get_running_loop()
         params = sampling_params or self.engine.built.default_sampling
+        streams = self._streams_here()
         request_id = request_id or f"async-{time.monotonic_ns()}-{id(prompt):x}"
-        request, text = self.engine.prepare(request_id, prompt, params, priority=priority)
-        stream = _Stream(loop, keep_all=params.output_kind is OutputKind.DELTA)
-
-        def add() -> None:
-            try:
-                self.engine.add_prepared(request, text)
-            except QuireError as error:
-                loop.call_soon_threadsafe(stream.put, error)
-            else:
-                self._streams[request_id] = stream
-
-        def abort() -> None:
-            # Only this stream's own request: an id refused as a duplicate belongs to somebody else.
-            if self._streams.get(request_id) is stream:
-                self.engine.abort_request(request_id)
-                del self._streams[request_id]
-                request.sequences = []
-
-        self._command(add)
-        finished = False
-        try:
-            while not finished:
-                output = await stream.get()
-                finished = output.finished
+        prepared = self.engine.prepare(request_id, prompt, params, priority=priority)
+        async with aclosing(streams.read(prepared)) as outputs:
+            async for output in outputs:
                 yield output
-        finally:
-            if finished:
-                request.sequences = []  # which point back: only the garbage collector would free the request
-            else:
-                with contextlib.suppress(EngineDeadError):  # then the request is gone anyway
-                    self._command(abort)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its reader gets a last output with finish_reason 'abort'."""
-
-        def run() -> None:
-            self._send(self.engine.abort_request(request_id))
-
-        await self._call(run)
+        self.check_health()
+        for streams in list(self._streams.values()):
+            streams.abort(request_id)
 
     async def reset_prefix_cache(self, *, force: bool = False) -> bool:
-        return await self._call(lambda: self.engine.reset_prefix_cache(force=force))
+        done: bool = await self._streams_here().call("reset_prefix_cache", force=force)
+        return done
 
     async def get_metrics(self) -> list[Metric]:
-        return await self._call(self.engine.get_metrics)
+        found: list[Metric] = await self._streams_here().call("metrics")
+        return found + request_metrics(self.engine.request_stats)
 
     async def get_tokenizer(self) -> HFTokenizerFacade:
         """The engine's tokenizer under the names that Hugging Face's have."""
         return self.engine.get_tokenizer()
 
     def check_health(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(f"the engine stopped: {self._death}") from self._death
         if self._closing:
             raise EngineDeadError("the engine was shut down")
+        if self._death is not None:
+            raise EngineDeadError(f"the engine stopped: {self._death}") from self._death
 
     def shutdown(self) -> None:
         """Stop the engine's thread; requests still running get an error. Safe to call twice."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._closing = True
+        self._commands.put(Stop())
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    # -- across the thread border
+    def _streams_here(self) -> Streams:
+        """Those of the event loop that runs here. Each has its own: a program may have several, one after another."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._streams:
+            for old in [other for other in self._streams if other.is_closed()]:
+                self._drop(old)
+            self._streams[loop] = Streams(
+                self.engine.built.text.make_outputs(),
+                self._commands.put,
+                self.check_health,
+                stats=self.engine.request_stats,
+                keys=self._keys,
+            )
+        self.check_health()  # only now: either the engine's thread finds this loop when it ends, or this finds the end
+        return self._streams[loop]
 
-    def _command(self, run: Callable[[], None]) -> None:
-        with self._wake:
-            if self._stopped:
-                raise EngineDeadError("the engine has stopped")
-            self._commands.append(run)
-            self._wake.notify()
+    def _drop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """It is closed: nobody will read, so nothing should run."""
+        if (streams := self._streams.pop(loop, None)) is not None:
+            streams.abort_all()
 
-    async def _call(self, run: Callable[[], T]) -> T:
-        """Run something on the engine's thread, between two steps."""
-        self.check_health()
-        future: Future[T] = Future()
-
-        def command() -> None:
-            try:
-                future.set_result(run())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._command(command)
-        return await asyncio.wrap_future(future)
+    # -- in the engine's thread
 
     def _serve(self) -> None:
         try:
-            while self._take_commands():
-                if self.engine.has_unfinished_requests():
-                    self._send(self.engine.step())
+            self._loop.run()
+            error = EngineDeadError("the engine was shut down")
         except BaseException as death:
             get_logger().error("the engine died: %s", death)
-            self._death = death
-            self._fail_all(death if isinstance(death, QuireError) else EngineDeadError(str(death)))
-        else:
-            self._fail_all(EngineDeadError("the engine was shut down"))
-        finally:
-            self.engine.close()
+            error = death if isinstance(death, EngineDeadError) else EngineDeadError(str(death))
+        self._death = error
+        for loop, streams in list(self._streams.items()):
+            with suppress(RuntimeError):  # that loop is closed
+                loop.call_soon_threadsafe(streams.fail_all, error)
+        self.engine.close()
 
-    def _take_commands(self) -> bool:
-        """Run what was asked for; sleep while there is nothing to do. False when it is time to stop."""
-        with self._wake:
-            while not self._commands and not self._closing and not self.engine.has_unfinished_requests():
-                self._wake.wait()
-            commands = list(self._commands)
-            self._commands.clear()
-            closing = self._closing
-        for run in commands:
-            run()
-        return not closing
+    def _receive(self, wait_s: float | None) -> Command | None:
+        try:
+            return self._commands.get(wait_s != 0.0, wait_s)
+        except queue.Empty:
+            return None
 
-    def _send(self, outputs: list[RequestOutput]) -> None:
-        """Hand outputs to their readers: one call per event loop and step."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is None:
-                continue
-            if output.finished:
-                del self._streams[output.request_id]
-            by_loop.setdefault(stream.loop, []).append((stream, output))
-        for loop, items in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_put_all, items)
-            except RuntimeError:  # the reader's loop is closed: nobody will read, so nothing should run
-                for stream, output in items:
-                    if self._streams.get(output.request_id) is stream:
-                        del self._streams[output.request_id]
-                        self.engine.abort_request(output.request_id)
-
-    def _fail_all(self, error: BaseException) -> None:
-        with self._wake:
-            self._stopped = True
-            commands = list(self._commands)
-            self._commands.clear()
-        for run in commands:  # whoever asked last still gets an answer
-            with contextlib.suppress(QuireError):
-                run()
-        for stream in self._streams.values():
-            try:
-                stream.loop.call_soon_threadsafe(stream.put, error)
-            except RuntimeError:
-                continue  # that reader's loop is gone
-        self._streams.clear()
-
-
-def _put_all(items: list[tuple[_Stream, RequestOutput]]) -> None:
-    for stream, output in items:
-        stream.put(output)
+    def _send(self, message: EngineMessage) -> None:
+        if isinstance(message, LoadReport):
+            return  # nobody balances load in here
+        for loop, streams in list(self._streams.items()):
+            if len(streams):
+                try:
+                    loop.call_soon_threadsafe(streams.on_message, message)
+                except RuntimeError:
+                    self._drop(loop)

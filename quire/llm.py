@@ -7,16 +7,16 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.intake import Intake, runs_beside_host
+from quire.engine.api import PreparedRequest
+from quire.engine.batch import run_batch, runs_beside_host
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.stats import Metric
 from quire.errors import BadRequestError
 from quire.inputs import Prompt
-from quire.interrupt import stop_on_interrupt
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams, plain, plain_list
@@ -26,7 +26,6 @@ from quire.text import HFTokenizerFacade
 from quire.text.chat_template import NOT_SWITCHES, read_chat_template
 
 Message = Mapping[str, Any]
-Prepared = tuple[Request, str | None]
 
 
 @has_refused_methods
@@ -134,7 +133,7 @@ class LLM:
         ids = [str(next(self._ids)) for _ in range(count)]
         now = time.monotonic()
 
-        def prepare(i: int) -> Prepared:
+        def prepare(i: int) -> PreparedRequest:
             own = params[i] or self.get_default_sampling_params()
             own = own.clone(output_kind=OutputKind.FINAL_ONLY)  # nobody sees a batch before it is done
             with _naming_prompt(i, count):
@@ -149,42 +148,33 @@ class LLM:
     def _run(
         self,
         ids: list[str],
-        prepared: Callable[[int], Prepared],
+        prepared: Callable[[int], PreparedRequest],
         in_slices: bool,
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
         engine = self.llm_engine
+
+        def add(i: int) -> Request:
+            own = prepared(i)
+            with _naming_prompt(i, len(ids)):
+                engine.add_prepared(own)
+            return own.request
+
         done: dict[str, RequestOutput] = {}
-        unfinished = set(ids)
         bar = _Bar(engine, len(ids), use_tqdm) if use_tqdm else None
         try:
-            with stop_on_interrupt() as stop:
-
-                def add(i: int) -> int:
-                    if stop.is_set:
-                        raise KeyboardInterrupt
-                    request, text = prepared(i)
-                    with _naming_prompt(i, len(ids)):
-                        engine.add_prepared(request, text)
-                    return request.num_prompt_tokens
-
-                intake = Intake(engine.core, add, len(ids), in_slices=in_slices)
-                while unfinished:
-                    intake.begin_steps()
+            with closing(run_batch(engine, add, len(ids), in_slices=in_slices)) as steps:
+                for outputs in steps:
                     if bar is not None:
                         bar.tick()
-                    for output in engine.step():
-                        if output.finished and output.request_id in unfinished:
-                            unfinished.remove(output.request_id)
-                            done[output.request_id] = output
-                            if bar is not None:
-                                bar.add(output)
-                    if stop.is_set:
-                        raise KeyboardInterrupt
+                    for output in outputs:
+                        done[output.request_id] = output
+                        if bar is not None:
+                            bar.add(output)
         finally:
             if bar is not None:
                 bar.close()
-            engine.abort_request(unfinished)  # after an error or Ctrl-C: give the blocks back
+            engine.abort_request(ids)  # after an error or Ctrl-C: give the blocks back
         return [done[i] for i in ids]
 
     def get_tokenizer(self) -> HFTokenizerFacade:

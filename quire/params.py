@@ -11,10 +11,15 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import BadRequestError
 from quire.refusals import SAMPLING, reads_arguments, sift
+
+if TYPE_CHECKING:
+    PackedIds = array[int]
+else:
+    PackedIds = array  # without its brackets before Python 3.12, and whoever sends a spec reads its annotations
 
 # Far more than anybody needs, and few enough that a request with all of them holds nobody up.
 MAX_STOPS = 64
@@ -203,7 +208,7 @@ class SamplingSpec:
     min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()  # banned until min_tokens are out: eos and stop_token_ids
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
+    allowed_token_ids: PackedIds | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None  # top-k asked for; -1 is the whole vocabulary
     prompt_logprobs: int | None = None

@@ -7,11 +7,11 @@ that is scheduled. The first sequence computes the prompt; the others are forked
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from hashlib import blake2b
 
-from quire.params import SamplingParams, SamplingSpec
+from quire.params import SamplingSpec
 
 
 class FinishReason(StrEnum):
@@ -67,11 +67,11 @@ class Request:
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
     max_tokens: int  # resolved: never None
     end_token_ids: frozenset[int]  # the model's eos ids, empty with ignore_eos, plus stop_token_ids
     eos_token_ids: frozenset[int] = frozenset()  # those of end_token_ids that have no stop_reason of their own
-    specs: list[SamplingSpec] = field(default_factory=list)  # one per sequence
+    spec: SamplingSpec = field(default_factory=SamplingSpec)  # of the first sequence
+    n: int = 1  # sequences
     priority: int = 0  # lower runs first
     arrival_s: float = 0.0
     salt: str | None = None  # of `cache_scope`; enters the hash of every cached block: other salts never match
@@ -86,6 +86,10 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    def spec_of(self, index: int) -> SamplingSpec:
+        """How one of its sequences samples. The prompt's logprobs are those of the first."""
+        return replace(self.spec, index=index, prompt_logprobs=None) if index else self.spec
 
 
 @dataclass(slots=True, eq=False)

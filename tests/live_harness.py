@@ -25,7 +25,7 @@ from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState
 from quire.engine.core import EngineCore
 from quire.engine.inspect import INSPECTIONS
 from quire.errors import EngineDeadError
-from quire.params import SamplingParams, SamplingSpec
+from quire.params import SamplingParams
 from quire.request import Request
 from quire.server.settings import ApiKey, ServerSettings
 
@@ -44,10 +44,9 @@ def make_request(request_id: str, token_ids: list[int], *, max_tokens: int = 8, 
     return Request(
         request_id=request_id,
         prompt_token_ids=token_ids,
-        params=SamplingParams(n=n, max_tokens=max_tokens),
         max_tokens=max_tokens,
         end_token_ids=frozenset(),
-        specs=[SamplingSpec(seed=0, index=i) for i in range(n)],
+        n=n,
         **fields,
     )
 

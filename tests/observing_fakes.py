@@ -78,16 +78,17 @@ def prepared(
     request_id: str = "r1", *, num_prompt_tokens: int = 10, arrival_s: float = 100.0, tenant: str = "", **params: Any
 ) -> PreparedRequest:
     params.setdefault("output_kind", OutputKind.DELTA)
+    asked = SamplingParams(**params)
     request = Request(
         request_id=request_id,
         prompt_token_ids=list(range(num_prompt_tokens)),
-        params=SamplingParams(**params),
         max_tokens=16,
+        n=asked.n,
         end_token_ids=frozenset(),
         arrival_s=arrival_s,
         tenant=tenant,
     )
-    return PreparedRequest(request, None)
+    return PreparedRequest(request, asked, None)
 
 
 def output(

@@ -123,7 +123,7 @@ class FakeEngine:
         dead = asyncio.ensure_future(self._dead.wait())
         try:
             number = request.request.max_tokens
-            is_final_only = request.request.params.output_kind is OutputKind.FINAL_ONLY
+            is_final_only = request.params.output_kind is OutputKind.FINAL_ONLY
             for i in range(number):
                 request.num_made_tokens[:] = [i]
                 await asyncio.wait({dead}, timeout=self._token_s)
@@ -152,13 +152,13 @@ def prepared(
     request = Request(
         request_id=request_id,
         prompt_token_ids=[1] * num_tokens,
-        params=params,
+        n=params.n,
         max_tokens=params.max_tokens or 1000,
         end_token_ids=frozenset(),
         arrival_s=time.monotonic(),
         tenant=tenant,
     )
-    return PreparedRequest(request, "p")
+    return PreparedRequest(request, params, "p")
 
 
 def output_of(request: PreparedRequest, text: str, ids: list[int], finish_reason: str | None) -> RequestOutput:

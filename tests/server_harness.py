@@ -19,6 +19,7 @@ from event_loop_watch import watched
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest, ServingEngine
 from quire.engine.client import EngineClient
+from quire.engine.outputs import Job
 from quire.engine.stats import Metric
 from quire.engine.text_side import TextSide, open_model
 from quire.errors import EngineDeadError
@@ -91,10 +92,10 @@ class ScriptedEngine:
     def prepare(
         self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0, tenant: str = ""
     ) -> PreparedRequest:
-        request, text = self._inputs.make_request(
+        prepared = self._inputs.make_request(
             request_id, prompt, params, arrival_s=time.monotonic(), priority=priority, tenant=tenant
         )
-        self.prepared.append(PreparedRequest(request, text))
+        self.prepared.append(prepared)
         return self.prepared[-1]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> dict[str, Any]:
@@ -102,8 +103,8 @@ class ScriptedEngine:
 
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         request = prepared.request
-        lines = [Line(request, index, []) for index in range(request.params.n)]
-        self._outputs.add(request, prepared.prompt)
+        lines = [Line(request, index, []) for index in range(request.n)]
+        self._outputs.add(Job(prepared))
         self.running.add(request.request_id)
         finished = False
         try:
@@ -131,15 +132,15 @@ class ScriptedEngine:
         token = self.script[(step + 3 * line.index) % len(self.script)]
         line.num_cached_tokens = request.num_prompt_tokens // 16 * 16
         update = SequenceUpdate(line, [token])
-        if request.params.logprobs is not None:
-            update.logprobs = [_logprobs(token, request.params.logprobs)]
-        if request.params.prompt_logprobs is not None and step == 0 and line.index == 0:
+        if request.spec.logprobs is not None:
+            update.logprobs = [_logprobs(token, request.spec.logprobs)]
+        if request.spec.prompt_logprobs is not None and step == 0 and line.index == 0:
             update.prompt_logprobs = [
-                _logprobs(one, request.params.prompt_logprobs) for one in request.prompt_token_ids[1:]
+                _logprobs(one, request.spec.prompt_logprobs) for one in request.prompt_token_ids[1:]
             ]
         if self.fails_after == step:
             update.finished, update.error, line.finish_reason = True, "secret", FinishReason.ERROR
-        elif token in (request.params.stop_token_ids or ()):
+        elif token in request.end_token_ids - request.eos_token_ids:
             update.finished, line.finish_reason, line.stop_reason = True, FinishReason.STOP, token
         elif step + 1 == request.max_tokens:
             update.finished, line.finish_reason = True, FinishReason.LENGTH

@@ -100,7 +100,7 @@ def test_cancelling_frees_the_blocks_within_a_step(engine: AsyncLLM) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert (await other)[-1].finished  # the neighbour never noticed
-        assert engine.engine.get_num_unfinished_requests() == 0
+        assert not engine.engine.core.scheduler.requests
         assert engine.engine.core.kv.num_used_blocks == 0
 
         stream = engine.generate("hello", LONG)

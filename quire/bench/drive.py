@@ -6,8 +6,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.workloads import Workload
-from quire.engine.intake import Intake, runs_beside_host
+from quire.engine.batch import run_batch, runs_beside_host
 from quire.params import OutputKind, SamplingParams
+from quire.request import Request
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
@@ -24,16 +25,14 @@ def forced_length(num_out: int, **sampling: Any) -> SamplingParams:
 def run_workload(engine: LLMEngine, workload: Workload, sampling: dict[str, float] | None = None) -> tuple[float, int]:
     """Seconds and output tokens, all requests arriving at once, as LLM.generate runs them."""
 
-    def add(i: int) -> int:
+    def add(i: int) -> Request:
         prompt, wanted = workload[i]
-        return engine.add_request(str(i), prompt, forced_length(wanted, **(sampling or {}))).num_prompt_tokens
+        return engine.add_request(str(i), prompt, forced_length(wanted, **(sampling or {})))
 
     started = time.perf_counter()
-    intake = Intake(engine.core, add, len(workload), in_slices=runs_beside_host(engine.core))
     num_out = 0
-    while not intake.is_done or engine.has_unfinished_requests():
-        intake.begin_steps()
-        num_out += sum(len(output.outputs[0].token_ids) for output in engine.step())
+    for outputs in run_batch(engine, add, len(workload), in_slices=runs_beside_host(engine.core)):
+        num_out += sum(len(output.outputs[0].token_ids) for output in outputs)
     seconds = time.perf_counter() - started
     assert num_out == sum(n for _, n in workload), "an output has the wrong length"
     return seconds, num_out

@@ -234,10 +234,9 @@ class _Run:
             prompt, num_out = workload[num_added]
             try:
                 # Due, not now: a request that comes while a step runs waits for the step, and that is latency.
-                request, text = self.engine.prepare(
+                request = self.engine.add_request(
                     f"bench-{num_added}", prompt, forced_length(num_out, **self.sampling), arrival_time=due_s
                 )
-                self.engine.add_prepared(request, text)
             except BadRequestError as error:
                 raise ConfigError(f"request {num_added} of the workload: {error}") from None
             self.requests[request.request_id] = request

@@ -6,16 +6,18 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 from quire.config import EngineConfig
+from quire.engine.batch import run_batch
 from quire.engine.llm_engine import LLMEngine
 from quire.inputs import Prompt
-from quire.interrupt import stop_on_interrupt
 from quire.llm import log_start
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
+from quire.request import Request
 
 
 @dataclass(slots=True)
@@ -53,18 +55,19 @@ class Session:
         self._next_id += len(prompts)
         ids = [str(first + i) for i in range(len(prompts))]
         prepared = [self.engine.prepare(i, prompt, params) for i, prompt in zip(ids, prompts, strict=True)]
+
+        def add(i: int) -> Request:
+            self.engine.add_prepared(prepared[i])
+            return prepared[i].request
+
         try:
-            for request, text in prepared:
-                self.engine.add_prepared(request, text)
-            with stop_on_interrupt() as stop:
-                while self.engine.has_unfinished_requests():
-                    for output in self.engine.step():
+            with closing(run_batch(self.engine, add, len(prompts), in_slices=False)) as steps:
+                for outputs in steps:
+                    for output in outputs:
                         self._count(output)
                         output.request_id = str(int(output.request_id) - first)
                         yield output
                     self._sample_cache()
-                    if stop.is_set:
-                        raise KeyboardInterrupt
         finally:
             for stopped in self.engine.abort_request(ids):
                 self._count(stopped)

@@ -72,7 +72,8 @@ class PreparedRequest:
     """Tokenized and checked, not yet with the engine."""
 
     request: Request
-    prompt: str | None
+    params: SamplingParams  # as its text is to be shown; what the engine needs of them is in the request
+    prompt: str | None  # where its text is known
     # Once its stream is closed. By sequence: more than were read where nobody waited for the end.
     num_made_tokens: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0

@@ -11,8 +11,9 @@ from typing import Any
 
 from quire.engine.core import EngineCore
 from quire.engine.inspect import INSPECTIONS
+from quire.engine.stats import StepStats
 from quire.errors import BadRequestError
-from quire.params import SamplingParams, SamplingSpec
+from quire.params import SamplingSpec
 from quire.request import Request
 
 _PINNING = "pinned-prefix"
@@ -27,20 +28,22 @@ def pin_prefix(core: EngineCore, *, token_ids: list[int], salt: str | None = Non
     """Compute a prefix and keep its full blocks from eviction; returns the number of tokens pinned."""
     if core.has_work:
         raise BadRequestError("a prefix can be pinned while no request runs", param="prefix")
-    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
     core.add(
         Request(
             request_id=_PINNING,
             prompt_token_ids=token_ids,
-            params=params,
             max_tokens=1,
             end_token_ids=frozenset(),
-            specs=[SamplingSpec(temperature=0.0)],
+            spec=SamplingSpec(temperature=0.0),
             salt=salt,
         )
     )
-    while core.has_work:
-        core.step()
+    counted, core.stats = core.stats, StepStats()  # nobody's request: it does not count
+    try:
+        while core.has_work:
+            core.step()
+    finally:
+        core.stats = counted
     return core.kv.pin(token_ids, salt=salt)
 
 

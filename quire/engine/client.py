@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import signal
@@ -20,27 +19,12 @@ from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
 from quire.engine.launch import ChildProcess, EngineProcessOptions, describe_exit
 from quire.engine.link import EngineLink
-from quire.engine.messages import (
-    Add,
-    Call,
-    CallDone,
-    CallFailed,
-    Failed,
-    Heartbeat,
-    Hello,
-    Launch,
-    LoadReport,
-    News,
-    Ready,
-    Refused,
-    StepNews,
-    Stop,
-    encode,
-)
+from quire.engine.messages import EngineMessage, Failed, Heartbeat, Hello, Launch, LoadReport, Ready, Stop
 from quire.engine.metrics import request_metrics
 from quire.engine.stats import Metric
 from quire.engine.streams import Streams
 from quire.engine.text_side import TextSide, open_model
+from quire.engine.wire import encode_launch
 from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.inputs import Prompt
 from quire.log import get_logger
@@ -69,8 +53,6 @@ class EngineClient:
         self._is_closing = False
         self._load = EngineLoad()
         self._heartbeat_s = 0.0
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_ids = itertools.count()
         self._tick: asyncio.TimerHandle | None = None
 
     # -- life
@@ -82,10 +64,10 @@ class EngineClient:
         self._started_s = time.perf_counter()
         self._info: asyncio.Future[EngineInfo] = loop.create_future()
         self._exited = asyncio.Event()
-        self._link = EngineLink(loop, self._on_news, self._on_bug)
+        self._link = EngineLink(loop, self._on_message, self._on_bug)
         launch = Launch(
             config=self.config,
-            outputs_address=self._link.news_address,
+            outputs_address=self._link.outputs_address,
             commands_address=self._link.commands_address,
             parent_pid=os.getpid(),
             dies_with_parent_thread=threading.current_thread() is threading.main_thread(),
@@ -95,7 +77,7 @@ class EngineClient:
             log_level=get_logger().getEffectiveLevel(),
             brownout=self.options.brownout,
         )
-        self._child = ChildProcess(self.options, encode(launch), self._on_exit)
+        self._child = ChildProcess(self.options, encode_launch(launch), self._on_exit)
         self._readying = asyncio.create_task(self._become_ready())
         # Whoever awaits ready() gets the error; nobody has to.
         self._readying.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -110,7 +92,7 @@ class EngineClient:
             self._text = await asyncio.to_thread(self._open_text)
             info = await self._info
             self._inputs = self._text.make_inputs(info.max_model_len, info.max_num_seqs)
-            self._streams = Streams(self._text.make_outputs(), self._link.send)
+            self._streams = Streams(self._text.make_outputs(), self._link.send, self._raise_if_not_ready)
             for token_ids in self._inputs.encode_pinned(self.config.pinned_prefixes, info.block_size):
                 await self._pin(token_ids, info.block_size)
             if self._state is EngineState.DEAD or self._is_closing:  # meanwhile
@@ -129,7 +111,9 @@ class EngineClient:
         """Once for each tenant that would not find another's."""
         tenants = self.options.isolated_tenants or ("",)
         for tenant in tenants:
-            num_pinned = await self._call("pin_prefix", token_ids=token_ids, salt=cache_scope(None, tenant))
+            if self._is_closing:
+                raise EngineDeadError(_SHUT_DOWN)
+            num_pinned = await self._streams.call("pin_prefix", token_ids=token_ids, salt=cache_scope(None, tenant))
             if num_pinned < len(token_ids) // block_size * block_size:
                 each = f" for each of {len(tenants)} keys" if len(tenants) > 1 else ""
                 raise ConfigError(
@@ -218,7 +202,7 @@ class EngineClient:
     ) -> PreparedRequest:
         """Tokenize and check. Any thread may call it."""
         self._raise_if_not_ready()
-        request, text = self._inputs.make_request(
+        return self._inputs.make_request(
             request_id,
             prompt,
             params,
@@ -227,7 +211,6 @@ class EngineClient:
             tenant=tenant,
             cache_tenant=tenant if self.options.isolated_tenants else "",
         )
-        return PreparedRequest(request, text)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
@@ -235,38 +218,14 @@ class EngineClient:
         self._raise_if_not_ready()
         return self._text.render_chat(messages, chat_template=chat_template, **kwargs)
 
-    async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+    def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run a request. Outputs that its reader was too slow for are joined into one."""
-        self._raise_if_not_ready()
-        streams = self._streams
-        stream = streams.open(prepared.request, prepared.prompt)
-        try:
-            self._link.send(Add.of(prepared.request, stream.key))
-            while not stream.is_finished:
-                output = streams.take(stream)
-                if output is None:
-                    await stream.wait()
-                    continue
-                yield output
-        finally:
-            prepared.num_made_tokens, prepared.num_cached_tokens = stream.num_made_tokens, stream.num_cached_tokens
-            streams.close(stream)
+        return self._streams.read(prepared)
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """Run one of `quire.engine.calls.CALLS` between two steps."""
         self._raise_if_not_ready()
-        return await self._call(name, **arguments)
-
-    async def _call(self, name: str, **arguments: Any) -> Any:
-        if self._is_closing:
-            raise EngineDeadError(_SHUT_DOWN)
-        call_id = next(self._call_ids)
-        self._calls[call_id] = future = self._loop.create_future()
-        try:
-            self._link.send(Call(call_id, name, arguments))
-            return await future
-        finally:
-            self._calls.pop(call_id, None)
+        return await self._streams.call(name, **arguments)
 
     async def metrics(self) -> list[Metric]:
         """The engine's counters, and those of the requests that were read here."""
@@ -281,45 +240,30 @@ class EngineClient:
 
     # -- what the engine says
 
-    def _on_news(self, news: News) -> None:
-        match news:
-            case StepNews():
-                self._streams.on_step(news)
+    def _on_message(self, message: EngineMessage) -> None:
+        match message:
             case Heartbeat():
-                self._on_heartbeat(news)
+                self._on_heartbeat(message)
             case LoadReport():
-                self._load = news.load
-            case Refused():
-                self._streams.on_refused(news.key, news.error.to_error())
-            case CallDone():
-                self._answer(news.call_id, news.value, None)
-            case CallFailed():
-                self._answer(news.call_id, None, news.error.to_error())
+                self._load = message.load
             case Hello():
                 self._link.connect()
             case Ready():
                 if not self._info.done():
-                    self._info.set_result(news.info)
+                    self._info.set_result(message.info)
             case Failed():
-                self._failure = news.error.to_error()
+                self._failure = message.error.to_error()
                 if self._child is not None:
                     self._loop.call_later(_LAST_WORDS_S, self._child.signal, signal.SIGKILL)
+            case _:
+                self._streams.on_message(message)
 
     def _on_bug(self, error: Exception) -> None:
         """A message could not be taken: nobody knows any more what the others have missed."""
-        get_logger().error("news of the engine could not be taken", exc_info=error)
-        self._failure = EngineDeadError(f"news of the engine could not be taken: {error!r}")
+        get_logger().error("a message of the engine could not be taken", exc_info=error)
+        self._failure = EngineDeadError(f"a message of the engine could not be taken: {error!r}")
         if self._child is not None:
             self._child.signal(signal.SIGKILL)
-
-    def _answer(self, call_id: int, value: Any, error: QuireError | None) -> None:
-        future = self._calls.get(call_id)
-        if future is None or future.done():
-            return  # whoever asked has gone
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(value)
 
     # -- is it well?
 
@@ -380,8 +324,5 @@ class EngineClient:
                 callback(str(error))
 
     def _fail_all(self, error: QuireError) -> None:
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
         if hasattr(self, "_streams"):
             self._streams.fail_all(error)

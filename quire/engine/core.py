@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quire.engine.forecast import StepForecast, StepKind
+from quire.engine.stats import StepStats
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
 from quire.kv import KVManager
-from quire.plan import StepPlan, StepResult
+from quire.plan import StepPlan
 from quire.request import FinishReason, Request, Sequence
 from quire.scheduler import Scheduler, SequenceUpdate
 
@@ -54,9 +55,8 @@ class EngineCore:
         self._last_added_s = 0.0
         self._failure: BaseException | None = None
         self.host = HostSeconds()
+        self.stats = StepStats()
         self.last_plan: StepPlan | None = None  # submitted last, for who asks why a step hangs
-        self.last_result: StepResult | None = None  # collected last, for the statistics
-        self.last_num_tokens = 0  # that the step collected last computed
 
     def add(self, request: Request) -> None:
         self._raise_if_dead()
@@ -95,13 +95,13 @@ class EngineCore:
             self._prepare_meanwhile()
             started = time.perf_counter()
             flight = self._flights.popleft()
-            self.last_num_tokens = flight.num_tokens
-            self.last_result = result = self.executor.collect(flight.ticket)
+            result = self.executor.collect(flight.ticket)
             collected = time.perf_counter()
             self._forecast.observe_step(flight.kind, result.timings.forward_s + result.timings.sample_s)
             if self._flights and result.ended_s is not None:
                 self._flights[0].began_s = result.ended_s  # it had to wait for this one
             updates = self.scheduler.update(result)
+            self.stats.on_step(result, flight.num_tokens, updates)
             self.host.collect_s += collected - started
             self.host.update_s += time.perf_counter() - collected
             return updates

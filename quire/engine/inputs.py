@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from typing import Any
 
+from quire.engine.api import PreparedRequest
 from quire.errors import BadRequestError, ConfigError, ContextLengthError
 from quire.inputs import Prompt
 from quire.params import (
@@ -61,8 +63,8 @@ class InputProcessor:
         priority: int = 0,
         tenant: str = "",
         cache_tenant: str = "",
-    ) -> tuple[Request, str | None]:
-        """The request and, where known, its prompt's text. Raises BadRequestError.
+    ) -> PreparedRequest:
+        """Raises BadRequestError.
 
         `cache_tenant`: the tenant whose cached prefixes it may find, where tenants do not share them.
         """
@@ -90,10 +92,11 @@ class InputProcessor:
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            params=params,
             max_tokens=max_tokens,
             end_token_ids=eos_ids | stop_ids,
             eos_token_ids=eos_ids - stop_ids,
+            spec=self._spec(params, eos_ids | stop_ids),
+            n=params.n,
             priority=priority,
             arrival_s=arrival_s,
             salt=cache_scope(salt, cache_tenant),
@@ -101,8 +104,7 @@ class InputProcessor:
             # Logprobs of cached prompt tokens are not kept, so the prompt has to run.
             skip_prefix_cache_read=bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None,
         )
-        request.specs = self._specs(params, request.end_token_ids)
-        return request, text
+        return PreparedRequest(request, params, text)
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, salt)."""
@@ -184,31 +186,29 @@ class InputProcessor:
                 if getattr(params, name):
                     raise BadRequestError(f"{name} needs a tokenizer, and skip_tokenizer_init=True was set", param=name)
 
-    def _specs(self, params: SamplingParams, end_token_ids: frozenset[int]) -> list[SamplingSpec]:
+    def _spec(self, params: SamplingParams, end_token_ids: frozenset[int]) -> SamplingSpec:
         bad_words = self._bad_words(tuple(params.bad_words or ()))
         self._check_some_token_is_left(params, end_token_ids, bad_words)
+        allowed = params.allowed_token_ids
+        assert allowed is None or isinstance(allowed, array)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & (2**64 - 1)
-        return [
-            SamplingSpec(
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=min(params.top_k, self.vocab_size),  # that is all: a larger number means no more
-                min_p=params.min_p,
-                presence_penalty=params.presence_penalty,
-                frequency_penalty=params.frequency_penalty,
-                repetition_penalty=params.repetition_penalty,
-                seed=seed,
-                index=index,
-                min_tokens=min(params.min_tokens, self.max_model_len),
-                end_token_ids=tuple(sorted(end_token_ids)),
-                logit_bias=params.logit_bias,
-                allowed_token_ids=params.allowed_token_ids,
-                bad_words=bad_words,
-                logprobs=params.logprobs,
-                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-            )
-            for index in range(params.n)
-        ]
+        return SamplingSpec(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=min(params.top_k, self.vocab_size),  # that is all: a larger number means no more
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            seed=seed,
+            min_tokens=min(params.min_tokens, self.max_model_len),
+            end_token_ids=tuple(sorted(end_token_ids)),
+            logit_bias=params.logit_bias,
+            allowed_token_ids=allowed,
+            bad_words=bad_words,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        )
 
     def _tokenize_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The token ids of all spellings, but for those that are longer than any sequence can be."""

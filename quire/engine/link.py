@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import zmq
 
-from quire.engine.messages import Command, News, decode_news, encode
+from quire.engine.messages import Command, EngineMessage
+from quire.engine.wire import commands, messages
 
 _MESSAGES_PER_TURN = 16  # then others on the event loop have theirs
 _PREFIX = "quire-"
@@ -23,23 +24,26 @@ class EngineLink:
     """Two sockets in a folder that only this user can enter. Neither side ever waits for the other."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, on_news: Callable[[News], None], on_error: Callable[[Exception], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[EngineMessage], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
-        """`on_news` is called for each message, in the event loop; what it raises goes to `on_error`."""
+        """`on_message` is called for each message, in the event loop; what it raises goes to `on_error`."""
         self._loop = loop
-        self._on_news = on_news
+        self._on_message = on_message
         self._on_error = on_error
         remove_abandoned_folders(_parent_folder())
         self._folder, self._lock = _make_folder(_parent_folder())
-        self.news_address = f"ipc://{self._folder}/news"
+        self.outputs_address = f"ipc://{self._folder}/outputs"
         self.commands_address = f"ipc://{self._folder}/commands"
         self._context = zmq.Context()
-        self._news = self._context.socket(zmq.PULL)
-        self._news.setsockopt(zmq.RCVHWM, 0)
-        self._news.bind(self.news_address)
+        self._outputs = self._context.socket(zmq.PULL)
+        self._outputs.setsockopt(zmq.RCVHWM, 0)
+        self._outputs.bind(self.outputs_address)
         self._commands = self._context.socket(zmq.PUSH)
         self._commands.setsockopt(zmq.SNDHWM, 0)
-        loop.add_reader(self._news.FD, self.read)
+        loop.add_reader(self._outputs.FD, self.read)
 
     def connect(self) -> None:
         """The engine listens now: commands can be sent."""
@@ -47,11 +51,11 @@ class EngineLink:
 
     def send(self, command: Command) -> None:
         if not self._commands.closed:
-            self._commands.send(encode(command), zmq.NOBLOCK)
+            self._commands.send(commands.encode(command), zmq.NOBLOCK)
 
     def read(self) -> None:
         """What has come. The descriptor tells of it once: whoever stops before the end must come again."""
-        if self._news.closed:
+        if self._outputs.closed:
             return
         for _ in range(_MESSAGES_PER_TURN):
             if not self._read_one():
@@ -60,12 +64,12 @@ class EngineLink:
 
     def read_all(self) -> None:
         """Everything that there is: nothing more will come."""
-        while not self._news.closed and self._read_one():
+        while not self._outputs.closed and self._read_one():
             pass
 
     def close(self) -> None:
-        self._loop.remove_reader(self._news.FD)
-        self._news.close(linger=0)
+        self._loop.remove_reader(self._outputs.FD)
+        self._outputs.close(linger=0)
         self._commands.close(linger=0)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -73,11 +77,11 @@ class EngineLink:
 
     def _read_one(self) -> bool:
         try:
-            message = self._news.recv(zmq.NOBLOCK)
+            message = self._outputs.recv(zmq.NOBLOCK)
         except zmq.Again:
             return False
         try:
-            self._on_news(decode_news(message))
+            self._on_message(messages.decode(message))
         except Exception as error:
             self._on_error(error)
         return True

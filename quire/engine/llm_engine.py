@@ -8,13 +8,16 @@ from functools import cached_property
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.engine.api import PreparedRequest
 from quire.engine.build import BuiltEngine, build_engine
+from quire.engine.calls import pin_prefix
 from quire.engine.metrics import request_metrics, step_metrics
+from quire.engine.outputs import Job
 from quire.engine.stats import Metric, RequestStats, StepStats
 from quire.errors import BadRequestError, EngineDeadError
 from quire.inputs import Prompt
 from quire.outputs import RequestOutput
-from quire.params import OutputKind, SamplingParams
+from quire.params import SamplingParams
 from quire.refusals import CALL, has_refused_methods, sift
 from quire.request import Request, cache_scope
 from quire.text import HFTokenizerFacade
@@ -31,7 +34,6 @@ class LLMEngine:
         self.ledger = built.ledger
         self.tokenizer = built.tokenizer
         self.core = built.core
-        self.stats = StepStats()
         self.request_stats = RequestStats()
         self._inputs = built.inputs
         self._outputs = built.outputs
@@ -47,6 +49,10 @@ class LLMEngine:
         """vLLM's spelling; takes an EngineConfig or a dict of its arguments."""
         config = engine_args if isinstance(engine_args, EngineConfig) else EngineConfig.from_kwargs(**engine_args)
         return cls.from_config(config)
+
+    @property
+    def stats(self) -> StepStats:
+        return self.core.stats
 
     @property
     def max_model_len(self) -> int:
@@ -67,9 +73,9 @@ class LLMEngine:
         `arrival_time` is on time.monotonic's clock. `others` are arguments of vLLM's, refused with their reason.
         """
         sift(others, CALL)
-        request, text = self.prepare(request_id, prompt, params, arrival_time=arrival_time, priority=priority)
-        self.add_prepared(request, text)
-        return request
+        prepared = self.prepare(request_id, prompt, params, arrival_time=arrival_time, priority=priority)
+        self.add_prepared(prepared)
+        return prepared.request
 
     def prepare(
         self,
@@ -79,7 +85,7 @@ class LLMEngine:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
-    ) -> tuple[Request, str | None]:
+    ) -> PreparedRequest:
         """Tokenize and check without touching the engine: any thread may do it, so that no step waits for it."""
         if priority and self.config.scheduling_policy == "fcfs":
             raise BadRequestError(
@@ -95,11 +101,13 @@ class LLMEngine:
             priority=priority,
         )
 
-    def add_prepared(self, request: Request, prompt: str | None) -> None:
-        if request.request_id in self._outputs:
-            raise BadRequestError(f"request id {request.request_id!r} is in use: choose another", param="request_id")
-        self.core.add(request)
-        self._outputs.add(request, prompt)
+    def add_prepared(self, prepared: PreparedRequest) -> None:
+        self._outputs.add(Job(prepared))
+        try:
+            self.core.add(prepared.request)
+        except BaseException:
+            self._outputs.discard(prepared.request.request_id)
+            raise
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
@@ -131,9 +139,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that it moved on."""
-        updates = self.core.step()
-        self.stats.on_step(self.core.last_result, self.core.last_num_tokens, updates)
-        return self._deliver(updates)
+        return self._deliver(self.core.step())
 
     def _deliver(self, updates: list[Any]) -> list[RequestOutput]:
         outputs, stopped = self._outputs.process(updates)
@@ -158,11 +164,8 @@ class LLMEngine:
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
         if cache_salt is not None:
             prompt["cache_salt"] = cache_salt
-        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=OutputKind.FINAL_ONLY)
-        self.add_request("pinned-prefix", prompt, params)
-        while self.has_unfinished_requests():
-            self.step()
-        return self.core.kv.pin(token_ids, salt=cache_scope(cache_salt))
+        request = self.prepare("pinned-prefix", prompt, SamplingParams(max_tokens=1)).request  # to have it checked
+        return pin_prefix(self.core, token_ids=token_ids, salt=request.salt)
 
     def unpin_prefix(self, prefix: str | Iterable[int], *, cache_salt: str | None = None) -> int:
         """Let a pinned prefix be evicted again; returns the number of tokens unpinned."""
@@ -172,10 +175,9 @@ class LLMEngine:
     def _warm_pinned_prefixes(self) -> None:
         for token_ids in self._inputs.encode_pinned(self.config.pinned_prefixes, self.config.block_size):
             self.pin_prefix(token_ids)
-        self.stats, self.request_stats = StepStats(), RequestStats()
 
     def get_metrics(self) -> list[Metric]:
-        return step_metrics(self.core, self.stats) + request_metrics(self.request_stats)
+        return step_metrics(self.core) + request_metrics(self.request_stats)
 
     def check_health(self) -> None:
         if self.core.is_dead:

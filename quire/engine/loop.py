@@ -1,4 +1,7 @@
-"""The engine's loop in a process of its own: commands in, steps, news out. Knows neither text nor sockets."""
+"""The loop of an engine that serves others, in a thread or a process of its own: commands in, steps, messages out.
+
+`AsyncLLM` runs it in a thread, `process.py` behind sockets. It knows neither text nor how messages travel.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from quire.engine.messages import (
     CallFailed,
     Command,
     Ended,
+    EngineMessage,
     ErrorInfo,
     Finish,
     LoadReport,
@@ -25,13 +29,11 @@ from quire.engine.messages import (
     Preempted,
     Refused,
     Started,
-    StepNews,
+    StepOutputs,
     Stop,
-    decode_command,
-    encode,
 )
 from quire.engine.metrics import step_metrics
-from quire.engine.stats import Metric, StepStats
+from quire.engine.stats import Metric
 from quire.engine.watchdog import Progress
 from quire.errors import BadRequestError, QuireError
 from quire.log import get_logger
@@ -51,23 +53,26 @@ _BROWNOUT = (
 )
 
 # Waits so many seconds for a command (None: until one comes); None where there is none.
-Receive = Callable[[float | None], bytes | None]
+Receive = Callable[[float | None], Command | None]
 
 
 class EngineLoop:
     """Drives a core until it is told to stop. One thread calls it."""
 
     def __init__(
-        self, core: EngineCore, receive: Receive, send: Callable[[bytes], None], brownout: Brownout | None = None
+        self,
+        core: EngineCore,
+        receive: Receive,
+        send: Callable[[EngineMessage], None],
+        brownout: Brownout | None = None,
     ) -> None:
         self.core = core
         self.progress = Progress()
-        self.stats = StepStats()
         self._receive = receive
         self._send = send
         self._requests: dict[int, Request] = {}  # by key
         self._keys: dict[str, int] = {}  # by request_id
-        self._seq_keys: dict[int, int] = {}  # by seq_id, of the sequences that there has been news of
+        self._seq_keys: dict[int, int] = {}  # by seq_id, of the sequences that had an output
         self._preemptions: dict[int, tuple[int, int]] = {}  # by seq_id: what was told of them
         self._is_stopping = False
         self._next_report_s = 0.0
@@ -76,20 +81,20 @@ class EngineLoop:
 
     def run(self) -> None:
         """Raises EngineDeadError when a step fails."""
-        core, progress = self.core, self.progress
         while True:
-            progress.step_started_s = time.monotonic()
+            self.progress.step_started_s = time.monotonic()
             self._take_commands()
             if self._is_stopping:
                 return
-            if core.has_work:
-                updates = core.step()
-                self.stats.on_step(core.last_result, core.last_num_tokens, updates)
-                if updates:
-                    self._send(encode(self._news(updates)))
-                progress.num_steps = self.stats.num_steps
+            if self.core.has_work:
+                self._step()
             if time.monotonic() >= self._next_report_s:
                 self._report()
+
+    def _step(self) -> None:
+        if updates := self.core.step():
+            self._send(self._step_outputs(updates))
+        self.progress.num_steps = self.core.stats.num_steps
 
     def live_requests(self) -> list[Request]:
         """For the watchdog, from its thread."""
@@ -99,30 +104,30 @@ class EngineLoop:
 
     def _take_commands(self) -> None:
         """Everything that has come; sleeps while there is nothing to do, or nothing that must be done yet."""
-        message = self._receive(0.0)
+        command = self._receive(0.0)
         is_quiet = False
-        while message is None and not self.core.has_work and not self._is_stopping:
+        while command is None and not self.core.has_work and not self._is_stopping:
             self._report()
             self.progress.step_started_s = None
             if self.core.can_prepare:
-                message = self._receive(0.0 if is_quiet else _QUIET_S)
-                is_quiet = message is None
+                command = self._receive(0.0 if is_quiet else _QUIET_S)
+                is_quiet = command is None
                 self.progress.step_started_s = time.monotonic()
                 if is_quiet:
                     self.core.prepare_more()
                 continue
             # Rates and brownout fall with time alone.
             is_settled = self._last_load is not None and not self._last_load.tokens_per_s and not self._brownout.level
-            message = self._receive(None if is_settled else _IDLE_REPORT_S)
+            command = self._receive(None if is_settled else _IDLE_REPORT_S)
             self.progress.step_started_s = time.monotonic()
-        while message is not None and not self._is_stopping:
-            self._obey(decode_command(message))
-            message = self._receive(0.0)
+        while command is not None and not self._is_stopping:
+            self._handle(command)
+            command = self._receive(0.0)
         while not self._is_stopping and (spare_s := self.core.spare_s()) > 0:
-            if (message := self._receive(min(spare_s, _LOOK_S))) is not None:
-                self._obey(decode_command(message))
+            if (command := self._receive(min(spare_s, _LOOK_S))) is not None:
+                self._handle(command)
 
-    def _obey(self, command: Command) -> None:
+    def _handle(self, command: Command) -> None:
         match command:
             case Add():
                 self._add(command)
@@ -136,11 +141,11 @@ class EngineLoop:
                 self._is_stopping = True
 
     def _add(self, command: Add) -> None:
-        request = command.to_request()
+        request = command.request
         try:
             self.core.add(request)
         except BadRequestError as error:
-            self._send(encode(Refused(command.key, ErrorInfo.of(error))))
+            self._send(Refused(command.key, ErrorInfo.of(error)))
             return
         self._requests[command.key] = request
         self._keys[request.request_id] = command.key
@@ -149,8 +154,8 @@ class EngineLoop:
         request = self._requests.get(key)
         if request is None:
             return  # it ended while the command was on its way
-        for update in self.core.abort(request.request_id):
-            self._forget(update.seq)
+        if updates := self.core.abort(request.request_id):
+            self._send(self._step_outputs(updates))
 
     def _finish(self, command: Finish) -> None:
         request = self._requests.get(command.key)
@@ -167,61 +172,60 @@ class EngineLoop:
                 value = CALLS[command.name](self.core, **command.arguments)
             else:
                 raise BadRequestError(f"there is no engine call {command.name!r}", param="name")
-            reply = encode(CallDone(command.call_id, value))
+            self._send(CallDone(command.call_id, value))  # in here: it may be something that cannot travel
         except Exception as error:
             if self.core.is_dead:
                 raise
             if not isinstance(error, QuireError):
                 get_logger().exception("the engine call %s failed", command.name)
-            reply = encode(CallFailed(command.call_id, ErrorInfo.of(error)))
-        self._send(reply)
+            self._send(CallFailed(command.call_id, ErrorInfo.of(error)))
 
-    # -- news
+    # -- outputs
 
-    def _news(self, updates: list[SequenceUpdate]) -> StepNews:
+    def _step_outputs(self, updates: list[SequenceUpdate]) -> StepOutputs:
         """The one place that runs for every sequence of every step."""
         seq_keys = self._seq_keys
-        news = StepNews(time.monotonic(), [], [], [], [], [], [])
-        # First tokens stand first: who reads the news passes them on in this order, and hundreds take a while.
+        outputs = StepOutputs(time.monotonic())
+        # First tokens stand first: their readers are woken in this order, and hundreds take a while.
         first_keys: list[int] = []
         first_tokens: list[int] = []
         for update in updates:
             seq = update.seq
             key = seq_keys.get(seq.seq_id)
-            keys, tokens = news.keys, news.tokens
+            keys, tokens = outputs.keys, outputs.tokens
             if key is None:
-                key = self._start(seq, news)
+                key = self._start(seq, outputs)
                 keys, tokens = first_keys, first_tokens
             for token in update.new_token_ids:
                 keys.append(key)
                 tokens.append(token)
             if update.logprobs is not None or update.prompt_logprobs is not None:
-                news.logprobs.append(Logprobs(key, update.logprobs, update.prompt_logprobs))
+                outputs.logprobs.append(Logprobs(key, update.logprobs, update.prompt_logprobs))
             if seq.num_preemptions:
-                self._tell_preemptions(key, seq, news)
+                self._tell_preemptions(key, seq, outputs)
             if update.finished:
                 assert seq.finish_reason is not None
-                news.ended.append(Ended(key, seq.finish_reason.value, seq.stop_reason, update.error))
+                outputs.ended.append(Ended(key, seq.finish_reason.value, seq.stop_reason, update.error))
         if first_keys:
-            news.keys[:0], news.tokens[:0] = first_keys, first_tokens
-        if news.ended:  # not before: a request's last sequences may end in one step
+            outputs.keys[:0], outputs.tokens[:0] = first_keys, first_tokens
+        if outputs.ended:  # not before: a request's last sequences may end in one step
             for update in updates:
                 if update.finished:
                     self._forget(update.seq)
-        return news
+        return outputs
 
-    def _start(self, seq: Sequence, news: StepNews) -> int:
+    def _start(self, seq: Sequence, outputs: StepOutputs) -> int:
         key = self._keys[seq.request.request_id] + seq.index
         self._seq_keys[seq.seq_id] = key
         outcome = None if seq.cache_outcome is None else seq.cache_outcome.value
-        news.started.append(Started(key, seq.index, seq.first_scheduled_s, seq.num_cached_tokens, outcome))
+        outputs.started.append(Started(key, seq.index, seq.first_scheduled_s, seq.num_cached_tokens, outcome))
         return key
 
-    def _tell_preemptions(self, key: int, seq: Sequence, news: StepNews) -> None:
+    def _tell_preemptions(self, key: int, seq: Sequence, outputs: StepOutputs) -> None:
         counts = (seq.num_preemptions, seq.num_recomputed_tokens)
         if self._preemptions.get(seq.seq_id) != counts:
             self._preemptions[seq.seq_id] = counts
-            news.preempted.append(Preempted(key, *counts))
+            outputs.preempted.append(Preempted(key, *counts))
 
     def _forget(self, seq: Sequence) -> None:
         """A sequence has ended; with its last one, the request is gone."""
@@ -243,7 +247,7 @@ class EngineLoop:
         load = self._load()
         if load != self._last_load:
             self._last_load = load
-            self._send(encode(LoadReport(load)))
+            self._send(LoadReport(load))
 
     def _update_brownout(self, now_s: float) -> None:
         brownout, scheduler = self._brownout, self.core.scheduler
@@ -260,11 +264,11 @@ class EngineLoop:
             num_waiting=scheduler.num_waiting,
             num_waiting_tokens=scheduler.num_waiting_tokens,
             kv_usage=kv.num_used_blocks / kv.num_blocks,
-            num_steps=self.stats.num_steps,
-            tokens_per_s=self.stats.tokens_per_s(),
+            num_steps=self.core.stats.num_steps,
+            tokens_per_s=self.core.stats.tokens_per_s(),
             brownout_level=self._brownout.level,
         )
 
     def _metrics(self) -> list[Metric]:
         level = Metric("quire:brownout_level", "gauge", self._brownout.level)
-        return [*step_metrics(self.core, self.stats), level]
+        return [*step_metrics(self.core), level]

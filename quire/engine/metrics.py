@@ -8,9 +8,9 @@ from quire.engine.core import EngineCore
 from quire.engine.stats import STEP_TOKEN_BOUNDS, Metric, RequestStats, StepStats
 
 
-def step_metrics(core: EngineCore, stats: StepStats) -> list[Metric]:
-    """A reading of everything that is counted where the loop runs."""
-    scheduler, kv = core.scheduler, core.kv.stats
+def step_metrics(core: EngineCore) -> list[Metric]:
+    """A reading of everything that is counted where the steps run."""
+    scheduler, kv, stats = core.scheduler, core.kv.stats, core.stats
     found = [
         Metric("vllm:num_requests_running", "gauge", scheduler.num_running),
         Metric("vllm:num_requests_waiting", "gauge", scheduler.num_waiting),

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quire.engine.api import PreparedRequest
+from quire.errors import BadRequestError
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.params import OutputKind, SamplingParams
 from quire.plan import TokenLogprobs
-from quire.request import FinishReason, Request, Sequence
+from quire.request import FinishReason, Sequence
 from quire.scheduler import SequenceUpdate
 from quire.text import Detokenizer, StopStrings, Tokenizer
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
-    """What is shown of one sequence so far."""
+class Line:
+    """One sequence: what has come of it and nobody has looked at, and what is shown of it so far.
+
+    `seq` is the scheduler's own, or mirrors one in another thread or process: its times and counts, without tokens.
+    """
 
     seq: Sequence
     detokenizer: Detokenizer | None
     stops: StopStrings | None
+    waiting: SequenceUpdate  # whatever has come since `take`
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
@@ -28,17 +34,30 @@ class _Line:
     error: str | None = None
     num_sent_tokens: int = 0
 
+    def take(self) -> SequenceUpdate | None:
+        """Everything that waits, as one update; None where there is nothing."""
+        update = self.waiting
+        if not update.new_token_ids and not update.finished and update.prompt_logprobs is None:
+            return None
+        self.waiting = SequenceUpdate(self.seq, [])
+        return update
 
-@dataclass(slots=True, eq=False)
-class _Job:
+
+class Job:
     """A request whose end has not been told yet."""
 
-    request: Request
-    prompt: str | None
-    lines: dict[int, _Line] = field(default_factory=dict)
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    # Nobody looks before the end, so the text is made there, in one go.
-    text_at_end: bool = False
+    __slots__ = ("lines", "params", "prompt", "prompt_logprobs", "request", "text_at_end")
+
+    def __init__(self, prepared: PreparedRequest) -> None:
+        self.request = prepared.request
+        self.params = params = prepared.params
+        self.prompt = prepared.prompt
+        self.lines: dict[int, Line] = {}  # by index; forks come when they are first heard of
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing predicts the first token
+        # Nobody looks before the end, so the text is made there, in one go.
+        self.text_at_end = params.output_kind is OutputKind.FINAL_ONLY and not params.stop
 
 
 class OutputProcessor:
@@ -47,7 +66,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, *, cached_block_size: int | None) -> None:
         self.tokenizer = tokenizer
         self.cached_block_size = cached_block_size  # None: prefix caching is off
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._jobs
@@ -55,13 +74,12 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def add(self, request: Request, prompt: str | None) -> None:
-        params = request.params
-        job = _Job(request, prompt)
-        job.text_at_end = params.output_kind is OutputKind.FINAL_ONLY and not params.stop
-        if params.prompt_logprobs is not None:
-            job.prompt_logprobs = [None]  # nothing predicts the first token
-        self._jobs[request.request_id] = job
+    def add(self, job: Job) -> None:
+        """Raises BadRequestError where another request has its id."""
+        request_id = job.request.request_id
+        if request_id in self._jobs:
+            raise BadRequestError(f"request id {request_id!r} is in use: choose another", param="request_id")
+        self._jobs[request_id] = job
 
     def discard(self, request_id: str) -> None:
         """Forget a request whose reader is gone."""
@@ -69,13 +87,13 @@ class OutputProcessor:
 
     def process(self, updates: list[SequenceUpdate]) -> tuple[list[RequestOutput], list[tuple[Sequence, str]]]:
         """What to tell the users, and the sequences that a stop string ended (for the scheduler to let go)."""
-        touched: dict[str, _Job] = {}
+        touched: dict[str, Job] = {}
         stopped: list[tuple[Sequence, str]] = []
         for update in updates:
             job = self._jobs.get(update.seq.request.request_id)
             if job is None:
                 continue  # told already: a stop string or an abort ended it, and this is a late token
-            line = self._line(job, update.seq)
+            line = job.lines.get(update.seq.index) or self.add_line(job, update.seq)
             if line.finish_reason is not None:
                 continue
             if self._take(job, line, update):
@@ -86,35 +104,29 @@ class OutputProcessor:
         outputs = [output for job in touched.values() if (output := self._output(job)) is not None]
         return outputs, stopped
 
-    def _line(self, job: _Job, seq: Sequence) -> _Line:
-        line = job.lines.get(seq.index)
-        if line is None:
-            line = job.lines[seq.index] = self._new_line(job.request, seq)
-        return line
-
-    def _new_line(self, request: Request, seq: Sequence) -> _Line:
-        params = request.params
+    def add_line(self, job: Job, seq: Sequence) -> Line:
+        params = job.params
         detokenizer = stops = None
         if params.detokenize and self.tokenizer is not None:
             detokenizer = Detokenizer(
                 self.tokenizer,
-                prompt_token_ids=request.prompt_token_ids,
+                prompt_token_ids=job.request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
             if params.stop:
                 stops = StopStrings(list(params.stop), include_in_output=params.include_stop_str_in_output)
-        line = _Line(seq, detokenizer, stops)
+        line = job.lines[seq.index] = Line(seq, detokenizer, stops, SequenceUpdate(seq, []))
         if params.logprobs is not None:
             line.logprobs, line.cumulative_logprob = [], 0.0
         return line
 
-    def _take(self, job: _Job, line: _Line, update: SequenceUpdate) -> bool:
+    def _take(self, job: Job, line: Line, update: SequenceUpdate) -> bool:
         """Add an update to a line. True when a stop string ends it now."""
         if update.prompt_logprobs and job.prompt_logprobs is not None:
             job.prompt_logprobs.extend(self._logprob_dict(entry) for entry in update.prompt_logprobs)
         num_new = len(update.new_token_ids)
-        num_hidden = int(num_new > 0 and update.finished and _is_stop_token(update.seq, job.request.params))
+        num_hidden = int(num_new > 0 and update.finished and _is_stop_token(update.seq, job.params))
         for i, token in enumerate(update.new_token_ids):
             line.token_ids.append(token)
             if line.logprobs is not None and update.logprobs is not None:
@@ -129,7 +141,7 @@ class OutputProcessor:
             self._end(line, update.seq.finish_reason, update.seq.stop_reason, job, num_hidden)
         return False
 
-    def _show(self, job: _Job, line: _Line, token: int) -> bool:
+    def _show(self, job: Job, line: Line, token: int) -> bool:
         """Turn one token into text; True when it completed a stop string."""
         assert line.detokenizer is not None
         text = line.detokenizer.push((token,))
@@ -139,7 +151,7 @@ class OutputProcessor:
             return False
         if not text:
             return False
-        match = line.stops.push(text, may_stop=len(line.token_ids) > job.request.params.min_tokens)
+        match = line.stops.push(text, may_stop=len(line.token_ids) > job.params.min_tokens)
         if match.text:
             line.pieces.append(match.text)
         if match.stop is None:
@@ -148,7 +160,7 @@ class OutputProcessor:
         return True
 
     def _end(
-        self, line: _Line, reason: FinishReason | None, stop_reason: int | str | None, job: _Job, num_hidden: int
+        self, line: Line, reason: FinishReason | None, stop_reason: int | str | None, job: Job, num_hidden: int
     ) -> None:
         assert reason is not None
         line.finish_reason, line.stop_reason = reason.value, stop_reason
@@ -157,7 +169,7 @@ class OutputProcessor:
         text = line.detokenizer.push(line.token_ids[: len(line.token_ids) - num_hidden]) if job.text_at_end else ""
         text += line.detokenizer.flush()
         if line.stops is not None:
-            match = line.stops.push(text, may_stop=len(line.token_ids) > job.request.params.min_tokens)
+            match = line.stops.push(text, may_stop=len(line.token_ids) > job.params.min_tokens)
             text = match.text if match.stop is not None else match.text + line.stops.flush()
             if match.stop is not None:
                 line.finish_reason, line.stop_reason = FinishReason.STOP.value, match.stop
@@ -176,16 +188,16 @@ class OutputProcessor:
         # Its bytes, not decode(): that would drop a SentencePiece token's leading space.
         return None if self.tokenizer is None else self.tokenizer.token_bytes(token).decode("utf-8", "replace")
 
-    def _output(self, job: _Job) -> RequestOutput | None:
+    def _output(self, job: Job) -> RequestOutput | None:
         """None where the user wants the end only and this is not it."""
-        request, kind = job.request, job.request.params.output_kind
+        request, kind = job.request, job.params.output_kind
         lines = list(job.lines.values())
         finished = lines[0].finish_reason is not None
-        if request.params.n > 1:
+        if request.n > 1:
             lines.sort(key=lambda line: line.seq.index)
-            # A request that ends before its prompt is done has one sequence, whatever its n.
+            # A request that ends before its prompt is done has one sequence, and that has no token.
             finished = all(line.finish_reason is not None for line in lines) and (
-                len(lines) == request.params.n or request.is_finished
+                len(lines) == request.n or not lines[0].token_ids
             )
         if finished:
             del self._jobs[request.request_id]
@@ -215,7 +227,7 @@ def _is_stop_token(seq: Sequence, params: SamplingParams) -> bool:
     return by_token and not params.include_stop_str_in_output
 
 
-def _completion(line: _Line, delta: bool) -> CompletionOutput:
+def _completion(line: Line, delta: bool) -> CompletionOutput:
     pieces, token_ids, logprobs = line.pieces, line.token_ids, line.logprobs
     if delta:
         first_token, line.num_sent_tokens = line.num_sent_tokens, len(token_ids)

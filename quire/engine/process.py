@@ -29,9 +29,12 @@ from quire.engine.core import EngineCore
 from quire.engine.garbage import settle_for_serving
 from quire.engine.launch import LOG_MARK
 from quire.engine.loop import EngineLoop, Receive
-from quire.engine.messages import ErrorInfo, Failed, Hello, Launch, Ready, decode_launch, encode
+from quire.engine.messages import Command, ErrorInfo, Failed, Hello, Launch, Ready
 from quire.engine.text_side import open_model
 from quire.engine.watchdog import Watchdog, write_dump
+from quire.engine.wire import commands as command_codec
+from quire.engine.wire import decode_launch
+from quire.engine.wire import messages as message_codec
 from quire.errors import QuireError
 from quire.log import get_logger
 
@@ -88,14 +91,14 @@ def main(build: Callable[[Launch], tuple[EngineCore, EngineInfo]] = build_core) 
     commands = context.socket(zmq.PULL)
     commands.setsockopt(zmq.RCVHWM, 0)
     commands.bind(launch.commands_address)
-    outputs.send(encode(Hello()))
+    outputs.send(message_codec.encode(Hello()))
     try:
         core, info = build(launch)
         _serve(core, info, launch, commands, outputs)
     except Exception as error:
         if not isinstance(error, QuireError):
             get_logger().exception("the engine stopped")
-        outputs.send(encode(Failed(ErrorInfo.of(error))))
+        outputs.send(message_codec.encode(Failed(ErrorInfo.of(error))))
         return 1
     finally:
         commands.close(linger=0)
@@ -107,11 +110,16 @@ def main(build: Callable[[Launch], tuple[EngineCore, EngineInfo]] = build_core) 
 def _serve(
     core: EngineCore, info: EngineInfo, launch: Launch, commands: zmq.Socket[bytes], outputs: zmq.Socket[bytes]
 ) -> None:
-    loop = EngineLoop(core, receiver(commands), outputs.send, Brownout(launch.brownout))
+    loop = EngineLoop(
+        core,
+        receiver(commands),
+        lambda message: outputs.send(message_codec.encode(message)),
+        Brownout(launch.brownout),
+    )
     beats = _connect(outputs.context, launch.outputs_address)  # the watchdog's thread alone uses it from here on
     watchdog = Watchdog(
         loop.progress,
-        lambda heartbeat: beats.send(encode(heartbeat)),
+        lambda heartbeat: beats.send(message_codec.encode(heartbeat)),
         lambda num_steps, for_s: write_dump(core, loop.live_requests, launch.dump_dir, num_steps, for_s),
         step_timeout_s=launch.step_timeout_s,
         heartbeat_s=launch.heartbeat_s,
@@ -120,7 +128,7 @@ def _serve(
     # A supervisor may signal every process it finds; requests that drain need this one to go on.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    outputs.send(encode(Ready(info)))
+    outputs.send(message_codec.encode(Ready(info)))
     watchdog.start()
     try:
         loop.run()
@@ -139,14 +147,14 @@ def receiver(commands: zmq.Socket[bytes]) -> Receive:
     """Reads the socket without waiting, or waits for it."""
     descriptor = commands.FD
 
-    def receive(wait_s: float | None) -> bytes | None:
+    def receive(wait_s: float | None) -> Command | None:
         if wait_s is None:
-            return commands.recv()
+            return command_codec.decode(commands.recv())
         until_s = time.perf_counter() + wait_s
         while True:
             # Asked first: the descriptor tells only of what comes after a vain question.
             try:
-                return commands.recv(zmq.NOBLOCK)
+                return command_codec.decode(commands.recv(zmq.NOBLOCK))
             except zmq.Again:
                 pass
             left_s = until_s - time.perf_counter()

@@ -1,6 +1,6 @@
 """What the engine counts, always: cheap enough never to be off.
 
-Steps and tokens are counted where the loop runs, requests where their text is made. Offline both are in one process;
+Steps and tokens are counted by the core, requests where their text is made. Offline both are in one process;
 behind a server they are in two, and each number is counted in one of them only.
 """
 
@@ -36,7 +36,7 @@ class Metric:
 
 @dataclass(slots=True)
 class StepStats:
-    """Counters since start, and the last steps for rates. Belongs to the loop."""
+    """Counters since start, and the last steps for rates. Belongs to the core."""
 
     num_steps: int = 0
     generation_tokens: int = 0
@@ -46,15 +46,10 @@ class StepStats:
     busy_s: float = 0.0
     step_tokens: int = 0  # computed in all steps: prompts' and generated ones
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
-    _last_result: StepResult | None = None
     # (when, tokens) of recent steps
     _recent_tokens: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=512))
 
-    def on_step(self, result: StepResult | None, num_computed_tokens: int, updates: list[SequenceUpdate]) -> None:
-        """`result` is the one collected last: the same as before where no step ran."""
-        if result is None or result is self._last_result:
-            return
-        self._last_result = result
+    def on_step(self, result: StepResult, num_computed_tokens: int, updates: list[SequenceUpdate]) -> None:
         timings = result.timings
         self.num_steps += 1
         self.prepare_s += timings.prepare_s

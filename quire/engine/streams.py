@@ -1,7 +1,8 @@
-"""The readers of a remote engine's requests: tokens wait here as numbers until their reader comes for them.
+"""An event loop's side of an engine in another thread or process: readers of requests, and calls with their answers.
 
-So a reader that is slow, or an event loop that is busy, gets fewer and longer pieces instead of a growing heap of
-small ones, and what nobody wants to see before its end costs nothing until then.
+Tokens wait here as numbers until their reader comes for them. So a reader that is slow, or an event loop that is busy,
+gets fewer and longer pieces instead of a growing heap of small ones, and what nobody wants to see before its end costs
+nothing until then.
 """
 
 from __future__ import annotations
@@ -9,65 +10,48 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any
 
-from quire.engine.messages import Abort, Ended, Finish, Started, StepNews
-from quire.engine.outputs import OutputProcessor
+from quire.engine.api import PreparedRequest
+from quire.engine.messages import (
+    Abort,
+    Add,
+    Call,
+    CallDone,
+    CallFailed,
+    Command,
+    Ended,
+    EngineMessage,
+    Finish,
+    Refused,
+    Started,
+    StepOutputs,
+)
+from quire.engine.outputs import Job, Line, OutputProcessor
 from quire.engine.stats import RequestStats
-from quire.errors import BadRequestError, QuireError
+from quire.errors import QuireError
 from quire.outputs import RequestOutput
 from quire.params import OutputKind
 from quire.plan import TokenLogprobs
-from quire.request import CacheOutcome, FinishReason, Request, Sequence, SequenceState
-from quire.scheduler import SequenceUpdate
+from quire.request import CacheOutcome, FinishReason, Sequence, SequenceState
 
 
-@dataclass(slots=True, eq=False)
-class _Line:
-    """What one sequence brought and nobody has read. `seq` mirrors the engine's: times and counts, no tokens."""
+class Stream(Job):
+    """One request, and the reader who waits for its outputs."""
 
-    stream: Stream
-    seq: Sequence
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    ended: Ended | None = None
-    num_taken: int = 0  # tokens
+    __slots__ = ("_loop", "_waiter", "error", "is_eager", "is_finished", "is_gone", "is_patient", "key", "made")
 
-    def take(self) -> SequenceUpdate | None:
-        """Everything as one update; None where there is nothing."""
-        ended = self.ended
-        if not self.tokens and ended is None and self.prompt_logprobs is None:
-            return None
-        update = SequenceUpdate(self.seq, self.tokens, self.logprobs, self.prompt_logprobs)
-        if ended is not None:
-            update.finished, update.error = True, ended.error
-            self.ended = None
-        self.num_taken += len(self.tokens)
-        self.tokens, self.logprobs, self.prompt_logprobs = [], None, None
-        return update
-
-
-class Stream:
-    """One request's reader."""
-
-    __slots__ = (
-        *("_loop", "_waiter", "error", "is_eager", "is_finished", "is_gone", "is_patient", "key", "lines", "made"),
-        "request",
-    )
-
-    def __init__(self, request: Request, key: int) -> None:
-        self.request = request
+    def __init__(self, prepared: PreparedRequest, key: int) -> None:
+        super().__init__(prepared)
         self.key = key
-        self.lines: dict[int, _Line] = {}  # by index; forks come when they are first heard of
         self.made: deque[RequestOutput] = deque()  # outputs made before their reader came
         self.error: BaseException | None = None
         self.is_finished = False  # its reader has had the last output
         self.is_gone = False  # the engine has it no more
         # Stop strings must be found when they come, whether or not anyone reads.
-        self.is_eager = bool(request.params.stop)
-        self.is_patient = request.params.output_kind is OutputKind.FINAL_ONLY  # wants to hear of the end only
+        self.is_eager = bool(self.params.stop)
+        self.is_patient = self.params.output_kind is OutputKind.FINAL_ONLY  # wants to hear of the end only
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -78,8 +62,8 @@ class Stream:
     @property
     def num_made_tokens(self) -> list[int]:
         """By sequence: all that have come, whether or not they were read."""
-        lines = (self.lines.get(index) for index in range(self.request.params.n))
-        return [0 if line is None else line.num_taken + len(line.tokens) for line in lines]
+        lines = (self.lines.get(index) for index in range(self.request.n))
+        return [0 if line is None else len(line.token_ids) + len(line.waiting.new_token_ids) for line in lines]
 
     async def wait(self) -> None:
         """Until `wake`. Only the reader waits, and only when there is nothing to take."""
@@ -98,31 +82,80 @@ class Stream:
 
 
 class Streams:
-    """Every request that is with the engine, by the keys of its sequences."""
+    """Every request and call that one event loop has with an engine. `send` takes a command there and never waits."""
 
-    def __init__(self, outputs: OutputProcessor, send: Callable[[Abort | Finish], None]) -> None:
-        self.stats = RequestStats()
+    def __init__(
+        self,
+        outputs: OutputProcessor,
+        send: Callable[[Command], None],
+        check: Callable[[], None],
+        *,
+        stats: RequestStats | None = None,
+        keys: Iterator[int] | None = None,
+    ) -> None:
+        """check: raises where the engine takes no requests.
+
+        stats, keys: several event loops of one engine share these.
+        """
+        self.stats = stats or RequestStats()
         self._outputs = outputs
         self._send = send
-        self._streams: dict[int, Stream] = {}
-        self._lines: dict[int, _Line] = {}
-        self._keys = itertools.count(1)
+        self._check = check
+        self._streams: dict[int, Stream] = {}  # by the requests' keys
+        self._lines: dict[int, tuple[Line, Stream]] = {}  # by the sequences' keys
+        self._keys = keys or itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
 
     def __len__(self) -> int:
-        return len(self._streams)
+        return len(self._streams) + len(self._calls)
 
     # -- for readers
 
-    def open(self, request: Request, prompt: str | None) -> Stream:
-        if request.request_id in self._outputs:
-            raise BadRequestError(f"request id {request.request_id!r} is in use: choose another", param="request_id")
+    async def read(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request. Leaving early aborts it. Outputs that its reader was too slow for are joined into one."""
+        self._check()
+        stream = self.open(prepared)
+        try:
+            self._send(Add(stream.key, prepared.request))
+            while not stream.is_finished:
+                output = self.take(stream)
+                if output is None:
+                    await stream.wait()
+                    continue
+                yield output
+        finally:
+            prepared.num_made_tokens, prepared.num_cached_tokens = stream.num_made_tokens, stream.num_cached_tokens
+            self.close(stream)
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """Run one of `quire.engine.calls.CALLS`, or "metrics", between two steps."""
+        call_id = next(self._keys)
+        self._calls[call_id] = future = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Call(call_id, name, arguments))
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
+
+    def abort(self, request_id: str) -> None:
+        """End a request by its id; its reader gets a last output that says so. An unknown id is passed over."""
+        for stream in list(self._streams.values()):  # at once: any thread may call this
+            if stream.request.request_id == request_id:
+                self._send(Abort(stream.key))
+
+    def abort_all(self) -> None:
+        """Their event loop is gone."""
+        for key in self._streams:
+            self._send(Abort(key))
+
+    def open(self, prepared: PreparedRequest) -> Stream:
         key = next(self._keys)
-        for _ in range(request.params.n - 1):
+        for _ in range(prepared.request.n - 1):
             next(self._keys)
-        stream = Stream(request, key)
+        stream = Stream(prepared, key)
+        self._outputs.add(stream)
         self._add_line(stream, 0)
         self._streams[key] = stream
-        self._outputs.add(request, prompt)
         return stream
 
     def take(self, stream: Stream) -> RequestOutput | None:
@@ -153,20 +186,38 @@ class Streams:
 
     # -- from the engine
 
-    def on_step(self, news: StepNews) -> None:
+    def on_message(self, message: EngineMessage) -> None:
+        match message:
+            case StepOutputs():
+                self.on_step(message)
+            case Refused():
+                if (stream := self._streams.get(message.key)) is not None:
+                    stream.error, stream.is_gone = message.error.to_error(), True
+                    stream.wake()
+            case CallDone() | CallFailed():
+                future = self._calls.get(message.call_id)
+                if future is None or future.done():
+                    return  # whoever asked has gone
+                if isinstance(message, CallDone):
+                    future.set_result(message.value)
+                else:
+                    future.set_exception(message.error.to_error())
+
+    def on_step(self, outputs: StepOutputs) -> None:
         """The one place that runs for every token."""
-        lines, now_s = self._lines, news.now_s
+        lines, now_s = self._lines, outputs.now_s
         eager: list[Stream] = []
-        for started in news.started:
+        for started in outputs.started:
             stream = self._streams.get(started.key - started.index)
             if stream is not None:
                 self._start(stream, started)
-        for key, token in zip(news.keys, news.tokens, strict=True):
-            line = lines.get(key)
-            if line is None:
+        for key, token in zip(outputs.keys, outputs.tokens, strict=True):
+            found = lines.get(key)
+            if found is None:
                 continue  # it was aborted, and this was on its way
-            line.tokens.append(token)
-            seq, stream = line.seq, line.stream
+            line, stream = found
+            line.waiting.new_token_ids.append(token)
+            seq = line.seq
             seq.last_token_s = now_s
             if seq.first_token_s is None:
                 seq.first_token_s = now_s
@@ -174,28 +225,31 @@ class Streams:
                 eager.append(stream)
             elif not stream.is_patient:
                 stream.wake()
-        for part in news.logprobs:
-            if (line := lines.get(part.key)) is not None:
-                line.logprobs = _joined(line.logprobs, part.of_tokens)
-                line.prompt_logprobs = _joined(line.prompt_logprobs, part.of_prompt)
-        for preempted in news.preempted:
-            if (line := lines.get(preempted.key)) is not None:
-                line.seq.num_preemptions = preempted.num_preemptions
-                line.seq.num_recomputed_tokens = preempted.num_recomputed_tokens
-        for ended in news.ended:
-            if (line := lines.pop(ended.key, None)) is not None:
-                self._end(line, ended, now_s)
-                eager.append(line.stream)
+        for part in outputs.logprobs:
+            if (found := lines.get(part.key)) is not None:
+                update = found[0].waiting
+                update.logprobs = _joined(update.logprobs, part.of_tokens)
+                update.prompt_logprobs = _joined(update.prompt_logprobs, part.of_prompt)
+        for preempted in outputs.preempted:
+            if (found := lines.get(preempted.key)) is not None:
+                seq = found[0].seq
+                seq.num_preemptions, seq.num_recomputed_tokens = (
+                    preempted.num_preemptions,
+                    preempted.num_recomputed_tokens,
+                )
+        for ended in outputs.ended:
+            if (found := lines.pop(ended.key, None)) is not None:
+                _end(found[0], ended, now_s)
+                eager.append(found[1])
         for stream in eager:
-            self._pump(stream)
-
-    def on_refused(self, key: int, error: QuireError) -> None:
-        stream = self._streams.get(key)
-        if stream is not None:
-            stream.error, stream.is_gone = error, True
+            if stream.is_eager:
+                self._make(stream)
             stream.wake()
 
     def fail_all(self, error: QuireError) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
         for stream in self._streams.values():
             stream.is_gone = True
             if stream.error is None:
@@ -208,23 +262,10 @@ class Streams:
         line.seq.num_cached_tokens = started.num_cached_tokens
         line.seq.cache_outcome = None if started.cache_outcome is None else CacheOutcome(started.cache_outcome)
 
-    def _add_line(self, stream: Stream, index: int) -> _Line:
-        stream.lines[index] = line = _Line(stream, Sequence(stream.request, index, []))
-        self._lines[stream.key + index] = line
+    def _add_line(self, stream: Stream, index: int) -> Line:
+        line = self._outputs.add_line(stream, Sequence(stream.request, index, []))
+        self._lines[stream.key + index] = line, stream
         return line
-
-    def _end(self, line: _Line, ended: Ended, now_s: float) -> None:
-        seq = line.seq
-        seq.state, seq.finish_reason = SequenceState.FINISHED, FinishReason(ended.reason)
-        seq.stop_reason, seq.finished_s = ended.stop_reason, now_s
-        line.ended = ended
-        stream = line.stream
-        stream.request.is_finished = all(one.seq.state is SequenceState.FINISHED for one in stream.lines.values())
-
-    def _pump(self, stream: Stream) -> None:
-        if stream.is_eager:
-            self._make(stream)
-        stream.wake()
 
     def _make(self, stream: Stream) -> None:
         """Turn what has come into an output, where there is one to be seen."""
@@ -245,7 +286,15 @@ class Streams:
             stream.made.append(output)
 
 
+def _end(line: Line, ended: Ended, now_s: float) -> None:
+    seq = line.seq
+    seq.state, seq.finish_reason = SequenceState.FINISHED, FinishReason(ended.reason)
+    seq.stop_reason, seq.finished_s = ended.stop_reason, now_s
+    line.waiting.finished, line.waiting.error = True, ended.error
+
+
 def _joined(before: list[TokenLogprobs] | None, new: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
-    if new is None:
-        return before
-    return new if before is None else before + new
+    if before is None or new is None:
+        return before if new is None else list(new)
+    before += new
+    return before

@@ -23,9 +23,9 @@ def refuse_if_it_never_fits(request: Request, config: SchedulerConfig, kv: KVMan
             f"with one token to generate, at most {config.max_model_len - 1} fit",
             param="prompt",
         )
-    if request.params.n > config.max_num_seqs:
+    if request.n > config.max_num_seqs:
         raise BadRequestError(
-            f"n is {request.params.n}, but at most max_num_seqs={config.max_num_seqs} sequences run at once", param="n"
+            f"n is {request.n}, but at most max_num_seqs={config.max_num_seqs} sequences run at once", param="n"
         )
     if not config.enable_chunked_prefill and num_prompt > config.max_num_batched_tokens:
         raise BadRequestError(

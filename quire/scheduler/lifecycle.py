@@ -118,7 +118,7 @@ class Lifecycle:
     def num_rows_for(self, seq: Sequence) -> int:
         """One, or one for each sequence of a request whose prompt is not done yet."""
         request = seq.request
-        return request.params.n if len(request.sequences) == 1 else 1
+        return request.n if len(request.sequences) == 1 else 1
 
     def run(self, seq: Sequence, tables: TableSlices, plan: StepPlan) -> None:
         """From the queue onto a row."""
@@ -164,7 +164,7 @@ class Lifecycle:
                 num_computed_tokens=seq.num_computed_tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
                 tables=tables,
-                sampling=request.specs[seq.index],
+                sampling=request.spec_of(seq.index),
                 adapter=request.adapter,
             )
         )
@@ -185,7 +185,7 @@ class Lifecycle:
             request.sequences.append(child)
             self.running.add(child)
             self.queue.on_run(child)
-            plan.forks.append(Fork(seq.row, row, request.specs[index]))
+            plan.forks.append(Fork(seq.row, row, request.spec_of(index)))
             children.append(child)
         return children
 

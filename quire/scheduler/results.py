@@ -18,7 +18,7 @@ def append_until_stop(seq: Sequence, new_token_ids: list[int]) -> list[int]:
         token_ids.append(new_token_ids[0])  # nearly always
         return new_token_ids
     end_token_ids = request.end_token_ids
-    first_end = len(request.prompt_token_ids) + request.params.min_tokens  # position at which it may end
+    first_end = len(request.prompt_token_ids) + request.spec.min_tokens  # position at which it may end
     for count, token in enumerate(new_token_ids, start=1):
         token_ids.append(token)
         if token in end_token_ids and len(token_ids) > first_end:
@@ -47,7 +47,7 @@ class PromptLogprobs:
     def are_missing(self, seq: Sequence) -> bool:
         """True while a sequence still has to run its whole prompt for them."""
         request = seq.request
-        if request.params.prompt_logprobs is None or seq.index:
+        if request.spec.prompt_logprobs is None or seq.index:
             return False
         return self._next_position.get(seq.seq_id, 1) < request.num_prompt_tokens
 

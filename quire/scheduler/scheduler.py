@@ -151,7 +151,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Refuses, with the numbers, what could never run."""
         if request.request_id in self._life.requests:
-            raise BadRequestError(f"request id {request.request_id!r} is in use", param="request_id")
+            raise BadRequestError(f"request id {request.request_id!r} is in use: choose another", param="request_id")
         refuse_if_it_never_fits(request, self.config, self._kv)
         self._life.enqueue(request)
 

@@ -87,7 +87,7 @@ class StepBuilder:
         prompts = [
             (cast("int", seq.row), seq, start)
             for seq, start in zip(self.chunks, self.chunk_starts, strict=True)
-            if seq.request.params.prompt_logprobs is not None
+            if seq.request.spec.prompt_logprobs is not None
         ]
         memory = InFlight(
             step=plan.step,

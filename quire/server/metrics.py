@@ -132,7 +132,7 @@ class ServerMetrics(Collector):
             last_s[index] = now_s
 
     def _begin(self, prepared: PreparedRequest, output: RequestOutput) -> _Live:
-        params = prepared.request.params
+        params = prepared.params
         live = _Live(params.output_kind is OutputKind.DELTA, [0] * params.n, [0.0] * params.n)
         self._live[output.request_id] = live
         self._num_prompt_tokens += prepared.num_prompt_tokens
@@ -159,7 +159,7 @@ class ServerMetrics(Collector):
         request = prepared.request
         live = self._live.pop(request.request_id, None)
         total_s = self._clock() - request.arrival_s
-        counts = live.num_tokens if live is not None else [0] * request.params.n
+        counts = live.num_tokens if live is not None else [0] * request.n
         num_cached_tokens = prepared.num_cached_tokens if last_output is None else last_output.num_cached_tokens
         if prepared.num_made_tokens and not (last_output is not None and last_output.finished):
             # What was cut off has cost its tokens, even where nobody was to see any before the end.
@@ -167,13 +167,13 @@ class ServerMetrics(Collector):
             if live is None and any(counts):
                 self._num_prompt_tokens += prepared.num_prompt_tokens
                 self._num_cached_tokens += num_cached_tokens
-        reasons = [finish_reason or FinishReason.ABORT.value] * request.params.n
+        reasons = [finish_reason or FinishReason.ABORT.value] * request.n
         for completion in last_output.outputs if last_output is not None else ():
             reasons[completion.index] = completion.finish_reason or reasons[completion.index]
         self._finished.update(reasons)
-        self._n.observe(request.params.n)
-        if request.params.max_tokens is not None:
-            self._max_tokens.observe(request.params.max_tokens)
+        self._n.observe(request.n)
+        if prepared.params.max_tokens is not None:
+            self._max_tokens.observe(prepared.params.max_tokens)
         self._prompt_tokens.observe(prepared.num_prompt_tokens)
         for count in counts:
             self._output_tokens.observe(count)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.kv import KVManager
-from quire.params import SamplingParams, SamplingSpec
+from quire.params import SamplingSpec
 from quire.plan import StepPlan
 from quire.request import Request
 from quire.request import Sequence as TokenSequence
@@ -134,10 +134,9 @@ class SimRun:
         request = Request(
             request_id=str(index),
             prompt_token_ids=[(index * 7919 + i * 31) % 997 for i in range(arrival.prompt_len)],
-            params=SamplingParams(temperature=0.0, max_tokens=arrival.output_len, ignore_eos=True),
             max_tokens=arrival.output_len,
             end_token_ids=frozenset(),
-            specs=[SamplingSpec(temperature=0.0)],
+            spec=SamplingSpec(temperature=0.0),
             arrival_s=arrival.arrival_s,
         )
         self.scheduler.add(request)

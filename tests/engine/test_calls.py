@@ -8,7 +8,7 @@ from sim_engine import make_core
 from quire.engine.calls import CALLS, pin_prefix, reset_prefix_cache, unpin_prefix
 from quire.engine.inspect import INSPECTIONS
 from quire.errors import BadRequestError
-from quire.params import SamplingParams, SamplingSpec
+from quire.params import SamplingSpec
 from quire.request import Request
 
 
@@ -16,10 +16,9 @@ def request(prompt: list[int]) -> Request:
     return Request(
         request_id="r",
         prompt_token_ids=prompt,
-        params=SamplingParams(max_tokens=2),
         max_tokens=2,
         end_token_ids=frozenset(),
-        specs=[SamplingSpec(temperature=0.0)],
+        spec=SamplingSpec(temperature=0.0),
     )
 
 

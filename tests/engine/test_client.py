@@ -234,11 +234,11 @@ def test_what_can_never_fit_is_refused_by_the_scheduler(run: Callable[..., None]
     run(body, SimSettings(num_blocks=20))
 
 
-def test_news_that_cannot_be_taken_end_it(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_cannot_be_taken_ends_it(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(client: EngineClient) -> None:
         stream = client.stream(client.prepare("a", "hello", ENDLESS))
         await anext(stream)
-        monkeypatch.setattr(client._streams, "on_step", lambda news: 1 / 0)
+        monkeypatch.setattr(client._streams, "on_step", lambda outputs: 1 / 0)
         with pytest.raises(EngineDeadError, match="could not be taken"):
             async for _ in stream:
                 pass

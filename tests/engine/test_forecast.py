@@ -17,7 +17,7 @@ from sim_engine import make_core
 from quire.engine.core import EngineCore
 from quire.engine.forecast import Estimate, StepForecast, StepKind
 from quire.engine.loop import EngineLoop
-from quire.engine.messages import Add, StepNews, Stop, decode_news, encode
+from quire.engine.messages import Add, Command, EngineMessage, StepOutputs, Stop
 from quire.kv import KVManager
 from quire.plan import StepPlan, StepResult
 from quire.scheduler import Scheduler, SchedulerConfig
@@ -127,9 +127,9 @@ def test_the_host_prepares_while_long_steps_run_and_only_then() -> None:
     for i, length in enumerate((1000, 1000, 20, 1000)):
         core.add(make_request(str(i), [i + 1] * length, max_tokens=12))
         while core.has_work:
-            before = executor.num_pieces
+            before, tokens_before = executor.num_pieces, core.stats.step_tokens
             core.step()
-            sizes += [core.last_num_tokens] * (before - executor.num_pieces)
+            sizes += [core.stats.step_tokens - tokens_before] * (before - executor.num_pieces)
     assert set(sizes) == {1000}  # not while steps of a token or twenty ran
 
 
@@ -162,37 +162,37 @@ class Steps:
     """A loop in a thread; commands are put into it while it runs."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.core, self.commands = core, deque[bytes]()
-        self.news: list[tuple[float, StepNews]] = []
+        self.core, self.commands = core, deque[Command]()
+        self.outputs: list[tuple[float, StepOutputs]] = []
         self.loop = EngineLoop(core, self._receive, self._send)
         self.thread = threading.Thread(target=self.loop.run)
         self.thread.start()
 
-    def _receive(self, wait_s: float | None) -> bytes | None:
+    def _receive(self, wait_s: float | None) -> Command | None:
         until_s = time.perf_counter() + (10.0 if wait_s is None else wait_s)
         while not self.commands and time.perf_counter() < until_s:
             time.sleep(0.001)
         return self.commands.popleft() if self.commands else None
 
-    def _send(self, data: bytes) -> None:
-        if isinstance(news := decode_news(data), StepNews):
-            self.news.append((time.perf_counter(), news))
+    def _send(self, message: EngineMessage) -> None:
+        if isinstance(message, StepOutputs):
+            self.outputs.append((time.perf_counter(), message))
 
     def put(self, command: Any) -> None:
-        self.commands.append(encode(command))
+        self.commands.append(command)
 
     def wait_for(self, num_steps: int) -> None:
         until_s = time.perf_counter() + 60
-        while len(self.news) < num_steps:
+        while len(self.outputs) < num_steps:
             assert time.perf_counter() < until_s and self.thread.is_alive()
             time.sleep(0.002)
 
     def index_of_first(self, key: int) -> int:
-        return next(i for i, (_, news) in enumerate(self.news) if key in news.keys)
+        return next(i for i, (_, outputs) in enumerate(self.outputs) if key in outputs.keys)
 
 
 def add(key: int) -> Add:
-    return Add.of(make_request(f"r{key}", [7, 8, 9], max_tokens=100), key)
+    return Add(key, make_request(f"r{key}", [7, 8, 9], max_tokens=100))
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def serving(core: EngineCore) -> Iterator[Steps]:
 
 
 def step_s_of(steps: Steps, first: int = 4) -> float:
-    times = [when for when, _ in steps.news[first:]]
+    times = [when for when, _ in steps.outputs[first:]]
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
@@ -220,7 +220,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one() -> None:
         with serving(make_gpu_core()) as steps:
             steps.put(add(0))
             steps.wait_for(8)  # enough to know how long a step takes
-            before = len(steps.news)
+            before = len(steps.outputs)
             time.sleep(STEP_S / 3)  # step `before` runs; a third of it is over
             steps.put(add(1))
             steps.wait_for(before + 5)
@@ -256,7 +256,7 @@ def test_a_burst_is_in_one_step() -> None:
         with serving(make_gpu_core()) as steps:
             steps.put(add(0))
             steps.wait_for(8)
-            before = len(steps.news)
+            before = len(steps.outputs)
             for key in (1, 2, 3):
                 time.sleep(STEP_S / 8)
                 steps.put(add(key))
@@ -275,7 +275,7 @@ def test_a_step_that_ends_sooner_than_thought_is_followed_at_once() -> None:
     with serving(core) as steps:
         steps.put(add(0))
         steps.wait_for(20)
-    times = [when for when, _ in steps.news[:20]]
+    times = [when for when, _ in steps.outputs[:20]]
     assert max(after - before for before, after in itertools.pairwise(times)) < 2.5
 
 

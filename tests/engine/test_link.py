@@ -14,9 +14,9 @@ from quire.engine.link import EngineLink
 
 
 async def folder_of_a_link() -> Path:
-    link = EngineLink(asyncio.get_running_loop(), lambda news: None, lambda error: None)
+    link = EngineLink(asyncio.get_running_loop(), lambda message: None, lambda error: None)
     link.close()
-    return Path(link.news_address.removeprefix("ipc://")).parent
+    return Path(link.outputs_address.removeprefix("ipc://")).parent
 
 
 def test_the_folder_is_a_temporary_one_and_goes_with_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,8 +34,8 @@ def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path: Path, monkey
             "from quire.engine.link import EngineLink",
             "tempfile.tempdir = sys.argv[1]",
             "async def main():",
-            "    link = EngineLink(asyncio.get_running_loop(), lambda news: None, lambda error: None)",
-            "    print(link.news_address, flush=True)",
+            "    link = EngineLink(asyncio.get_running_loop(), lambda message: None, lambda error: None)",
+            "    print(link.outputs_address, flush=True)",
             "    time.sleep(60)",
             "asyncio.run(main())",
         )
@@ -49,7 +49,7 @@ def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path: Path, monkey
     try:
         killed.kill()
         killed.wait()
-        assert (abandoned / "news").exists() and (in_use / "news").exists()
+        assert (abandoned / "outputs").exists() and (in_use / "outputs").exists()
         others = tmp_path / "quire-lab-x"  # nothing in it says that it is a server's
         others.mkdir()
         elsewhere = tmp_path / "elsewhere"
@@ -58,7 +58,7 @@ def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path: Path, monkey
         (tmp_path / "quire-link").symlink_to(elsewhere)
         asyncio.run(folder_of_a_link())
         assert not abandoned.exists()
-        assert (in_use / "news").exists() and others.exists() and (elsewhere / "lock").exists()
+        assert (in_use / "outputs").exists() and others.exists() and (elsewhere / "lock").exists()
     finally:
         for server, _ in servers:
             server.kill()

@@ -25,11 +25,10 @@ from quire.engine.messages import (
     Finish,
     LoadReport,
     Refused,
-    StepNews,
+    StepOutputs,
     Stop,
-    decode_news,
-    encode,
 )
+from quire.engine.wire import commands, messages
 from quire.errors import EngineDeadError
 from quire.params import SamplingParams
 from quire.request import Request, Sequence
@@ -48,12 +47,15 @@ class Driver:
         self.turns: deque[list[Any]] = deque()
         self.sent: list[Any] = []
         brownout = Brownout(settings)
-        self.loop = EngineLoop(self.core, self._receive, lambda data: self.sent.append(decode_news(data)), brownout)
+        self.loop = EngineLoop(self.core, self._receive, self._send, brownout)
         self._now: deque[Any] = deque()
         self._is_new_turn = True
         self.waited: list[float | None] = []
 
-    def _receive(self, wait_s: float | None) -> bytes | None:
+    def _send(self, message: Any) -> None:
+        self.sent.append(messages.decode(messages.encode(message)))
+
+    def _receive(self, wait_s: float | None) -> Any:
         if wait_s == _QUIET_S and not self.turns and not self._now:
             return None
         if wait_s and self.core.has_work:  # while a step runs: nobody comes
@@ -64,26 +66,25 @@ class Driver:
         if self._is_new_turn:
             self._now = deque(self.turns.popleft() if self.turns else [Stop()] if wait_s != 0.0 else [])
         self._is_new_turn = not self._now
-        return encode(self._now.popleft()) if self._now else None
+        return commands.decode(commands.encode(self._now.popleft())) if self._now else None
 
     def run(self, *turns: list[Any]) -> None:
         self.turns.extend(turns)
         self.loop.run()
 
     def of(self, kind: type) -> list[Any]:
-        return [news for news in self.sent if isinstance(news, kind)]
+        return [message for message in self.sent if isinstance(message, kind)]
 
     def tokens(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
-        for news in self.of(StepNews):
-            for key, token in zip(news.keys, news.tokens, strict=True):
+        for message in self.of(StepOutputs):
+            for key, token in zip(message.keys, message.tokens, strict=True):
                 found.setdefault(key, []).append(token)
         return found
 
 
 def add(key: int, prompt: list[int], params: SamplingParams = LONG, **kwargs: Any) -> Add:
-    request, _ = INPUTS.make_request(f"r{key}", prompt, params, arrival_s=0.0, **kwargs)
-    return Add.of(request, key)
+    return Add(key, INPUTS.make_request(f"r{key}", prompt, params, arrival_s=0.0, **kwargs).request)
 
 
 def test_a_request_that_ended_needs_no_garbage_collector() -> None:
@@ -110,9 +111,9 @@ def test_requests_run_to_their_end() -> None:
     driver.run([add(1, [1, 2, 3]), add(5, [4] * 30)])
     tokens = driver.tokens()
     assert {key: len(line) for key, line in tokens.items()} == {1: 20, 5: 20}
-    ended = [entry for news in driver.of(StepNews) for entry in news.ended]
+    ended = [entry for message in driver.of(StepOutputs) for entry in message.ended]
     assert sorted((e.key, e.reason) for e in ended) == [(1, "length"), (5, "length")]
-    started = [entry for news in driver.of(StepNews) for entry in news.started]
+    started = [entry for message in driver.of(StepOutputs) for entry in message.started]
     assert sorted((s.key, s.index, s.num_cached_tokens) for s in started) == [(1, 0, 0), (5, 0, 0)]
     assert all(s.first_scheduled_s is not None for s in started)
     assert driver.core.kv.num_used_blocks == 0
@@ -132,14 +133,14 @@ def test_forks_that_end_in_one_step() -> None:
     driver = Driver()
     driver.run([add(10, [1, 2, 3], LONG.clone(n=3, temperature=1.0, max_tokens=1))])
     assert {key: len(line) for key, line in driver.tokens().items()} == {10: 1, 11: 1, 12: 1}
-    assert [e.key for news in driver.of(StepNews) for e in news.ended] == [10, 11, 12]
+    assert [e.key for message in driver.of(StepOutputs) for e in message.ended] == [10, 11, 12]
     assert driver.loop.live_requests() == []
 
 
 def test_what_the_scheduler_refuses_comes_back_to_its_key() -> None:
     driver = Driver()
     driver.run([add(1, [1] * 3), add(2, [1] * 300), add(3, [2] * 3), add(3, [3])])
-    refused = {news.key: news.error for news in driver.of(Refused)}
+    refused = {message.key: message.error for message in driver.of(Refused)}
     assert set(refused) == {2, 3}
     assert refused[2].kind == "BadRequestError"
     assert refused[2].param == "prompt"
@@ -171,7 +172,7 @@ def test_a_stop_string_ends_one_sequence_of_several() -> None:
 def test_logprobs_and_prompt_logprobs() -> None:
     driver = Driver()
     driver.run([add(1, list(range(100)), SamplingParams(max_tokens=2, logprobs=2, prompt_logprobs=1, ignore_eos=True))])
-    parts = [part for news in driver.of(StepNews) for part in news.logprobs]
+    parts = [part for message in driver.of(StepOutputs) for part in message.logprobs]
     assert sum(len(part.of_prompt or []) for part in parts) == 99  # over two chunks: the budget is 64
     assert [entry.token_id for part in parts for entry in part.of_tokens or []] == driver.tokens()[1]
 
@@ -184,7 +185,7 @@ def test_preemptions_are_told(depth: int) -> None:
     driver.run(work)
     alone.run(work)
     assert driver.tokens() == alone.tokens()
-    told = {entry.key: entry for news in driver.of(StepNews) for entry in news.preempted}
+    told = {entry.key: entry for message in driver.of(StepOutputs) for entry in message.preempted}
     assert driver.core.scheduler.stats.num_preemptions > 0
     assert sum(entry.num_preemptions for entry in told.values()) == driver.core.scheduler.stats.num_preemptions
     recomputed = driver.core.scheduler.stats.num_recomputed_tokens
@@ -199,8 +200,8 @@ def test_a_call_that_fails_hurts_nobody(monkeypatch: pytest.MonkeyPatch, caplog:
     names = ["bug", "odd", "no_such", "kv_overview"]
     wrong = Call(9, "reset_prefix_cache", {"nonsense": 1})
     driver.run([add(1, [1]), *(Call(i, name, {}) for i, name in enumerate(names)), wrong])
-    assert [news.call_id for news in driver.of(CallDone)] == [3]
-    failed = {news.call_id: news.error for news in driver.of(CallFailed)}
+    assert [message.call_id for message in driver.of(CallDone)] == [3]
+    failed = {message.call_id: message.error for message in driver.of(CallFailed)}
     assert "ZeroDivisionError" in failed[0].message
     assert failed[2].kind == "BadRequestError"
     assert set(failed) == {0, 1, 2, 9}
@@ -225,7 +226,7 @@ def test_metrics() -> None:
 def test_the_load_is_told_when_it_changes_and_at_rest() -> None:
     driver = Driver()
     driver.run([add(1, [1] * 10)])
-    loads = [news.load for news in driver.of(LoadReport)]
+    loads = [message.load for message in driver.of(LoadReport)]
     assert (loads[-1].num_running, loads[-1].num_waiting, loads[-1].kv_usage) == (0, 0, 0.0)
     assert loads[-1].num_steps == 20
     assert loads[-1].tokens_per_s > 0
@@ -241,7 +242,7 @@ def test_brownout_reaches_scheduler_load_and_log(caplog: pytest.LogCaptureFixtur
     driver.core.scheduler.set_prefill_limit = limits.append  # type: ignore[method-assign]
     with caplog.at_level(logging.DEBUG, "quire"):
         driver.run(work)
-    levels = [news.load.brownout_level for news in driver.of(LoadReport)]
+    levels = [message.load.brownout_level for message in driver.of(LoadReport)]
     assert max(levels) > 0
     assert limits[0] == 16  # a quarter of the step's budget
     assert "brownout level 0 -> 1: prompts get less of each step" in caplog.text
@@ -285,7 +286,7 @@ def test_first_tokens_come_first() -> None:
     """Whoever passes on a step's tokens takes a while for all of them; a new request has waited long enough."""
     driver = Driver()
     driver.run([add(1, [1, 2, 3]), add(2, [4, 5])], [add(3, [6]), add(4, [7])])
-    steps = [news.keys for news in driver.of(StepNews)]
+    steps = [message.keys for message in driver.of(StepOutputs)]
     assert steps[0] == [1, 2]
     assert [3, 4, 1, 2] in steps
     assert steps[-3] == [1, 2, 3, 4]
@@ -306,16 +307,16 @@ def test_a_step_of_a_thousand_costs_little() -> None:
     driver = Driver(settings)
     loop, core = driver.loop, driver.core
     for key in range(1000):
-        loop._obey(add(key, [key % 256], LONG.clone(max_tokens=500)))
+        loop._handle(add(key, [key % 256], LONG.clone(max_tokens=500)))
     for _ in range(3):
-        loop._news(core.step())
+        loop._step_outputs(core.step())
     costs = []
     for _ in range(10):
         updates = core.step()
         assert len(updates) == 1000
         started = time.perf_counter()
-        data = encode(loop._news(updates))
+        data = messages.encode(loop._step_outputs(updates))
         costs.append(time.perf_counter() - started)
         assert len(data) < 8_000
-    print(f"news of 1,000 sequences: {min(costs) * 1e6:.0f} µs")
+    print(f"outputs of 1,000 sequences: {min(costs) * 1e6:.0f} µs")
     assert min(costs) < 2e-3

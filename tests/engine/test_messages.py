@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from array import array
+from dataclasses import asdict
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,25 +16,12 @@ from quire import errors
 from quire.config import EngineConfig
 from quire.engine.brownout import BrownoutSettings
 from quire.engine.inputs import InputProcessor
-from quire.engine.messages import (
-    Abort,
-    Add,
-    Call,
-    Ended,
-    ErrorInfo,
-    Finish,
-    Launch,
-    Logprobs,
-    StepNews,
-    Stop,
-    decode_command,
-    decode_launch,
-    decode_news,
-    encode,
-)
+from quire.engine.messages import Abort, Add, Call, Ended, ErrorInfo, Finish, Launch, Logprobs, StepOutputs, Stop
+from quire.engine.wire import commands, decode_launch, encode_launch, messages
 from quire.errors import BadRequestError, MemoryBudgetError, QuireError, WeightsError
-from quire.params import SamplingParams
+from quire.params import SamplingParams, SamplingSpec
 from quire.plan import TokenLogprobs
+from quire.request import Request
 
 
 def test_a_config_arrives_whole() -> None:
@@ -50,7 +40,7 @@ def test_a_config_arrives_whole() -> None:
         log_level=20,
         brownout=BrownoutSettings(enabled=False),
     )
-    back = decode_launch(encode(launch))
+    back = decode_launch(encode_launch(launch))
     assert back == launch
     assert back.config.given == config.given
 
@@ -66,16 +56,16 @@ def test_numbers_of_numpy_and_tensors_cross_as_pythons() -> None:
         stop_token_ids=torch.tensor([3]),
     )
     for prompt in (torch.tensor([1, 2, 3]), np.array([1, 2, 3]), [1, np.int64(2), torch.tensor(3)]):
-        request, _ = inputs.make_request("id", prompt, params, arrival_s=0.0, priority=np.int32(1))  # type: ignore[arg-type]
-        add = decode_command(encode(Add.of(request, 1)))
+        request = inputs.make_request("id", prompt, params, arrival_s=0.0, priority=np.int32(1)).request  # type: ignore[arg-type]
+        add = commands.decode(commands.encode(Add(1, request)))
         assert isinstance(add, Add)
-        back = add.to_request()
-        assert (back.prompt_token_ids, back.specs, back.priority) == ([1, 2, 3], request.specs, 1)
+        back = add.request
+        assert (back.prompt_token_ids, back.spec, back.priority) == ([1, 2, 3], request.spec, 1)
     config = EngineConfig(max_num_seqs=np.int64(4), seed=torch.tensor(1), pinned_prefixes=[np.array([1, 2])])
-    assert msgspec.msgpack.decode(encode(config), type=EngineConfig) == config
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
 
-def test_a_request_arrives_as_the_scheduler_needs_it() -> None:
+def test_a_request_arrives_as_it_was_made() -> None:
     inputs = InputProcessor(None, vocab_size=1000, max_model_len=100, eos_token_ids=[7, 8], seed=0)
     params = SamplingParams(
         n=3,
@@ -89,24 +79,33 @@ def test_a_request_arrives_as_the_scheduler_needs_it() -> None:
         prompt_logprobs=1,
         top_p=0.5,
     )
-    request, _ = inputs.make_request(
+    request = inputs.make_request(
         "id", {"prompt_token_ids": [1, 2, 3], "cache_salt": "s\ud800"}, params, arrival_s=12.5, priority=-3, tenant="t"
-    )
-    add = decode_command(encode(Add.of(request, 41)))
+    ).request
+    add = commands.decode(commands.encode(Add(41, request)))
     assert isinstance(add, Add)
     assert add.key == 41
-    back = add.to_request()
-    for name in ("request_id", "prompt_token_ids", "max_tokens", "end_token_ids", "eos_token_ids", "specs", "priority"):
-        assert getattr(back, name) == getattr(request, name), name
-    for name in ("arrival_s", "salt", "adapter", "tenant", "skip_prefix_cache_read"):
-        assert getattr(back, name) == getattr(request, name), name
-    for name in ("n", "min_tokens", "prompt_logprobs"):
-        assert getattr(back.params, name) == getattr(params, name), name
+    assert asdict(add.request) == asdict(request)
+    assert [add.request.spec_of(i) for i in range(3)] == [request.spec_of(i) for i in range(3)]
+    assert type(add.request.spec.allowed_token_ids) is array
+
+
+def test_the_sequences_of_a_request_differ_in_their_index() -> None:
+    request = Request(
+        request_id="a",
+        prompt_token_ids=[1],
+        max_tokens=1,
+        end_token_ids=frozenset(),
+        spec=SamplingSpec(seed=3, prompt_logprobs=1),
+        n=2,
+    )
+    assert request.spec_of(0) is request.spec
+    assert request.spec_of(1) == SamplingSpec(seed=3, index=1)
 
 
 @pytest.mark.parametrize("command", [Abort(3), Finish(3, 1, "stop"), Call(1, "x", {"a": [1, None]}), Stop()], ids=str)
-def test_commands(command: object) -> None:
-    assert decode_command(encode(command)) == command
+def test_commands(command: Any) -> None:
+    assert commands.decode(commands.encode(command)) == command
 
 
 def test_errors_keep_their_class_and_words() -> None:
@@ -128,22 +127,24 @@ def test_every_error_class_can_cross() -> None:
 
 def test_a_step_of_a_thousand_is_small_and_quick() -> None:
     keys = list(range(5_000, 6_000))
-    news = StepNews(1.5, keys, [49_000 + i % 100 for i in range(1000)], [], [], [], [])
-    assert len(encode(news)) < 7_000
+    outputs = StepOutputs(1.5, keys, [49_000 + i % 100 for i in range(1000)])
+    assert len(messages.encode(outputs)) < 7_000
     best_s = 1.0
     for _ in range(20):
         started = time.perf_counter()
-        decode_news(encode(news))
+        messages.decode(messages.encode(outputs))
         best_s = min(best_s, time.perf_counter() - started)
     assert best_s < 1e-3
 
 
-def test_step_news() -> None:
+def test_step_outputs() -> None:
     entry = TokenLogprobs(3, -0.5, 1, [3, 4], [-0.5, float("-inf")])
-    news = StepNews(0.5, [1], [3], [], [], [Logprobs(1, [entry], None)], [Ended(1, "stop", "x", None)])
-    assert decode_news(encode(news)) == news
+    parts: Any = {"logprobs": [Logprobs(1, [entry], None)], "ended": [Ended(1, "stop", "x", None)]}
+    outputs = StepOutputs(0.5, [1], [3], **parts)
+    assert messages.decode(messages.encode(outputs)) == outputs
 
 
 def test_foreign_bytes_are_refused() -> None:
-    with pytest.raises(msgspec.MsgspecError):
-        decode_command(b"\x93\x07\x01\x02")
+    for data in (b"\x93\x07\x01\x02", b"\x00\x93\x07\x01\x02"):
+        with pytest.raises((IndexError, msgspec.MsgspecError)):
+            commands.decode(data)

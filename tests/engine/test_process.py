@@ -21,8 +21,9 @@ from sim_engine import SimSettings, sim_options
 from quire.config import EngineConfig
 from quire.engine.brownout import BrownoutSettings
 from quire.engine.client import EngineClient
-from quire.engine.messages import Launch, encode
+from quire.engine.messages import Launch
 from quire.engine.process import read_launch
+from quire.engine.wire import encode_launch
 from quire.params import SamplingParams
 
 _PARENT = """
@@ -129,7 +130,7 @@ def test_what_to_run_is_read_from_standard_input() -> None:
         log_level=20,
         brownout=BrownoutSettings(),
     )
-    data = encode(launch)
+    data = encode_launch(launch)
     assert read_launch(io.BytesIO(struct.pack("<Q", len(data)) + data + b"more")) == launch
     with pytest.raises(struct.error):
         read_launch(io.BytesIO(b""))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.engine.inputs import InputProcessor
-from quire.engine.messages import Abort, Ended, Finish, Logprobs, Preempted, Started, StepNews
+from quire.engine.messages import Abort, Ended, ErrorInfo, Finish, Logprobs, Preempted, Refused, Started, StepOutputs
 from quire.engine.outputs import OutputProcessor
 from quire.engine.streams import Stream, Streams
 from quire.errors import BadRequestError, EngineDeadError
@@ -32,21 +32,20 @@ class Side:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.sent: list[Any] = []
         self.tokenizer = tokenizer
-        self.streams = Streams(OutputProcessor(tokenizer, cached_block_size=4), self.sent.append)
+        self.streams = Streams(OutputProcessor(tokenizer, cached_block_size=4), self.sent.append, lambda: None)
         self.inputs = InputProcessor(tokenizer, vocab_size=320, max_model_len=200, eos_token_ids=[], seed=0)
 
     def open(self, params: SamplingParams = DELTA, name: str = "a") -> Stream:
-        request, text = self.inputs.make_request(name, "hello", params, arrival_s=1.0)
-        stream = self.streams.open(request, text)
+        stream = self.streams.open(self.inputs.make_request(name, "hello", params, arrival_s=1.0))
         self.step(started=[Started(stream.key, 0, 1.25, 4, "partial")])
         return stream
 
     def step(self, text: str = "", key: int = 1, now_s: float = 2.0, **parts: Any) -> None:
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
-        news = StepNews(now_s, [key] * len(tokens), tokens, [], [], [], [])
+        outputs = StepOutputs(now_s, [key] * len(tokens), tokens)
         for name, value in parts.items():
-            setattr(news, name, value)
-        self.streams.on_step(news)
+            setattr(outputs, name, value)
+        self.streams.on_step(outputs)
 
     def text(self, stream: Stream) -> str | None:
         output = self.streams.take(stream)
@@ -227,7 +226,7 @@ def test_logprobs_and_preemptions(tokenizer: Tokenizer) -> None:
 def test_refusal_and_death(tokenizer: Tokenizer) -> None:
     async def body(side: Side) -> None:
         refused, dying, ended = side.open(name="a"), side.open(name="b"), side.open(name="c")
-        side.streams.on_refused(1, BadRequestError("too long", param="prompt"))
+        side.streams.on_message(Refused(1, ErrorInfo.of(BadRequestError("too long", param="prompt"))))
         side.step("bc", key=2)
         side.step("e", key=3, ended=[Ended(3, "length", None, None)])
         side.streams.fail_all(EngineDeadError("gone"))
@@ -257,7 +256,7 @@ def test_a_token_costs_little(tokenizer: Tokenizer) -> None:
         costs = []
         for _ in range(8):
             started = time.perf_counter()
-            side.streams.on_step(StepNews(2.0, keys, tokens, [], [], [], []))
+            side.streams.on_step(StepOutputs(2.0, keys, tokens))
             for stream in streams:
                 assert side.streams.take(stream) is not None
             costs.append((time.perf_counter() - started) / 1000)

@@ -13,7 +13,6 @@ from sim_engine import make_core
 
 from quire.engine.messages import Heartbeat
 from quire.engine.watchdog import Progress, Watchdog, write_dump
-from quire.params import SamplingParams, SamplingSpec
 from quire.request import Request
 
 PROMPT_TOKEN = 987_654_321  # no part of a process id, a time or an address
@@ -63,10 +62,8 @@ def test_the_dump_names_everything_but_the_prompts(tmp_path: Path) -> None:
     request = Request(
         request_id="mine",
         prompt_token_ids=[PROMPT_TOKEN, 232, 233],
-        params=SamplingParams(max_tokens=5),
         max_tokens=5,
         end_token_ids=frozenset(),
-        specs=[SamplingSpec()],
     )
     core.add(request)
     core.step()

@@ -166,7 +166,7 @@ def test_a_real_executor(weights: Path, name: str, preemption: str) -> None:
     assert stats.num_preemptions > 0 and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     for request in work:
         ours = crowd.outputs(request)
-        theirs = [lines[request.request_id, i] for i in range(request.params.n)]
+        theirs = [lines[request.request_id, i] for i in range(request.n)]
         if request.request_id in aborted:
             assert all(a == b[: len(a)] for a, b in zip(ours, theirs, strict=False))
         else:

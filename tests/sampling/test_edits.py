@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -39,14 +40,14 @@ def check(edits: LogitEdits, rows: dict[int, tuple[SamplingSpec, list[int], int]
 
 SPECS = {
     "bias": SamplingSpec(logit_bias={3: 5.0, 39: -100.0}),
-    "allowed": SamplingSpec(allowed_token_ids=(1, 2, 39, 2)),
+    "allowed": SamplingSpec(allowed_token_ids=array("i", (1, 2, 39, 2))),
     "bad word of one token": SamplingSpec(bad_words=((7,), (0,))),
     "bad words": SamplingSpec(bad_words=((7, 8), (5, 7, 9), (6, 7, 9), (9, 9, 9, 9, 9, 30), (7, 30))),
     "min tokens": SamplingSpec(min_tokens=3, end_token_ids=(2, 11)),
     "min tokens reached": SamplingSpec(min_tokens=2, end_token_ids=(2, 11)),
     "all": SamplingSpec(
         logit_bias={7: 2.0, 8: 1.0},
-        allowed_token_ids=tuple(range(5, 20)),
+        allowed_token_ids=array("i", range(5, 20)),
         bad_words=((7, 8), (10,)),
         min_tokens=9,
         end_token_ids=(11, 8),
@@ -163,7 +164,7 @@ def test_words_stay_on_the_device_while_the_rows_that_have_them_stay() -> None:
 def test_many_allowed_tokens_are_one_line_that_forks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MANY_ALLOWED", 3)
     edits = new_edits()
-    spec = SamplingSpec(allowed_token_ids=(1, 2, 39, 2, 5), logit_bias={5: 2.0})
+    spec = SamplingSpec(allowed_token_ids=array("i", (1, 2, 39, 2, 5)), logit_bias={5: 2.0})
     edits.add(0, spec, [1])
     edits.fork(0, 3, replace(spec, index=1))
     assert edits.num_bytes == VOCAB * 4

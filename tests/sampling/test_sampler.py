@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -170,7 +171,7 @@ def test_failed_rows_are_told_and_the_others_untouched() -> None:
         SamplingSpec(top_p=0.9),
         SamplingSpec(temperature=0.0),
         SamplingSpec(top_k=4, logprobs=2),
-        SamplingSpec(allowed_token_ids=(3,), bad_words=((3,),)),
+        SamplingSpec(allowed_token_ids=array("i", (3,)), bad_words=((3,),)),
         SamplingSpec(logprobs=1, repetition_penalty=1.2),
         SamplingSpec(),
         SamplingSpec(temperature=0.0, logprobs=0),
@@ -200,7 +201,7 @@ def test_logprobs_are_of_the_unmodified_logits() -> None:
         SamplingSpec(temperature=0.3, logprobs=4, repetition_penalty=2.0, logit_bias={4: 50.0}),
         SamplingSpec(temperature=0.0),
         SamplingSpec(top_k=3, logprobs=0),
-        SamplingSpec(allowed_token_ids=(8,), logprobs=-1),
+        SamplingSpec(allowed_token_ids=array("i", (8,)), logprobs=-1),
         SamplingSpec(logprobs=VOCAB + 7),
         SamplingSpec(logprobs=70),
     ]
@@ -320,7 +321,7 @@ def test_a_kernel_draws_for_all_rows_at_once() -> None:
     sampler = Sampler(num_rows=NUM_ROWS, vocab_size=VOCAB, device=torch.device("cpu"), max_model_len=99, kernel=kernel)
     names = ["greedy", "temperature", "all filters", "bias and repetition", "bad words", "frequency", "logprobs"]
     runs = [Run(i, SamplingSpec(**{"seed": i, **FIELDS[name]}), [i], row=i) for i, name in enumerate(names)]
-    banned = SamplingSpec(allowed_token_ids=(4,), bad_words=((4,),))
+    banned = SamplingSpec(allowed_token_ids=array("i", (4,)), bad_words=((4,),))
     for run in runs:
         sampler.admit(run.row, run.spec, run.prompt, 1)
     sampler.admit(9, banned, [1], 1)

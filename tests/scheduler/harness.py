@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from quire.kv import KVManager
-from quire.params import SamplingParams, SamplingSpec
+from quire.params import SamplingSpec
 from quire.plan import StepPlan, StepResult
 from quire.request import Request, Sequence, SequenceState
 from quire.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
@@ -34,26 +34,17 @@ def make_request(
     number = next(_ids)
     if isinstance(prompt, int):
         prompt = [(number * 7919 + i * 31) % 997 for i in range(prompt)]
-    params = SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
-    specs = [
-        SamplingSpec(
-            seed=seed,
-            index=i,
-            min_tokens=min_tokens,
-            end_token_ids=ends,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
-        for i in range(n)
-    ]
+    spec = SamplingSpec(
+        seed=seed, min_tokens=min_tokens, end_token_ids=ends, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+    )
     return Request(
         request_id=request_id or f"r{number}",
         prompt_token_ids=prompt,
-        params=params,
         max_tokens=max_tokens,
         end_token_ids=frozenset(ends),
         eos_token_ids=frozenset(eos),
-        specs=specs,
+        spec=spec,
+        n=n,
         **fields,
     )
 
@@ -192,11 +183,11 @@ def alone(request: Request, vocab_size: int = 1000) -> list[list[int]]:
     copy = Request(
         request_id=request.request_id,
         prompt_token_ids=list(request.prompt_token_ids),
-        params=request.params,
         max_tokens=request.max_tokens,
         end_token_ids=request.end_token_ids,
         eos_token_ids=request.eos_token_ids,
-        specs=request.specs,
+        spec=request.spec,
+        n=request.n,
         adapter=request.adapter,
     )
     rig = Rig(num_blocks=400, max_num_batched_tokens=512, max_model_len=400, vocab_size=vocab_size)

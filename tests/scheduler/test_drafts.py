@@ -28,7 +28,7 @@ class Guesser:
         size = min(most, self._rng.randrange(self._most + 1))
         if seq.num_pending_tokens or self._rng.random() < 0.5:
             return size
-        spec = seq.request.specs[seq.index]
+        spec = seq.request.spec_of(seq.index)
         return self.guess(seq.token_ids, size, lambda f, n: self._language.next_token(f, spec, n), seq.request.adapter)
 
     def own(self, token_ids: list[int], most: int) -> list[int]:

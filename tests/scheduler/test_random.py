@@ -145,10 +145,10 @@ def test_everyone_finishes_once_with_the_tokens_of_a_run_alone(name: str, expect
             # Whoever was cut off had said nothing wrong until then.
             assert all(ours == theirs[: len(ours)] for ours, theirs in zip(outputs, lines, strict=False))
             continue
-        assert len(request.sequences) == request.params.n
+        assert len(request.sequences) == request.n
         assert all(s.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for s in request.sequences)
         assert outputs == lines
         for seq in request.sequences:
             num_told = sum(len(u.prompt_logprobs or []) for u in rig.updates[seq])
-            wanted = request.params.prompt_logprobs and not seq.index
+            wanted = request.spec.prompt_logprobs and not seq.index
             assert num_told == (request.num_prompt_tokens - 1 if wanted else 0)

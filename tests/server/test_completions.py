@@ -146,7 +146,7 @@ def test_special_tokens_only_where_wanted(server: Server) -> None:
 def test_what_the_engine_gets(server: Server) -> None:
     done(server, prompt="hi", max_tokens=1, priority=-3, cache_salt="mine", seed=7, top_k=5)
     request = server.engine.prepared[-1].request
-    assert (request.priority, request.salt, request.params.seed, request.params.top_k) == (
+    assert (request.priority, request.salt, request.spec.seed, request.spec.top_k) == (
         -3,
         cache_scope("mine"),
         7,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 
 import numpy as np
 import pytest
@@ -207,7 +208,7 @@ def test_any_mix_draws_what_the_oracle_draws(specs, vocab_size, spread, position
 def test_the_sampler_draws_the_same_with_the_kernels(device):
     fields = [*FILTERS.values(), {"repetition_penalty": 2.0, "top_p": 0.9}, {"logit_bias": {5: 9.0}, "logprobs": 2}]
     specs = [SamplingSpec(seed=i, **chosen) for i, chosen in enumerate(fields)]
-    specs.append(SamplingSpec(allowed_token_ids=(4,), bad_words=((4,),), top_k=3))
+    specs.append(SamplingSpec(allowed_token_ids=array("i", (4,)), bad_words=((4,),), top_k=3))
     options = {"num_rows": len(specs), "vocab_size": 500, "max_model_len": 99}
     samplers = [
         Sampler(device=device, kernel=sample_rows, **options),

@@ -1,22 +1,61 @@
-"""A batch's requests, taken in slices: the device works on the first while the host tokenizes the rest.
+"""A batch of requests run to its end, as `LLM`, the terminal commands and the benches do.
 
-Slices are measured in tokens, never by the clock, so that the same batch is cut into the same steps each time.
+Where the device works beside the host, requests are taken in slices: the device works on the first while the host
+tokenizes the rest. Slices are measured in tokens, never by the clock, so that the same batch is cut into the same steps
+each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from quire.engine.core import EngineCore
+from quire.engine.llm_engine import LLMEngine
+from quire.interrupt import stop_on_interrupt
+from quire.outputs import RequestOutput
+from quire.request import Request
 
 # Of work in a slice after the first. To tokenize so much takes a host less time than one step takes a GPU, at least of
 # a model of some billion weights.
 _STEPS_A_SLICE = 8
 
+# Gives the engine the request of that index.
+Add = Callable[[int], Request]
+
 
 def runs_beside_host(core: EngineCore) -> bool:
-    """Whether there is anything to win: elsewhere no step runs while requests are prepared."""
+    """Whether slices gain anything: elsewhere no step runs while requests are prepared."""
     return core.executor.depth > 1
+
+
+def run_batch(
+    engine: LLMEngine, add: Add, count: int, *, in_slices: bool
+) -> Generator[list[RequestOutput], None, None]:
+    """Yields an empty list when the first step has begun, then what each step brought of the batch's requests.
+
+    Ctrl-C raises between two steps. Whoever leaves early aborts the requests that are left.
+    """
+    unfinished: set[str] = set()
+    with stop_on_interrupt() as stop:
+
+        def add_own(i: int) -> int:
+            if stop.is_set:
+                raise KeyboardInterrupt
+            request = add(i)
+            unfinished.add(request.request_id)
+            return request.num_prompt_tokens
+
+        intake = Intake(engine.core, add_own, count, in_slices=in_slices)
+        intake.begin_steps()
+        if unfinished:
+            yield []
+        while unfinished or not intake.is_done:
+            intake.begin_steps()
+            outputs = [output for output in engine.step() if output.request_id in unfinished]
+            unfinished.difference_update([output.request_id for output in outputs if output.finished])
+            yield outputs
+            if stop.is_set:
+                raise KeyboardInterrupt
 
 
 class Intake:

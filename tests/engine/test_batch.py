@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.intake import Intake
+from quire.engine.batch import Intake
 from quire.errors import BadRequestError
 from quire.executor.local import LocalExecutor
 
@@ -177,11 +177,11 @@ def test_a_request_given_up_before_the_call_ended_is_not_the_next_calls(tiny_mod
 def test_ctrl_c_while_requests_are_taken_in(deep_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, add_prepared, added = deep_llm.llm_engine, deep_llm.llm_engine.add_prepared, []
 
-    def interrupted(request: Any, text: Any) -> None:
-        added.append(request)
+    def interrupted(prepared: Any) -> None:
+        added.append(prepared)
         if len(added) == 5:
             os.kill(os.getpid(), signal.SIGINT)
-        add_prepared(request, text)
+        add_prepared(prepared)
 
     monkeypatch.setattr(engine, "add_prepared", interrupted)
     with pytest.raises(KeyboardInterrupt):
