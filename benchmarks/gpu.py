@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         if unknown:
             raise ConfigError(f"unknown row {unknown[0]!r}: there are {', '.join(ROWS)}")
         values = {"device": "cuda", "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 4096}
-        config = EngineConfig.from_kwargs(
+        config = EngineConfig(
             **(values | {"gpu_memory_utilization": 0.9, "model": str(write_llama_8b())} | json.loads(args.kwargs))
         )
         started = time.perf_counter()

@@ -41,11 +41,11 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str = "smollm2", **kwargs: Any) -> None:
-        self._start(EngineConfig.from_kwargs(model=model, **kwargs))
+        self._start(EngineConfig(model=model, **kwargs))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig | dict[str, Any]) -> AsyncLLM:
-        config = engine_args if isinstance(engine_args, EngineConfig) else EngineConfig.from_kwargs(**engine_args)
+        config = engine_args if isinstance(engine_args, EngineConfig) else EngineConfig(**engine_args)
         self = cls.__new__(cls)
         self._start(config)
         return self

@@ -114,11 +114,6 @@ class EngineConfig:
     # What the user wrote, for messages; not part of the meaning.
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """The constructor, for callers whose arguments only run time knows."""
-        return cls(**kwargs)
-
     @property
     def kv_size_flag(self) -> str | None:
         """The argument that fixes the size of the KV cache; None: it is what memory allows."""

@@ -41,7 +41,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2", **kwargs: Any) -> None:
         started = time.perf_counter()
-        config = EngineConfig.from_kwargs(model=model, **kwargs)
+        config = EngineConfig(model=model, **kwargs)
         self.llm_engine = LLMEngine.from_config(config, show_progress=True)
         self._ids = itertools.count()
         self._one_at_a_time = threading.Lock()

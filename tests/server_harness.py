@@ -79,6 +79,7 @@ class ScriptedEngine:
         self.step_s = 0.0
         self.dies_after: int | None = None  # tokens
         self.fails_after: int | None = None
+        self.hangs_after: int | None = None
         self.running: set[str] = set()
         self.left: list[str] = []  # requests whose reader went before the end
         self.prepared: list[PreparedRequest] = []
@@ -110,6 +111,8 @@ class ScriptedEngine:
         try:
             for step in range(request.max_tokens):
                 await asyncio.sleep(self.step_s)
+                while self.hangs_after == step:
+                    await asyncio.sleep(0.005)
                 if self.dies_after == step:
                     raise EngineDeadError("killed at /some/path")
                 updates = [self._update(line, step) for line in lines if line.finish_reason is None]

@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 
 
 def test_defaults_need_nothing() -> None:
-    config = EngineConfig.from_kwargs()
+    config = EngineConfig()
     assert (config.model, config.block_size, config.enable_prefix_caching) == ("smollm2", 16, True)
 
 
@@ -38,7 +38,7 @@ def test_defaults_need_nothing() -> None:
     ],
 )
 def test_spellings_that_vllm_users_write(written: dict[str, object], meant: dict[str, object]) -> None:
-    config = EngineConfig.from_kwargs(**written)
+    config = EngineConfig(**written)
     for name, value in meant.items():
         assert getattr(config, name) == value
         assert type(getattr(config, name)) is type(value)
@@ -73,13 +73,13 @@ def test_spellings_that_vllm_users_write(written: dict[str, object], meant: dict
 )
 def test_refused_by_name(written: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        EngineConfig.from_kwargs(**written)
+        EngineConfig(**written)
     for word in words:
         assert word in str(refused.value)
 
 
 def test_a_config_is_never_mutated() -> None:
-    config = EngineConfig.from_kwargs(block_size=32)
+    config = EngineConfig(block_size=32)
     changed = config.replace(block_size=64)
     assert (config.block_size, changed.block_size) == (32, 64)
     with pytest.raises(AttributeError):

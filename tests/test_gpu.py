@@ -33,7 +33,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(weights: Path, **kwargs: Any) -> LLMEngine:
     values = {"kv_cache_memory_bytes": 4 << 20, "dtype": "float32"} | kwargs
-    return LLMEngine.from_config(EngineConfig.from_kwargs(model=str(weights), **values))
+    return LLMEngine.from_config(EngineConfig(model=str(weights), **values))
 
 
 def requests(count: int) -> list[tuple[list[int], SamplingParams]]:

@@ -62,7 +62,7 @@ def main() -> int:
         from quire.engine.llm_engine import LLMEngine
 
         imported = time.time()
-        engine = LLMEngine.from_config(EngineConfig.from_kwargs(**request["config"]))
+        engine = LLMEngine.from_config(EngineConfig(**request["config"]))
         ready = time.time()
         run_workload(engine, [([11, 12, 13], 1)])
     except QuireError as error:

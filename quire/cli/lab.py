@@ -92,7 +92,7 @@ def _settings(args: argparse.Namespace) -> Any:
     if args.gpu_8b and (args.model is not None or args.load_format is not None):
         raise ConfigError("--gpu-8b brings its own model: leave --model and --load-format out")
     model, load_format = args.model or DEFAULT_MODEL, args.load_format or "auto"
-    EngineConfig.from_kwargs(model=model, load_format=load_format, seed=args.seed)  # a mistake should be told now
+    EngineConfig(model=model, load_format=load_format, seed=args.seed)  # a mistake should be told now
     return LabSettings(args.quick, args.seed, model, load_format, args.gpu_8b)
 
 

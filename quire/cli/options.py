@@ -114,7 +114,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     length = values.get("max_model_len")
     if isinstance(length, str) and length.isdigit():
         values["max_model_len"] = int(length)
-    return EngineConfig.from_kwargs(**values)
+    return EngineConfig(**values)
 
 
 def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:

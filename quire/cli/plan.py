@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     mix = _mix(args)
     device, memory_bytes, where, record = _device(args)
     values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, "enforce_eager")}
-    config = EngineConfig.from_kwargs(model=args.model, **values)
+    config = EngineConfig(model=args.model, **values)
     _check_device(config, device)
 
     spec = read_model_spec(args.model)

@@ -101,7 +101,7 @@ def _engine_config(values: dict[str, Any]) -> EngineConfig:
             raise ConfigError(f"max_model_len must be auto or {error}, got {length!r}") from None
     elif length == "-1":
         values["max_model_len"] = -1
-    return EngineConfig.from_kwargs(**values)
+    return EngineConfig(**values)
 
 
 def _api_keys(given: list[str], path: str | None, source: str) -> tuple[ApiKey, ...]:

@@ -47,7 +47,7 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig | dict[str, Any]) -> LLMEngine:
         """vLLM's spelling; takes an EngineConfig or a dict of its arguments."""
-        config = engine_args if isinstance(engine_args, EngineConfig) else EngineConfig.from_kwargs(**engine_args)
+        config = engine_args if isinstance(engine_args, EngineConfig) else EngineConfig(**engine_args)
         return cls.from_config(config)
 
     @property

@@ -50,11 +50,11 @@ class LabSettings:
 
     def engine_config(self) -> EngineConfig:
         """The largest engine that any experiment asks for."""
-        limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_STEP_TOKENS}
+        limits: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_STEP_TOKENS}
         if self.gpu_8b:
             from quire.bench.model_shapes import write_llama_8b
 
-            return EngineConfig.from_kwargs(
+            return EngineConfig(
                 model=str(write_llama_8b()),
                 load_format="dummy",
                 device="cuda",
@@ -64,7 +64,7 @@ class LabSettings:
                 seed=self.seed,
                 **limits,
             )
-        return EngineConfig.from_kwargs(
+        return EngineConfig(
             model=self.model, load_format=self.load_format, device="cpu", swap_space_gb=0.5, seed=self.seed, **limits
         )
 

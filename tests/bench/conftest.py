@@ -19,7 +19,7 @@ def tiny_flags(tiny_model: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def shared_engine(tiny_model: Path) -> LLMEngine:
-    config = EngineConfig.from_kwargs(
+    config = EngineConfig(
         model=str(tiny_model), load_format="dummy", device="cpu", num_threads=1, kv_cache_memory_bytes=8 << 20
     )
     return LLMEngine.from_config(config)

@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 @pytest.fixture(scope="module")
 def baseline(tiny_model: Path) -> HFBaseline:
     pytest.importorskip("transformers")
-    config = EngineConfig.from_kwargs(model=str(tiny_model), load_format="dummy", device="cpu", num_threads=1)
+    config = EngineConfig(model=str(tiny_model), load_format="dummy", device="cpu", num_threads=1)
     return HFBaseline(config, batch_size=2)
 
 

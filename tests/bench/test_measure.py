@@ -113,7 +113,7 @@ def test_sharing_by_forks_is_seen(engine: LLMEngine) -> None:
 def test_preemptions_are_told(tiny_model: object) -> None:
     from quire.config import EngineConfig
 
-    config = EngineConfig.from_kwargs(
+    config = EngineConfig(
         model=str(tiny_model),
         load_format="dummy",
         device="cpu",

@@ -145,7 +145,7 @@ def test_what_an_engine_found_here_makes_the_plan_exact(
     monkeypatch.setattr(plan_command, "local_gpu", lambda: ("NVIDIA H200", 143_771 << 20))
     assert main(["plan", "llama-3.1-8b"]) == 0
     assert "driver and kernels, about" in capsys.readouterr().out
-    config = EngineConfig.from_kwargs(model="llama-3.1-8b")
+    config = EngineConfig(model="llama-3.1-8b")
     spec = read_model_spec("llama-3.1-8b")
     total, rest = 150_109_880_320, 900_000_000
     remember_gpu("NVIDIA H200", GpuRecord(total, rest, record_key(config, spec)))

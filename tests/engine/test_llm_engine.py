@@ -20,7 +20,7 @@ def make(tiny_model: Path, **kwargs: Any) -> LLMEngine:
     kwargs.setdefault("device", "cpu")
     kwargs.setdefault("num_threads", 1)
     kwargs.setdefault("kv_cache_memory_bytes", 4 << 20)
-    return LLMEngine.from_config(EngineConfig.from_kwargs(model=str(tiny_model), load_format="dummy", **kwargs))
+    return LLMEngine.from_config(EngineConfig(model=str(tiny_model), load_format="dummy", **kwargs))
 
 
 def finish(engine: LLMEngine) -> dict[str, RequestOutput]:

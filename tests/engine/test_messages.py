@@ -25,7 +25,7 @@ from quire.request import Request
 
 
 def test_a_config_arrives_whole() -> None:
-    config = EngineConfig.from_kwargs(
+    config = EngineConfig(
         model="m", pinned_prefixes=["text", [1, 2]], hf_overrides={"a": {"b": [1]}}, swap_space_gb=0.5
     )
     launch = Launch(

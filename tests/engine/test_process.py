@@ -34,7 +34,7 @@ from quire.config import EngineConfig
 from quire.engine.client import EngineClient
 
 async def main():
-    config = EngineConfig.from_kwargs(model=sys.argv[2], load_format="dummy")
+    config = EngineConfig(model=sys.argv[2], load_format="dummy")
     client = EngineClient(config, sim_options(SimSettings(hang_s=60)))
     await client.start()
     await client.ready()
@@ -47,7 +47,7 @@ asyncio.run(main())
 
 def with_engine(tiny_model: Path, body: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
     async def whole() -> None:
-        config = EngineConfig.from_kwargs(model=str(tiny_model), load_format="dummy")
+        config = EngineConfig(model=str(tiny_model), load_format="dummy")
         client = EngineClient(config, sim_options(SimSettings(step_s=0.005)))
         await client.start()
         await client.ready()

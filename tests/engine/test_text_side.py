@@ -16,14 +16,14 @@ from quire.errors import BadRequestError, TokenizerError
 
 
 def text_side(path: Path, **kwargs: object) -> TextSide:
-    config = EngineConfig.from_kwargs(model=str(path), load_format="dummy", **kwargs)
+    config = EngineConfig(model=str(path), load_format="dummy", **kwargs)
     return TextSide(config, open_model(config))
 
 
 def test_it_needs_no_torch(tiny_model: Path) -> None:
     code = (
         "import sys; from quire.config import EngineConfig; from quire.engine.text_side import TextSide, open_model;"
-        f"config = EngineConfig.from_kwargs(model={str(tiny_model)!r}, load_format='dummy');"
+        f"config = EngineConfig(model={str(tiny_model)!r}, load_format='dummy');"
         "text = TextSide(config, open_model(config)); text.make_inputs(100); text.make_outputs();"
         "text.render_chat([{'role': 'user', 'content': 'hi'}]);"
         "print('torch' in sys.modules)"

@@ -101,7 +101,7 @@ def make_engine(weights: Path, **kwargs: Any) -> LLMEngine:
         "num_threads": 1,
         "load_format": "dummy",
     }
-    return LLMEngine.from_config(EngineConfig.from_kwargs(model=str(weights), device="cpu", **values | kwargs))
+    return LLMEngine.from_config(EngineConfig(model=str(weights), device="cpu", **values | kwargs))
 
 
 def with_graphs(engine: LLMEngine, room: int | None = None) -> tuple[LocalExecutor, PlaybackMemory]:

@@ -21,7 +21,7 @@ BLOCK = 2 * 2 * 2 * 32 * 16 * 4  # K and V, layers, KV heads, head_dim, tokens, 
 
 def plan(budget: int, **kwargs: Any) -> memory.MemoryLedger:
     return plan_memory(
-        EngineConfig.from_kwargs(**kwargs),
+        EngineConfig(**kwargs),
         SPEC,
         device="cpu",
         weight_bytes=1000,
@@ -65,7 +65,7 @@ def test_longer_than_the_model() -> None:
 def test_tables_are_no_longer_than_any_cache() -> None:
     def length(max_position: int, device_bytes: int | None = None, **kwargs: Any) -> int:
         spec = replace(SPEC, max_position=max_position)
-        config = EngineConfig.from_kwargs(**kwargs)
+        config = EngineConfig(**kwargs)
         layout = kv_layout(spec, None)
         sizes = {"block_bytes": BLOCK, "max_span_tokens": 512, "device_bytes": device_bytes}
         return longest_sequence(config, spec, layout, **sizes)

@@ -87,7 +87,7 @@ def test_a_rehearsal_that_outlines_do_not_suffice_for_is_done_with_torch(tmp_pat
     spec = harness.spec_of(harness.tiny_model("llama"))
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}"],
-        input=pickle.dumps((EngineConfig.from_kwargs(model="x", dtype="bfloat16"), spec)),
+        input=pickle.dumps((EngineConfig(model="x", dtype="bfloat16"), spec)),
         capture_output=True,
         check=False,
         env={"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path)},

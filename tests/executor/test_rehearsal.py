@@ -24,7 +24,7 @@ SCRIPT = textwrap.dedent(
     from quire.kernels.triton.precompile import compile_stages
 
     spec = harness.spec_of(harness.tiny_model({model!r}))
-    config = EngineConfig.from_kwargs(model="tiny", dtype="bfloat16", max_num_seqs=32, kv_cache_dtype={kv!r})
+    config = EngineConfig(model="tiny", dtype="bfloat16", max_num_seqs=32, kv_cache_dtype={kv!r})
     target = GPUTarget("cuda", 90, 32)
     needed = needed_kernels(config, spec, target)
     for jobs in needed:
@@ -49,7 +49,7 @@ JOBS_SCRIPT = textwrap.dedent(
     for name, spec in specs.items():
         for dtype, kv, block_size, seqs in (("bfloat16", "auto", 16, None), ("float16", "fp8", 4, 7),
                                             ("float32", "auto", 128, 40)):
-            config = EngineConfig.from_kwargs(model="x", dtype=dtype, kv_cache_dtype=kv, block_size=block_size,
+            config = EngineConfig(model="x", dtype=dtype, kv_cache_dtype=kv, block_size=block_size,
                                               max_num_seqs=seqs)
             for jobs in needed_kernels(config, spec, GPUTarget("cuda", 90, 32)):
                 for job in jobs:

@@ -43,7 +43,7 @@ SCRIPT = textwrap.dedent(
     for case in sys.argv[1:]:
         name, dtype = case.split("/")
         spec = harness.spec_of(harness.tiny_model(name))
-        config = EngineConfig.from_kwargs(
+        config = EngineConfig(
             model="tiny", dtype=dtype, max_model_len=length, max_num_batched_tokens=8 * length, max_num_seqs=8
         )
         with collecting(GPUTarget("cuda", 90, 32)):

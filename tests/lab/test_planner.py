@@ -38,7 +38,7 @@ def engine_blocks(model: str, **kwargs: Any) -> tuple[int, int, int]:
 
 
 def planned_blocks(spec: ModelSpec, **kwargs: Any) -> tuple[int, int, int]:
-    plan = make_plan(EngineConfig.from_kwargs(**kwargs), spec, device="cpu")
+    plan = make_plan(EngineConfig(**kwargs), spec, device="cpu")
     assert plan.is_exact
     ledger = plan.chosen.ledger
     assert ledger is not None
@@ -160,7 +160,7 @@ def with_flags(plan: Plan) -> EngineConfig:
         assert flag.name in FLAG_FIELDS
         name = flag.name.removeprefix("--").replace("-", "_")
         values[name] = flag.value if name == "kv_cache_dtype" else int(flag.value)
-    return EngineConfig.from_kwargs(**values)
+    return EngineConfig(**values)
 
 
 @pytest.mark.parametrize(

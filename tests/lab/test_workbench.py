@@ -17,7 +17,7 @@ from quire.params import SamplingParams
 
 @pytest.fixture(scope="module")
 def config(tiny_model: Path) -> EngineConfig:
-    return EngineConfig.from_kwargs(
+    return EngineConfig(
         model=str(tiny_model),
         load_format="dummy",
         device="cpu",

@@ -25,7 +25,7 @@ LONG = {"prompt": "Hello", "max_tokens": 200}
 def _engine_as_it_was(server: Server) -> Iterator[None]:
     yield
     engine = server.engine
-    engine.step_s, engine.dies_after, engine.fails_after = 0.0, None, None
+    engine.step_s, engine.dies_after, engine.fails_after, engine.hangs_after = 0.0, None, None, None
     wait_for(lambda: not engine.running)
     engine.left.clear()
 
@@ -39,7 +39,7 @@ def wait_for(check: Any, timeout_s: float = 5.0) -> None:
 
 def begin(server: Server, body: dict[str, Any]) -> socket.socket:
     """Send a request and leave the answer to the test."""
-    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     data = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += f"content-length: {len(data)}"
@@ -56,7 +56,7 @@ def test_a_client_that_hangs_up_frees_its_requests(server: Server, extra: dict[s
     if extra["stream"]:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     connection.close()
-    wait_for(lambda: not server.engine.running, timeout_s=0.5)
+    wait_for(lambda: not server.engine.running)
     assert len(server.engine.left) == num_prompts
     wait_for(lambda: not server.context.life.num_in_flight)
     assert server.context.admission.num_waiting == 0
@@ -67,17 +67,15 @@ def test_a_client_that_leaves_before_the_first_token(server: Server) -> None:
     connection = begin(server, LONG | {"stream": True})
     wait_for(lambda: server.engine.running)
     connection.close()
-    wait_for(lambda: not server.engine.running, timeout_s=0.5)
+    wait_for(lambda: not server.engine.running)
 
 
 def test_the_first_token_leaves_at_once(server: Server) -> None:
-    server.engine.step_s = 0.15
+    server.engine.hangs_after = 1
     connection = begin(server, {"prompt": "x", "max_tokens": 4, "stream": True})
-    started_s = time.monotonic()
     received = b""
     while b"data: " not in received:
         received += connection.recv(1000)
-    assert time.monotonic() - started_s < 0.29  # one step, not two
     assert received.count(b"data: ") == 1
     connection.close()
 

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -59,15 +58,12 @@ def test_a_log_that_nobody_reads_holds_nobody_up(pipe: tuple[int, int]) -> None:
     writer = LogWriter(pipe[1], max_waiting_bytes=50 * (len("line 10\n") + 64))
     logger = log_to(writer)
     num_before = fill(pipe)
-    started = time.monotonic()
     logger.info("stuck")
     eventually(lambda: not writer._lines)
     for index in range(10, 90):
         logger.info("line %d", index)
-    assert time.monotonic() - started < 1
-    started = time.monotonic()
     writer.flush()  # as at the program's end
-    assert time.monotonic() - started < 3
+    assert writer._is_writing  # it has not waited for the reader
     # Now somebody reads.
     found = os.read(pipe[0], num_before)
     while b"left out" not in found:

@@ -181,11 +181,17 @@ def test_verify_finds_a_rotten_file(alias, wheel, tmp_path, caplog):
 
 def test_no_room(alias, wheel, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
-    with pytest.raises(DownloadError, match=r"needs .* 10 B are free: make room, or set QUIRE_HOME"):
+    with pytest.raises(DownloadError, match=r"needs .* 10 B are free: make room, or set download_dir"):
         pull_alias(alias, home=tmp_path / "q", download=Index(wheel))
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
+    with pytest.raises(DownloadError, match=r"10 B are free: make room, or set QUIRE_HOME"):
+        pull_alias(alias, download=Index(wheel))
 
 
-def test_home_that_cannot_be_written(alias, wheel, tmp_path):
+def test_home_that_cannot_be_written(alias, wheel, tmp_path, monkeypatch):
     (tmp_path / "q").write_text("a file, not a directory")
-    with pytest.raises(DownloadError, match=r"could not store tiny under .*Set QUIRE_HOME"):
+    with pytest.raises(DownloadError, match=r"could not store tiny under .*Set download_dir"):
         pull_alias(alias, home=tmp_path / "q", download=Index(wheel))
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "q"))
+    with pytest.raises(DownloadError, match=r"could not store tiny under .*Set QUIRE_HOME"):
+        pull_alias(alias, download=Index(wheel))
