@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,18 @@ def test_the_lock_file_names_no_host_but_pypis_own() -> None:
     # A mirror's address would only resolve for those who have that mirror.
     hosts = set(re.findall(r"\w+://[^/\"]*", (ROOT / "uv.lock").read_text()))
     assert hosts == {"https://pypi.org", "https://files.pythonhosted.org"}
+
+
+def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
+    """Not a finder, which comes after the current folder: beside a checkout called quire, `import quire` got that."""
+    pytest.importorskip("setuptools.command.editable_wheel", reason="needs the setuptools that a build fetches")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "editable_wheel", "-d", tmp_path]
+    variables = os.environ | {"CC": "/bin/false"}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(*tmp_path.glob("*.whl")) as wheel:
+        (path,) = (name for name in wheel.namelist() if "/" not in name)
+        assert wheel.read(path).decode().strip() == str(ROOT)
 
 
 def test_without_a_compiler_the_wheel_is_for_any_platform(tmp_path: Path) -> None:
