@@ -20,10 +20,10 @@ from quire.cli import serve_flags
 from quire.config import _SPELLINGS, EngineConfig
 from quire.engine.brownout import MAX_LEVEL, BrownoutSettings
 from quire.params import SamplingParams
-from quire.refusals import Refusal
+from quire.refusals import FIELDS, Refusal
 from quire.server.admission import MAX_TOKENS_HEADER
 from quire.server.metric_names import NAMES
-from quire.server.protocol import NO_EFFECT, ONLY, ChatBody, CompletionBody, FieldState, GenerationBody, field_states
+from quire.server.protocol import NO_EFFECT, ChatBody, CompletionBody, FieldState, GenerationBody, field_states
 
 DOCS = Path(__file__).parent
 FILES = ("operations.md", "from-vllm.md")
@@ -204,7 +204,7 @@ def body_no_effect() -> str:
 
 def body_refused() -> str:
     rows = [
-        [code(name), title, code(*(json.dumps(v) for v in ONLY[name][0] if v is not None)) or "left out", ONLY[name][1]]
+        [code(name), title, code(*map(json.dumps, FIELDS[name].neutral)) or "left out", FIELDS[name].why]
         for title, body in _BODIES.items()
         for name in _fields(body, FieldState.REFUSED)
     ]

@@ -1,8 +1,8 @@
 """What vLLM's users write and Quire does not serve: one table, from which every refusal comes.
 
-`LLM`, `EngineConfig` (which is `EngineArgs`), `SamplingParams`, `generate`, `chat`, the flags of `quire serve` and the
-tables of docs/from-vllm.md read it. A name stands under the reason why it is refused, with the values that change
-nothing, such as vLLM's default: those are taken, and so is None.
+`LLM`, `EngineConfig` (which is `EngineArgs`), `SamplingParams`, `generate`, `chat`, the flags of `quire serve`, the
+bodies of its requests and the tables of docs/from-vllm.md read it. A name stands under the reason why it is refused,
+with the values that change nothing, such as vLLM's default: those are taken, and so is None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ class Refusal:
     neutral: tuple[Any, ...] = ()  # values that change nothing, besides None
 
     def takes(self, value: Any) -> bool:
-        return value is None or any(type(value) is type(one) and value == one for one in self.neutral)
+        return any(type(value) is type(one) and value == one for one in self.taken)
+
+    @property
+    def taken(self) -> tuple[Any, ...]:
+        return (None, *self.neutral)
 
     def message(self, name: str) -> str:
         values = " or ".join(repr(value) for value in self.neutral if value)  # 0 and False are what leaving it out is
@@ -48,7 +52,7 @@ _NO_GRAMMAR = "Quire has no structured output yet"
 _NO_DRAFTS = "Quire has no speculative decoding yet"
 _NO_BEAMS = "Quire has no beam search yet: use n with a temperature"
 _NO_POOLING = "Quire generates text only"
-_NO_MEDIA = "Quire serves text models"
+_NO_MEDIA = "Quire reads and writes text only"
 _NO_TOOLS = "Quire parses no tool calls or reasoning yet"
 _NO_EXPERTS = "Quire serves no mixture-of-experts models yet"
 _NO_STATE = "Quire serves no models with state-space layers"
@@ -234,7 +238,7 @@ SAMPLING = _table(
         "logprobs are lists of dicts": "flat_logprobs=false",
         "use logprobs=-1 and pick": "logprob_token_ids=[] prompt_logprob_token_ids=[] prompt_logprob_start=0",
         "whoever reads decides how much comes at once": "stream_interval=1",
-        "Quire cuts no prompts: shorten it before": "truncate_prompt_tokens",
+        "Quire cuts no prompts: give a shorter one": "truncate_prompt_tokens",
         _NO_EXPERTS: "routed_experts_prompt_start=0",
         "Quire forces no tokens: use allowed_token_ids": "trace_decode_token_ids",
         "params are checked once, and copied": "skip_clone=false|true",
@@ -258,6 +262,43 @@ CALL = _table(
         "Quire parses no tool calls or reasoning yet; a model's own switches go into chat_template_kwargs": """
             reasoning_effort reasoning_ended reasoning_parser_kwargs={}""",
         "the prompt itself may hold it: {'prompt': text, 'prompt_token_ids': ids}": "prompt_text",
+    }
+)
+
+# Fields of HTTP requests, OpenAI's, vLLM's and llama.cpp's.
+_NO_SAMPLER = "Quire has temperature, top_p, top_k, min_p and the penalties"
+FIELDS = {
+    name: (SAMPLING | CALL)[name]
+    for name in (
+        *("structured_outputs", "use_beam_search", "length_penalty", "logits_processors", "truncate_prompt_tokens"),
+        *("lora_request", "data_parallel_rank", "mm_processor_kwargs", "prompt_embeds"),
+    )
+} | _table(
+    {
+        _NO_GRAMMAR: """
+            response_format={"type":"text"} guided_json guided_regex guided_choice guided_grammar
+            guided_decoding_backend guided_whitespace_pattern""",
+        _NO_TOOLS: """
+            tools=[] tool_choice="none"|"auto" functions=[] function_call="none"|"auto" include_reasoning=true""",
+        _NO_MEDIA: 'modalities=["text"] audio media_io_kwargs={}',
+        _NO_TRANSFER: "kv_transfer_params",
+        _NO_PLUGINS: "vllm_xargs={}",
+        _NO_DRAFTS: "prediction",
+        _NO_SAMPLER: """
+            typical_p=1|1.0 mirostat=0 dynatemp_range=0|0.0 xtc_probability=0|0.0 dry_multiplier=0|0.0""",
+        "Quire keeps no answers": "store=false",
+        "there is one tier; see priority": 'service_tier="auto"|"default"',
+        "prefixes stay in memory while there is room": 'prompt_cache_retention="in_memory"|"in-memory"',
+        "Quire has no slots: prefixes are found by their content": "id_slot=-1",
+        "stream_options.continuous_usage_stats counts the tokens of each chunk": "timings_per_token=false",
+        "Quire tells no progress of a prompt": "return_progress=false",
+        "Quire completes a text at its end only": 'suffix=""',
+        "the server's operator chooses it: --chat-template": "chat_template",
+        "a model's own switches go into chat_template_kwargs": "reasoning_effort",
+        "say it in a message": 'verbosity="medium"',
+        "Quire searches nothing": "web_search_options",
+        "a chat's answer holds the answer alone": "echo=false",
+        "put their text into a message": "documents=[]",
     }
 )
 

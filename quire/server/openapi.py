@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 import quire
+from quire.refusals import FIELDS
 from quire.server import protocol, replies
 from quire.server.deadline import TIMEOUT_HEADER
 from quire.server.endpoint import REQUEST_ID_HEADER
@@ -244,12 +245,12 @@ def _operation(op: Operation) -> dict[str, Any]:
 
 
 def _say_what_is_refused(type_: type[msgspec.Struct], schemas: dict[str, Any]) -> None:
-    for name in protocol.only_fields(type_):
-        allowed, why = protocol.ONLY[name]
+    for name in protocol.refused_fields(type_):
+        refusal = FIELDS[name]
         schemas[type_.__name__]["properties"][name] = {
-            "enum": list(allowed),
+            "enum": list(refusal.taken),
             "default": None,
-            "description": f"Not supported: {why}.",
+            "description": f"Not supported: {refusal.why}.",
         }
 
 

@@ -7,7 +7,7 @@ A field is in one of three states, which the tables of docs/from-vllm.md are mad
 
     served              it does what it says
     without effect      `NO_EFFECT` says why it cannot change an answer; taken with any value of its type
-    refused             `ONLY` says with which values it means nothing, which are taken, and why it has no others
+    refused             `refusals.FIELDS` says why; taken with the values that mean nothing
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from quire.params import (
     MAX_STOPS,
     MIN_PRIORITY,
 )
+from quire.refusals import FIELDS
 from quire.server.errors import ApiError, bad_request, from_decode_error
 
 MAX_LOGPROBS = 20
@@ -40,7 +41,7 @@ _LEFT_OUT: Any = None
 LONG_BODY_BYTES = 1 << 18  # decoded in 20 ms whatever it holds
 _MAX_WEIGHT = 300_000  # of a body's parts: decoded in 20 ms as well
 _TEXT_WEIGHT, _HOLDER_WEIGHT = 3, 10
-_MAX_ONLY_BYTES = 256  # no value of ONLY is as long
+_MAX_NEUTRAL_BYTES = 256  # no value of `refusals.FIELDS` is as long
 
 T = TypeVar("T")
 
@@ -116,7 +117,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # See ONLY.
+    # See refusals.FIELDS.
     response_format: Raw = _LEFT_OUT
     use_beam_search: Raw = _LEFT_OUT
     length_penalty: Raw = _LEFT_OUT
@@ -207,7 +208,7 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # see NO_EFFECT
-    # See ONLY.
+    # See refusals.FIELDS.
     chat_template: Raw = _LEFT_OUT
     tools: Raw = _LEFT_OUT
     tool_choice: Raw = _LEFT_OUT
@@ -246,12 +247,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: list[TokenId]
 
 
-_NO_TOOLS = "Quire has no tool calls yet"
-_NO_GRAMMAR = "Quire has no structured output yet"
-_NO_MEDIA = "Quire reads and writes text only"
-_NO_FLAG = "the server's operator chooses it"
-_NO_SAMPLER = "Quire has temperature, top_p, top_k, min_p and the penalties"
-
 # Field -> why no value of it can change an answer.
 NO_EFFECT: dict[str, str] = {
     "user": "whom the caller serves; Quire keeps no accounts of them",
@@ -260,59 +255,6 @@ NO_EFFECT: dict[str, str] = {
     "prompt_cache_key": "a hint that Quire's prefix cache does not need; cache_salt keeps prefixes apart",
     "parallel_tool_calls": "means nothing without tools",
 }
-
-# Field -> (the values with which it means nothing, why it has no others).
-ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "response_format": ((None, {"type": "text"}), _NO_GRAMMAR),
-    "structured_outputs": ((None,), _NO_GRAMMAR),
-    "guided_json": ((None,), _NO_GRAMMAR),
-    "guided_regex": ((None,), _NO_GRAMMAR),
-    "guided_choice": ((None,), _NO_GRAMMAR),
-    "guided_grammar": ((None,), _NO_GRAMMAR),
-    "use_beam_search": ((None, False), "Quire has no beam search yet"),
-    "length_penalty": ((None, 1, 1.0), "it belongs to beam search, which Quire does not have yet"),
-    "logits_processors": ((None, []), "Quire runs no code that a request brings"),
-    "truncate_prompt_tokens": ((None,), "Quire cuts no prompts: shorten it before sending"),
-    "kv_transfer_params": ((None,), "Quire moves no KV between servers"),
-    "vllm_xargs": ((None, {}), "it belongs to another engine's plugins"),
-    "lora_request": ((None,), "Quire has no LoRA yet"),
-    "guided_decoding_backend": ((None,), _NO_GRAMMAR),
-    "guided_whitespace_pattern": ((None,), _NO_GRAMMAR),
-    "data_parallel_rank": ((None, 0), "Quire runs one replica for now"),
-    "store": ((None, False), "Quire keeps no answers"),
-    "service_tier": ((None, "auto", "default"), "there is one tier; see priority"),
-    "prompt_cache_retention": (
-        (None, "in_memory", "in-memory"),
-        "prefixes stay in memory while there is room",
-    ),
-    "id_slot": ((None, -1), "Quire has no slots: prefixes are found by their content"),
-    "timings_per_token": ((None, False), "stream_options.continuous_usage_stats counts the tokens of each chunk"),
-    "return_progress": ((None, False), "Quire tells no progress of a prompt"),
-    "typical_p": ((None, 1, 1.0), _NO_SAMPLER),
-    "mirostat": ((None, 0), _NO_SAMPLER),
-    "dynatemp_range": ((None, 0, 0.0), _NO_SAMPLER),
-    "xtc_probability": ((None, 0, 0.0), _NO_SAMPLER),
-    "dry_multiplier": ((None, 0, 0.0), _NO_SAMPLER),
-    "suffix": ((None, ""), "Quire completes a text at its end only"),
-    "prompt_embeds": ((None,), "Quire takes text or token ids"),
-    "chat_template": ((None,), f"{_NO_FLAG}: --chat-template"),
-    "tools": ((None, []), _NO_TOOLS),
-    "tool_choice": ((None, "none", "auto"), _NO_TOOLS),
-    "functions": ((None, []), _NO_TOOLS),
-    "function_call": ((None, "none", "auto"), _NO_TOOLS),
-    "modalities": ((None, ["text"]), _NO_MEDIA),
-    "audio": ((None,), _NO_MEDIA),
-    "prediction": ((None,), "Quire has no predicted outputs"),
-    "reasoning_effort": ((None,), "a model's own switches go into chat_template_kwargs"),
-    "verbosity": ((None, "medium"), "say it in a message"),
-    "web_search_options": ((None,), "Quire searches nothing"),
-    "echo": ((None, False), "a chat's answer holds the answer alone"),
-    "documents": ((None, []), "put their text into a message"),
-    "include_reasoning": ((None, True), "Quire does not take reasoning apart from the answer"),
-    "mm_processor_kwargs": ((None, {}), _NO_MEDIA),
-    "media_io_kwargs": ((None, {}), _NO_MEDIA),
-}
-
 
 # Tools that must not be called are never seen: no answer differs.
 _UNUSED_TOOLS = {"tools": "tool_choice", "functions": "function_call"}
@@ -335,8 +277,7 @@ def field_states(type_: type[msgspec.Struct]) -> dict[str, FieldState]:
     return states
 
 
-def only_fields(type_: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Those of a body's fields that `ONLY` rules."""
+def refused_fields(type_: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(name for name, state in field_states(type_).items() if state is FieldState.REFUSED)
 
 
@@ -374,30 +315,28 @@ class BodyDecoder:
         self.type = type_
         self._decoder = msgspec.json.Decoder(type_)
         self._fields = type_.__struct_fields__
-        self._only = only_fields(type_)
+        self._refused = refused_fields(type_)
 
     def decode(self, body: bytes) -> Any:
         try:
             decoded = self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _with_hint(from_decode_error(error, self._fields)) from None
-        given = [name for name in self._only if getattr(decoded, name)]
+        given = [name for name in self._refused if getattr(decoded, name)]
         for name in given:
             if bytes(getattr(decoded, _UNUSED_TOOLS.get(name, ""), None) or b"") != b'"none"':
-                _check_only(name, getattr(decoded, name))
+                _check_refused(name, getattr(decoded, name))
         for name in given:
             setattr(decoded, name, _LEFT_OUT)  # it is a view of the whole body, which would live as long as this
         return decoded
 
 
-def _check_only(name: str, given: Raw) -> None:
-    allowed, why = ONLY[name]
-    if len(bytes(given)) <= _MAX_ONLY_BYTES:
-        value = msgspec.json.decode(given)
-        if any(type(value) is type(one) and value == one for one in allowed):
-            return
-    wanted = " or ".join(msgspec.json.encode(one).decode() for one in allowed)
-    raise bad_request(f"{name} is not supported: {why}. Leave it out, or send {wanted}", name, "unsupported")
+def _check_refused(name: str, given: Raw) -> None:
+    refusal = FIELDS[name]
+    if len(bytes(given)) <= _MAX_NEUTRAL_BYTES and refusal.takes(msgspec.json.decode(given)):
+        return
+    wanted = " or ".join(msgspec.json.encode(one).decode() for one in refusal.taken)
+    raise bad_request(f"{name} is not supported: {refusal.why}. Leave it out, or send {wanted}", name, "unsupported")
 
 
 def _with_hint(error: ApiError) -> ApiError:

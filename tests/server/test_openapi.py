@@ -14,9 +14,10 @@ from openapi_strategies import mutated, of_schema
 from server_harness import Reply, ScriptedEngine, Server, make_context, running
 from starlette.routing import Route
 
+from quire.refusals import FIELDS
 from quire.server.app import create_app
 from quire.server.openapi import openapi_document
-from quire.server.protocol import ONLY, ChatBody, only_fields
+from quire.server.protocol import ChatBody, refused_fields
 
 DOCUMENT = openapi_document()
 SCHEMAS = DOCUMENT["components"]["schemas"]
@@ -80,9 +81,9 @@ def test_the_document_hangs_together(server: Server) -> None:
 
 
 def test_it_says_what_is_refused() -> None:
-    for name in only_fields(ChatBody):
+    for name in refused_fields(ChatBody):
         described = SCHEMAS["ChatBody"]["properties"][name]
-        assert described["enum"] == list(ONLY[name][0])
+        assert described["enum"] == list(FIELDS[name].taken)
         assert described["description"].startswith("Not supported")
     assert SCHEMAS["ChatBody"]["additionalProperties"] is False
 
