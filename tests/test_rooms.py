@@ -23,6 +23,7 @@ FOUNDATION = {
     "refusals",
     "inputs",
     "sizes",
+    "step_costs",
 }
 # Room -> rooms it may import, besides itself and the foundation.
 MAY_IMPORT = {

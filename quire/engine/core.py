@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from quire.engine.forecast import StepForecast, StepKind
 from quire.engine.stats import StepStats
 from quire.errors import EngineDeadError
 from quire.executor.base import Executor
@@ -16,6 +15,7 @@ from quire.kv import KVManager
 from quire.plan import StepPlan
 from quire.request import FinishReason, Request, Sequence
 from quire.scheduler import Scheduler, SequenceUpdate
+from quire.step_costs import StepKind
 
 
 @dataclass(slots=True)
@@ -35,8 +35,8 @@ class _Flight:
     ticket: int
     kind: StepKind
     num_tokens: int  # that it computes
-    leaves_prompts: bool  # unfinished, for the next
-    began_s: float  # no later than the executor began it
+    leaves_prompts: bool  # whether prompts remain to be computed after it
+    began_s: float  # when the executor began it, or earlier
 
 
 _MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for nobody
@@ -50,7 +50,7 @@ class EngineCore:
         self.executor = executor
         self.kv = kv
         self._flights: deque[_Flight] = deque()
-        self._forecast = StepForecast()
+        self._costs = scheduler.costs
         self.can_prepare = True  # until there is nothing left of it
         self._last_added_s = 0.0
         self._failure: BaseException | None = None
@@ -97,7 +97,6 @@ class EngineCore:
             flight = self._flights.popleft()
             result = self.executor.collect(flight.ticket)
             collected = time.perf_counter()
-            self._forecast.observe_step(flight.kind, result.timings.forward_s + result.timings.sample_s)
             if self._flights and result.ended_s is not None:
                 self._flights[0].began_s = result.ended_s  # it had to wait for this one
             updates = self.scheduler.update(result)
@@ -118,10 +117,11 @@ class EngineCore:
         self.last_plan = plan
         ticket = self.executor.submit(plan)
         submitted = time.perf_counter()
-        kind = StepKind.of(plan)
-        spans = plan.spans
-        self._flights.append(_Flight(ticket, kind, sum(spans.num_tokens), not all(spans.samples), planned))
-        self._forecast.observe_planning(submitted - started, has_prompts=kind.num_prompt_tokens > 0)
+        counts = plan.spans.num_tokens
+        num_tokens, num_decodes = sum(counts), counts.count(1)
+        kind = StepKind(num_decodes, num_tokens - num_decodes)
+        self._flights.append(_Flight(ticket, kind, num_tokens, not all(plan.spans.samples), planned))
+        self._costs.observe_planning(submitted - started, has_prompts=kind.num_prompt_tokens > 0)
         self.host.submit_s += submitted - planned
         return True
 
@@ -143,11 +143,8 @@ class EngineCore:
         if not self.can_prepare:
             return
         flight = self._flights[0]
-        takes_s = self._forecast.step_s(flight.kind)
-        if takes_s is None:
-            takes_s = self.scheduler.prompts_s(flight.kind.num_prompt_tokens)
-        ends_s = flight.began_s + takes_s
-        while self.can_prepare and ends_s - time.perf_counter() >= self._forecast.preparing_s:
+        ends_s = flight.began_s + self._costs.step_s(flight.kind)
+        while self.can_prepare and ends_s - time.perf_counter() >= self._costs.preparing_s:
             if not self.executor.has_time():
                 return
             self.prepare_more()
@@ -164,7 +161,7 @@ class EngineCore:
             return 0.0  # sooner than it was thought
         flight = self._flights[-1]
         has_prompts = flight.leaves_prompts or self.scheduler.num_waiting > 0
-        free_s = self._forecast.free_s(flight.kind, has_prompts=has_prompts)
+        free_s = self._costs.free_s(flight.kind, has_prompts=has_prompts)
         return max(0.0, flight.began_s + free_s - now_s)
 
     def prepare_more(self) -> bool:
@@ -172,7 +169,7 @@ class EngineCore:
         self._raise_if_dead()
         started = time.perf_counter()
         self.can_prepare = self.executor.prepare_more()
-        self._forecast.observe_preparing(time.perf_counter() - started)
+        self._costs.observe_preparing(time.perf_counter() - started)
         return self.can_prepare
 
     @property

@@ -22,7 +22,6 @@ from quire.kv import UNCHANGED, Allocation, KVManager, PrefixMatch
 from quire.plan import StepPlan, StepResult
 from quire.request import CacheOutcome, FinishReason, Request, Sequence, SequenceState
 from quire.scheduler.admission import BlockedHead, refuse_if_it_never_fits
-from quire.scheduler.budget import StepCosts
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.preemption import (
@@ -34,6 +33,7 @@ from quire.scheduler.preemption import (
 from quire.scheduler.results import PromptLogprobs, append_until_stop
 from quire.scheduler.step import InFlight, StepBuilder, SubmittedDrafts, num_drafts
 from quire.scheduler.types import Drafter, SchedulerStats, SequenceUpdate, TenantLoad, WaitReason
+from quire.step_costs import StepCosts, StepKind
 
 _BACKLOG_STEPS = 4  # smooth steps work off a quarter of what waits
 
@@ -49,11 +49,8 @@ class Scheduler:
         self._kv = kv
         self._clock = clock
         self._life = Lifecycle(config, kv, clock)
-        self._costs = StepCosts(
-            target_step_s=None if config.target_step_ms is None else config.target_step_ms / 1e3,
-            prefill_tokens_per_s=config.prefill_tokens_per_s,
-            block_size=kv.block_size,
-        )
+        self.costs = StepCosts(prefill_tokens_per_s=config.prefill_tokens_per_s)
+        self.target_step_s = None if config.target_step_ms is None else config.target_step_ms / 1e3
         self._next_step = 0
         self._in_flight: deque[InFlight] = deque()
         self._blocked_on: WaitReason | None = None
@@ -83,10 +80,6 @@ class Scheduler:
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of all sequences in the queue, preempted and swapped ones too."""
         return self._life.queue.num_waiting_tokens
-
-    def prompts_s(self, num_tokens: int) -> float:
-        """About how long a step's prompt tokens take; 0 while nothing is known."""
-        return self._costs.prompts_s(num_tokens)
 
     @property
     def takes_newcomers(self) -> bool:
@@ -138,13 +131,9 @@ class Scheduler:
         does not see them stall; more when more wait, so that a backlog is worked off in a few steps all the same."""
         self._smooth_tokens = prompt_tokens if self.config.enable_chunked_prefill else None
 
-    @property
-    def target_step_s(self) -> float | None:
-        return self._costs.target_s
-
     def set_target_step(self, seconds: float) -> None:
         """What `target_step_ms` does, for an engine that learns only after it is built whether somebody reads along."""
-        self._costs.target_s = seconds if self.config.enable_chunked_prefill else None
+        self.target_step_s = seconds if self.config.enable_chunked_prefill else None
 
     # -- requests come and go
 
@@ -238,8 +227,9 @@ class Scheduler:
         self._life.queue.charge_decodes(served, self._life.running, catching_up)
         if not served:
             return
-        allowance = self._costs.allowance(len(served))
-        if allowance is not None:
+        if self.target_step_s is not None:
+            # One block at least: prompts never starve.
+            allowance = max(self._kv.block_size, self.costs.prompt_tokens_within(self.target_step_s))
             step.budget = min(step.budget, allowance)
         if self._prefill_limit is not None:
             step.budget = min(step.budget, self._prefill_limit)
@@ -352,7 +342,7 @@ class Scheduler:
         return victim
 
     def _preempt(self, victim: Sequence, step: StepBuilder) -> None:
-        kind = choose_kind(victim, self.config, self._kv.block_size, self._costs.prefill_tokens_per_s)
+        kind = choose_kind(victim, self.config, self._kv.block_size, self.costs.prefill_tokens_per_s)
         step.num_coming_blocks += self._life.preempt(victim, kind, step.plan)
 
     def _issue(self, step: StepBuilder) -> StepPlan:
@@ -473,7 +463,9 @@ class Scheduler:
             self._life.moving.pop(ticket)
             self._kv.moves_done(ticket)
             self._life.on_loaded(ticket)
-        self._costs.observe(memory.num_decodes, memory.num_prefill_tokens, result.timings.total_s)
+        timings = result.timings
+        kind = StepKind(memory.num_decodes, memory.num_prefill_tokens)
+        self.costs.observe_step(kind, device_s=timings.forward_s + timings.sample_s, total_s=timings.total_s)
         updates = self.take_failures()
         prompts = self._prompt_logprobs.take_new(memory, result) if result.prompt_logprobs else {}
         logprobs, failed = result.logprobs, result.failed

@@ -15,83 +15,16 @@ from live_harness import make_request
 from sim_engine import make_core
 
 from quire.engine.core import EngineCore
-from quire.engine.forecast import Estimate, StepForecast, StepKind
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import Add, Command, EngineMessage, StepOutputs, Stop
 from quire.kv import KVManager
-from quire.plan import StepPlan, StepResult
+from quire.plan import StepResult
 from quire.scheduler import Scheduler, SchedulerConfig
 from quire.sim import SimExecutor
 from quire.sim.cost import CostModel, SimClock
+from quire.step_costs import StepKind
 
 STEP_S = 0.1
-
-
-def test_an_estimate_follows_and_grows_wary_of_what_strays() -> None:
-    steady = Estimate.first(5e-3)
-    assert steady.at_least_s == 0  # a first step may have waited for a compiler
-    for _ in range(40):
-        steady.observe(4e-3)
-    assert steady.mean_s == pytest.approx(4e-3, rel=0.02) and steady.at_least_s == pytest.approx(4e-3, rel=0.05)
-    before_s = steady.at_least_s
-    steady.observe(40e-3)  # something else had the machine: the next step is not taken to be longer for it
-    assert steady.at_least_s < before_s
-
-
-def test_kinds_of_steps() -> None:
-    plan = StepPlan(0)
-    for row, num_tokens in enumerate([1] * 9 + [70, 30]):
-        plan.spans.rows.append(row)
-        plan.spans.num_tokens.append(num_tokens)
-    assert StepKind.of(plan) == StepKind(16, 128)
-
-
-def test_one_slow_plan_does_not_make_the_next_ones_early() -> None:
-    forecast, kind = StepForecast(), StepKind(1, 0)
-    for _ in range(40):
-        forecast.observe_step(kind, 10e-3)
-        forecast.observe_planning(0.5e-3, has_prompts=False)
-    usual_s = forecast.free_s(kind, has_prompts=False)
-    forecast.observe_planning(100e-3, has_prompts=False)  # a graph was captured
-    assert forecast.free_s(kind, has_prompts=False) > usual_s - 3e-3
-    for _ in range(5):
-        forecast.observe_planning(0.5e-3, has_prompts=False)
-    assert forecast.free_s(kind, has_prompts=False) > usual_s - 1e-3
-    for _ in range(40):
-        forecast.observe_planning(4e-3, has_prompts=False)  # it really takes longer now
-    assert forecast.free_s(kind, has_prompts=False) < 6e-3
-
-
-def test_what_is_unknown_is_not_waited_for() -> None:
-    forecast = StepForecast()
-    decodes, mixed = StepKind(1, 0), StepKind(1, 3)
-    assert forecast.free_s(decodes, has_prompts=False) == 0
-    for _ in range(30):
-        forecast.observe_step(decodes, 10e-3)
-    assert forecast.free_s(decodes, has_prompts=False) == 0  # how long planning takes is not known
-    for _ in range(30):
-        forecast.observe_planning(1e-3, has_prompts=False)
-    assert 8e-3 < forecast.free_s(decodes, has_prompts=False) < 9e-3
-    assert forecast.free_s(mixed, has_prompts=False) == forecast.free_s(decodes, has_prompts=False)  # it takes no less
-    for _ in range(30):
-        forecast.observe_step(mixed, 20e-3)
-    assert 18e-3 < forecast.free_s(mixed, has_prompts=False) < 19e-3
-    assert forecast.free_s(StepKind(2, 0), has_prompts=False) == 0
-    for _ in range(30):
-        forecast.observe_planning(30e-3, has_prompts=False)
-    assert forecast.free_s(mixed, has_prompts=False) == 0
-
-
-def test_a_step_with_prompts_is_planned_earlier_if_that_takes_longer() -> None:
-    forecast, kind = StepForecast(), StepKind(8, 0)
-    for _ in range(40):
-        forecast.observe_step(kind, 10e-3)
-        forecast.observe_planning(1e-3, has_prompts=False)
-    assert forecast.free_s(kind, has_prompts=True) == 0  # nobody knows how long that takes
-    for _ in range(40):
-        forecast.observe_planning(3e-3, has_prompts=True)
-    assert 8e-3 < forecast.free_s(kind, has_prompts=False) < 9e-3
-    assert 6e-3 < forecast.free_s(kind, has_prompts=True) < 7e-3
 
 
 class RealClock(SimClock):
@@ -271,7 +204,7 @@ def test_a_step_that_ends_sooner_than_thought_is_followed_at_once() -> None:
     core = make_gpu_core(0.01)
     for kind in (StepKind(1, 0), StepKind(1, 1), StepKind(0, 1)):
         for _ in range(50):
-            core._forecast.observe_step(kind, 5.0)
+            core.scheduler.costs.observe_step(kind, device_s=5.0, total_s=5.0)
     with serving(core) as steps:
         steps.put(add(0))
         steps.wait_for(20)

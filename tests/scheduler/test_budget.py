@@ -10,7 +10,6 @@ from scheduler.harness import Rig, make_request
 from quire.engine.build import CPU_READERS_STEP_S
 from quire.kv import KVManager
 from quire.scheduler import SchedulerConfig
-from quire.scheduler.budget import StepCosts
 from quire.sim import CostModel, SimRun, poisson_arrivals
 
 
@@ -100,36 +99,3 @@ def test_readers_on_a_cpu_do_not_wait_for_whole_prompts_and_throughput_stays() -
     assert stalled_s > 0.5
     assert wait_s < 1.1 * CPU_READERS_STEP_S
     assert end_s < 1.02 * rough_end_s
-
-
-def costs(target_ms: float | None = 10.0) -> StepCosts:
-    target_s = None if target_ms is None else target_ms / 1e3
-    return StepCosts(target_step_s=target_s, prefill_tokens_per_s=1000.0, block_size=16)
-
-
-def test_no_limit_without_target_or_without_decodes() -> None:
-    assert costs(None).allowance(5) is None
-    assert costs().allowance(0) is None
-    assert costs().allowance(5) == 16  # 10 tokens by the first guess, but a block at least
-
-
-def test_any_baseline_settles_at_the_target() -> None:
-    for baseline_ms in (None, 1.0, 9.0):
-        learner = costs()
-        if baseline_ms is not None:
-            learner.observe(8, 0, baseline_ms / 1e3)
-        for _ in range(60):
-            allowed = learner.allowance(8)
-            assert allowed is not None
-            learner.observe(8, allowed, 2e-3 + 20e-6 * allowed)
-        assert 2.0 + 0.02 * allowed == pytest.approx(10.0, rel=0.05)
-
-
-def test_the_prefill_rate_is_measured() -> None:
-    learner = costs(None)
-    learner.observe(0, 32, 1.0)  # too few tokens to say anything
-    assert learner.prefill_tokens_per_s == 1000.0
-    learner.observe(0, 4000, 0.2)
-    assert learner.prefill_tokens_per_s == 20_000.0
-    learner.observe(0, 4000, 0.4)
-    assert 10_000.0 < learner.prefill_tokens_per_s < 20_000.0

@@ -1,0 +1,156 @@
+"""What steps cost, learned from those that ran. One model for everyone who decides something by it.
+
+The scheduler asks how many prompt tokens fit into a step's time, and whether swapping or computing again is cheaper.
+The loop asks when the next step has to be planned, and whether a step leaves the host time for a capture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SMOOTHING = 0.3  # weight of the newest observation
+_MIN_TOKENS_FOR_RATE = 64  # steps with fewer prompt tokens say little about the prefill rate
+_MIN_COST_RATIO = 0.05  # of the old cost: one lucky step must not open the gate entirely
+_MARGIN_S = 0.2e-3  # what no estimate knows of: the host's clock is not the device's
+_FIRST_PREPARING_S = 0.1  # before a preparation was seen
+_PREPARING = "preparing"
+_ROWS, _TOKENS = 8, 64  # steps whose sizes agree up to these count as one kind
+
+
+@dataclass(slots=True)
+class Estimate:
+    """A mean and how far observations stray from it: the way in which TCP guesses a round trip."""
+
+    mean_s: float
+    spread_s: float
+
+    @classmethod
+    def first(cls, seconds: float) -> Estimate:
+        return cls(seconds, seconds / 2)  # so that it is at least nothing: one observation proves little
+
+    def observe(self, seconds: float) -> None:
+        error = seconds - self.mean_s
+        self.mean_s += error / 8
+        self.spread_s += (abs(error) - self.spread_s) / 4
+
+    @property
+    def at_least_s(self) -> float:
+        return self.mean_s - 2 * self.spread_s
+
+    @property
+    def at_most_s(self) -> float:
+        return self.mean_s + 4 * self.spread_s
+
+
+@dataclass(slots=True, frozen=True)
+class StepKind:
+    """What a step's time depends on. That contexts grow is slow enough to be followed."""
+
+    num_decodes: int
+    num_prompt_tokens: int
+
+    def rounded(self) -> StepKind:
+        """The kind that similar steps share."""
+        return StepKind(-(-self.num_decodes // _ROWS) * _ROWS, -(-self.num_prompt_tokens // _TOKENS) * _TOKENS)
+
+
+class StepCosts:
+    """Learns two things from each step: how long steps of its kind take, and what a prompt token costs.
+
+    A step with decodes takes about baseline + prompt tokens * cost. The baseline is the average of decode-only steps,
+    and the cost is what mixed steps took above it, per prompt token. This corrects itself: whatever the error of the
+    baseline, a step that took the time asked for gives the same number of tokens again, a longer one fewer, a shorter
+    one more. So it also follows costs that the formula leaves out, such as longer contexts.
+    """
+
+    def __init__(self, *, prefill_tokens_per_s: float) -> None:
+        self.prefill_tokens_per_s = prefill_tokens_per_s
+        self._rate_is_a_guess = True
+        self._baseline_s: float | None = None
+        self._token_s = 1.0 / prefill_tokens_per_s
+        self._steps: dict[StepKind, Estimate] = {}
+        self._host: dict[str, Estimate] = {}
+
+    # -- learning
+
+    def observe_step(self, kind: StepKind, *, device_s: float, total_s: float) -> None:
+        """A step that has ended. device_s: without the host's delays; were they learned too, a late plan would make the
+        next one later."""
+        rounded = kind.rounded()
+        if known := self._steps.get(rounded):
+            known.observe(device_s)
+        else:
+            self._steps[rounded] = Estimate.first(device_s)
+        if total_s > 0:
+            self._learn_token_cost(kind.num_decodes, kind.num_prompt_tokens, total_s)
+
+    def observe_planning(self, seconds: float, *, has_prompts: bool) -> None:
+        """The host's time between deciding to plan a step and having submitted it."""
+        self._observe_host(_planning(has_prompts), seconds)
+
+    def observe_preparing(self, seconds: float) -> None:
+        """The host's time for something that spares later steps time, such as a capture."""
+        self._observe_host(_PREPARING, seconds)
+
+    def _observe_host(self, work: str, seconds: float) -> None:
+        if known := self._host.get(work):
+            # Now and then a step has no graph, or captures one. That says nothing of the next, which probably has.
+            known.observe(min(seconds, 3 * known.mean_s))
+        else:
+            self._host[work] = Estimate.first(seconds)
+
+    def _learn_token_cost(self, num_decodes: int, num_prompt_tokens: int, total_s: float) -> None:
+        if not num_prompt_tokens:
+            self._baseline_s = _smooth(self._baseline_s, total_s)
+            return
+        if num_prompt_tokens >= _MIN_TOKENS_FOR_RATE:
+            # Beside decodes, prompts have only what these leave of the step; of a wrong baseline's worth at most 3/4.
+            own_s = max(total_s - (self._baseline_s or 0.0), total_s / 4) if num_decodes else total_s
+            rate = num_prompt_tokens / own_s
+            # The first measurement replaces the guess, which may be wrong by orders of magnitude.
+            self.prefill_tokens_per_s = rate if self._rate_is_a_guess else _smooth(self.prefill_tokens_per_s, rate)
+            if self._rate_is_a_guess and not num_decodes:
+                self._token_s = 1.0 / rate
+            self._rate_is_a_guess = False
+        if num_decodes:
+            if self._baseline_s is not None and total_s < self._baseline_s:
+                self._baseline_s = total_s  # fewer decodes, or shorter ones, than when it was measured
+            token_s = (total_s - (self._baseline_s or 0.0)) / num_prompt_tokens
+            self._token_s = _smooth(self._token_s, max(token_s, self._token_s * _MIN_COST_RATIO))
+
+    # -- asking
+
+    def prompt_tokens_within(self, seconds: float) -> int:
+        """How many prompt tokens a step that also decodes may take, to end within so many seconds."""
+        return max(0, int((seconds - (self._baseline_s or 0.0)) / self._token_s))
+
+    def step_s(self, kind: StepKind) -> float:
+        """About how long a step takes: as its kind did before, else by its prompt tokens; 0 while nothing is known."""
+        if known := self._steps.get(kind.rounded()):
+            return known.mean_s
+        return 0.0 if self._rate_is_a_guess else kind.num_prompt_tokens / self.prefill_tokens_per_s
+
+    def free_s(self, kind: StepKind, *, has_prompts: bool) -> float:
+        """How long after a step of this kind began the next must be planned, so that the device does not wait. 0: at
+        once. has_prompts: whether the next step contains prompt tokens."""
+        # A step with prompts takes no less than one of its decodes alone.
+        known = self._steps.get(kind.rounded()) or self._steps.get(StepKind(kind.num_decodes, 0).rounded())
+        planning = self._host.get(_planning(has_prompts))
+        if known is None or planning is None:
+            return 0.0
+        return max(0.0, known.at_least_s - planning.at_most_s - _MARGIN_S)
+
+    @property
+    def preparing_s(self) -> float:
+        """How long a piece of preparation takes at most."""
+        known = self._host.get(_PREPARING)
+        return _FIRST_PREPARING_S if known is None else known.at_most_s
+
+
+def _planning(has_prompts: bool) -> str:
+    """A step with prompts takes longer to plan."""
+    return "planning prompts" if has_prompts else "planning decodes"
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else old + _SMOOTHING * (new - old)
