@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import eq
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.plan import TokenLogprobs
 
 
 @dataclass(slots=True, frozen=True)
@@ -10,6 +16,45 @@ class Logprob:
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+class LogprobList(Sequence[Any]):
+    """The logprobs of each position, from token id to Logprob; None where nothing predicts the token. A position's are
+    made when they are read: twenty of each token of a long prompt, all at once, would take a second."""
+
+    __slots__ = ("_entries", "_token_text")
+
+    def __init__(self, token_text: Callable[[int], str | None], entries: Iterable[TokenLogprobs | None] = ()) -> None:
+        self._token_text = token_text
+        self._entries = list(entries)
+
+    def extend(self, entries: Iterable[TokenLogprobs]) -> None:
+        self._entries.extend(entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return LogprobList(self._token_text, self._entries[index])
+        entry = self._entries[index]
+        return None if entry is None else self._by_token(entry)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def _by_token(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The position's own token first, then the top ones, as vLLM orders them."""
+        found = {entry.token_id: Logprob(entry.logprob, entry.rank, self._token_text(entry.token_id))}
+        for rank, (token, logprob) in enumerate(zip(entry.top_token_ids, entry.top_logprobs, strict=True), start=1):
+            if token not in found:
+                found[token] = Logprob(logprob, rank, self._token_text(token))
+        return found
 
 
 @dataclass(slots=True)
@@ -20,7 +65,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length, abort, error or banned
     stop_reason: int | str | None = None  # the stop string or stop token that ended it; None for eos
     error: str | None = None  # what went wrong, where finish_reason is error or banned
@@ -53,7 +98,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     num_cache_creation_tokens: int = 0  # prompt tokens that this request added to the prefix cache

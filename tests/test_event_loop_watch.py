@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 from event_loop_watch import MAX_CALLBACK_S, watched
@@ -26,6 +27,23 @@ def test_what_computes_for_long_is_found_and_what_waits_is_not() -> None:
     (found,) = asyncio.run(run())
     assert "ms in <Task" in found
     assert "busy" in found
+
+
+def test_collections_count() -> None:
+    def slow_collection(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            busy(3 * MAX_CALLBACK_S)
+
+    async def run() -> list[str]:
+        with watched() as found:
+            await asyncio.sleep(0)
+            gc.callbacks.append(slow_collection)
+            gc.collect()
+            gc.callbacks.remove(slow_collection)
+            await asyncio.sleep(0)
+            return found
+
+    assert len(asyncio.run(run())) == 1
 
 
 def test_other_loops_are_left_alone() -> None:

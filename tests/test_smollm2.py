@@ -103,7 +103,7 @@ def test_logprobs_are_transformers(llm: LLM, oracle: Any, greedy: list[tuple[lis
         assert output.prompt_logprobs is not None
         assert output.outputs[0].logprobs is not None
         assert output.prompt_logprobs[0] is None
-        entries = output.prompt_logprobs[1:] + output.outputs[0].logprobs
+        entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
         assert len(entries) == len(tokens) - 1
         for position, entry in enumerate(entries):
             assert entry is not None

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from quire.engine.api import PreparedRequest
 from quire.errors import BadRequestError
-from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.outputs import CompletionOutput, LogprobList, RequestMetrics, RequestOutput
 from quire.params import OutputKind, SamplingParams
-from quire.plan import TokenLogprobs
 from quire.request import FinishReason, Sequence
 from quire.scheduler import SequenceUpdate
 from quire.text import Detokenizer, StopStrings, Tokenizer
@@ -27,7 +26,7 @@ class Line:
     waiting: SequenceUpdate  # whatever has come since `take`
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: LogprobList | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -53,9 +52,7 @@ class Job:
         self.params = params = prepared.params
         self.prompt = prepared.prompt
         self.lines: dict[int, Line] = {}  # by index; forks come when they are first heard of
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]  # nothing predicts the first token
+        self.prompt_logprobs: LogprobList | None = None
         # Nobody looks before the end, so the text is made there, in one go.
         self.text_at_end = params.output_kind is OutputKind.FINAL_ONLY and not params.stop
 
@@ -79,6 +76,8 @@ class OutputProcessor:
         request_id = job.request.request_id
         if request_id in self._jobs:
             raise BadRequestError(f"request id {request_id!r} is in use: choose another", param="request_id")
+        if job.params.prompt_logprobs is not None:
+            job.prompt_logprobs = LogprobList(self._token_text, [None])  # nothing predicts the first token
         self._jobs[request_id] = job
 
     def discard(self, request_id: str) -> None:
@@ -118,20 +117,20 @@ class OutputProcessor:
                 stops = StopStrings(list(params.stop), include_in_output=params.include_stop_str_in_output)
         line = job.lines[seq.index] = Line(seq, detokenizer, stops, SequenceUpdate(seq, []))
         if params.logprobs is not None:
-            line.logprobs, line.cumulative_logprob = [], 0.0
+            line.logprobs, line.cumulative_logprob = LogprobList(self._token_text), 0.0
         return line
 
     def _take(self, job: Job, line: Line, update: SequenceUpdate) -> bool:
         """Add an update to a line. True when a stop string ends it now."""
         if update.prompt_logprobs and job.prompt_logprobs is not None:
-            job.prompt_logprobs.extend(self._logprob_dict(entry) for entry in update.prompt_logprobs)
+            job.prompt_logprobs.extend(update.prompt_logprobs)
         num_new = len(update.new_token_ids)
         num_hidden = int(num_new > 0 and update.finished and _is_stop_token(update.seq, job.params))
         for i, token in enumerate(update.new_token_ids):
             line.token_ids.append(token)
             if line.logprobs is not None and update.logprobs is not None:
                 entry = update.logprobs[i]
-                line.logprobs.append(self._logprob_dict(entry))
+                line.logprobs.extend((entry,))
                 line.cumulative_logprob = (line.cumulative_logprob or 0.0) + entry.logprob
             is_shown = line.detokenizer is not None and not job.text_at_end and i < num_new - num_hidden
             if is_shown and self._show(job, line, token):
@@ -175,14 +174,6 @@ class OutputProcessor:
                 line.finish_reason, line.stop_reason = FinishReason.STOP.value, match.stop
         if text:
             line.pieces.append(text)
-
-    def _logprob_dict(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The position's own token first, then the top ones, as vLLM orders them."""
-        found = {entry.token_id: Logprob(entry.logprob, entry.rank, self._token_text(entry.token_id))}
-        for rank, (token, logprob) in enumerate(zip(entry.top_token_ids, entry.top_logprobs, strict=True), start=1):
-            if token not in found:
-                found[token] = Logprob(logprob, rank, self._token_text(token))
-        return found
 
     def _token_text(self, token: int) -> str | None:
         # Its bytes, not decode(): that would drop a SentencePiece token's leading space.

@@ -219,7 +219,7 @@ def _logprobs(engine: LLMEngine, request_id: str, token_ids: list[int]) -> list[
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.prompt_logprobs:
-                found = output.prompt_logprobs
+                found = list(output.prompt_logprobs)
     return [entry[token].logprob for token, entry in zip(token_ids, found, strict=True) if entry is not None]
 
 

@@ -18,7 +18,7 @@ from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.server.models import check_model, fingerprint
 from quire.server.protocol import ChatBody, TokenizeBody
 from quire.server.replies import AnswerMessage, CachedTokens, ChatChoice, ChatCompletion, ChatLogprobs, Usage
-from quire.server.sampling import chat_params, check_room, priority_of
+from quire.server.sampling import chat_params, check_logprobs, check_room, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 from quire.server.text_work import request_deadline
 from quire.text.chat_template import NOT_SWITCHES
@@ -48,6 +48,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
 
     prepared = await exchange.context.text_work.run(exchange, deadline, prepare, exchange.num_body_bytes, is_chat=True)
     check_room(body, [prepared], engine.info.max_model_len)
+    check_logprobs([prepared], engine.info.max_model_len)
     head: dict[str, Any] = {
         "id": f"chatcmpl-{exchange.request_id}",
         "created": int(time.time()),
@@ -60,7 +61,8 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
             await stream_reply(exchange, generation, _Writer(head, shown))
             return
         ((_, output),) = await generation.take()
-        await exchange.reply(_whole(head, shown, output), generation.headers)
+        answer = await generation.write(lambda: msgspec.json.encode(_whole(head, shown, output)), [output])
+        await exchange.reply(answer, generation.headers)
 
 
 def render(engine: ServingEngine, body: ChatBody | TokenizeBody) -> dict[str, Any]:

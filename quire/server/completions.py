@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
+
 from quire.engine.api import PreparedRequest
 from quire.inputs import Prompt
 from quire.outputs import CompletionOutput, RequestOutput
@@ -14,9 +16,9 @@ from quire.server.errors import bad_request
 from quire.server.generation import Generation, engine_ids
 from quire.server.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
 from quire.server.models import check_model, fingerprint
-from quire.server.protocol import MAX_PROMPTS, CompletionBody
+from quire.server.protocol import MAX_ANSWERS, CompletionBody
 from quire.server.replies import CachedTokens, Completion, CompletionChoice, CompletionLogprobs, Usage
-from quire.server.sampling import check_room, completion_params, priority_of
+from quire.server.sampling import check_logprobs, check_room, completion_params, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 from quire.server.text_work import request_deadline
 
@@ -24,7 +26,7 @@ from quire.server.text_work import request_deadline
 async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
     engine = exchange.context.engine
     model = check_model(exchange.context, body.model)
-    prompts = read_prompts(body.prompt)
+    prompts = read_prompts(body.prompt, body.n or 1)
     params = completion_params(body, engine.default_sampling)
     priority = priority_of(body, engine.info)
     deadline = request_deadline(exchange, body.timeout)
@@ -38,6 +40,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
             made = _engine_prompt(exchange, body, prompt)
             prepared.append(engine.prepare(request_id, made, params, priority=priority, tenant=exchange.tenant))
         check_room(body, prepared, engine.info.max_model_len)
+        check_logprobs(prepared, engine.info.max_model_len)
         return prepared, _Shown(exchange, body, params, prepared)
 
     # A request of its own costs as much as a hundred characters.
@@ -56,18 +59,26 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
         outputs: dict[int, RequestOutput] = {}
         while len(outputs) < len(prepared):
             outputs |= dict(await generation.take())
-        await exchange.reply(_whole(head, body, shown, outputs), generation.headers)
+        answer = await generation.write(
+            lambda: msgspec.json.encode(_whole(head, body, shown, outputs)), outputs.values()
+        )
+        await exchange.reply(answer, generation.headers)
 
 
-def read_prompts(given: str | list[Any]) -> list[str | list[int]]:
+def read_prompts(given: str | list[Any], n: int = 1) -> list[str | list[int]]:
     """One or several prompts; which, the types tell."""
     if isinstance(given, str):
         return [given]
     kinds = set(map(type, given))
     if kinds == {int}:
         return [given]
-    if len(given) > MAX_PROMPTS:
-        raise bad_request(f"prompt holds {len(given)} prompts, and at most {MAX_PROMPTS} go into one request", "prompt")
+    if len(given) * n > MAX_ANSWERS:
+        each = f" with {n} answers each" if n > 1 else ""
+        raise bad_request(
+            f"prompt holds {len(given):,} prompts{each}, and one request gets at most {MAX_ANSWERS:,} answers: "
+            f"send at most {MAX_ANSWERS // n:,} prompts",
+            "prompt",
+        )
     if int in kinds:
         raise bad_request("prompt mixes token ids with whole prompts: send one kind", "prompt")
     return given

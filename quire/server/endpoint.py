@@ -88,8 +88,8 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": status, "headers": lines})
 
     async def reply(self, body: Any, headers: Mapping[str, str] | None = None, *, status: int = 200) -> None:
-        """A whole answer, as JSON."""
-        encoded = msgspec.json.encode(body)
+        """A whole answer, as JSON, or encoded already."""
+        encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
         await self.begin(status, b"application/json", headers or {}, (b"content-length", b"%d" % len(encoded)))
         await self.send({"type": "http.response.body", "body": encoded})
 

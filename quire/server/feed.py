@@ -51,6 +51,7 @@ ANSWER_S = 2.0  # an engine that takes longer to answer has its state shown mean
 @dataclass(slots=True, eq=False)
 class _Viewer:
     sees: str | None  # the tenant whose requests it is shown; None: everybody's
+    tenant: str = ""  # its own
     lines: deque[bytes] = field(default_factory=deque)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     is_behind: bool = True  # the next thing it needs is the copy
@@ -93,9 +94,9 @@ class LiveFeed:
     def num_viewers(self) -> int:
         return len(self._viewers)
 
-    async def view(self, sees: str | None = None) -> AsyncIterator[bytes]:
+    async def view(self, sees: str | None = None, tenant: str = "") -> AsyncIterator[bytes]:
         """Lines for one viewer, until it leaves or the engine ends."""
-        viewer = _Viewer(sees)
+        viewer = _Viewer(sees, tenant)
         self._viewers.add(viewer)
         try:
             if self._task is None or self._task.done():
@@ -117,8 +118,11 @@ class LiveFeed:
                 self._task.cancel()
                 self._task = None
 
-    def check_room(self) -> None:
-        if len(self._viewers) >= MAX_VIEWERS:
+    def check_room(self, tenant: str = "") -> None:
+        """As with admission: who has less than an equal share is let in over the limit, up to twice that."""
+        viewing = [viewer.tenant for viewer in self._viewers]
+        share = MAX_VIEWERS / len({*viewing, tenant})
+        if len(viewing) >= 2 * MAX_VIEWERS or (len(viewing) >= MAX_VIEWERS and viewing.count(tenant) >= share):
             raise ApiError(
                 429, f"{MAX_VIEWERS} pages are open already", code="too_many_viewers", headers={"retry-after": "5"}
             )

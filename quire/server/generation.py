@@ -15,9 +15,9 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.engine.api import PreparedRequest
 from quire.errors import BadRequestError
@@ -29,6 +29,10 @@ from quire.server.endpoint import ClientGone, Exchange
 from quire.server.errors import ApiError, to_api_error
 from quire.server.protocol import GenerationBody
 
+T = TypeVar("T")
+
+_CHOICE_PARTS = 10  # what an answer without logprobs takes to write, in logprobs
+_TOLD_AT_ONCE = 256  # ends of prompts, in some 10 ms
 _CLIENT_GONE = 499  # for the log alone: nobody reads the status
 
 _next_number = itertools.count(1)
@@ -106,6 +110,16 @@ class Generation:
             self._is_reading = False
         return [(0, output)]
 
+    async def write(self, make: Callable[[], T], outputs: Iterable[RequestOutput]) -> T:
+        """What `make` turns these outputs into; not on the event loop where they are many or have many logprobs."""
+        params = self._prepared[0].params
+        of_token, of_prompt = (1 + (number or 0) for number in (params.logprobs, params.prompt_logprobs))
+        num_parts = 0
+        for output in outputs:
+            num_parts += len(output.prompt_logprobs or ()) * of_prompt
+            num_parts += sum(_CHOICE_PARTS + len(one.logprobs or ()) * of_token for one in output.outputs)
+        return await self._context.text_work.run(self._exchange, self._deadline, make, num_parts)
+
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for task in self._tasks:
             task.cancel()
@@ -115,7 +129,8 @@ class Generation:
                 await self._only.aclose()
         finally:
             await self._places.aclose()
-            self._tell(error)
+            telling = self._tell(error)  # only with many prompts does it let others run meanwhile
+            await (telling if len(self._prepared) <= _TOLD_AT_ONCE else asyncio.shield(telling))
             # Tracebacks of these lead back here: only the garbage collector would free all that the request holds.
             self._tasks, self._mailbox.failure = [], None
 
@@ -142,7 +157,7 @@ class Generation:
         if self._is_reading and self._reader is not None:
             self._reader.cancel()
 
-    def _tell(self, error: BaseException | None) -> None:
+    async def _tell(self, error: BaseException | None) -> None:
         status, code, reason = 200, None, FinishReason.ABORT
         if isinstance(error, ApiError):
             status, code = error.status, error.code
@@ -151,7 +166,9 @@ class Generation:
             status, code, reason = 500, "internal_error", FinishReason.ERROR
         elif error is not None:
             status, code = _CLIENT_GONE, "client_gone"
-        for prepared, last in zip(self._prepared, self._last, strict=True):
+        for number, (prepared, last) in enumerate(zip(self._prepared, self._last, strict=True), 1):
+            if number % _TOLD_AT_ONCE == 0 and number < len(self._prepared):
+                await asyncio.sleep(0)
             summary = self._metrics.on_finished(prepared, last, reason.value)
             self._context.logs.finished(
                 dataclasses.replace(summary, request_id=self._exchange.request_id),

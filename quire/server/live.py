@@ -33,9 +33,10 @@ def routes(context: ServerContext) -> list[Route]:
             raise bad_request(f"/live has no parameter {name}", param=name)
         if request.method == "HEAD":
             return Response(media_type=_MEDIA_TYPE)
-        feed.check_room()
+        state = request.scope["state"]
+        feed.check_room(state["tenant"])
         return StreamingResponse(
-            feed.view(request.scope["state"]["sees"]),
+            feed.view(state["sees"], state["tenant"]),
             media_type=_MEDIA_TYPE,
             # A proxy that collects the stream before passing it on would show the past.
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import msgspec
+from msgspec import Raw
 
 from quire.outputs import Logprob
 from quire.server.replies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from quire.text import Tokenizer
 
+T = TypeVar("T")
+
+_encode = msgspec.json.Encoder().encode
 _LOWEST = -9999.0  # JSON has no -inf, which is what a token that was ruled out has
 
 
@@ -23,8 +30,11 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
+        # The same few thousand tokens come again and again in an answer with many logprobs.
+        self.text = cache(self._text)
+        self.bytes = cache(self._bytes)
 
-    def text(self, token_id: int) -> str:
+    def _text(self, token_id: int) -> str:
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
         token_bytes = self._tokenizer.token_bytes(token_id)
@@ -33,7 +43,7 @@ class TokenNames:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
-    def bytes(self, token_id: int) -> list[int] | None:
+    def _bytes(self, token_id: int) -> list[int] | None:
         return None if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
 
 
@@ -74,7 +84,7 @@ def completion_logprobs(
         shown.token_logprobs.append(_finite(own.logprob))
         top = {names.text(other): _finite(p.logprob) for other, p in reversed(_top(entry, num_top))}
         top.setdefault(names.text(token_id), _finite(own.logprob))
-        shown.top_logprobs.append(dict(sorted(top.items(), key=lambda item: -item[1])))
+        shown.top_logprobs.append(_encoded(dict(sorted(top.items(), key=lambda item: -item[1]))))
     return shown
 
 
@@ -83,14 +93,16 @@ def chat_logprobs(
 ) -> ChatLogprobs:
     return ChatLogprobs(
         [
-            TokenLogprob(
-                names.text(token_id),
-                _finite(entry[token_id].logprob),
-                names.bytes(token_id),
-                [
-                    TopLogprob(names.text(other), _finite(p.logprob), names.bytes(other))
-                    for other, p in _top(entry, num_top)
-                ],
+            _encoded(
+                TokenLogprob(
+                    names.text(token_id),
+                    _finite(entry[token_id].logprob),
+                    names.bytes(token_id),
+                    [
+                        TopLogprob(names.text(other), _finite(p.logprob), names.bytes(other))
+                        for other, p in _top(entry, num_top)
+                    ],
+                )
             )
             for token_id, entry in zip(token_ids, entries, strict=True)
         ]
@@ -101,12 +113,20 @@ def prompt_logprobs(entries: Sequence[Mapping[int, Logprob] | None]) -> list[dic
     return [
         None
         if entry is None
-        else {
-            str(token_id): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token}
-            for token_id, p in entry.items()
-        }
+        else _encoded(
+            {
+                str(token_id): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token}
+                for token_id, p in entry.items()
+            }
+        )
         for entry in entries
     ]
+
+
+def _encoded(position: T) -> T:
+    """As the JSON that it will be. Of a million logprobs, objects would take four times the memory, and encoding them
+    or looking for garbage among them would stop every thread for a second."""
+    return cast(T, Raw(_encode(position)))
 
 
 def _top(entry: Mapping[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:

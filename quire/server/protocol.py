@@ -35,7 +35,7 @@ from quire.server.errors import ApiError, bad_request, from_decode_error
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-MAX_PROMPTS = 2048
+MAX_ANSWERS = 2048  # to one request: prompts times n
 _INT32 = 2**31 - 1
 _LEFT_OUT: Any = None
 LONG_BODY_BYTES = 1 << 18  # decoded in 20 ms whatever it holds

@@ -14,6 +14,8 @@ from quire.server.protocol import ChatBody, CompletionBody, GenerationBody
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 # Each prompt of a request takes its lists along to the engine. Ids, or characters of words, times prompts.
 _MAX_LISTED = 2**20
+# Each takes some 60 bytes until the answer is written, and 80 in it.
+_MAX_LOGPROBS = 2**19
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PLAIN = (
     "n",
@@ -93,6 +95,25 @@ def check_room(body: CompletionBody | ChatBody, prepared: Sequence[PreparedReque
             f"{which} has {num_prompt_tokens}, and {param} asks for {asked} more. Ask for at most {room}",
             param=param,
         )
+
+
+def check_logprobs(prepared: Sequence[PreparedRequest], max_model_len: int) -> None:
+    """What a request's logprobs take in memory is bounded, as its prompts are."""
+    params = prepared[0].params
+    num_prompt_tokens = sum(one.num_prompt_tokens for one in prepared)
+    num_tokens = params.n * sum(one.request.max_tokens for one in prepared)
+    for name, number, advice in (
+        ("prompt_logprobs", num_prompt_tokens, "send fewer prompts, or ask for fewer"),
+        ("logprobs", num_tokens, "lower max_tokens or n, send fewer prompts, or ask for fewer"),
+    ):
+        wanted = getattr(params, name)
+        # A whole sequence with as many as a position may have is always taken.
+        if wanted is not None and number > (limit := max(_MAX_LOGPROBS // (1 + wanted), max_model_len)):
+            raise bad_request(
+                f"{name} of {number:,} tokens were asked for, and with {wanted} a token at most {limit:,} are given in "
+                f"one request: {advice}",
+                name,
+            )
 
 
 def priority_of(body: GenerationBody, info: EngineInfo) -> int:

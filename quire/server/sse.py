@@ -3,6 +3,7 @@ costs the encoding of its text and one join."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -45,7 +46,7 @@ class StreamWriter:
         self._n = n
         self._include_usage = bool(options and options.include_usage)
         self._continuous_usage = bool(options and options.continuous_usage_stats)
-        self._is_plain = is_plain and not self._continuous_usage
+        self.is_plain = is_plain and not self._continuous_usage
         self._head = b"data: " + _encode({**head, "object": self.OBJECT})[:-1] + b',"choices":['
         # OpenAI's own has a null here in every chunk but the last, if that one will have the numbers.
         self._end = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
@@ -79,6 +80,12 @@ class StreamWriter:
     def is_done(self) -> bool:
         return not self._num_open
 
+    def write_all(self, outputs: list[tuple[int, RequestOutput]]) -> list[bytes]:
+        pieces: list[bytes] = []
+        for prompt, output in outputs:
+            self.write(prompt, output, pieces)
+        return pieces
+
     def write(self, prompt: int, output: RequestOutput, into: list[bytes]) -> None:
         """Append the events of an output. One that brings nothing new of a choice makes none for it."""
         if self._is_new_prompt[prompt]:
@@ -92,7 +99,7 @@ class StreamWriter:
             if completion.finish_reason is None:
                 if not completion.token_ids and not completion.text:
                     continue
-                if self._is_plain:
+                if self.is_plain:
                     self.usage.completion_tokens += len(completion.token_ids)
                     into += (self._starts[index], _encode(completion.text), self._tail)
                     self._starts[index] = self._later_starts[index]
@@ -133,12 +140,14 @@ async def stream_reply(exchange: Exchange, generation: Generation, writer: Strea
 
     The response begins with the first output, so that whatever goes wrong before it still has a status of its own.
     """
-    send, take, write = exchange.send, generation.take, writer.write
+    send, take, write_all = exchange.send, generation.take, writer.write_all
     try:
         while not writer.is_done:
-            pieces: list[bytes] = []
-            for prompt, output in await take():
-                write(prompt, output, pieces)
+            outputs = await take()
+            if writer.is_plain:
+                pieces = write_all(outputs)
+            else:
+                pieces = await generation.write(partial(write_all, outputs), (output for _, output in outputs))
             if writer.is_done:
                 pieces.append(writer.ending())
             if not pieces:

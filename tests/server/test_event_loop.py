@@ -72,6 +72,7 @@ def test_no_body_holds_the_others_up(fresh: Server, path: str, name: str) -> Non
     reply = fresh.request("POST", path, body, content_type="application/json")
     assert reply.status == {"spaces": 200, "a model's name": 404}.get(name, 400)
     assert len(reply.text) < 5_000
+    fresh.get("/ping")  # after the callback that sent the reply
     slow, fresh.slow[:] = list(fresh.slow), []
     assert not slow
 
@@ -82,3 +83,20 @@ def test_bodies_of_the_size_that_people_send_are_taken(fresh: Server) -> None:
     body = json.dumps({"prompt": source[:200], "user": source * 300, "max_tokens": 1}).encode()
     assert len(body) > 400_000
     assert fresh.request("POST", "/v1/completions", body, content_type="application/json").status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_of_many_parts_hold_nobody_up(fresh: Server, stream: bool) -> None:
+    """A body of a few bytes may ask for hundreds of thousands of logprobs, or for two thousand answers."""
+    prompts = ["abcdefgh" * 25] * 100
+    body = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
+    reply = fresh.post("/v1/completions", body)
+    answers = reply.events() if stream else [reply.json()]
+    found = [choice["logprobs"] for answer in answers for choice in answer["choices"] if choice["logprobs"]]
+    assert sum(len(one["tokens"]) for one in found) == 100 * 201
+    assert all(len(top) >= 20 for one in found for top in one["top_logprobs"] if top)
+    many = fresh.post("/v1/completions", {"prompt": ["a"] * 2048, "max_tokens": 1, "stream": stream})
+    assert many.status == 200
+    fresh.get("/ping")
+    slow, fresh.slow[:] = list(fresh.slow), []
+    assert not slow

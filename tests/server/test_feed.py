@@ -261,3 +261,32 @@ def test_viewers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         feed.check_room()
 
     asyncio.run(run())
+
+
+def test_one_tenant_cannot_take_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "MAX_VIEWERS", 2)
+
+    async def run() -> None:
+        feed = make_feed(CoreEngine(make_core()))
+
+        @asynccontextmanager
+        async def page(tenant: str) -> AsyncIterator[None]:
+            feed.check_room(tenant)
+            lines = feed.view(tenant, tenant)
+            await anext(lines)
+            try:
+                yield
+            finally:
+                await lines.aclose()  # type: ignore[attr-defined]
+
+        async with page("a"), page("a"):
+            with pytest.raises(ApiError, match="pages are open"):
+                feed.check_room("a")
+            async with page("b"):
+                with pytest.raises(ApiError, match="pages are open"):
+                    feed.check_room("b")
+                async with page("c"):  # twice as many as the limit: no name makes room for another
+                    with pytest.raises(ApiError, match="pages are open"):
+                        feed.check_room("d")
+
+    asyncio.run(run())

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import pytest
 
 from quire.outputs import Logprob
 from quire.server.logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from quire.text import Tokenizer
+
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +34,10 @@ def test_special_tokens_take_room_only_where_they_are_shown(tokenizer: Tokenizer
         assert [offsets.next(token) for token in ids] == [0, second]
 
 
+def as_sent(shown: T) -> T:
+    return msgspec.json.decode(msgspec.json.encode(shown), type=type(shown))
+
+
 def test_parts_of_characters_have_names_of_their_own(tokenizer: Tokenizer) -> None:
     first, second = tokenizer.encode("ü")
     names = TokenNames(tokenizer, as_ids=False)
@@ -42,12 +50,14 @@ def test_parts_of_characters_have_names_of_their_own(tokenizer: Tokenizer) -> No
 def test_completions_show_the_top_and_the_token_itself(tokenizer: Tokenizer) -> None:
     a, b, c = tokenizer.encode("abc")
     entry = {c: Logprob(-3.0, 9), a: Logprob(-0.5, 1), b: Logprob(-1.0, 2)}
-    shown = completion_logprobs(
-        [a, c],
-        [None, entry],
-        num_top=2,
-        names=TokenNames(tokenizer, as_ids=False),
-        offsets=TextOffsets(tokenizer, skip_special_tokens=True),
+    shown = as_sent(
+        completion_logprobs(
+            [a, c],
+            [None, entry],
+            num_top=2,
+            names=TokenNames(tokenizer, as_ids=False),
+            offsets=TextOffsets(tokenizer, skip_special_tokens=True),
+        )
     )
     assert shown.tokens == ["a", "c"]
     assert shown.token_logprobs == [None, -3.0]
@@ -59,12 +69,12 @@ def test_chats_show_as_many_as_were_asked_for(tokenizer: Tokenizer) -> None:
     a, b, c = tokenizer.encode("abc")
     entry = {c: Logprob(-math.inf, 9), a: Logprob(-0.5, 1), b: Logprob(-1.0, 2)}
     names = TokenNames(tokenizer, as_ids=False)
-    (shown,) = chat_logprobs([c], [entry], num_top=1, names=names).content
+    (shown,) = as_sent(chat_logprobs([c], [entry], num_top=1, names=names)).content
     assert (shown.token, shown.logprob, shown.bytes) == ("c", -9999.0, [ord("c")])
     assert [(top.token, top.logprob) for top in shown.top_logprobs] == [("a", -0.5)]
-    assert chat_logprobs([c], [entry], num_top=0, names=names).content[0].top_logprobs == []
+    assert as_sent(chat_logprobs([c], [entry], num_top=0, names=names)).content[0].top_logprobs == []
 
 
 def test_prompt_logprobs_are_by_token_id() -> None:
-    shown = prompt_logprobs([None, {7: Logprob(-1.0, 1, "x")}])
+    shown = as_sent(prompt_logprobs([None, {7: Logprob(-1.0, 1, "x")}]))
     assert shown == [None, {"7": {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}]
