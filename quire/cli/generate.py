@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="continue prompts (arguments, or one from stdin)",
-        description="Continue prompts, all batched together. Text goes to stdout, the account to stderr.",
+        description="Continue prompts, all batched together. Text goes to stdout, statistics to stderr.",
         usage="quire generate [PROMPT ...] [flags]",
         formatter_class=WideHelp,
     )

@@ -122,8 +122,10 @@ def _ago(used_s: float) -> str:
 
 
 def _print_table(headings: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> None:
-    lines = [headings, *cells]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(headings) - 1)]
+    """The last column is as wide as it is; a column without any text in it is left out."""
+    kept = [i for i in range(len(headings)) if any(line[i] for line in cells)]
+    lines = [tuple(line[i] for i in kept) for line in (headings, *cells)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(kept) - 1)]
     # On a terminal lines are cut to its width; a pipe gets them whole.
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in lines:

@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "plan",
         help="what fits in memory: blocks, lengths, sequences at once",
         description="KV memory by arithmetic: bytes per token and block, how many blocks, how long, how many at once, "
-        "and which flags to set. Nothing is loaded.",
+        "and which flags to set. No weights are loaded; of a hub id the config is fetched, of a GGUF one the file.",
         epilog="examples:\n"
         "  quire plan\n"
         "  quire plan llama-3.1-8b --gpu h100 --prompt-len 1024 --output-len 256\n"
@@ -44,12 +44,20 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", nargs="?", default="smollm2", help="alias, known shape, directory, config.json, GGUF file or hub id"
+        "model",
+        nargs="?",
+        default="smollm2",
+        help="alias, known shape, directory, config.json, GGUF file or hub id, also owner/name:Q4_K_M",
     )
     where = parser.add_argument_group("where it runs (default: this machine)")
     where.add_argument("--memory", metavar="SIZE", help="memory of the device: 80GB (10^9), 80GiB or 80G (2^30)")
     where.add_argument("--gpu", metavar="NAME", help="a GPU by name, such as h100")
-    where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="--memory means a GPU's")
+    where.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="(default: a GPU, if there is one or --memory is given)",
+    )
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument("--prompt-len", type=int, metavar="N", help="tokens of a prompt")
     traffic.add_argument("--output-len", type=int, metavar="N", help="tokens generated")

@@ -120,7 +120,7 @@ def _explain(error: Exception, repo: str, revision: str | None) -> DownloadError
             )
         return DownloadError(
             f"{where} is not in the local cache and the hub cannot be reached: check the network and proxy, or give a "
-            f"path. {_first_line(error)}"
+            f"path ({_first_line(_root(error))})"
         )
     return DownloadError(f"{where} could not be fetched: {_first_line(error)}: check the network and try again")
 
@@ -138,6 +138,13 @@ def _guess(name: str) -> str:
     return f"did you mean the alias {near[0]!r}? Otherwise " if near else ""
 
 
-def _first_line(error: Exception) -> str:
+def _root(error: BaseException) -> BaseException:
+    """What went wrong first: the library's own words for it are advice to programmers."""
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    return error
+
+
+def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__

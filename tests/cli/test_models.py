@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from quire.cli.main import main
+from quire.cli.models import _print_table
 from quire.weights.aliases import ALIASES
 
 
@@ -48,6 +49,11 @@ def test_cached_ones_are_shown_with_their_place_and_last_use(home, capsys):
     assert "just now" in alias_row and alias_row.endswith(str(path))
     assert hub_row.startswith("owner/name") and "5 kB" in hub_row and "3 days ago" in hub_row
     assert hub_row.endswith(str(snapshot))
+
+
+def test_a_column_without_any_text_is_left_out(capsys):
+    _print_table(("NAME", "SIZE", "FROM"), [("a", "", "x"), ("bc", "", "y")])
+    assert capsys.readouterr().out.splitlines() == ["NAME  FROM", "a     x", "bc    y"]
 
 
 def test_json(home, capsys):

@@ -96,6 +96,12 @@ def http_error(kind, status=404):
     return kind("from the hub", response=response)
 
 
+def unreachable() -> Exception:
+    error = errors.LocalEntryNotFoundError("pass 'local_files_only=False' as input")
+    error.__context__ = OSError("no such host")
+    return error
+
+
 @pytest.mark.parametrize(
     ("make", "environment", "says"),
     [
@@ -106,6 +112,7 @@ def http_error(kind, status=404):
         (lambda: http_error(errors.RevisionNotFoundError), {}, "at revision 'v9' does not exist"),
         (lambda: errors.LocalEntryNotFoundError("x"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
         (lambda: errors.LocalEntryNotFoundError("x"), {}, "the hub cannot be reached: check the network"),
+        (unreachable, {}, r"or give a path \(no such host\)$"),
         (lambda: errors.HFValidationError("bad id"), {}, "cannot be fetched: bad id"),
         (lambda: http_error(errors.HfHubHTTPError, 500), {}, "could not be fetched: from the hub"),
         (lambda: OSError("proxy\nand more"), {}, "could not be fetched: proxy: check the network"),
