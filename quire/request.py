@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from hashlib import blake2b
 
+from quire.errors import BadRequestError, ContextLengthError
 from quire.params import SamplingSpec
 
 
@@ -86,6 +87,20 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    def check_limits(self, max_model_len: int, max_num_seqs: int | None) -> None:
+        """Refuse what could not run even alone. Asked where the request is made, and again by the scheduler."""
+        if self.num_prompt_tokens >= max_model_len:
+            raise ContextLengthError.of(
+                max_model_len,
+                f"the prompt has {self.num_prompt_tokens}, and at least one is for the answer. Shorten the prompt or "
+                "raise max_model_len",
+                param="prompt",
+            )
+        if max_num_seqs is not None and self.n > max_num_seqs:
+            raise BadRequestError(
+                f"n is {self.n}, but at most max_num_seqs={max_num_seqs} sequences run at once", param="n"
+            )
 
     def spec_of(self, index: int) -> SamplingSpec:
         """How one of its sequences samples. The prompt's logprobs are those of the first."""

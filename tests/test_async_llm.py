@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,67 @@ def test_an_idle_engine_burns_nothing(engine: AsyncLLM) -> None:
     before = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - before < 0.05
+
+
+def test_an_idle_engine_prepares_what_later_steps_need(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, core = [True, True, False], engine.engine.core
+    monkeypatch.setattr(core.executor, "prepare_more", lambda: left.pop(0))
+    core.can_prepare = True
+
+    async def run() -> None:
+        await collect(engine, "hello", LONG.clone(max_tokens=2))
+        while left:
+            await asyncio.sleep(0.01)
+        assert (await collect(engine, "hello", LONG))[-1].finished
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_step_is_planned_when_it_is_needed(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who arrives while the loop waits with a plan is in it."""
+    core = engine.engine.core
+    spare_s, num_waits = 60.0, 0
+
+    def spare() -> float:
+        nonlocal num_waits
+        num_waits += 1
+        return spare_s if len(core.scheduler.requests) == 1 else 0.0
+
+    monkeypatch.setattr(core, "spare_s", spare)
+
+    async def run() -> None:
+        nonlocal spare_s
+        first = asyncio.create_task(collect(engine, "hello", LONG))
+        while num_waits < 3:
+            await asyncio.sleep(0.001)
+        assert core.stats.num_steps == 0
+        second = asyncio.create_task(collect(engine, "other", LONG))
+        while core.stats.num_steps == 0:
+            await asyncio.sleep(0.001)
+        spare_s = 0.0
+        assert (await first)[-1].finished and (await second)[-1].finished
+        assert core.stats.num_steps < 2 * LONG.max_tokens  # both were in the first step
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_several_event_loops_share_an_engine(engine: AsyncLLM) -> None:
+    wanted = asyncio.run(collect(engine, "hello", LONG))[-1].outputs[0].token_ids
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: asyncio.run(collect(engine, "hello", LONG)), range(8)))
+    assert [outputs[-1].outputs[0].token_ids for outputs in found] == [wanted] * 8
+
+
+def test_an_event_loop_that_is_gone_leaves_nothing_running(engine: AsyncLLM) -> None:
+    loop = asyncio.new_event_loop()
+    stream = engine.generate("hello", LONG.clone(max_tokens=250))
+    loop.run_until_complete(anext(stream))
+    loop.close()  # without closing what runs in it
+    until_s = time.monotonic() + 10
+    while engine.engine.core.scheduler.requests and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not engine.engine.core.scheduler.requests
+    assert asyncio.run(collect(engine, "hello", LONG))[-1].finished
 
 
 def test_the_tokenizer(engine: AsyncLLM) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
-from quire.engine.garbage import keep_what_is_built
 from quire.engine.inputs import InputProcessor
+from quire.engine.launch import keep_what_is_built
 from quire.engine.outputs import OutputProcessor
 from quire.engine.text_side import OpenedModel, TextSide, open_model
 from quire.executor.precompile import Precompile

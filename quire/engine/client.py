@@ -18,13 +18,12 @@ import msgspec
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
 from quire.engine.launch import ChildProcess, EngineProcessOptions, describe_exit
-from quire.engine.link import EngineLink
+from quire.engine.link import EngineLink, encode_launch
 from quire.engine.messages import EngineMessage, Failed, Heartbeat, Hello, Launch, LoadReport, Ready, Stop
 from quire.engine.metrics import request_metrics
 from quire.engine.stats import Metric
 from quire.engine.streams import Streams
 from quire.engine.text_side import TextSide, open_model
-from quire.engine.wire import encode_launch
 from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.inputs import Prompt
 from quire.log import get_logger

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from quire.engine.api import PreparedRequest
-from quire.errors import BadRequestError, ConfigError, ContextLengthError
+from quire.errors import BadRequestError, ConfigError
 from quire.inputs import Prompt
 from quire.params import (
     MAX_CACHE_SALT_CHARS,
@@ -71,16 +71,8 @@ class InputProcessor:
         text, token_ids, salt = self.read_prompt(prompt)
         self._check_tokens(token_ids, "prompt")
         priority = plain(priority)
-        num_prompt = len(token_ids)
-        if num_prompt >= self.max_model_len:
-            raise ContextLengthError.of(
-                self.max_model_len,
-                f"the prompt has {num_prompt}, and at least one is for the answer. Shorten the prompt or raise "
-                "max_model_len",
-                param="prompt",
-            )
         self._check_params(params)
-        room = self.max_model_len - num_prompt
+        room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         stop_ids = frozenset(params.stop_token_ids or ())
         eos_ids = frozenset() if params.ignore_eos else self.eos_token_ids
@@ -104,6 +96,7 @@ class InputProcessor:
             # Logprobs of cached prompt tokens are not kept, so the prompt has to run.
             skip_prefix_cache_read=bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None,
         )
+        request.check_limits(self.max_model_len, self.max_num_seqs)
         return PreparedRequest(request, params, text)
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
@@ -165,10 +158,6 @@ class InputProcessor:
                 )
 
     def _check_params(self, params: SamplingParams) -> None:
-        if self.max_num_seqs is not None and params.n > self.max_num_seqs:
-            raise BadRequestError(
-                f"n is {params.n}, but at most max_num_seqs={self.max_num_seqs} sequences run at once", param="n"
-            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             largest = max(getattr(params, name) or (), default=0)
             if largest >= self.vocab_size:

@@ -1,4 +1,4 @@
-"""What an engine and those who use it from another thread or process tell each other. `wire.py` makes bytes of it.
+"""What an engine and those who use it from another thread or process tell each other. `link.py` makes bytes of it.
 
 A request goes by a number that its sender chose, its key. Its n sequences go by that key, key + 1 and so on. So what a
 step brings is two columns of small integers, and everything that happens once in a sequence's life stands apart.

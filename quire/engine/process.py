@@ -26,15 +26,14 @@ import zmq
 from quire.engine.api import EngineInfo
 from quire.engine.brownout import Brownout
 from quire.engine.core import EngineCore
-from quire.engine.garbage import settle_for_serving
-from quire.engine.launch import LOG_MARK
+from quire.engine.launch import LOG_MARK, settle_for_serving
+from quire.engine.link import commands as command_codec
+from quire.engine.link import decode_launch
+from quire.engine.link import messages as message_codec
 from quire.engine.loop import EngineLoop, Receive
 from quire.engine.messages import Command, ErrorInfo, Failed, Hello, Launch, Ready
 from quire.engine.text_side import open_model
 from quire.engine.watchdog import Watchdog, write_dump
-from quire.engine.wire import commands as command_codec
-from quire.engine.wire import decode_launch
-from quire.engine.wire import messages as message_codec
 from quire.errors import QuireError
 from quire.log import get_logger
 

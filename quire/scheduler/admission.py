@@ -17,16 +17,7 @@ def refuse_if_it_never_fits(request: Request, config: SchedulerConfig, kv: KVMan
     num_prompt = request.num_prompt_tokens
     if not num_prompt:
         raise BadRequestError("the prompt is empty: it needs at least one token", param="prompt")
-    if num_prompt + 1 > config.max_model_len:
-        raise BadRequestError(
-            f"the prompt has {num_prompt} tokens and max_model_len is {config.max_model_len}: "
-            f"with one token to generate, at most {config.max_model_len - 1} fit",
-            param="prompt",
-        )
-    if request.n > config.max_num_seqs:
-        raise BadRequestError(
-            f"n is {request.n}, but at most max_num_seqs={config.max_num_seqs} sequences run at once", param="n"
-        )
+    request.check_limits(config.max_model_len, config.max_num_seqs)
     if not config.enable_chunked_prefill and num_prompt > config.max_num_batched_tokens:
         raise BadRequestError(
             f"the prompt has {num_prompt} tokens and a step computes at most max_num_batched_tokens="

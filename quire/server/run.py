@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from quire.config import EngineConfig
 from quire.engine.api import EngineInfo, ServingEngine
-from quire.engine.garbage import settle_for_serving
+from quire.engine.launch import settle_for_serving
 from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
 from quire.server.admission import Admission

@@ -15,6 +15,7 @@ from sim_engine import BREAK, SimSettings, make_core
 from quire.engine import calls
 from quire.engine.brownout import Brownout, BrownoutSettings
 from quire.engine.inputs import InputProcessor
+from quire.engine.link import commands, messages
 from quire.engine.loop import _QUIET_S, EngineLoop
 from quire.engine.messages import (
     Abort,
@@ -28,7 +29,6 @@ from quire.engine.messages import (
     StepOutputs,
     Stop,
 )
-from quire.engine.wire import commands, messages
 from quire.errors import EngineDeadError
 from quire.params import SamplingParams
 from quire.request import Request, Sequence

@@ -16,8 +16,8 @@ from quire import errors
 from quire.config import EngineConfig
 from quire.engine.brownout import BrownoutSettings
 from quire.engine.inputs import InputProcessor
+from quire.engine.link import commands, decode_launch, encode_launch, messages
 from quire.engine.messages import Abort, Add, Call, Ended, ErrorInfo, Finish, Launch, Logprobs, StepOutputs, Stop
-from quire.engine.wire import commands, decode_launch, encode_launch, messages
 from quire.errors import BadRequestError, MemoryBudgetError, QuireError, WeightsError
 from quire.params import SamplingParams, SamplingSpec
 from quire.plan import TokenLogprobs

@@ -21,9 +21,9 @@ from sim_engine import SimSettings, sim_options
 from quire.config import EngineConfig
 from quire.engine.brownout import BrownoutSettings
 from quire.engine.client import EngineClient
+from quire.engine.link import encode_launch
 from quire.engine.messages import Launch
 from quire.engine.process import read_launch
-from quire.engine.wire import encode_launch
 from quire.params import SamplingParams
 
 _PARENT = """
