@@ -142,7 +142,7 @@ def test_what_the_scheduler_refuses_comes_back_to_its_key() -> None:
     driver.run([add(1, [1] * 3), add(2, [1] * 300), add(3, [2] * 3), add(3, [3])])
     refused = {message.key: message.error for message in driver.of(Refused)}
     assert set(refused) == {2, 3}
-    assert refused[2].kind == "BadRequestError"
+    assert refused[2].kind == "ContextLengthError"
     assert refused[2].param == "prompt"
     assert "in use" in refused[3].message  # the same request_id again; the first goes on
     assert {key: len(line) for key, line in driver.tokens().items()} == {1: 20, 3: 20}
