@@ -95,7 +95,7 @@ def test_a_waiting_head_is_admitted_as_soon_as_blocks_it_can_share_are_there() -
     ("prompt", "fields", "config", "numbers", "param"),
     [
         (0, {}, {}, ["empty"], "prompt"),
-        (50, {}, {"max_model_len": 50}, ["50", "49"], "prompt"),
+        (50, {}, {"max_model_len": 50}, ["length is 50", "prompt has 50"], "prompt"),
         (8, {"n": 9}, {}, ["9", "max_num_seqs=8"], "n"),
         (65, {}, {"enable_chunked_prefill": False}, ["65", "max_num_batched_tokens=64"], "prompt"),
         (41, {}, {"num_blocks": 10}, ["41", "12 blocks of 4", "has 10"], "prompt"),
