@@ -71,12 +71,7 @@ def mixed256(vocab: int, seed: int = 0, num: int = 256) -> Workload:
 
 def mixed64(vocab: int, seed: int = 0, num: int = 64) -> Workload:
     """The same idea for a CPU: 64 sequences, 16-256 in, 16-256 out."""
-    rng = random.Random(seed)
-    requests: Workload = []
-    for _ in range(num):
-        num_in, num_out = rng.randint(16, 256), rng.randint(16, 256)
-        requests.append((_ids(rng, num_in, vocab), num_out))
-    return requests
+    return even_lengths(vocab, seed, num, (16, 256), (16, 256))
 
 
 def sharegpt(vocab: int, seed: int = 1, num: int = 1000) -> Workload:
@@ -107,6 +102,16 @@ def random_lengths(
     return requests
 
 
+def even_lengths(vocab: int, seed: int, num: int, prompt: tuple[int, int], output: tuple[int, int]) -> Workload:
+    """Lengths drawn evenly from a range, both ends included."""
+    rng = random.Random(seed)
+    requests: Workload = []
+    for _ in range(num):
+        num_in, num_out = rng.randint(*prompt), rng.randint(*output)
+        requests.append((_ids(rng, num_in, vocab), num_out))
+    return requests
+
+
 def longtail(vocab: int, seed: int = 7, num: int = 32, longest: int = 512) -> Workload:
     """Mostly short, a few very long: Pareto lengths from 8 up, cut at `longest`."""
     rng = random.Random(seed)
@@ -123,12 +128,7 @@ def longtail(vocab: int, seed: int = 7, num: int = 32, longest: int = 512) -> Wo
 
 def burst(vocab: int, seed: int = 8, num: int = 48) -> Workload:
     """Chat-sized requests, 16-128 in and out, that arrive in groups of 16, two seconds apart."""
-    rng = random.Random(seed)
-    requests: Workload = []
-    for _ in range(num):
-        length = rng.randint(16, 128)
-        requests.append((_ids(rng, length, vocab), rng.randint(16, 128)))
-    return requests
+    return even_lengths(vocab, seed, num, (16, 128), (16, 128))
 
 
 # -- with something in common

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from quire.bench.charts import Chart, Series
-from quire.bench.units import about, counted, duration, listed, ms, number, times
+from quire.bench.charts import bar_chart, line_chart
+from quire.bench.report import RunReport
+from quire.bench.units import about, duration, listed, ms, number, times
+from quire.bench.workloads import even_lengths
 from quire.lab.context import LabContext, record, run_of
-from quire.lab.lengths import even_lengths
-from quire.lab.result import Finding, Result, Table
-
-if TYPE_CHECKING:
-    from quire.bench.report import RunReport
-
-KEY = "batch-width"
-TITLE = "Batch width: max_num_seqs from 1 to 256"
+from quire.lab.experiment import Data, Experiment, Story, kv_of, num_preemptions, percentile, run_table
+from quire.lab.result import Finding
 
 WIDTHS = (1, 4, 16, 64, 256)
 # A doubling that brings less than this is not worth its latency.
 SATURATED_PERCENT = 15.0
+
+
+def measure(context: LabContext) -> Data:
+    num_requests = context.pick((6, 16, 40, 80, 256), (8, 24, 64, 192, 512), (6, 24, 96, 256, 512))
+    runs = []
+    for width, num in zip(WIDTHS, num_requests, strict=True):
+        work = even_lengths(context.vocab, context.seed, num, *_lengths(context))
+        engine = context.engine(max_num_seqs=width, max_num_batched_tokens=context.pick(512, 512, 8192))
+        runs.append(context.measure(engine, work, f"max_num_seqs {width}"))
+    gains = gains_per_doubling([each.output_tok_s for each in runs], WIDTHS)
+    at = saturation(gains)
+    line = fit_line([each.running_mean for each in runs], [_step_s(each) for each in runs])
+    return {
+        "widths": list(WIDTHS),
+        "gain_per_doubling_percent": gains,
+        "saturates_at": None if at is None else WIDTHS[at],
+        "step_line_s": None if line is None else [line.start_s, line.slope_s],
+        "measured": [record(each) for each in runs],
+    }
+
+
+def _lengths(context: LabContext) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The shortest and longest prompt, and the shortest and longest answer."""
+    return context.pick(((4, 12), (8, 20)), ((16, 48), (32, 64)), ((128, 384), (128, 384)))
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,59 +51,8 @@ class Line:
 
     @property
     def half_width(self) -> float:
-        """Where the sequences' own part is as large as what they share."""
+        """The width at which the sequences' own part is as large as what they share."""
         return self.start_s / self.slope_s if self.slope_s > 0 else math.inf
-
-
-def run(context: LabContext) -> Result:
-    started = time.perf_counter()
-    num_requests = context.pick((6, 16, 40, 80, 256), (8, 24, 64, 192, 512), (6, 24, 96, 256, 512))
-    prompt, output = _lengths(context)
-    runs = []
-    for width, num in zip(WIDTHS, num_requests, strict=True):
-        work = even_lengths(context.vocab, context.seed, num, prompt, output)
-        engine = context.engine(max_num_seqs=width, max_num_batched_tokens=context.pick(512, 512, 8192))
-        runs.append(context.measure(engine, work, f"max_num_seqs {width}"))
-    gains = gains_per_doubling([each.output_tok_s for each in runs], WIDTHS)
-    at = saturation(gains)
-    line = fit_line([each.running_mean for each in runs], [_step_s(each) for each in runs])
-    result = Result(
-        key=KEY,
-        title=TITLE,
-        question="What do more sequences at once bring, what do they cost each user, and where does it end?",
-        charts=_charts(runs),
-        data={
-            "widths": list(WIDTHS),
-            "gain_per_doubling_percent": gains,
-            "saturates_at": None if at is None else WIDTHS[at],
-            "step_line_s": None if line is None else [line.start_s, line.slope_s],
-            "measured": [record(each) for each in runs],
-        },
-        seconds=time.perf_counter() - started,
-    )
-    tell(result, context)
-    return result
-
-
-def tell(result: Result, context: LabContext) -> None:
-    """Table and words, from the data."""
-    data = result.data
-    runs, gains = [run_of(each) for each in data["measured"]], data["gain_per_doubling_percent"]
-    at = None if data["saturates_at"] is None else WIDTHS.index(data["saturates_at"])
-    line = None if data["step_line_s"] is None else Line(*data["step_line_s"])
-    best = max(range(len(runs)), key=lambda i: runs[i].output_tok_s)
-    result.tables = [_table(runs, gains, *_lengths(context))]
-    result.findings, result.explanation = _findings(runs, gains, at), _explain(runs, gains, at, line)
-    data["headline"] = (
-        f"{number(runs[best].output_tok_s)} tok/s at {WIDTHS[best]}, "
-        f"{times(runs[best].output_tok_s / runs[0].output_tok_s)} a single stream's"
-        + ("" if at is None else f"; saturates at {WIDTHS[at]}")
-    )
-
-
-def _lengths(context: LabContext) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of prompts and of answers: from, to."""
-    return context.pick(((4, 12), (8, 20)), ((16, 48), (32, 64)), ((128, 384), (128, 384)))
 
 
 def gains_per_doubling(rates: list[float], widths: tuple[int, ...]) -> list[float]:
@@ -123,196 +90,147 @@ def fit_line(widths: list[float], steps_s: list[float | None]) -> Line | None:
 
 
 def _step_s(report: RunReport) -> float | None:
-    """Of a decode step at the run's mean width."""
+    """The time of a decode step at the run's mean width."""
     return report.running_mean / report.decode_tok_s if report.decode_tok_s else None
 
 
-def _prompt_share(report: RunReport) -> float:
-    """Of the run's time."""
-    return report.prompt_tokens / report.prefill_tok_s / report.seconds if report.prefill_tok_s else 0.0
+def _prompt_percent(report: RunReport) -> float:
+    """The part of the run's time that prompts took."""
+    return 100 * report.prompt_tokens / report.prefill_tok_s / report.seconds if report.prefill_tok_s else 0.0
 
 
-def _table(runs: list[RunReport], gains: list[float], prompt: tuple[int, int], output: tuple[int, int]) -> Table:
-    rows: list[list[object]] = []
-    for i, (width, each) in enumerate(zip(WIDTHS, runs, strict=True)):
-        assert each.kv is not None
-        rows.append(
-            [
-                width,
-                each.requests,
-                number(each.output_tok_s),
-                f"{gains[i - 1]:+.0f}" if i else "",
-                ms(_step_s(each)),
-                ms(each.itl_s.p50) if each.itl_s else "–",
-                ms(each.itl_s.p99) if each.itl_s else "–",
-                number(each.ttft_s.p50) if each.ttft_s else "–",
-                number(each.e2e_s.p50) if each.e2e_s else "–",
-                number(each.running_mean),
-                number(100 * each.kv.occupancy_mean),
-                number(100 * each.kv.occupancy_max),
-                sum(each.kv.preemptions.values()),
-            ]
-        )
-    columns = ["max_num_seqs", "requests", "output tok/s", "% per doubling", "decode step ms", "between tokens p50 ms"]
-    columns += ["p99 ms", "first token p50 s", "end to end p50 s", "sequences a step", "blocks in use %", "most %"]
-    columns.append("preemptions")
-    note = (
-        f"Prompts of {prompt[0]}–{prompt[1]} tokens and answers of {output[0]}–{output[1]}, all there from the start; "
-        "narrow batches get fewer of them, as they take longer for each. First token and end to end include the wait "
-        "for a place in the batch."
+# -- what it says
+
+
+def tell(data: Data, context: LabContext) -> Story:
+    runs, gains = [run_of(each) for each in data["measured"]], data["gain_per_doubling_percent"]
+    at = None if data["saturates_at"] is None else WIDTHS.index(data["saturates_at"])
+    rates = [each.output_tok_s for each in runs]
+    p50 = [percentile(each.itl_s, "p50") or math.nan for each in runs]
+    best = max(range(len(runs)), key=lambda i: rates[i])
+    free = [(width, rates[0] * width) for width in WIDTHS if rates[0] * width <= 1.6 * max(rates)]
+    prompt, output = _lengths(context)
+    names = [str(width) for width in WIDTHS]
+    return Story(
+        question="What do more sequences at once bring, what do they cost each user, and where does it end?",
+        headline=f"{number(rates[best])} tok/s at {WIDTHS[best]}, {times(rates[best] / rates[0])} a single stream's"
+        + ("" if at is None else f"; saturates at {WIDTHS[at]}"),
+        charts=[
+            line_chart(
+                "Throughput",
+                "max_num_seqs",
+                "output tokens/s",
+                {
+                    "measured": (WIDTHS, rates),
+                    "if every sequence were free": ([w for w, _ in free], [rate for _, rate in free]),
+                },
+                log="xy",
+            ),
+            line_chart(
+                "What each user sees",
+                "max_num_seqs",
+                "ms between tokens",
+                {
+                    name: (WIDTHS, [1e3 * (percentile(each.itl_s, p) or math.nan) for each in runs])
+                    for name, p in (("median", "p50"), ("slowest percent", "p99"))
+                },
+                log="xy",
+            ),
+            bar_chart(
+                "Blocks of the KV cache in use",
+                "percent of blocks",
+                names,
+                {
+                    "mean": [100 * kv_of(each).occupancy_mean for each in runs],
+                    "most": [100 * kv_of(each).occupancy_max for each in runs],
+                },
+                x_label="max_num_seqs",
+            ),
+        ],
+        tables=[
+            run_table(
+                "By width",
+                runs,
+                [
+                    ("max_num_seqs", WIDTHS),
+                    *("requests", "output tok/s"),
+                    ("% per doubling", ["", *(f"{gain:+.0f}" for gain in gains)]),
+                    ("decode step ms", [ms(_step_s(each)) for each in runs]),
+                    *("between tokens p50 ms", "between tokens p99 ms", "first token p50 s", "end to end p50 s"),
+                    "sequences a step",
+                    ("prompts, % of the time", [number(_prompt_percent(each)) for each in runs]),
+                    *("blocks in use %", "most in use %", "preemptions"),
+                ],
+                f"Prompts of {prompt[0]}–{prompt[1]} tokens and answers of {output[0]}–{output[1]}, all there from the "
+                "start; narrow batches get fewer of them, as they take longer for each. First token and end to end "
+                "include the wait for a place in the batch.",
+            )
+        ],
+        findings=[
+            Finding(
+                "Up to 16 sequences nearly come for free: each doubling brings at least half again as much.",
+                f"{gains[0]:+.0f} % a doubling from 1 to 4, {gains[1]:+.0f} % from 4 to 16.",
+                min(gains[:2]) >= 50,
+            ),
+            Finding(
+                f"Throughput saturates: from some width on no doubling brings {SATURATED_PERCENT:.0f} %.",
+                f"At {WIDTHS[at]}: beyond it {listed([f'{g:+.1f} %' for g in gains[at:]])} a doubling."
+                if at is not None
+                else f"Not within these widths: the last doubling still brought {gains[-1]:+.0f} %.",
+                at is not None,
+            ),
+            Finding(
+                "Throughput is paid for in latency: the time between two tokens grows with the width.",
+                f"Median {duration(p50[0])} at 1, {duration(p50[-1])} at {WIDTHS[-1]}: {times(p50[-1] / p50[0])}, for "
+                f"{times(rates[-1] / rates[0])} the throughput.",
+                p50[-1] > p50[0],
+            ),
+        ],
+        explanation=[*_explain_line(data["step_line_s"]), _explain_end(runs, gains, at)],
     )
-    return Table("By width", columns, rows, note)
 
 
-def _charts(runs: list[RunReport]) -> list[Chart]:
-    widths: list[float | str] = list(WIDTHS)
-    rates = [each.output_tok_s for each in runs]
-    ideal = [rates[0] * width for width in WIDTHS]
-    shown = [(w, y) for w, y in zip(WIDTHS, ideal, strict=True) if y <= 1.6 * max(rates)]
+def _explain_line(line_s: list[float] | None) -> list[str]:
+    if line_s is None or line_s[1] <= 0:
+        return []
+    line = Line(*line_s)
     return [
-        Chart(
-            "line",
-            "Throughput",
-            "max_num_seqs",
-            "output tokens/s",
-            [
-                Series("measured", widths, rates),
-                Series("if every sequence were free", [w for w, _ in shown], [y for _, y in shown]),
-            ],
-            log_x=True,
-            log_y=True,
-        ),
-        Chart(
-            "line",
-            "What each user sees",
-            "max_num_seqs",
-            "ms between tokens",
-            [
-                Series(name, widths, [1e3 * getattr(each.itl_s, p) if each.itl_s else math.nan for each in runs])
-                for name, p in (("median", "p50"), ("slowest percent", "p99"))
-            ],
-            log_x=True,
-            log_y=True,
-        ),
-        Chart(
-            "grouped_bar",
-            "Blocks of the KV cache in use",
-            "max_num_seqs",
-            "percent of blocks",
-            [
-                Series("mean", [str(w) for w in WIDTHS], [100 * e.kv.occupancy_mean if e.kv else 0.0 for e in runs]),
-                Series("most", [str(w) for w in WIDTHS], [100 * e.kv.occupancy_max if e.kv else 0.0 for e in runs]),
-            ],
-        ),
+        f"A decode step takes about {duration(line.start_s)} whatever its width (the weights are read once for all its "
+        f"sequences) and {duration(line.slope_s)} more for each sequence. Up to {line.half_width:.0f} sequences the "
+        "shared part is the larger one; far beyond that every further sequence makes the step as much longer as it "
+        f"makes it wider, and by this line decoding alone approaches one token per {duration(line.slope_s)}, about "
+        f"{about(1 / line.slope_s)} tok/s."
     ]
 
 
-def _findings(runs: list[RunReport], gains: list[float], at: int | None) -> list[Finding]:
-    rates = [each.output_tok_s for each in runs]
-    p50 = [each.itl_s.p50 if each.itl_s else math.nan for each in runs]
-    return [
-        Finding(
-            "Up to 16 sequences nearly come for free: each doubling brings at least half again as much.",
-            f"{gains[0]:+.0f} % a doubling from 1 to 4, {gains[1]:+.0f} % from 4 to 16.",
-            min(gains[:2]) >= 50,
-        ),
-        Finding(
-            f"Throughput saturates: from some width on no doubling brings {SATURATED_PERCENT:.0f} %.",
-            f"At {WIDTHS[at]}: beyond it {listed([f'{g:+.1f} %' for g in gains[at:]])} a doubling."
-            if at is not None
-            else f"Not within these widths: the last doubling still brought {gains[-1]:+.0f} %.",
-            at is not None,
-        ),
-        Finding(
-            "Throughput is paid for in latency: the time between two tokens grows with the width.",
-            f"Median {duration(p50[0])} at 1, {duration(p50[-1])} at {WIDTHS[-1]}: {times(p50[-1] / p50[0])}, for "
-            f"{times(rates[-1] / rates[0])} the throughput.",
-            p50[-1] > p50[0],
-        ),
-    ]
-
-
-def _explain(runs: list[RunReport], gains: list[float], at: int | None, line: Line | None) -> list[str]:
-    paragraphs = []
-    if line is not None and line.slope_s > 0:
-        paragraphs.append(
-            f"A decode step takes about {duration(line.start_s)} whatever its width (the weights are read once for all "
-            f"its sequences) and {duration(line.slope_s)} more for each sequence. Up to "
-            f"{line.half_width:.0f} sequences the shared part is the larger one; far beyond that every further "
-            f"sequence makes the step as much longer as it makes it wider, and by this line decoding alone approaches "
-            f"one token per {duration(line.slope_s)}, about {about(1 / line.slope_s)} tok/s."
-        )
-    if at is None:
-        paragraphs.append(_explain_no_end(runs, gains))
-        return paragraphs
-    here, wider = runs[at], runs[min(at + 1, len(runs) - 1)]
-    assert wider.kv is not None
-    reason = f"From {WIDTHS[at]} on a doubling brings less than {SATURATED_PERCENT:.0f} %. "
-    lost = sum(wider.kv.preemptions.values())
+def _explain_end(runs: list[RunReport], gains: list[float], at: int | None) -> str:
+    """What limits the batch beyond the width at which it saturates, or beyond the last but one."""
+    here = runs[-2 if at is None else at]
+    wider = runs[-1 if at is None else min(at + 1, len(runs) - 1)]
     before, after = _step_s(here), _step_s(wider)
-    if lost:
-        reason += (
-            f"The cache is the limit: at {WIDTHS[at + 1]} there were {counted(lost, 'preemption')}, and "
-            f"{wider.kv.recomputed_tokens:,} tokens were computed twice. A larger cache would move the end further out."
-        )
-    elif wider.kv.occupancy_max > 0.97:
-        reason += (
-            f"The cache is the limit: at {WIDTHS[at + 1]} it is {100 * wider.kv.occupancy_max:.0f} % full, and only "
-            f"{number(wider.running_mean)} sequences run in a step on average."
-        )
-    elif _prompt_share(wider) > 0.35:
-        reason += (
-            f"Prompts are the limit: they take {100 * _prompt_share(wider):.0f} % of the run at {WIDTHS[at + 1]} and "
-            f"run at {number(wider.prefill_tok_s)} tok/s whatever the width; decoding alone still went from "
-            f"{number(here.decode_tok_s)} to {number(wider.decode_tok_s)} tok/s. Longer answers would move the end out."
-        )
-    elif before and after and after / before > 1.3 * wider.running_mean / here.running_mean:
-        reason += (
-            f"{times(wider.running_mean / here.running_mean)} the sequences make the step {times(after / before)} as "
-            f"long ({duration(before)} to {duration(after)}): a token costs more in the wider batch. Either its "
-            "working set no longer fits the processor's caches, or something else ran on the machine meanwhile."
-        )
-    elif before and after and after / before > 0.6 * wider.running_mean / here.running_mean:
-        reason += (
-            f"Arithmetic is the limit: {times(wider.running_mean / here.running_mean)} the sequences make the step "
-            f"{times(after / before)} as long ({duration(before)} to {duration(after)}), so a token costs nearly what "
-            f"it did. The cache is not the limit: at most {100 * wider.kv.occupancy_max:.0f} % of its blocks are in "
-            "use, and nothing was preempted."
-        )
-    elif wider.running_mean < 0.6 * WIDTHS[at + 1]:
-        reason += (
-            f"The work is the limit: at {WIDTHS[at + 1]} only {number(wider.running_mean)} sequences run in a step on "
-            f"average, because prompts enter a step's budget at a time and the batch thins out at its end."
-        )
+    wanted, seen = wider.settings.get("max_num_seqs", WIDTHS[runs.index(wider)]), wider.running_mean / here.running_mean
+    slower = after / before if before and after else 0.0
+    if num_preemptions(wider) or kv_of(wider).occupancy_max > 0.97:
+        limit = "The cache is the limit: a larger one would move the end further out."
+    elif _prompt_percent(wider) > 35:
+        limit = "Prompts are the limit: a wider batch does not make them faster, and longer answers would move the end."
+    elif slower > 0.6 * seen:
+        limit = "Arithmetic is the limit: a token costs nearly as much in the wider step, or more."
+    elif wider.running_mean < 0.6 * wanted:
+        limit = "The work is the limit: prompts enter a step's budget at a time, and the batch thins out at its end."
     else:
-        share = wider.time_s.get("forward", 0.0) / wider.seconds
-        reason += (
-            f"At {WIDTHS[at + 1]} the model itself runs for {100 * share:.0f} % of the time and prompts take "
-            f"{100 * _prompt_share(wider):.0f} %; no single limit stands out."
-        )
-    paragraphs.append(reason)
-    first, last = runs[at].itl_s, runs[-1].itl_s
-    if first and last and at < len(runs) - 1:
-        paragraphs.append(
-            f"Going on to {WIDTHS[-1]} all the same changes throughput to "
-            f"{100 * runs[-1].output_tok_s / here.output_tok_s:.0f} % and the time between a user's tokens from "
-            f"{duration(first.p50)} to {duration(last.p50)} (p99 {duration(first.p99)} to {duration(last.p99)})."
-        )
-    return paragraphs
+        limit = "No single limit stands out."
+    start = (
+        f"It has not ended at {WIDTHS[-1]}: the last doubling still brought {gains[-1]:+.0f} %."
+        if at is None
+        else f"From {WIDTHS[at]} on a doubling brings less than {SATURATED_PERCENT:.0f} %. {limit}"
+    )
+    return (
+        f"{start} At {wanted}, {number(wider.running_mean)} sequences run in a step, {times(seen)} as many as before, "
+        f"in {times(slower)} the time; prompts take {_prompt_percent(wider):.0f} % of the run, at most "
+        f"{100 * kv_of(wider).occupancy_max:.0f} % of the blocks are in use, and {num_preemptions(wider)} sequences "
+        "were preempted."
+    )
 
 
-def _explain_no_end(runs: list[RunReport], gains: list[float]) -> str:
-    before, last = runs[-2], runs[-1]
-    text = f"It has not ended at {WIDTHS[-1]}: from {WIDTHS[-2]} on each doubling still brings {gains[-1]:.0f} %"
-    if last.running_mean < 0.8 * WIDTHS[-1]:
-        text += (
-            f", though only {number(last.running_mean)} sequences run in a step there on average, because prompts "
-            "enter a step's budget at a time and the batch thins out at its end"
-        )
-    if before.decode_tok_s and last.decode_tok_s:
-        text += (
-            f". Decoding alone went from {number(before.decode_tok_s)} to {number(last.decode_tok_s)} tok/s; prompts, "
-            f"which a wider batch does not make faster, take {100 * _prompt_share(last):.0f} % of the run at "
-            f"{WIDTHS[-1]}"
-        )
-    return text + "."
+EXPERIMENT = Experiment("batch-width", "Batch width: max_num_seqs from 1 to 256", measure, tell)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from quire.errors import ConfigError
 from quire.lab import (
@@ -16,45 +15,26 @@ from quire.lab import (
     memory_over_time,
     prefix_sharing,
     pressure,
-    simulated,
     step_budget,
 )
-from quire.lab.context import LabContext
-from quire.lab.result import Result
-
-
-@dataclass(slots=True, frozen=True)
-class Experiment:
-    key: str
-    title: str
-    run: Callable[[LabContext], Result]
-    is_last: bool = False  # looks at what the others left, so it runs after them
-    # Writes the result's words from its data. `run` calls it; so does whoever wants an older report in today's words.
-    tell: Callable[[Result, LabContext], None] | None = None
-
+from quire.lab.experiment import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
-    Experiment(baseline.KEY, baseline.TITLE, baseline.run, tell=baseline.tell),
-    Experiment(batch_width.KEY, batch_width.TITLE, batch_width.run, tell=batch_width.tell),
-    Experiment(block_size.KEY, block_size.TITLE, block_size.run, tell=block_size.tell),
-    Experiment(
-        memory_over_time.KEY,
-        memory_over_time.TITLE,
-        memory_over_time.run,
-        is_last=True,
-        tell=memory_over_time.tell,
-    ),
-    Experiment(fragmentation.KEY, fragmentation.TITLE, simulated.run_fragmentation, tell=simulated.tell_fragmentation),
-    Experiment(batching.KEY, batching.TITLE, simulated.run_batching, tell=simulated.tell_batching),
-    Experiment(prefix_sharing.KEY, prefix_sharing.TITLE, prefix_sharing.run, tell=prefix_sharing.tell),
-    Experiment(pressure.KEY, pressure.TITLE, pressure.run, tell=pressure.tell),
-    Experiment(step_budget.KEY, step_budget.TITLE, step_budget.run, tell=step_budget.tell),
-    Experiment(kv_accuracy.KEY, kv_accuracy.TITLE, kv_accuracy.run, tell=kv_accuracy.tell),
+    baseline.EXPERIMENT,
+    batch_width.EXPERIMENT,
+    block_size.EXPERIMENT,
+    memory_over_time.EXPERIMENT,
+    fragmentation.EXPERIMENT,
+    batching.EXPERIMENT,
+    prefix_sharing.EXPERIMENT,
+    pressure.EXPERIMENT,
+    step_budget.EXPERIMENT,
+    kv_accuracy.EXPERIMENT,
 )
 
 
 def choose(keys: Sequence[str] | None) -> list[Experiment]:
-    """Those named, by key or by number in the report, or all; in the report's order."""
+    """The experiments that are named by key or by number, or all of them; in the report's order."""
     if keys is None:
         return list(EXPERIMENTS)
     wanted = set()

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
-from quire.bench.charts import Chart, Series
+from quire.bench.charts import Chart, bar_chart, line_chart
+from quire.bench.units import times
 from quire.config import GIB
-from quire.lab.memory_use import PAGED, Run, Usage, run_policy
-from quire.lab.reservation import Allocator, Buddy, FirstFit, Policy, reservation_policies
-from quire.lab.result import Context, Finding, Result, Table
-from quire.sim import Arrival, CostModel, poisson_arrivals
-
-KEY = "fragmentation"
-TITLE = "Where KV memory goes: reservation against blocks"
+from quire.lab.context import LabContext
+from quire.lab.experiment import Data, Experiment, Record, Story
+from quire.lab.result import Finding, Table
+from quire.sim import CostModel, poisson_arrivals
+from quire.sim.memory_use import PAGED, Run, Usage, run_policy
+from quire.sim.reservation import Buddy, FirstFit, Policy, reservation_policies
 
 # OPT-13B: 40 layers, hidden size 5,120, K and V for all of it, 16-bit numbers.
 KV_TOKEN_BYTES = 2 * 40 * 5120 * 2
@@ -74,69 +72,58 @@ def sharegpt_lengths(num: int, seed: int) -> list[tuple[int, int]]:
     return lengths
 
 
-def run(context: Context) -> Result:
-    started = time.perf_counter()
+def measure(context: LabContext) -> Data:
     num_requests = QUICK_REQUESTS if context.quick else FULL_REQUESTS
-    arrivals = poisson_arrivals(
-        sharegpt_lengths(num_requests, context.seed), rate_per_s=RATE_PER_S, seed=context.seed + 1
-    )
+    lengths = sharegpt_lengths(num_requests, context.seed)
+    arrivals = poisson_arrivals(lengths, rate_per_s=RATE_PER_S, seed=context.seed + 1)
     policies: list[Policy | None] = [*reservation_policies(MAX_MODEL_LEN), None]
-    runs = []
-    for policy in policies:
-        context.report(f"{policy.name if policy else 'blocks'}: {num_requests} requests")
-        runs.append(_run(arrivals, policy))
-    context.report("the same with a first-fit allocator")
-    first_fit = [_run(arrivals, policy, FirstFit) for policy in policies if policy is not None]
-    result = Result(
-        key=KEY,
-        title=TITLE,
+    found: dict[str, list[Record]] = {"runs": [], "first_fit": []}
+    for key, allocator in (("runs", Buddy), ("first_fit", FirstFit)):
+        for policy in policies if key == "runs" else policies[:-1]:
+            context.report(f"{policy.name if policy else 'blocks'}, {key}: {num_requests} requests")
+            run = run_policy(
+                arrivals,
+                policy,
+                num_slots=NUM_SLOTS,
+                max_model_len=MAX_MODEL_LEN,
+                cost=COST,
+                block_size=BLOCK_SIZE,
+                allocator=allocator,
+            )
+            found[key].append(asdict(run) | ({} if key == "runs" else {"timeline": []}))
+    return found | {
+        "num_slots": NUM_SLOTS,
+        "kv_token_bytes": KV_TOKEN_BYTES,
+        "num_requests": num_requests,
+        "paper_usage_percent": {key: list(bars) for key, bars in PAPER_USAGE.items()},
+        "paper_width": PAPER_WIDTH,
+    }
+
+
+# -- what it says
+
+
+def tell(data: Data, context: LabContext) -> Story:
+    runs, first_fit = (
+        [Run(**each | {"usage": Usage(**each["usage"])}) for each in data[name]] for name in ("runs", "first_fit")
+    )
+    by_key = {each.key: each for each in runs}
+    blocks, largest = by_key[PAGED], by_key["max"]
+    return Story(
         question="What share of KV memory holds tokens when each request reserves one contiguous region, and when "
         "memory is handed out in blocks; and how many requests then run at once?",
+        headline=f"tokens fill {blocks.usage.tokens:.0f} % of memory with blocks, {largest.usage.tokens:.0f} % when "
+        f"each request reserves the maximum; {times(blocks.width / largest.width)} as many run at once",
         charts=_charts(runs),
-        data={
-            "num_slots": NUM_SLOTS,
-            "kv_token_bytes": KV_TOKEN_BYTES,
-            "num_requests": num_requests,
-            "runs": [asdict(each) for each in runs],
-            "first_fit": [asdict(each) | {"timeline": []} for each in first_fit],
-            "paper_usage_percent": {key: list(bars) for key, bars in PAPER_USAGE.items()},
-            "paper_width": PAPER_WIDTH,
-        },
-        seconds=time.perf_counter() - started,
+        tables=[
+            _usage_table(runs),
+            _width_table(runs),
+            _allocator_table(runs, first_fit),
+            _setting_table(data["num_requests"]),
+        ],
+        findings=_findings(by_key),
+        explanation=_explain(by_key, first_fit[-1]),
     )
-    tell(result)
-    return result
-
-
-def tell(result: Result) -> None:
-    """Tables and words, from the data."""
-    runs, first_fit = ([_as_run(each) for each in result.data[name]] for name in ("runs", "first_fit"))
-    result.tables = [
-        _usage_table(runs),
-        _width_table(runs),
-        _allocator_table(runs, first_fit),
-        _setting_table(result.data["num_requests"]),
-    ]
-    result.findings, result.explanation = _findings(runs), _explain(runs, first_fit)
-
-
-def _as_run(data: dict[str, Any]) -> Run:
-    return Run(**data | {"usage": Usage(**data["usage"])})
-
-
-def _run(arrivals: Sequence[Arrival], policy: Policy | None, allocator: Callable[[int], Allocator] = Buddy) -> Run:
-    return run_policy(
-        arrivals,
-        policy,
-        num_slots=NUM_SLOTS,
-        max_model_len=MAX_MODEL_LEN,
-        cost=COST,
-        block_size=BLOCK_SIZE,
-        allocator=allocator,
-    )
-
-
-# -- tables and charts
 
 
 def _bars(usage: Usage) -> tuple[float, float, float, float]:
@@ -226,53 +213,42 @@ def _setting_table(num_requests: int) -> Table:
 
 
 def _charts(runs: Sequence[Run]) -> list[Chart]:
-    labels: list[float | str] = []
-    columns: list[tuple[float, float, float, float]] = []
-    for each in runs:
-        labels += [each.name, f"{each.name}, paper"]
-        columns += [_bars(each.usage), PAPER_USAGE[each.key]]
+    labels = [label for each in runs for label in (each.name, f"{each.name}, paper")]
+    columns = [bars for each in runs for bars in (_bars(each.usage), PAPER_USAGE[each.key])]
     parts = ("holds tokens", "reserved", "internal", "external and others")
-    names: list[float | str] = [each.name for each in runs]
     return [
-        Chart(
-            "stacked_bar",
+        bar_chart(
             "How KV memory is used",
-            "",
             "percent of KV memory",
-            [Series(part, list(labels), [column[i] for column in columns]) for i, part in enumerate(parts)],
+            labels,
+            {part: [column[i] for column in columns] for i, part in enumerate(parts)},
             note="Each pair: this simulation, then the paper's figure 2.",
+            is_stacked=True,
         ),
-        Chart(
-            "grouped_bar",
+        bar_chart(
             "Requests that run at once",
-            "",
             "mean batch width",
-            [
-                Series("here, always a queue", names, [each.width for each in runs]),
-                Series("paper, 2 requests/s", names, [PAPER_WIDTH[each.key] for each in runs]),
-            ],
+            [each.name for each in runs],
+            {
+                "here, always a queue": [each.width for each in runs],
+                "paper, 2 requests/s": [PAPER_WIDTH[each.key] for each in runs],
+            },
         ),
-        Chart(
-            "line",
+        line_chart(
             "Batch width over time, the same arrivals",
             "simulated seconds",
             "requests running",
-            [Series(each.name, [p[0] for p in each.timeline], [float(p[1]) for p in each.timeline]) for each in runs],
+            {each.name: ([p[0] for p in each.timeline], [p[1] for p in each.timeline]) for each in runs},
         ),
     ]
 
 
-# -- what it means
-
-
-def _findings(runs: Sequence[Run]) -> list[Finding]:
-    by_key = {each.key: each for each in runs}
-    most = max((each for each in runs if each.key != PAGED), key=lambda each: each.usage.tokens)
-    blocks, largest = by_key[PAGED], by_key["max"]
-    order = sorted(runs, key=lambda each: each.usage.tokens)
-    paper_order = sorted(PAPER_USAGE, key=lambda key: PAPER_USAGE[key][0])
+def _findings(by_key: dict[str, Run]) -> list[Finding]:
+    blocks, largest, oracle = by_key[PAGED], by_key["max"], by_key["oracle"]
+    order = sorted(by_key.values(), key=lambda each: each.usage.tokens)
+    most = next(each for each in reversed(order) if each is not blocks)
     slots = NUM_SLOTS // MAX_MODEL_LEN
-    ratio, paper_ratio = blocks.width / by_key["oracle"].width, PAPER_WIDTH[PAGED] / PAPER_WIDTH["oracle"]
+    ratio, paper_ratio = blocks.width / oracle.width, PAPER_WIDTH[PAGED] / PAPER_WIDTH["oracle"]
     return [
         Finding(
             f"Reserving the maximum length allows {NUM_SLOTS:,} / {MAX_MODEL_LEN:,} = {slots} requests at once (the "
@@ -290,12 +266,12 @@ def _findings(runs: Sequence[Run]) -> list[Finding]:
         Finding(
             "The policies come in the paper's order: Max, Pow2, Oracle, blocks.",
             ", ".join(f"{each.name} {each.usage.tokens:.1f} %" for each in order) + ".",
-            [each.key for each in order] == paper_order,
+            [each.key for each in order] == sorted(PAPER_USAGE, key=lambda key: PAPER_USAGE[key][0]),
         ),
         Finding(
             f"Blocks run about {paper_ratio:.1f} times as many requests as even an oracle's reservation (the paper's "
             "ratio), and at least half again as many.",
-            f"{ratio:.2f} times: {blocks.width:.1f} against {by_key['oracle'].width:.1f}.",
+            f"{ratio:.2f} times: {blocks.width:.1f} against {oracle.width:.1f}.",
             ratio >= 1.5,
         ),
         Finding(
@@ -306,60 +282,39 @@ def _findings(runs: Sequence[Run]) -> list[Finding]:
     ]
 
 
-def _explain(runs: Sequence[Run], first_fit: Sequence[Run]) -> list[str]:
-    by_key = {each.key: each for each in runs}
+def _explain(by_key: dict[str, Run], fit: Run) -> list[str]:
     largest, pow2, oracle, blocks = (by_key[key] for key in ("max", "pow2", "oracle", PAGED))
-    if largest.usage.internal > largest.usage.reserved:
-        lost = f"{largest.usage.internal:.1f} %, is slots that no token will ever reach"
-    else:
-        lost = f"{largest.usage.reserved:.1f} %, is slots whose tokens are still to come"
-    paragraphs = [
-        f"{largest.name} gives every request {MAX_MODEL_LEN:,} slots. Only {largest.usage.tokens:.1f} % of memory "
-        f"holds tokens; the larger part of the rest, {lost}.",
-        f"{pow2.name} guesses outputs within a factor of two and brings the internal waste from "
-        f"{largest.usage.internal:.1f} to {pow2.usage.internal:.1f} %, but regions of different sizes no longer tile "
-        f"memory: the allocator loses {pow2.usage.external:.1f} % ({pow2.usage.rounding:.1f} rounding up to chunks, "
-        f"{pow2.usage.free:.1f} free and unfit), against {largest.usage.external:.1f} % before.",
+    gaps = [
+        (abs(mine - theirs), each.name, mine, theirs)
+        for each in by_key.values()
+        for mine, theirs in zip(_bars(each.usage), PAPER_USAGE[each.key], strict=True)
     ]
-    fit = {each.key: each for each in first_fit}["oracle"]
-    better = "First fit does better" if fit.usage.tokens > oracle.usage.tokens else "First fit does no better"
-    paragraphs.append(
+    gap, name, mine, theirs = max(gaps)
+    return [
+        f"{largest.name} gives every request {MAX_MODEL_LEN:,} slots: {largest.usage.internal:.1f} % of memory is "
+        f"slots that no token will ever reach, and {largest.usage.reserved:.1f} % waits for tokens that come later. "
+        f"{pow2.name} guesses outputs within a factor of two and brings the internal waste to "
+        f"{pow2.usage.internal:.1f} %, but regions of different sizes no longer tile memory: the allocator loses "
+        f"{pow2.usage.external:.1f} % ({pow2.usage.rounding:.1f} rounding up to chunks, {pow2.usage.free:.1f} free and "
+        f"unfit), against {largest.usage.external:.1f} % before.",
         f"{oracle.name} knows every length and wastes nothing inside its regions, and still only "
-        f"{oracle.usage.tokens:.1f} % of memory holds tokens: {oracle.usage.reserved:.1f} % waits for tokens that come "
-        f"later, and {oracle.usage.external:.1f} % is the allocator's. {better} with the same knowledge "
-        f"({fit.usage.tokens:.1f} %, {fit.width:.1f} at once): it does not round, but has {fit.usage.free:.1f} % in "
-        f"holes, and {fit.usage.reserved:.1f} % of memory still waits for later tokens, as it must under any "
-        "allocator that reserves."
-    )
-    gain = blocks.output_tok_s / largest.output_tok_s
-    gain_oracle = blocks.output_tok_s / oracle.output_tok_s
-    paragraphs.append(
+        f"{oracle.usage.tokens:.1f} % of memory holds tokens: {oracle.usage.reserved:.1f} % waits for later ones, and "
+        f"{oracle.usage.external:.1f} % is the allocator's. First fit with the same knowledge reaches "
+        f"{fit.usage.tokens:.1f} %: it does not round up, but has {fit.usage.free:.1f} % in holes, and "
+        f"{fit.usage.reserved:.1f} % still waits, as it must under any allocator that reserves.",
         f"Blocks reserve nothing ahead: {blocks.usage.tokens:.1f} % of memory holds tokens, and {blocks.width:.1f} "
         f"requests run at once, {blocks.width / largest.width:.1f} times {largest.name}'s. A decode step reads all "
-        f"weights however many requests share it, so width is throughput: {gain:.1f} times {largest.name}'s tokens per "
-        f"second, {gain_oracle:.1f} times {oracle.name}'s."
-    )
-    if blocks.num_preemptions:
-        paragraphs.append(
-            f"What was let in cannot always grow: with every slot in use there were {blocks.num_preemptions:,} "
-            f"preemptions, and {blocks.recomputed_percent:.1f} % of the tokens computed were computed again. A "
-            "reservation never has that cost; it pays in width instead."
-        )
-    else:
-        paragraphs.append("Nothing was preempted: what was let in could always grow.")
-    gaps = [
-        (abs(mine - theirs), each.name, part, mine, theirs)
-        for each in runs
-        for part, mine, theirs in zip(
-            ("tokens", "reserved", "internal", "external"), _bars(each.usage), PAPER_USAGE[each.key], strict=True
-        )
+        "weights however many requests share it, so width is throughput: "
+        f"{blocks.output_tok_s / largest.output_tok_s:.1f} times {largest.name}'s tokens per second, "
+        f"{blocks.output_tok_s / oracle.output_tok_s:.1f} times {oracle.name}'s. What was let in cannot always grow: "
+        f"there were {blocks.num_preemptions:,} preemptions, and {blocks.recomputed_percent:.1f} % of the tokens "
+        "computed were computed again. A reservation never has that cost; it pays in width instead.",
+        "Against the paper's sixteen numbers the mean difference is "
+        f"{sum(each[0] for each in gaps) / len(gaps):.1f} percentage points; the largest, {gap:.1f}, is of {name} "
+        f"({mine:.1f} here, {theirs:.1f} there). The last table says in what the settings differ; the spread of "
+        f"lengths is the only number taken from the bars themselves (from {largest.name}'s), so the other policies' "
+        "are predictions.",
     ]
-    gap, name, part, mine, theirs = max(gaps)
-    mean_gap = sum(each[0] for each in gaps) / len(gaps)
-    paragraphs.append(
-        f"Against the paper's sixteen numbers the mean difference is {mean_gap:.1f} percentage points; the largest, "
-        f"{gap:.1f}, is {name}'s {part} share ({mine:.1f} here, {theirs:.1f} there). The last table says in what the "
-        "settings differ; the spread of lengths is the only number taken from the bars themselves (from "
-        f"{largest.name}'s), so the other policies' are predictions."
-    )
-    return paragraphs
+
+
+EXPERIMENT = Experiment("fragmentation", "Where KV memory goes: reservation against blocks", measure, tell)

@@ -1,7 +1,6 @@
 """What an experiment hands back: tables, charts, findings and an explanation, as plain data that goes to JSON and back.
 
-An experiment is a module with `KEY`, `TITLE` and `run(context) -> Result`. Explanations are written from the numbers
-of the run at hand; nothing here knows how a result is drawn.
+Nothing here knows how a result is drawn.
 """
 
 from __future__ import annotations
@@ -9,19 +8,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from quire.bench.charts import Chart, Series, Span
-
-
-class Context(Protocol):
-    """What every experiment may ask of who runs it. Those on a real engine ask for more."""
-
-    quick: bool
-    seed: int
-
-    def report(self, text: str) -> None:
-        """Say how far it is."""
 
 
 @dataclass(slots=True)

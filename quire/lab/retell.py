@@ -1,4 +1,4 @@
-"""An older report in today's words: what it says is written again from the numbers that it holds.
+"""Tells an older report again: charts, tables and words are made anew from the numbers that it holds.
 
     python -m quire.lab.retell docs/lab/cpu docs/lab/h200
 
@@ -18,13 +18,12 @@ from quire.lab.store import HTML_NAME, JSON_NAME, LabReport, read_report, write_
 
 
 def retell(report: LabReport) -> None:
-    """Words and tables, as the code at hand would have written them after these runs."""
+    """Write charts, tables and words as the code at hand would have written them after these runs."""
     context = LabContext(report.settings, lambda text: None, report.results())
     for experiment in EXPERIMENTS:
-        result = context.results.get(experiment.key)
-        if result is not None and experiment.tell is not None:
-            result.title = experiment.title
-            experiment.tell(result, context)
+        old = context.results.get(experiment.key)
+        if old is not None:
+            report.entries[experiment.key].result = experiment.result(old.data, context, old.seconds)
 
 
 def main(folders: list[str]) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from quire.bench.machine import describe_machine
 from quire.errors import QuireError
 from quire.lab.context import LabContext, SkippedError
-from quire.lab.experiments import EXPERIMENTS, Experiment
+from quire.lab.experiment import Experiment
+from quire.lab.experiments import EXPERIMENTS
 from quire.lab.report import render_report
 from quire.lab.store import HTML_NAME, Entry, LabReport, write_text
 

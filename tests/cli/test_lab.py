@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,11 +71,11 @@ def test_ctrl_c_keeps_what_is_done(flags: list[str], tmp_path: Path, monkeypatch
         finally:
             timer.join()
 
-    real = pressure.run
+    real = pressure.measure
     from quire.lab import experiments
 
     changed = tuple(
-        experiments.Experiment(each.key, each.title, press_ctrl_c) if each.key == "pressure" else each  # type: ignore[arg-type]
+        replace(each, measure=press_ctrl_c) if each.key == "pressure" else each  # type: ignore[arg-type]
         for each in experiments.EXPERIMENTS
     )
     monkeypatch.setattr(experiments, "EXPERIMENTS", changed)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import pytest
 
 from quire.lab import batching
-from quire.lab.batch_runs import Occupation, run_continuous, run_static
+from quire.lab.context import LabContext, LabSettings
 from quire.lab.result import Result
 from quire.sim import Arrival, CostModel
+from quire.sim.batching import Occupation, run_continuous, run_static
 
 THREE = [Arrival(0.0, 8, 4), Arrival(0.0, 6, 1), Arrival(0.0, 4, 2)]
 FLAT = CostModel(overhead_s=1.0, weights_s=0.0, token_s=0.0, kv_token_s=0.0, pair_s=0.0)  # every step is a second
@@ -49,24 +47,9 @@ def test_late_arrivals_wait_for_the_batch_or_the_step() -> None:
     assert run_continuous(late, 2, FLAT).first_tokens_s == [1.0, 3 - 2.5 + 1]
 
 
-def test_percentiles_are_numpys() -> None:
-    values = list(np.random.default_rng(0).random(37))
-    for percent in (0, 1, 50, 95, 99, 100):
-        assert batching._percentile(values, percent) == pytest.approx(np.percentile(values, percent))
-
-
-@dataclass
-class Quick:
-    quick: bool = True
-    seed: int = 1
-
-    def report(self, text: str) -> None:
-        pass
-
-
 def test_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching, "QUICK_REQUESTS", 96)
-    result = batching.run(Quick())
+    result = batching.EXPERIMENT.run(LabContext(LabSettings(quick=True, seed=1), lambda text: None))
     assert [finding.holds for finding in result.findings] == [True] * 4
     static, continuous = result.data["all_at_once"]
     assert static["output_tokens"] == continuous["output_tokens"] == sum(o for _, o in result.data["lengths"])

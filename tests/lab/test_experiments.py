@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from fakes import write_tiny_model
 
+from quire.bench.workloads import even_lengths
 from quire.errors import ConfigError
 from quire.lab import batch_width, block_size, kv_accuracy, prefix_sharing, pressure, step_budget
+from quire.lab.baseline import static_share
 from quire.lab.context import LabContext, LabSettings
 from quire.lab.experiments import EXPERIMENTS, choose
 from quire.lab.kv_accuracy import Reading, Shift
-from quire.lab.lengths import even_lengths, static_share
 from quire.lab.result import Result
 
 
@@ -100,7 +101,7 @@ def check(result: Result) -> Result:
 
 
 def test_block_sizes(context: LabContext) -> None:
-    result = check(block_size.run(context))
+    result = check(block_size.EXPERIMENT.run(context))
     runs = [each for each in result.data["measured"] if each["kind"] == "general"]
     for run, size in zip(runs, result.data["sizes"], strict=True):
         assert run["kv"]["block_size"] == size
@@ -112,7 +113,7 @@ def test_block_sizes(context: LabContext) -> None:
 
 
 def test_sharing_counts_are_exact(context: LabContext) -> None:
-    result = check(prefix_sharing.run(context))
+    result = check(prefix_sharing.EXPERIMENT.run(context))
     off, on, apart, forked = result.data["measured"]
     assert off["kv"]["prefix_hit_tokens"] == 0 and on["kv"]["prefix_hit_tokens"] == 11 * 192
     assert on["kv"]["peak_blocks"] < off["kv"]["peak_blocks"]
@@ -121,7 +122,7 @@ def test_sharing_counts_are_exact(context: LabContext) -> None:
 
 
 def test_pressure_preempts_and_serves_all(context: LabContext) -> None:
-    result = check(pressure.run(context))
+    result = check(pressure.EXPERIMENT.run(context))
     enough, recompute, swap, auto = result.data["measured"]
     assert recompute["kv"]["num_blocks"] == enough["kv"]["peak_blocks"] // 2
     assert not sum(enough["kv"]["preemptions"].values())
@@ -132,20 +133,20 @@ def test_pressure_preempts_and_serves_all(context: LabContext) -> None:
 
 
 def test_budgets_that_cannot_be_are_named(context: LabContext) -> None:
-    result = check(step_budget.run(context))
+    result = check(step_budget.EXPERIMENT.run(context))
     refused = [point for point in result.data["points"] if point["refusal"]]
     assert [(point["budget"], point["chunked"]) for point in refused] == [(256, False)]
     assert "max_num_batched_tokens=256" in refused[0]["refusal"]
 
 
 def test_widths(context: LabContext) -> None:
-    result = check(batch_width.run(context))
+    result = check(batch_width.EXPERIMENT.run(context))
     assert [run["settings"]["max_num_seqs"] for run in result.data["measured"]] == [1, 4, 16, 64, 256]
     assert result.data["measured"][0]["running_mean"] == 1.0
 
 
 def test_accuracy_of_random_weights_claims_nothing(context: LabContext) -> None:
-    result = check(kv_accuracy.run(context))
+    result = check(kv_accuracy.EXPERIMENT.run(context))
     readings = {each["kv_dtype"]: each for each in result.data["readings"]}
     assert readings["fp8"]["refusal"] and "perplexity" not in readings["fp8"]
     assert readings["float16"]["kv_bytes_per_token"] == readings["float32"]["kv_bytes_per_token"] / 2
@@ -162,7 +163,7 @@ def test_baseline_without_transformers(context: LabContext, monkeypatch: pytest.
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SkippedError, match="pip install transformers"):
-        baseline.run(context)
+        baseline.EXPERIMENT.run(context)
 
 
 def test_the_passage_is_long_enough() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from quire.bench.charts import Chart
 from quire.bench.report import KVReport, Percentiles, RunReport
 from quire.lab import (
     baseline,
@@ -23,7 +22,7 @@ from quire.lab import (
 )
 from quire.lab.context import LabContext, LabSettings, record, run_of
 from quire.lab.report import render_report
-from quire.lab.result import Finding, Result, Table
+from quire.lab.result import Finding, Result
 from quire.lab.store import Entry, LabReport
 
 CPU = LabContext(LabSettings(), lambda text: None)
@@ -48,8 +47,12 @@ def run(name: str = "run", **changes: Any) -> RunReport:
     return RunReport(workload=name, **values | changes)
 
 
-def result(module: Any, runs: list[RunReport], **data: Any) -> Result:
-    return Result(module.KEY, module.TITLE, "?", data=data | {"measured": [record(each) for each in runs]})
+def result(module: Any, runs: list[RunReport], context: LabContext, **data: Any) -> Result:
+    return tell(module, data | {"measured": [record(each) for each in runs]}, context)
+
+
+def tell(module: Any, data: dict[str, Any], context: LabContext) -> Result:
+    return module.EXPERIMENT.result(data, context, 1.0)  # type: ignore[no-any-return]
 
 
 def holds(told: Result) -> list[bool | None]:
@@ -76,15 +79,13 @@ def told_baseline(context: LabContext, equal_s: float, mixed_s: float, **data: A
     works = ("equal lengths", "mixed lengths")
     data |= {"speedups": dict(zip(works, (20.0, 15.0), strict=True))}
     data |= {"static_shares": dict(zip(works, (1.0, 0.65), strict=True))}
-    told = result(baseline, [run(), run(), *theirs], **data)
-    baseline.tell(told, context)
-    return told
+    return result(baseline, [run(), run(), *theirs], context, **data)
 
 
 def test_leads_over_a_baseline_that_changed_its_pace_are_not_compared() -> None:
     assert holds(told_baseline(CPU, 0.11, 0.077)) == [True, None, None, True]
     assert holds(told_baseline(CPU, 0.11, 0.12)) == [True, False, False, True]
-    assert holds(told_baseline(GPU, 0.11, 0.12, is_warmed=True)) == [True, False, False, True]
+    assert holds(told_baseline(GPU, 0.11, 0.12)) == [True, False, False, True]
 
 
 def test_the_untimed_batch_has_the_longest_rows() -> None:
@@ -100,9 +101,7 @@ def told_widths(rates: list[float], at: int | None, **last: Any) -> Result:
     runs[-1] = replace(runs[-1], **last)
     data = {"gain_per_doubling_percent": batch_width.gains_per_doubling(rates, batch_width.WIDTHS)}
     data |= {"saturates_at": at, "step_line_s": [0.00432, 26.877e-6]}
-    told = result(batch_width, runs, **data)
-    batch_width.tell(told, GPU)
-    return told
+    return result(batch_width, runs, GPU, **data)
 
 
 def test_throughput_saturates_where_no_doubling_brings_much() -> None:
@@ -121,10 +120,10 @@ def told_sizes(short: list[RunReport]) -> Result:
     """With the other two mixes the same at every size."""
     even = [sized(1000.0) for _ in block_size.SIZES]
     kinds = {"short": short, "general": even, "long-tail": even}
-    told = result(block_size, [], sizes=list(block_size.SIZES), predicted_waste_percent=dict.fromkeys(kinds, [0.0] * 6))
-    told.data["measured"] = [record(each) | {"kind": kind} for kind, runs in kinds.items() for each in runs]
-    block_size.tell(told, GPU)
-    return told
+    data = {"sizes": list(block_size.SIZES), "predicted_waste_percent": dict.fromkeys(kinds, [0.0] * 6)}
+    data |= {"lengths": {kind: [10, 20] for kind in kinds}, "cache_tokens": dict.fromkeys(kinds, 100)}
+    measured = [record(each) | {"kind": kind} for kind, runs in kinds.items() for each in runs]
+    return tell(block_size, data | {"measured": measured}, GPU)
 
 
 def test_large_blocks_cost_throughput_only_beyond_the_noise() -> None:
@@ -152,9 +151,7 @@ def sampled(name: str, rss: tuple[int, int] = (100 * MIB, 100 * MIB), **changes:
 def told_memory(*runs: dict[str, Any]) -> Result:
     context = LabContext(LabSettings(), lambda text: None)
     context.results = {"batch-width": Result("batch-width", "", "", data={"measured": list(runs)})}
-    told = Result(memory_over_time.KEY, "", "", data={"measured": []})
-    memory_over_time.tell(told, context)
-    return told
+    return tell(memory_over_time, {"measured": []}, context)
 
 
 def test_blocks_must_all_be_given_back_and_never_be_more_than_there_are() -> None:
@@ -178,17 +175,21 @@ def test_blocks_must_all_be_given_back_and_never_be_more_than_there_are() -> Non
 
 def simulated(name: str, share: float, first_s: float) -> dict[str, Any]:
     names = ("latency_p50_s", "latency_p99_s", "seconds", "output_tok_s", "num_steps")
-    values = {"name": name, "num_slots": 32, "utilisation": share, "queued_utilisation": share}
+    values = {
+        "name": name,
+        "num_slots": 32,
+        "utilisation": share,
+        "queued_utilisation": share,
+    }
+    values |= {"occupations": [], "width": [[0.0, 1]]}
     return values | dict.fromkeys(names, 1.0) | {"first_token_p50_s": first_s, "num_steps": 10}
 
 
 def test_a_short_wait_keeps_its_digits() -> None:
-    told = Result(
-        batching.KEY, "", "", data={"lengths": [[1, 2]], "rate_per_s": 5.0, "predicted_static_utilisation": 1}
-    )
-    told.data["all_at_once"] = [simulated("static", 0.26, 1.0), simulated("continuous", 0.93, 1.0)]
-    told.data["arriving"] = [simulated("static", 0.158, 2.0), simulated("continuous", 0.14, 0.0075)]
-    batching.tell(told)
+    data: dict[str, Any] = {"lengths": [[1, 2]], "rate_per_s": 5.0, "predicted_static_utilisation": 1}
+    data["all_at_once"] = data["picture"] = [simulated("static", 0.26, 1.0), simulated("continuous", 0.93, 1.0)]
+    data["arriving"] = [simulated("static", 0.158, 2.0), simulated("continuous", 0.14, 0.0075)]
+    told = tell(batching, data, CPU)
     assert told.tables[1].rows[1][5] == "0.0075"  # not 0.01
 
 
@@ -198,8 +199,7 @@ def test_a_short_wait_keeps_its_digits() -> None:
 def test_sharing_must_save_blocks_in_both_ways() -> None:
     off = run(running_mean=61.0, kv=kv(num_blocks=10240, peak_blocks=10239, table_entries_max=10239))
     shared = kv(num_blocks=10240, peak_blocks=2176, table_entries_max=34816, prefix_query_tokens=100)
-    told = result(prefix_sharing, [off, run(running_mean=248.0, kv=shared), run(), run()], expected_copies=0)
-    prefix_sharing.tell(told, GPU)
+    told = result(prefix_sharing, [off, run(running_mean=248.0, kv=shared), run(), run()], GPU, expected_copies=0)
     assert holds(told) == [False, False, False, True]  # with n = 4 it saved none
 
 
@@ -209,9 +209,7 @@ def test_sharing_must_save_blocks_in_both_ways() -> None:
 def test_under_pressure_somebody_is_preempted_and_the_choice_is_near_the_better() -> None:
     some = kv(preemptions={"recompute": 0, "swap": 3}, swapped_out_blocks=5)
     runs = [run(), run(output_tok_s=80.0), run(output_tok_s=99.0, kv=some), run(output_tok_s=106.0, kv=some)]
-    told = result(pressure, runs, num_blocks=50, swap_bytes_per_s=1e9)
-    told.charts = [Chart("line", "Sequences running over time", "seconds", "")]
-    pressure.tell(told, CPU)
+    told = result(pressure, runs, CPU, num_blocks=50, swap_bytes_per_s=1e9)
     assert holds(told) == [False, False, True, True]
 
 
@@ -227,9 +225,7 @@ def told_budgets(waits_s: list[float], whole_s: list[float]) -> Result:
             points.append({"budget": budget, "chunked": is_chunked, "refusal": refusal})
             if wait_s:
                 runs.append(run(itl_s=spread(0.005, wait_s), decode_tok_s=12800.0, prefill_tok_s=40000.0))
-    told = result(step_budget, runs, points=points)
-    step_budget.tell(told, GPU)
-    return told
+    return result(step_budget, runs, GPU, points=points)
 
 
 def test_a_larger_budget_means_longer_waits_and_whole_prompts_are_refused_below_their_length() -> None:
@@ -259,11 +255,7 @@ def told_accuracy(model: str, context: LabContext = GPU, same: float = 0.3) -> R
         reading("bfloat16", "bfloat16", -0.35, 0.07, 0.0, 2048),
         reading("fp8", "bfloat16", -1.174, 0.321, same, 1024),
     ]
-    told = Result(kv_accuracy.KEY, "", "", data={"model": model, "tokens": 2044, "readings": readings})
-    told.tables = [Table("", ["a"], [])]
-    told.charts = [Chart("bar", "logprobs", "", ""), Chart("bar", "bytes", "", "")]
-    kv_accuracy.tell(told, context)
-    return told
+    return tell(kv_accuracy, {"model": model, "tokens": 2044, "readings": readings}, context)
 
 
 def test_random_weights_are_no_finding() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -14,7 +15,8 @@ from quire.bench.charts import Chart, Series
 from quire.errors import ConfigError
 from quire.lab import runner
 from quire.lab.context import LabContext, LabSettings, SkippedError
-from quire.lab.experiments import EXPERIMENTS, Experiment
+from quire.lab.experiment import Experiment, Story
+from quire.lab.experiments import EXPERIMENTS
 from quire.lab.report import render_report
 from quire.lab.result import Finding, Result, Table
 from quire.lab.store import HTML_NAME, JSON_NAME, Entry, LabReport, open_report, read_report
@@ -35,8 +37,18 @@ def result(key: str) -> Result:
     )
 
 
-def experiment(key: str, run: Callable[[LabContext], Result] | None = None, *, is_last: bool = False) -> Experiment:
-    return Experiment(key, f"Title of {key}", run or (lambda context: result(key)), is_last)
+def experiment(key: str, run: Callable[[LabContext], object] | None = None, *, is_last: bool = False) -> Experiment:
+    def measure(context: LabContext) -> dict[str, Any]:
+        if run is not None:
+            run(context)
+        return {}
+
+    def tell(data: dict[str, Any], context: LabContext) -> Story:
+        told = result(key)
+        parts = (told.charts, told.tables, told.findings, told.explanation)
+        return Story(told.question, f"the headline of {key}", *parts)
+
+    return Experiment(key, f"Title of {key}", measure, tell, is_last)
 
 
 class Log:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from quire.kv import KVManager
-from quire.lab.reservation import Allocator, Buddy, Policy, ReservedKV
 from quire.request import Sequence as TokenSequence
 from quire.scheduler import SchedulerConfig
 from quire.sim import Arrival, CostModel, SimRun, StepView
+from quire.sim.reservation import Allocator, Buddy, Policy, ReservedKV
 
 MAX_NUM_SEQS = 256
 STEP_TOKENS = 2560

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.lab.memory_use import Usage, run_policy
-from quire.lab.reservation import Allocator, Buddy, FirstFit, next_power_of_two, reservation_policies
 from quire.sim import Arrival, CostModel, StepView
+from quire.sim.memory_use import Usage, run_policy
+from quire.sim.reservation import Allocator, Buddy, FirstFit, next_power_of_two, reservation_policies
 
 NUM_SLOTS, MAX_LEN = 210, 48
 COST = CostModel()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.lab.reservation import (
+from quire.sim.reservation import (
     Allocator,
     Buddy,
     FirstFit,
@@ -94,7 +94,7 @@ def test_a_region_lasts_from_admission_to_the_end() -> None:
     kv = ReservedKV(FirstFit(20), reservation_policies(16)[2])
     kv.expect(1, 6, 5)
     kv.expect(2, 6, 6)
-    assert kv.admit(1, [0] * 6, None) == list(range(10))
+    assert kv.admit(1, [0] * 6, None) == [(0, list(range(10)))]
     assert kv.admit(2, [0] * 6, None) is None
     with pytest.raises(AssertionError, match="outgrew"):
         kv.grow(1, 11, 10)
