@@ -159,7 +159,7 @@ def tell(data: Data, context: LabContext) -> Story:
                     *("between tokens p50 ms", "between tokens p99 ms", "first token p50 s", "end to end p50 s"),
                     "sequences a step",
                     ("prompts, % of the time", [number(_prompt_percent(each)) for each in runs]),
-                    *("blocks in use %", "most in use %", "preemptions"),
+                    *("most in use %", "preemptions"),
                 ],
                 f"Prompts of {prompt[0]}–{prompt[1]} tokens and answers of {output[0]}–{output[1]}, all there from the "
                 "start; narrow batches get fewer of them, as they take longer for each. First token and end to end "
@@ -228,8 +228,8 @@ def _explain_end(runs: list[RunReport], gains: list[float], at: int | None) -> s
     return (
         f"{start} At {wanted}, {number(wider.running_mean)} sequences run in a step, {times(seen)} as many as before, "
         f"in {times(slower)} the time; prompts take {_prompt_percent(wider):.0f} % of the run, at most "
-        f"{100 * kv_of(wider).occupancy_max:.0f} % of the blocks are in use, and {num_preemptions(wider)} sequences "
-        "were preempted."
+        f"{100 * kv_of(wider).occupancy_max:.0f} % of the blocks are in use, and there were "
+        f"{num_preemptions(wider) or 'no'} preemptions."
     )
 
 

@@ -99,4 +99,4 @@ def test_a_region_lasts_from_admission_to_the_end() -> None:
     with pytest.raises(AssertionError, match="outgrew"):
         kv.grow(1, 11, 10)
     kv.free(1)
-    assert kv.admit(2, [0] * 6, None) == list(range(11))
+    assert kv.admit(2, [0] * 6, None) == [(0, list(range(11)))]
