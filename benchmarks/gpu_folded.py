@@ -14,10 +14,11 @@ from torch import Tensor
 from benchmarks.gpu_inputs import LLAMA
 from benchmarks.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
 from benchmarks.gpu_products import new_layers, scattered_rows
-from quire.kernels.interface import AttentionBatch, FoldedNorm, Unscaled
-from quire.kernels.reference import DenseLinear, ReferenceOps
+from quire.kernels.interface import AttentionBatch, Norm, Rotary, Unscaled
+from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps
 from quire.kernels.triton.activation import ActConfig, act_config, act_mul
+from quire.kernels.triton.linear import TritonLinear
 from quire.kernels.triton.rope import RopeConfig, rope_and_write, rope_config
 
 EPS = 1e-5
@@ -40,18 +41,18 @@ _ROPE_SWEEP = tuple(
 class _Layer:
     """Its matrices, the stream before it, and where its tokens stand."""
 
-    matrices: dict[str, DenseLinear]
+    matrices: dict[str, TritonLinear]
     residual: Tensor
     kv: Tensor
     batch: AttentionBatch
-    cos_sin: Tensor
+    rotary: Rotary
 
-    def run(self, ops: TritonOps, norm: Tensor | FoldedNorm) -> Tensor:
-        x = ops.norm(self.residual, norm, EPS)
-        q = ops.linear_rope_write(x, self.matrices["qkv"], self.cos_sin, self.kv, self.batch, LLAMA)
-        x = ops.linear_add_norm(q, self.matrices["o"], self.residual, norm, EPS)
-        gated = ops.linear_act(x, self.matrices["gate_up"], "silu")
-        ops.linear_add_norm(gated, self.matrices["down"], self.residual, norm, EPS)
+    def run(self, ops: TritonOps, norm: Norm) -> Tensor:
+        x = ops.norm(self.residual, norm)
+        q = self.matrices["qkv"].multiply_rope_write(x, self.rotary, self.kv, self.batch, LLAMA)
+        x = self.matrices["o"].multiply_add_norm(q, self.residual, norm)
+        gated = self.matrices["gate_up"].multiply_act(x, "silu")
+        self.matrices["down"].multiply_add_norm(gated, self.residual, norm)
         return self.residual
 
 
@@ -67,14 +68,14 @@ def run_folded(report: Report) -> None:
         report.print_sweep(f"folded {kind}")
 
 
-def _run_layers(report: Report, ops: TritonOps, layers: list[dict[str, DenseLinear]], rows: int) -> None:
-    kv, batch, cos_sin = scattered_rows(rows)
+def _run_layers(report: Report, ops: TritonOps, layers: list[dict[str, TritonLinear]], rows: int) -> None:
+    kv, batch, rotary = scattered_rows(rows)
     ones = torch.ones(4096, device="cuda")
     begin = torch.randn(rows, 4096, device="cuda").bfloat16()
     times: dict[str, float] = {}
     results: list[Tensor] = []
-    for label, norm in (("plain", ones), ("folded", FoldedNorm(ones))):
-        made = [_Layer(matrices, begin.clone(), kv, batch, cos_sin) for matrices in layers]
+    for label, norm in (("plain", Norm(ones, EPS)), ("folded", Norm(ones, EPS, is_folded=True))):
+        made = [_Layer(matrices, begin.clone(), kv, batch, rotary) for matrices in layers]
         poison()
         results.append(made[0].run(ops, norm).clone())
         times[label] = time_us([partial(layer.run, ops, norm) for layer in made])
@@ -102,15 +103,15 @@ def _sweep_act(report: Report, rows: int) -> None:
 
 
 def _sweep_rope(report: Report, rows: int) -> None:
-    kv, batch, cos_sin = scattered_rows(rows)
+    kv, batch, rotary = scattered_rows(rows)
     sets = _inputs(rows, _NUM_HEADS * 128)
     stream, qkv = sets[0]
     wide = ReferenceOps("cuda", torch.float32)
     wide_kv = torch.zeros_like(kv, dtype=torch.float32)
-    expected = wide.rope_and_write(_scaled(stream, qkv), cos_sin, wide_kv, batch, LLAMA)
+    expected = wide.rope_and_write(_scaled(stream, qkv), rotary, wide_kv, batch, LLAMA)
 
     def call(stream: Unscaled | None, qkv: Tensor, config: RopeConfig | None) -> Tensor:
-        return rope_and_write(qkv, cos_sin, kv, batch, LLAMA, None, None, EPS, factors_of=stream, config=config)
+        return rope_and_write(qkv, rotary, kv, batch, LLAMA, factors_of=stream, config=config)
 
     def build(config: Any) -> tuple[float, list[Callable[[], object]]]:
         poison()
@@ -165,6 +166,6 @@ def _act_once(config: ActConfig) -> None:
 
 
 def _rope_once(config: RopeConfig) -> None:
-    kv, batch, cos_sin = scattered_rows(64)
+    kv, batch, rotary = scattered_rows(64)
     stream, qkv = _inputs(64, _NUM_HEADS * 128)[0]
-    rope_and_write(qkv, cos_sin, kv, batch, LLAMA, None, None, EPS, factors_of=stream, config=config)
+    rope_and_write(qkv, rotary, kv, batch, LLAMA, factors_of=stream, config=config)

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from benchmarks.gpu_inputs import BLOCK_SIZE, LLAMA, Shape, attention_inputs, decodes
 from benchmarks.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
-from quire.kernels.composed import ComposedOps
-from quire.kernels.interface import AttentionBatch, Unscaled
-from quire.kernels.reference import DenseLinear, ReferenceOps
+from quire.kernels.composed import ComposedLinear
+from quire.kernels.interface import AttentionBatch, Norm, Rotary, Unscaled
+from quire.kernels.reference import ReferenceOps
+from quire.kernels.reference.linear import ReferenceLinear
 from quire.kernels.triton import TritonOps
 from quire.kernels.triton.configs import SkinnyConfig, skinny_config
+from quire.kernels.triton.linear import TritonLinear
 
 PRODUCTS = {
     "qkv": (6144, 4096),
@@ -50,7 +52,7 @@ def skinny_sweep(rows: int) -> tuple[SkinnyConfig, ...]:
     return (*(_VECTOR_SWEEP if rows == 1 else ()), *_TILE_SWEEP)
 
 
-def new_layers(ops: TritonOps, count: int) -> list[dict[str, DenseLinear]]:
+def new_layers(ops: TritonOps, count: int) -> list[dict[str, TritonLinear]]:
     """The matrices of so many layers, each with numbers of its own."""
     names = ("qkv", "o", "gate_up", "down")
     layers = [{name: ops.new_linear(*PRODUCTS[name]) for name in names} for _ in range(count)]
@@ -60,14 +62,14 @@ def new_layers(ops: TritonOps, count: int) -> list[dict[str, DenseLinear]]:
     return layers
 
 
-def scattered_rows(rows: int) -> tuple[Tensor, AttentionBatch, Tensor]:
+def scattered_rows(rows: int) -> tuple[Tensor, AttentionBatch, Rotary]:
     """For kernels that rotate and write: a cache, where the rows stand and go in it, and the rotary table."""
     num_blocks = rows // BLOCK_SIZE + 64
     _, _, batch = attention_inputs(Shape([rows], [rows]))
     batch.positions = torch.randint(0, 8192, (rows,), device="cuda")
     batch.slots = torch.randperm(num_blocks * BLOCK_SIZE, device="cuda")[:rows]
     kv = torch.zeros((num_blocks, 2, 8, BLOCK_SIZE, 128), device="cuda", dtype=torch.bfloat16)
-    return kv, batch, torch.randn(8192, 128, device="cuda")
+    return kv, batch, Rotary(torch.randn(8192, 128, device="cuda"))
 
 
 def run_skinny(report: Report) -> None:
@@ -113,8 +115,11 @@ def run_pairs(report: Report) -> None:
     from quire.kernels.triton.skinny import skinny_act, skinny_add_norm, skinny_rope_write
 
     ops, oracle = TritonOps("cuda", torch.bfloat16), ReferenceOps("cuda", torch.float32)
-    scratch = ops._skinny_scratch
-    norm, cos_sin = torch.rand(4096, device="cuda") + 0.5, torch.randn(8192, 128, device="cuda")
+    scratch = ops.skinny_scratch
+    norm, ones = (
+        Norm(weight, 1e-5) for weight in (torch.rand(4096, device="cuda") + 0.5, torch.ones(1, device="cuda"))
+    )
+    rotary = Rotary(torch.randn(8192, 128, device="cuda"))
     totals = {rows: [0.0, 0.0] for rows in _PAIR_ROWS}
     for name in ("qkv", "o", "gate_up", "down"):
         n, k = PRODUCTS[name]
@@ -128,7 +133,7 @@ def run_pairs(report: Report) -> None:
             residual = torch.randn(rows, n, device="cuda").bfloat16()
             # As the norm before this product leaves it: 64 tiles' sums, as the table's configurations give.
             parts = torch.stack([p.square().sum(1) for p in x.float().chunk(64, dim=1)])
-            lazy, normed = Unscaled(x, parts, 1e-5), oracle.rms_norm(x.float(), torch.ones_like(x[0]), 1e-5).bfloat16()
+            lazy, normed = Unscaled(x, parts, 1e-5), oracle.normalize(x.float(), ones).bfloat16()
             q_kv = attention_inputs(decodes([40] * rows))
             kv, batch = q_kv[1], q_kv[2]
             batch.slots = torch.randperm(kv.shape[0] * BLOCK_SIZE, device="cuda")[:rows]
@@ -137,25 +142,26 @@ def run_pairs(report: Report) -> None:
             several: list[Callable[[], Any]]
             poison()
             if name == "qkv":
-                one = [partial(skinny_rope_write, lazy, w.weight, None, cos_sin, kv, batch, LLAMA, config, scratch)
+                one = [partial(skinny_rope_write, lazy, w.weight, None, rotary, kv, batch, LLAMA, config, scratch)
                        for w in weights]  # fmt: skip
-                several = [partial(_rope, ops, normed, w, cos_sin, kv, batch) for w in weights]
+                several = [partial(ComposedLinear.multiply_rope_write, w, normed, rotary, kv, batch, LLAMA)
+                           for w in weights]  # fmt: skip
                 off = error(one[-1](), oracle.rope_and_write(
-                    oracle.linear(normed.float(), _wide(last)), cos_sin, kv.float(), batch, LLAMA))  # fmt: skip
+                    _wide(oracle, last).multiply(normed.float()), rotary, kv.float(), batch, LLAMA))  # fmt: skip
             elif name == "gate_up":
                 one = [partial(skinny_act, lazy, w.weight, None, "silu", config, scratch) for w in weights]
-                several = [partial(_act, ops, normed, w) for w in weights]
-                off = error(one[-1](), oracle.act_mul(oracle.linear(normed.float(), _wide(last)), "silu"))
+                several = [partial(ComposedLinear.multiply_act, w, normed, "silu") for w in weights]
+                off = error(one[-1](), oracle.act_mul(_wide(oracle, last).multiply(normed.float()), "silu"))
             else:
-                one = [partial(skinny_add_norm, x, w.weight, None, residual, norm, 1e-5, config, scratch)
+                one = [partial(skinny_add_norm, x, w.weight, None, residual, norm, config, scratch)
                        for w in weights]  # fmt: skip
-                several = [partial(_add_norm, ops, x, w, residual, norm) for w in weights]
-                expected = residual.float() + oracle.linear(x.float(), _wide(last))
+                several = [partial(ComposedLinear.multiply_add_norm, w, x, residual, norm) for w in weights]
+                expected = residual.float() + _wide(oracle, last).multiply(x.float())
                 found = one[-1]()
                 assert isinstance(found, Unscaled) and found.square_sums is not None
                 rms = torch.rsqrt(found.square_sums.sum(0) / n + 1e-5)
                 off = max(error(residual, expected), error(found.x.float() * rms[:, None],
-                                                           oracle.rms_norm(expected, norm, 1e-5)))  # fmt: skip
+                                                           oracle.normalize(expected, norm)))  # fmt: skip
             label = f"{name} rows {rows}"
             if not off <= 1e-2:
                 report.fail(f"pairs {label}: error {off:.3g}")
@@ -172,21 +178,9 @@ def run_pairs(report: Report) -> None:
         report.add("pairs", f"32 layers rows {rows}", one_us, f"apart {several_us:.0f} us x{several_us / one_us:.3f}")
 
 
-def _rope(ops: TritonOps, x: Tensor, weight: DenseLinear, cos_sin: Tensor, kv: Tensor, batch: Any) -> Tensor:
-    return ComposedOps.linear_rope_write(ops, x, weight, cos_sin, kv, batch, LLAMA)
-
-
-def _act(ops: TritonOps, x: Tensor, weight: DenseLinear) -> Tensor:
-    return ComposedOps.linear_act(ops, x, weight, "silu")
-
-
-def _add_norm(ops: TritonOps, x: Tensor, weight: DenseLinear, residual: Tensor, norm: Tensor) -> object:
-    return ComposedOps.linear_add_norm(ops, x, weight, residual, norm, 1e-5)
-
-
-def _wide(weight: DenseLinear) -> DenseLinear:
-    wide = DenseLinear(1, 1, bias=False, device=weight.weight.device, dtype=torch.float32)
-    wide.weight = weight.weight.float()
+def _wide(oracle: ReferenceOps, weight: TritonLinear) -> ReferenceLinear:
+    wide = oracle.new_linear(*weight.weight.shape)
+    wide.load_rows(0, weight.weight)
     return wide
 
 
@@ -199,17 +193,19 @@ def run_fused(report: Report) -> None:
     half = ReferenceOps("cuda", torch.bfloat16)
     for rows in (1, 16, 256, 8192):
         num_sets = max(1, min(16, COLD_BYTES // (rows * 4096 * 4)))
-        weight = torch.randn(4096, device="cuda")
+        norm = Norm(torch.randn(4096, device="cuda"), 1e-5)
         xs = [torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(num_sets)]
         residuals = [torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(num_sets)]
         residual, expected_residual = residuals[0].clone(), residuals[0].clone()
         poison()
-        out = ops.add_rms_norm(xs[0], residual, weight, 1e-5)
-        off = error(out, half.add_rms_norm(xs[0], expected_residual, weight, 1e-5))
+        out, expected = ops.add_norm(xs[0], residual, norm), half.add_norm(xs[0], expected_residual, norm)
+        assert isinstance(out, Tensor) and isinstance(expected, Tensor)
+        off = error(out, expected)
         off = max(off, error(residual, expected_residual))
-        off = max(off, error(ops.rms_norm(xs[0], weight, 1e-5), wide.rms_norm(xs[0].float(), weight, 1e-5)))
-        calls = [partial(ops.add_rms_norm, x, r, weight, 1e-5) for x, r in zip(xs, residuals, strict=True)]
-        report.timed("fused", f"add_rms_norm {rows}", off, rows * 4096 * 2 * 4, calls)
+        off = max(off, error(ops.normalize(xs[0], norm), wide.normalize(xs[0].float(), norm)))
+        calls: list[Callable[[], object]]
+        calls = [partial(ops.add_norm, x, r, norm) for x, r in zip(xs, residuals, strict=True)]
+        report.timed("fused", f"add_norm {rows}", off, rows * 4096 * 2 * 4, calls)
         del xs, residuals
 
         num_sets = max(1, min(8, COLD_BYTES // (rows * 28672 * 2)))
@@ -227,25 +223,25 @@ def run_fused(report: Report) -> None:
 
 
 def _run_rope(report: Report, ops: TritonOps, rows: int) -> None:
-    kv, batch, cos_sin = scattered_rows(rows)
+    kv, batch, rotary = scattered_rows(rows)
     norms = [torch.randn(128, device="cuda").bfloat16() for _ in range(2)]
     qkvs = [
         torch.randn(rows, 6144, device="cuda").bfloat16() for _ in range(max(1, min(8, COLD_BYTES // (rows << 14))))
     ]
     off = 0.0
-    for q_norm, k_norm in ((None, None), (norms[0], norms[1])):
+    for with_norms in (rotary, replace(rotary, q_norm=norms[0], k_norm=norms[1])):
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
             spec = LLAMA if dtype == torch.bfloat16 else replace(LLAMA, k_scale=0.25, v_scale=0.25)
             found_kv, expected_kv = torch.zeros_like(kv, dtype=dtype), torch.zeros_like(kv, dtype=torch.float32)
             poison()
-            q = ops.rope_and_write(qkvs[0], cos_sin, found_kv, batch, spec, q_norm, k_norm)
+            q = ops.rope_and_write(qkvs[0], with_norms, found_kv, batch, spec)
             expected = ReferenceOps("cuda", torch.float32).rope_and_write(
-                qkvs[0].float(), cos_sin, expected_kv, batch, spec, q_norm, k_norm
+                qkvs[0].float(), with_norms, expected_kv, batch, spec
             )
             off = max(off, error(q, expected))
             # An 8-bit float has 3 bits of mantissa: its own rounding is up to 6 %.
             off = max(off, error(found_kv.float(), expected_kv) / (1.0 if dtype == torch.bfloat16 else 5.0))
-    calls = [partial(ops.rope_and_write, x, cos_sin, kv, batch, LLAMA) for x in qkvs]
+    calls = [partial(ops.rope_and_write, x, rotary, kv, batch, LLAMA) for x in qkvs]
     report.timed("fused", f"rope_and_write {rows}", off, rows * 6144 * 2 * 2, calls)
 
 
@@ -273,12 +269,14 @@ def _pair_once(name: str, rows: int) -> None:
     skinny_linear(x, weight, None, config, scratch)
     if name == "qkv":
         _, kv, batch = attention_inputs(decodes([40] * rows))
-        skinny_rope_write(lazy, weight, None, torch.zeros(64, 128, device="cuda"), kv, batch, LLAMA, config, scratch)
+        skinny_rope_write(
+            lazy, weight, None, Rotary(torch.zeros(64, 128, device="cuda")), kv, batch, LLAMA, config, scratch
+        )
     elif name == "gate_up":
         skinny_act(lazy, weight, None, "silu", config, scratch)
     else:
         residual = torch.zeros(rows, n, device="cuda", dtype=torch.bfloat16)
-        skinny_add_norm(x, weight, None, residual, torch.zeros(n, device="cuda"), 1e-5, config, scratch)
+        skinny_add_norm(x, weight, None, residual, Norm(torch.zeros(n, device="cuda"), 1e-5), config, scratch)
 
 
 def _once(config: SkinnyConfig, rows: int, k: int) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.gpu_measure import Report, time_us
 from benchmarks.gpu_products import new_layers
-from quire.kernels.reference import DenseLinear
 from quire.kernels.triton import TritonOps
+from quire.kernels.triton.linear import TritonLinear
 
 ROWS = (*range(40, 1048, 8), *range(1152, 4224, 128))
 _SLOW = 1.02  # times what some larger number takes
@@ -20,7 +20,7 @@ _SLOW = 1.02  # times what some larger number takes
 def run_rows(report: Report) -> None:
     ops = TritonOps("cuda", torch.bfloat16)
     layers = new_layers(ops, 2)  # too many for the L2 cache
-    times = {rows: time_us([partial(_multiply, ops, layer, *_inputs(rows)) for layer in layers]) for rows in ROWS}
+    times = {rows: time_us([partial(_multiply, layer, *_inputs(rows)) for layer in layers]) for rows in ROWS}
     for rows, us in times.items():
         best = min((other for other in ROWS if other >= rows), key=times.__getitem__)
         is_slow = us > _SLOW * times[best]
@@ -29,12 +29,12 @@ def run_rows(report: Report) -> None:
             report.add("rows", f"layer's products, {rows}", us, note, best_rows=best)
 
 
-def _multiply(ops: TritonOps, layer: dict[str, DenseLinear], x: Tensor, wide: Tensor, residual: Tensor) -> None:
+def _multiply(layer: dict[str, TritonLinear], x: Tensor, wide: Tensor, residual: Tensor) -> None:
     """As the steps do."""
-    ops._multiply(x, layer["qkv"])
-    ops._multiply_add(x, layer["o"], residual)
-    ops._multiply(x, layer["gate_up"])
-    ops._multiply_add(wide, layer["down"], residual)
+    layer["qkv"].multiply(x)
+    layer["o"].multiply_add_norm(x, residual, None)
+    layer["gate_up"].multiply(x)
+    layer["down"].multiply_add_norm(wide, residual, None)
 
 
 def _inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:

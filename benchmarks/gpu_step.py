@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -13,10 +14,10 @@ from torch import Tensor
 from benchmarks.gpu_inputs import BLOCK_SIZE, LLAMA, Shape, attention_inputs, decodes, spread
 from benchmarks.gpu_measure import Report, error, time_us
 from benchmarks.gpu_products import PRODUCTS, new_layers
-from quire.kernels.composed import ComposedOps
-from quire.kernels.interface import AttentionBatch, FoldedNorm, LinearWeight, Unscaled
-from quire.kernels.reference import DenseLinear
+from quire.kernels.composed import ComposedLinear
+from quire.kernels.interface import AttentionBatch, Norm, Normed, Rotary
 from quire.kernels.triton import TritonOps
+from quire.kernels.triton.linear import TritonLinear
 
 EPS = 1e-5
 SHAPES = {
@@ -33,48 +34,64 @@ SHAPES = {
 }
 
 
-class SeparateOps(TritonOps):
+class SeparateLinear(TritonLinear):
     """Each operation in its own launch."""
 
-    linear_rope_write = ComposedOps.linear_rope_write
-    linear_add_norm = ComposedOps.linear_add_norm
-    linear_act = ComposedOps.linear_act
+    __slots__ = ()
+
+    multiply_rope_write = ComposedLinear.multiply_rope_write
+    multiply_add_norm = ComposedLinear.multiply_add_norm
+    multiply_act = ComposedLinear.multiply_act
 
 
-class CublasOps(SeparateOps):
-    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        assert isinstance(weight, DenseLinear)
-        return F.linear(x, weight.weight, weight.bias)
+class CublasLinear(SeparateLinear):
+    __slots__ = ()
+
+    def multiply(self, x: Normed) -> Tensor:
+        assert isinstance(x, Tensor)
+        return F.linear(x, self.weight, self.bias)
 
 
 class Model:
     def __init__(self) -> None:
-        ops = TritonOps("cuda", torch.bfloat16)
-        self.layers = new_layers(ops, 32)
-        self.head = ops.new_linear(*PRODUCTS["head"])
+        self.ops = TritonOps("cuda", torch.bfloat16)
+        self.layers = new_layers(self.ops, 32)
+        self.head = self.ops.new_linear(*PRODUCTS["head"])
         self.head.randomize(0.02, 1000)
-        self.norm = torch.ones(4096, device="cuda")
-        self.cos_sin = torch.randn(8192, 128, device="cuda")
+        self.norm = Norm(torch.ones(4096, device="cuda"), EPS)
+        self.rotary = Rotary(torch.randn(8192, 128, device="cuda"))
 
-    def step(
-        self, ops: TritonOps, norm: Tensor | FoldedNorm, token_ids: Tensor, batch: AttentionBatch, kvs: list[Tensor]
-    ) -> Tensor:
-        residual = ops.embed(token_ids, self.head)
-        x: Tensor | Unscaled = ops.norm(residual, norm, EPS)
+    def multiplied_by(self, kind: type[TritonLinear]) -> Model:
+        """The same weights in matrices of another kind."""
+        model = copy(self)
+        model.layers = [{name: self._as(kind, matrix) for name, matrix in layer.items()} for layer in self.layers]
+        model.head = self._as(kind, self.head)
+        return model
+
+    @staticmethod
+    def _as(kind: type[TritonLinear], matrix: TritonLinear) -> TritonLinear:
+        matrix = copy(matrix)
+        matrix.__class__ = kind
+        return matrix
+
+    def step(self, norm: Norm, token_ids: Tensor, batch: AttentionBatch, kvs: list[Tensor]) -> Tensor:
+        ops = self.ops
+        residual = self.head.embed(token_ids)
+        x = ops.norm(residual, norm)
         for i, (layer, kv) in enumerate(zip(self.layers, kvs, strict=True)):
-            q = ops.linear_rope_write(x, layer["qkv"], self.cos_sin, kv, batch, LLAMA)
-            x = ops.linear_add_norm(ops.attention(q, kv, batch, LLAMA), layer["o"], residual, norm, EPS)
-            gated = ops.linear_act(x, layer["gate_up"], "silu")
-            x = ops.linear_add_norm(gated, layer["down"], residual, norm if i < 31 else None, EPS)
-        return ops.logits(ops.rms_norm(residual, self.norm, EPS), self.head)
+            q = layer["qkv"].multiply_rope_write(x, self.rotary, kv, batch, LLAMA)
+            x = layer["o"].multiply_add_norm(ops.attention(q, kv, batch, LLAMA), residual, norm)
+            gated = layer["gate_up"].multiply_act(x, "silu")
+            x = layer["down"].multiply_add_norm(gated, residual, norm if i < 31 else None)
+        return self.head.logits(ops.normalize(residual, self.norm))
 
 
 def run_step(report: Report) -> None:
     model = Model()
-    variants: dict[str, TritonOps] = {
-        "paired": TritonOps("cuda", torch.bfloat16),
-        "separate": SeparateOps("cuda", torch.bfloat16),
-        "cuBLAS": CublasOps("cuda", torch.bfloat16),
+    variants = {
+        "paired": model,
+        "separate": model.multiplied_by(SeparateLinear),
+        "cuBLAS": model.multiplied_by(CublasLinear),
     }
     for name, shape in SHAPES.items():
         rows = len(shape.lens)
@@ -85,11 +102,11 @@ def run_step(report: Report) -> None:
         batch.slots = blocks * BLOCK_SIZE + last % BLOCK_SIZE
         batch.max_kv_len = 8192  # a graph is captured for the longest sequence that a server allows
         token_ids = torch.randint(0, 128256, (rows,), device="cuda")
-        runs: dict[str, tuple[TritonOps, Tensor | FoldedNorm, AttentionBatch]]
+        runs: dict[str, tuple[Model, Norm, AttentionBatch]]
         if rows <= 32:
-            runs = {label: (ops, model.norm, batch) for label, ops in variants.items()}
+            runs = {label: (variant, model.norm, batch) for label, variant in variants.items()}
         else:  # the table leaves all of these products to cuBLAS
-            plain, folded = replace(batch, shared=None), FoldedNorm(model.norm)
+            plain, folded = replace(batch, shared=None), replace(model.norm, is_folded=True)
             runs = {
                 "cuBLAS": (variants["cuBLAS"], model.norm, plain),
                 "cuBLAS, norms folded": (variants["paired"], folded, plain),
@@ -97,13 +114,13 @@ def run_step(report: Report) -> None:
             if batch.shared is not None:
                 runs["and prefix read once"] = (variants["paired"], folded, batch)
         truth: Tensor | None = None
-        for label, (ops, norm, placed) in runs.items():
+        for label, (variant, norm, placed) in runs.items():
             try:
-                logits = model.step(ops, norm, token_ids, placed, kvs)
+                logits = variant.step(norm, token_ids, placed, kvs)
                 truth = logits if truth is None else truth
                 # Random weights of 32 layers amplify rounding: only nonsense would differ by this much.
                 off = error(logits, truth)
-                us = time_us([partial(model.step, ops, norm, token_ids, placed, kvs)], budget_ms=100)
+                us = time_us([partial(variant.step, norm, token_ids, placed, kvs)], budget_ms=100)
             except Exception as exc:
                 report.fail(f"step {name} {label}: {type(exc).__name__}: {str(exc).strip().splitlines()[-1:]}")
                 continue

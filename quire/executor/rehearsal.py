@@ -12,10 +12,10 @@ from triton.backends.compiler import GPUTarget
 from quire.config import EngineConfig
 from quire.executor.decode_graphs import MAX_GROUPS, common_sizes
 from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype, num_graph_rows, padded_size
-from quire.kernels.interface import AttentionBatch, FoldedNorm, LinearWeight, Unscaled
-from quire.kernels.reference import DenseLinear
+from quire.kernels.interface import AttentionBatch, Norm
 from quire.kernels.shared_prefix import packed_length, unpack_shared_prefixes
 from quire.kernels.triton import TritonOps
+from quire.kernels.triton.linear import TritonLinear
 from quire.kernels.triton.precompile import KernelJob, collecting
 from quire.kernels.triton.sampling_filter import draw_each_way
 from quire.models.decoder import Decoder
@@ -61,50 +61,36 @@ def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> 
     )
 
 
-class _RehearsedOps(TritonOps):
+class _RehearsedLinear(TritonLinear):
     """Launches kernels only. What torch would compute is left out: it works out shapes with a symbolic algebra, which
     takes a second or two to import."""
 
-    def embed(self, token_ids: Tensor, weight: LinearWeight, scale: float | None = None) -> Tensor:
-        return self._empty(len(token_ids), weight.in_features)
+    __slots__ = ()
 
-    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        if self.is_skinny(x, weight):
-            return super().linear(x, weight)
-        return self._empty(len(x), weight.out_features)
+    def embed(self, token_ids: Tensor, scale: float | None = None) -> Tensor:
+        return self._empty(len(token_ids), self.in_features)
 
-    def linear_add_norm(
-        self,
-        x: Tensor,
-        weight: LinearWeight,
-        residual: Tensor,
-        norm: Tensor | FoldedNorm | None,
-        eps: float,
-        branch_norm: Tensor | None = None,
-    ) -> Tensor | Unscaled:
-        if norm is None and branch_norm is None and (len(x) == 1 or not self.is_skinny(x, weight)):
-            self.linear(x, weight)
-            return residual
-        return super().linear_add_norm(x, weight, residual, norm, eps, branch_norm)
+    def logits(self, hidden: Tensor, softcap: float | None = None, out: Tensor | None = None) -> Tensor:
+        if self._config(hidden) is not None:
+            return super().logits(hidden)
+        return self._empty(len(hidden), self.out_features)
 
-    def logits(
-        self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        if self.is_skinny(hidden, weight):
-            return super().logits(hidden, weight)
-        return self._empty(len(hidden), weight.out_features)
+    def fold_norm(self, norm: Norm) -> Norm:
+        return replace(norm, is_folded=self.weight.dtype != torch.float16)
 
-    def fold_norm(self, norm: Tensor, weight: LinearWeight) -> FoldedNorm:
-        return FoldedNorm(norm)
+    def _multiply_many(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._empty(len(x), self.out_features)
 
-    def _multiply(self, x: Tensor, weight: DenseLinear) -> Tensor:
-        return self._empty(len(x), weight.out_features)
-
-    def _multiply_add(self, x: Tensor, weight: DenseLinear, residual: Tensor) -> None:
+    def _multiply_add_many(self, x: Tensor, residual: Tensor) -> None:
         pass
 
     def _empty(self, rows: int, width: int) -> Tensor:
-        return torch.empty((rows, width), dtype=self.dtype, device=self.device)
+        return torch.empty((rows, width), dtype=self.weight.dtype, device=self.weight.device)
+
+
+class _RehearsedOps(TritonOps):
+    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> TritonLinear:
+        return _RehearsedLinear(self, out_features, in_features, bias=bias)
 
 
 class _RehearsedDecoder(Decoder):

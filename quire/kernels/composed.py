@@ -1,32 +1,34 @@
-"""The paired operations of `Ops` as what they are: two operations, one after the other. Backends inherit them."""
+"""What follows from a backend's single operations. Backends and matrices inherit it, and override what is faster."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from quire.kernels.interface import (
+    ALL,
     AttentionBatch,
     AttentionSpec,
-    FoldedNorm,
-    LinearWeight,
+    Norm,
+    Normed,
     Ops,
     PlacedDecodes,
-    Unscaled,
+    QuantizedRows,
+    Rotary,
 )
 
 
 class ComposedOps:
-    """For classes that offer the single operations of `Ops`. No FoldedNorm or Unscaled is made here: none arrives."""
+    """For a backend whose norms leave nothing to the product after them."""
 
-    folds_norms = False
+    def norm(self: Ops, residual: Tensor, norm: Norm) -> Normed:
+        return self.normalize(residual, norm)
 
-    def fold_norm(self, norm: Tensor, weight: LinearWeight) -> FoldedNorm:
-        raise AssertionError("only asked of backends whose folds_norms is true")
-
-    def norm(self: Ops, residual: Tensor, norm: Tensor | FoldedNorm, eps: float) -> Tensor | Unscaled:
-        assert not isinstance(norm, FoldedNorm)
-        return self.rms_norm(residual, norm, eps)
+    def add_norm(self: Ops, branch: Tensor, residual: Tensor, norm: Norm | None) -> Normed:
+        residual.add_(branch)
+        return residual if norm is None else self.norm(residual, norm)
 
     def place_decodes(self: Ops, step: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int) -> PlacedDecodes:
         rows, positions, kv_lens = step.unbind(0)
@@ -35,38 +37,71 @@ class ComposedOps:
         slots = blocks * block_size + positions % block_size
         return PlacedDecodes(tokens[rows, positions], slots, kv_lens.to(torch.int32), tables)
 
-    def linear_rope_write(
-        self: Ops,
-        x: Tensor | Unscaled,
-        weight: LinearWeight,
-        cos_sin: Tensor,
-        kv: Tensor,
-        batch: AttentionBatch,
-        spec: AttentionSpec,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> Tensor:
-        assert isinstance(x, Tensor)
-        return self.rope_and_write(self.linear(x, weight), cos_sin, kv, batch, spec, q_norm, k_norm, eps)
 
-    def linear_add_norm(
-        self: Ops,
-        x: Tensor,
-        weight: LinearWeight,
-        residual: Tensor,
-        norm: Tensor | FoldedNorm | None,
-        eps: float,
-        branch_norm: Tensor | None = None,
-    ) -> Tensor | Unscaled:
-        assert not isinstance(norm, FoldedNorm)
-        branch = self.linear(x, weight)
+class ComposedLinear(ABC):
+    """A LinearWeight whose products are one operation after the other. A variant adds how it loads and multiplies."""
+
+    __slots__ = ("bias", "in_features", "ops", "out_features")
+
+    bias: Tensor | None  # [out_features], set by the variant
+
+    def __init__(self, ops: Ops, out_features: int, in_features: int) -> None:
+        self.ops = ops
+        self.out_features = out_features
+        self.in_features = in_features
+
+    @property
+    def keeps_quantized(self) -> bool:
+        return False
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias is not None
+
+    @abstractmethod
+    def multiply(self, x: Normed) -> Tensor: ...
+
+    def load_rows(
+        self, first_row: int, matrix: Tensor | QuantizedRows, *, rows: slice = ALL, columns: slice = ALL
+    ) -> None:
+        part = matrix[rows, columns]
+        end = first_row + part.shape[0]
+        assert first_row >= 0 and end <= self.out_features, f"rows {first_row} to {end} of {self.out_features}"
+        assert part.shape[1] == self.in_features, f"{part.shape[1]} columns for {self.in_features}"
+        if isinstance(part, QuantizedRows):
+            if self._load_packed(first_row, part):
+                return
+            part = torch.from_numpy(part.unpacked())
+        self._load(first_row, part)
+
+    @abstractmethod
+    def _load(self, first_row: int, rows: Tensor) -> None: ...
+
+    def _load_packed(self, first_row: int, rows: QuantizedRows) -> bool:
+        """Keep the rows as they are. False, and nothing changed, where that cannot be."""
+        return False
+
+    def load_bias(self, first_row: int, bias: Tensor) -> None:
+        assert self.bias is not None, "this matrix was made without a bias"
+        end = first_row + len(bias)
+        assert first_row >= 0 and end <= self.out_features, f"bias {first_row} to {end} of {self.out_features}"
+        self.bias[first_row:end].copy_(bias)
+
+    def fold_norm(self, norm: Norm) -> Norm:
+        return norm
+
+    def multiply_add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
+    ) -> Normed:
+        branch = self.multiply(x)
         if branch_norm is not None:
-            branch = self.rms_norm(branch, branch_norm, eps)
-        if norm is None:
-            return residual.add_(branch)
-        return self.add_rms_norm(branch, residual, norm, eps)
+            branch = self.ops.normalize(branch, branch_norm)
+        return self.ops.add_norm(branch, residual, norm)
 
-    def linear_act(self: Ops, x: Tensor | Unscaled, weight: LinearWeight, activation: str) -> Tensor:
-        assert isinstance(x, Tensor)
-        return self.act_mul(self.linear(x, weight), activation)
+    def multiply_act(self, x: Normed, activation: str) -> Tensor:
+        return self.ops.act_mul(self.multiply(x), activation)
+
+    def multiply_rope_write(
+        self, x: Normed, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        return self.ops.rope_and_write(self.multiply(x), rotary, kv, batch, spec)

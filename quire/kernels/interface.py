@@ -1,6 +1,7 @@
-"""What a kernel backend offers to the decoder. One object, chosen once, passed down; nothing is looked up globally.
+"""What a kernel backend offers to the decoder: `Ops`, chosen once and passed down, and the matrices that it makes.
 
-Every backend computes the same functions as `kernels/reference`, which is plain torch: oracle and fallback.
+Every backend computes the same functions as `kernels/reference`, which is plain torch: oracle and fallback. A matrix
+does its own products, each together with what follows it in a layer, so that a variant may run the two in one launch.
 Activations are [tokens, features]. The KV cache of one layer is one tensor
 
     kv: [num_blocks, 2, num_kv_heads, block_size, head_dim]        (index 0 of dim 1 is K, 1 is V)
@@ -11,8 +12,10 @@ bytes: what swap and copy-on-write move.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+from quire.errors import WeightsError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,21 +42,26 @@ class SharedPrefixes:
 
 
 @dataclass(slots=True, frozen=True)
-class Unscaled:
-    """Normalised rows, but for a factor: a backend may leave it to the product that follows, which is linear."""
+class Norm:
+    """An RMS norm: x / rms(x) * weight, computed in float32. (Gemma's 1 + weight is made so when it is loaded.)"""
 
-    x: Tensor  # [tokens, features]: the residual stream times the norm's weight, unless that is folded
-    # [parts, tokens] float32: of the residual stream; a token's parts add up to its sum of squares. None: x is the
-    # stream itself, to be looked at.
+    weight: Tensor  # [features]
+    eps: float
+    is_folded: bool = False  # the weight is in the matrix that follows, and all ones here: see LinearWeight.fold_norm
+
+
+@dataclass(slots=True, frozen=True)
+class Unscaled:
+    """Normalized rows without their factors 1 / rms(row), which are left to the product that follows: it is linear."""
+
+    x: Tensor  # [tokens, features]: the residual stream times the norm's weight, or the stream where that is folded
+    # [parts, tokens] float32: a token's parts add up to its sum of squares. None: it has yet to be taken from x.
     square_sums: Tensor | None
     eps: float
 
 
-@dataclass(slots=True, frozen=True)
-class FoldedNorm:
-    """A norm whose weight is in the columns of the matrix that follows it: only the rows' factors are left to do."""
-
-    ones: Tensor  # what is left of the weight, for kernels that want one
+# What a norm leaves for the product after it. Only a backend looks inside: its matrices take what its norms leave.
+Normed: TypeAlias = "Tensor | Unscaled"
 
 
 @dataclass(slots=True)
@@ -89,24 +97,60 @@ class AttentionSpec:
     v_scale: float = 1.0
 
 
+@dataclass(slots=True, frozen=True)
+class Rotary:
+    """What one layer does to q and k before they meet: an RMS norm of each head, where there is one, then rotation."""
+
+    cos_sin: Tensor  # [max_positions, head_dim] float32: cos in the first half, sin in the second
+    q_norm: Tensor | None = None  # [head_dim] (Qwen3, Gemma 3)
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+
+
 QUANTIZED_BLOCK = 32  # inputs that share a scale
+ALL = slice(None)
 
 
 @dataclass(slots=True, frozen=True)
 class QuantizedRows:
-    """Rows of a matrix as a quantized file holds them: weight = code * scale + minimum, exact in float32."""
+    """A matrix as a quantized file holds it: weight = code * scale + minimum, exact in float32."""
 
     codes: NDArray[np.int8]  # [rows, in_features]
     scales: NDArray[np.float32]  # [rows, in_features / QUANTIZED_BLOCK]
     minima: NDArray[np.float32] | None  # likewise; None: all zero
     has_4_bits: bool = False  # codes are 0 to 15
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def __getitem__(self, part: tuple[slice, slice]) -> QuantizedRows:
+        """rows[a:b, c:d], as a tensor does it. Columns are cut between blocks only."""
+        rows, columns = part
+        first, last, _ = columns.indices(self.shape[1])
+        if first % QUANTIZED_BLOCK or last % QUANTIZED_BLOCK:
+            raise WeightsError(
+                f"columns {first} to {last} of a quantized matrix cut a block of {QUANTIZED_BLOCK} that share a scale: "
+                f"split its {self.shape[1] // QUANTIZED_BLOCK} blocks among another number of devices"
+            )
+        blocks = slice(first // QUANTIZED_BLOCK, last // QUANTIZED_BLOCK)
+        minima = None if self.minima is None else self.minima[rows, blocks]
+        return replace(self, codes=self.codes[rows, columns], scales=self.scales[rows, blocks], minima=minima)
+
+    def unpacked(self) -> NDArray[np.float32]:
+        """The numbers themselves."""
+        blocks = self.codes.reshape(len(self.codes), -1, QUANTIZED_BLOCK) * self.scales[:, :, None]
+        if self.minima is not None:
+            blocks += self.minima[:, :, None]
+        return blocks.reshape(self.shape)
+
 
 class LinearWeight(Protocol):
-    """A matrix [out_features, in_features] in whatever layout and precision its backend multiplies fastest.
+    """A matrix [out_features, in_features], perhaps with a bias, in the layout and precision of one variant.
 
-    Rows arrive piecewise (`load_rows`), so fused matrices are filled from a checkpoint's separate tensors without a
-    second copy of the model.
+    `Ops.new_linear` chooses the variant, once: dense, packed, or one that stands for a matrix split among devices.
+    Whoever has a LinearWeight calls it and never asks what it is. A variant has to load and to multiply;
+    `kernels/composed.py` makes the other operations of these, and a variant overrides those that it has in one launch.
     """
 
     @property
@@ -114,23 +158,72 @@ class LinearWeight(Protocol):
     @property
     def in_features(self) -> int: ...
     @property
+    def has_bias(self) -> bool: ...
+    @property
     def nbytes(self) -> int: ...
+
+    # -- loading, before the first product
 
     @property
     def keeps_quantized(self) -> bool:
-        """Whether `load_quantized` may take a quantized file's rows as they are."""
+        """Whether it is worth handing over QuantizedRows: other variants take them too, and unpack them."""
 
-    def load_rows(self, first_row: int, rows: Tensor) -> None:
-        """Fill the rows from first_row on with `rows`: [n, in_features], any float dtype, from any device."""
+    def load_rows(
+        self, first_row: int, matrix: Tensor | QuantizedRows, *, rows: slice = ALL, columns: slice = ALL
+    ) -> None:
+        """Fill the rows from first_row on with a part of a checkpoint's matrix, which is copied and converted.
 
-    def load_quantized(self, first_row: int, rows: QuantizedRows) -> bool:
-        """Keep the rows as they are. False, and nothing changed, where they do not go with earlier ones."""
+        A fused matrix is filled from several tensors. A device that holds a part of the model takes some of a tensor's
+        rows (where the product's outputs are split) or columns (where its inputs are). Blocks of a quantized file stay
+        packed; columns that would cut one are a WeightsError.
+        """
 
     def load_bias(self, first_row: int, bias: Tensor) -> None:
-        """Likewise for the bias; only where new_linear was asked for one."""
+        """Likewise for the bias, where there is one."""
 
     def randomize(self, std: float, seed: int) -> None:
-        """Fill with normal noise (dummy weights), where the weight lives."""
+        """Fill matrix and bias with normal noise (dummy weights), where they live."""
+
+    def fold_norm(self, norm: Norm) -> Norm:
+        """Take over the weight of the norm whose result this matrix multiplies; -> what is left of the norm.
+
+        The matrix's columns are multiplied by it, for good, and the norm's own weight becomes ones: the rows can then
+        be multiplied before they are normalized. Once, after loading. A variant that cannot do so changes nothing, and
+        returns the norm as it is.
+        """
+
+    # -- products
+
+    def multiply(self, x: Normed) -> Tensor:
+        """x: [tokens, in] -> [tokens, out], bias included, in the activations' dtype.
+
+        It is left to the caller to add it (`Ops.add_norm`), say after it was summed over devices.
+        """
+
+    def multiply_add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
+    ) -> Normed:
+        """residual += the product, in place, itself normalized first where there is a branch_norm (Gemma 3).
+
+        Returns what `norm` leaves of the sum for the next product, or residual where there is no norm: it is
+        add_norm(normalize(multiply(x), branch_norm), residual, norm).
+        """
+
+    def multiply_act(self, x: Normed, activation: str) -> Tensor:
+        """act_mul(multiply(x), activation)"""
+
+    def multiply_rope_write(
+        self, x: Normed, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        """rope_and_write(multiply(x), ...)"""
+
+    # -- a vocabulary's matrix
+
+    def embed(self, token_ids: Tensor, scale: float | None = None) -> Tensor:
+        """token_ids: [tokens] int64 -> [tokens, in_features], a tensor of its own: rows of the matrix, times scale."""
+
+    def logits(self, hidden: Tensor, softcap: float | None = None, out: Tensor | None = None) -> Tensor:
+        """hidden: [rows, in] -> float32 [rows, out], capped where asked; into `out` where given."""
 
 
 class PlacedDecodes(NamedTuple):
@@ -143,45 +236,35 @@ class PlacedDecodes(NamedTuple):
 
 
 class Ops(Protocol):
-    """The operations of one backend on one device."""
+    """One backend on one device: it makes the matrices, and does what is done between their products."""
 
     name: str
-    folds_norms: bool  # whether norms may come as FoldedNorm
 
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]: ...
 
     def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> LinearWeight: ...
 
-    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        """x: [tokens, in] -> [tokens, out], in the activations' dtype; bias added where there is one."""
+    def normalize(self, x: Tensor, norm: Norm) -> Tensor:
+        """The norm of each row. A folded norm's weight is ones."""
 
-    def embed(self, token_ids: Tensor, weight: LinearWeight, scale: float | None = None) -> Tensor:
-        """token_ids: [tokens] int64 -> [tokens, in_features]: rows of the matrix (tied or not), times scale."""
+    def norm(self, residual: Tensor, norm: Norm) -> Normed:
+        """normalize, for a product that follows; residual is not changed before that."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight, computed in float32. (Gemma's 1 + weight is folded in at load.)"""
+    def add_norm(self, branch: Tensor, residual: Tensor, norm: Norm | None) -> Normed:
+        """residual += branch, in place; returns norm(residual, norm), or residual where there is no norm."""
 
-    def fold_norm(self, norm: Tensor, weight: LinearWeight) -> FoldedNorm:
-        """Multiply the matrix's columns by the weight of the norm before it. Only where `folds_norms`."""
-
-    def norm(self, residual: Tensor, norm: Tensor | FoldedNorm, eps: float) -> Tensor | Unscaled:
-        """rms_norm, for a product that follows; residual is not changed before that."""
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x, in place; returns rms_norm(residual)."""
+    def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """gate_up: [tokens, 2 * n] -> activation(first half) * second half; activation is 'silu' or 'gelu_tanh'."""
 
     def rope_and_write(
         self,
         qkv: Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim], as the fused projection gives it
-        cos_sin: Tensor,  # [max_positions, head_dim]: cos in the first half, sin in the second, float32
+        rotary: Rotary,
         kv: Tensor,
         batch: AttentionBatch,
         spec: AttentionSpec,
-        q_norm: Tensor | None = None,  # [head_dim]: per-head RMS norm before rotation (Qwen3, Gemma 3)
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
     ) -> Tensor:
-        """Normalise and rotate q and k (half-split rotary), write k and v to their slots; returns q.
+        """Normalize and rotate q and k (half-split rotary), write k and v to their slots; returns q.
 
         q: [tokens, heads * head_dim], contiguous.
         """
@@ -189,49 +272,8 @@ class Ops(Protocol):
     def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
         """Causal attention of each new token over its sequence's blocks -> [tokens, heads * head_dim]."""
 
-    def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        """gate_up: [tokens, 2 * n] -> activation(first half) * second half; activation is 'silu' or 'gelu_tanh'."""
-
-    def logits(
-        self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """hidden: [rows, in] -> float32 [rows, out], capped where asked; into `out` where given."""
-
     def place_decodes(self, step: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int) -> PlacedDecodes:
         """Out of a batch's tokens [rows, positions] and tables [rows, blocks], what stands where `step` says.
 
         step: [3, seqs] int64: each sequence's row, the position of its token, and its tokens up to and with that.
         """
-
-    # Three pairs of the above. `kernels/composed.py` has them as such; a backend may run a pair in one launch.
-
-    def linear_rope_write(
-        self,
-        x: Tensor | Unscaled,
-        weight: LinearWeight,
-        cos_sin: Tensor,
-        kv: Tensor,
-        batch: AttentionBatch,
-        spec: AttentionSpec,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> Tensor:
-        """rope_and_write(linear(x, weight), ...)"""
-
-    def linear_add_norm(
-        self,
-        x: Tensor,
-        weight: LinearWeight,
-        residual: Tensor,
-        norm: Tensor | FoldedNorm | None,
-        eps: float,
-        branch_norm: Tensor | None = None,
-    ) -> Tensor | Unscaled:
-        """residual += linear(x, weight), in place; returns rms_norm(residual, norm), or residual where there is none.
-
-        branch_norm: an RMS norm of the product before it is added (Gemma 3).
-        """
-
-    def linear_act(self, x: Tensor | Unscaled, weight: LinearWeight, activation: str) -> Tensor:
-        """act_mul(linear(x, weight), activation)"""

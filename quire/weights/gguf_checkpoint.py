@@ -97,11 +97,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def _load(self, entry: TensorEntry, slot: WeightSlot, dequantizer: Dequantizer) -> None:
         raw = self._raw(entry)
-        if slot.load_quantized is not None:
-            rows = dequantizer.rows(raw, entry.dtype, entry.shape)
-            if rows is not None and slot.load_quantized(rows):
-                return
-        slot.load(self._tensor(entry, raw, dequantizer))
+        rows = dequantizer.rows(raw, entry.dtype, entry.shape) if slot.keeps_quantized else None
+        slot.load(self._tensor(entry, raw, dequantizer) if rows is None else rows)
 
     def _raw(self, entry: TensorEntry) -> Bytes:
         import numpy as np

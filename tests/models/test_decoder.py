@@ -10,7 +10,7 @@ import models_harness as harness
 import pytest
 import torch
 
-from quire.kernels.reference import ReferenceOps
+from quire.kernels.reference import ReferenceLinear, ReferenceOps
 from quire.kernels.triton import TritonOps
 from quire.models.decoder import Decoder
 
@@ -74,18 +74,20 @@ def test_logits_of_chosen_tokens_only():
     torch.testing.assert_close(chosen, everything[[4, 1]])
 
 
-def test_gemma_embedding_scale_is_rounded_to_the_activations_dtype():
+def test_gemma_embedding_scale_is_rounded_to_the_activations_dtype(monkeypatch):
     spec, state_dict, _, _ = _case("gemma3")
     spec = replace(spec, embedding_scale=3072**0.5)
     for dtype, rounded in ((torch.bfloat16, 55.5), (torch.float32, torch.tensor(3072**0.5).item())):
         seen = []
 
-        class Spy(ReferenceOps):
-            def embed(self, token_ids, weight, scale=None):
+        class Spy(ReferenceLinear):
+            def embed(self, token_ids, scale=None):
                 seen.append(scale)  # noqa: B023
-                return super().embed(token_ids, weight, scale)
+                return super().embed(token_ids, scale)
 
-        harness.run_paged(spec, state_dict, Spy("cpu", dtype), [[1, 2]], [[(0, 2)]], 4, dtype=dtype)
+        monkeypatch.setattr("quire.kernels.reference.ops.ReferenceLinear", Spy)
+        ops = ReferenceOps("cpu", dtype)
+        harness.run_paged(spec, state_dict, ops, [[1, 2]], [[(0, 2)]], 4, dtype=dtype)
         assert seen == [rounded]
 
 
@@ -127,7 +129,7 @@ def test_ignored_weights():
 
 def test_layers_with_the_same_rotary_share_one_table():
     decoder = harness.load_decoder(*_case("gemma3")[:2], _ops())
-    tables = {layer.cos_sin.data_ptr() for layer in decoder._layers}
+    tables = {layer.attention.rotary.cos_sin.data_ptr() for layer in decoder._layers}
     assert len(decoder._layers) == 4 and len(tables) == 2
 
 
@@ -138,7 +140,7 @@ def test_dummy_weights_fill_everything_and_follow_the_seed(name):
     def logits(seed):
         decoder = Decoder(spec, _ops(), device="cpu", dtype=torch.float32, max_position=64)
         for layer in decoder._layers:
-            for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            for matrix, _ in (*layer.attention.matrices(), *layer.mlp.matrices()):
                 matrix.weight.fill_(float("nan"))
         for index, slot in enumerate(decoder.weight_slots().values()):
             slot.randomize(0.02, seed + index)
@@ -152,20 +154,23 @@ def test_dummy_weights_fill_everything_and_follow_the_seed(name):
 
 
 @pytest.mark.parametrize(("name", "num_added"), [("llama", 2), ("gemma3", 0)])
-def test_each_matrix_is_multiplied_once_in_the_way_of_the_steps(name, num_added):
+def test_each_matrix_is_multiplied_once_in_the_way_of_the_steps(name, num_added, monkeypatch):
     """Products that are added to the residual stream are other code of the library's than those that are not."""
+    from quire.kernels.triton.linear import TritonLinear
+
     calls = Counter()
 
-    class Recording(TritonOps):
-        def linear(self, x, weight):
-            calls["linear", *x.shape, weight.out_features] += 1
+    class Recording(TritonLinear):
+        def _multiply_many(self, x, bias):
+            calls["alone", *x.shape, self.out_features] += 1
 
-        def _multiply_add(self, x, weight, residual):
-            assert residual.shape == (len(x), weight.out_features)
-            calls["added", *x.shape, weight.out_features] += 1
+        def _multiply_add_many(self, x, residual):
+            assert residual.shape == (len(x), self.out_features)
+            calls["added", *x.shape, self.out_features] += 1
 
     spec, device = _case(name)[0], torch.device("meta")
-    ops = Recording(device, torch.bfloat16)
+    monkeypatch.setattr("quire.kernels.triton.linear.TritonLinear", Recording)
+    ops = TritonOps(device, torch.bfloat16)
     decoder = Decoder(spec, ops, device=device, dtype=torch.bfloat16, max_position=64)
     decoder.finish_loading()
     decoder.multiply_once(100)

@@ -7,12 +7,10 @@ import torch
 from quire.kernels.reference import ReferenceOps
 from quire.models.slots import matrix_slots, norm_slot
 
-CPU = torch.device("cpu")
-
 
 def test_parts_of_a_fused_matrix():
     weight = ReferenceOps("cpu", torch.float32).new_linear(7, 3, bias=True)
-    slots = {slot.name: slot for slot in matrix_slots(weight, {"a": 2, "b": 4, "c": 1}, bias=True, device=CPU)}
+    slots = {slot.name: slot for slot in matrix_slots(weight, {"a": 2, "b": 4, "c": 1})}
     assert {name: slot.shape for name, slot in slots.items()} == {
         "a.weight": (2, 3),
         "a.bias": (2,),
@@ -30,7 +28,7 @@ def test_parts_of_a_fused_matrix():
 
 def test_randomizing_every_slot_leaves_parts_that_differ():
     weight = ReferenceOps("cpu", torch.float32).new_linear(8, 3)
-    for slot in matrix_slots(weight, {"a": 4, "b": 4}, bias=False, device=CPU):
+    for slot in matrix_slots(weight, {"a": 4, "b": 4}):
         slot.randomize(1.0, 5)
     assert not torch.equal(weight.weight[:4], weight.weight[4:])
 

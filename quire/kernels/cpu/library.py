@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError
 
@@ -34,20 +34,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 class NativeFunctions:
     """One instruction set's functions, as attributes; they release the GIL while they run."""
 
-    linear: Callable[..., None]
-    pack: Callable[..., None]
-    pack_blocks: Callable[..., None]
-    embed: Callable[..., None]
-    rms_norm: Callable[..., None]
-    add_rms_norm: Callable[..., None]
-    act_mul: Callable[..., None]
-    softcap: Callable[..., None]
-    rope_and_write: Callable[..., None]
-    attention: Callable[..., None]
-    linear_add_norm: Callable[..., None]
-    linear_act: Callable[..., None]
-    linear_rope_write: Callable[..., None]
-
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
         self.panel_columns: int = getattr(library, f"quire_{isa}_panel_columns")()
@@ -55,6 +41,10 @@ class NativeFunctions:
             function = getattr(library, f"quire_{isa}_{name}")
             function.argtypes, function.restype = argtypes, None
             setattr(self, name, function)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., None]: ...
 
 
 @functools.cache

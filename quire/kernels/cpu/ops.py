@@ -17,7 +17,7 @@ from quire.kernels.cpu.library import load_functions, load_library
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.threads import ThreadPool, default_num_threads
 from quire.kernels.cpu.weight import WEIGHT_DTYPES, CpuLinear
-from quire.kernels.interface import AttentionBatch, AttentionSpec, FoldedNorm, LinearWeight, Unscaled
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, Rotary
 
 _KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum kind of native/simd.h
 _MAX_HEAD_DIM = 256
@@ -52,15 +52,15 @@ class CpuOps(ComposedOps):
             raise ConfigError(f"weight_dtype {weight_dtype!r} on a CPU: choose one of {', '.join(WEIGHT_DTYPES)}")
         if num_threads is not None and num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, not {num_threads}")
-        self._functions = load_functions(isa)
+        self.functions = load_functions(isa)
         library = load_library()
         assert isinstance(library, ctypes.CDLL)
-        self.isa = self._functions.isa
+        self.isa = self.functions.isa
         self.weight_dtype = weight_dtype
         self.num_threads = num_threads or default_num_threads()
         self._threads = ThreadPool(library, self.num_threads)
-        self._pool = self._threads.address
-        self._arena = Arena(library)
+        self.pool = self._threads.address
+        self.arena = Arena(library)
         self._specs: dict[object, _NativeSpec] = {}
         self._scratch_buffer = torch.empty(0)
 
@@ -70,82 +70,48 @@ class CpuOps(ComposedOps):
         return (4, 8, 16, 32, 64, 128)
 
     def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> CpuLinear:
-        return CpuLinear(
-            self._functions, self._threads, self._arena, out_features, in_features, self.weight_dtype, bias
-        )
+        return CpuLinear(self, out_features, in_features, bias=bias)
 
-    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        assert isinstance(weight, CpuLinear) and x.dtype is torch.float32 and x.shape[1] == weight.in_features
-        rows = x.shape[0]
-        if not x.is_contiguous():
-            x = x.contiguous()
-        out = torch.empty((rows, weight.out_features))
-        self._functions.linear(self._pool, weight.address, x.data_ptr(), out.data_ptr(), rows)
-        return out
-
-    def embed(self, token_ids: Tensor, weight: LinearWeight, scale: float | None = None) -> Tensor:
-        assert isinstance(weight, CpuLinear) and token_ids.dtype is torch.int64 and token_ids.is_contiguous()
-        count = token_ids.shape[0]
-        out = torch.empty((count, weight.in_features))
-        factor = 1.0 if scale is None else scale
-        self._functions.embed(weight.address, token_ids.data_ptr(), out.data_ptr(), count, factor)
-        return out
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        assert x.dtype is torch.float32 and weight.dtype is torch.float32 and weight.is_contiguous()
-        if not x.is_contiguous():
-            x = x.contiguous()
+    def normalize(self, x: Tensor, norm: Norm) -> Tensor:
+        assert x.dtype is torch.float32 and norm.weight.dtype is torch.float32 and norm.weight.is_contiguous()
+        x = x.contiguous()
         rows, width = x.shape
         out = torch.empty((rows, width))
-        self._functions.rms_norm(self._pool, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+        self.functions.rms_norm(self.pool, x.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width, norm.eps)
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        assert x.dtype is torch.float32 and weight.dtype is torch.float32 and weight.is_contiguous()
-        assert residual.dtype is torch.float32 and residual.is_contiguous()
-        if not x.is_contiguous():
-            x = x.contiguous()
-        rows, width = x.shape
+    def add_norm(self, branch: Tensor, residual: Tensor, norm: Norm | None) -> Normed:
+        if norm is None:
+            return residual.add_(branch)
+        assert branch.dtype is torch.float32 and branch.is_contiguous()
+        assert residual.dtype is torch.float32 and residual.is_contiguous() and norm.weight.dtype is torch.float32
+        rows, width = residual.shape
         out = torch.empty((rows, width))
-        self._functions.add_rms_norm(
-            self._pool, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps
-        )
+        self.functions.add_rms_norm(
+            self.pool, branch.data_ptr(), residual.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width,
+            norm.eps,
+        )  # fmt: skip
         return out
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         assert gate_up.dtype is torch.float32 and activation in ("silu", "gelu_tanh")
-        if not gate_up.is_contiguous():
-            gate_up = gate_up.contiguous()
+        gate_up = gate_up.contiguous()
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((rows, width))
         is_gelu = activation == "gelu_tanh"
-        self._functions.act_mul(self._pool, gate_up.data_ptr(), out.data_ptr(), rows, width, is_gelu)
+        self.functions.act_mul(self.pool, gate_up.data_ptr(), out.data_ptr(), rows, width, is_gelu)
         return out
 
     def rope_and_write(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        kv: Tensor,
-        batch: AttentionBatch,
-        spec: AttentionSpec,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
+        self, qkv: Tensor, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> Tensor:
         assert qkv.dtype is torch.float32
-        if not qkv.is_contiguous():
-            qkv = qkv.contiguous()
+        qkv = qkv.contiguous()
         tokens = qkv.shape[0]
         q = torch.empty((tokens, spec.num_heads * spec.head_dim))
-        self._functions.rope_and_write(
-            self._pool,
-            self._native_spec(spec, kv),
-            qkv.data_ptr(),
-            *_rope_arguments(cos_sin, kv, batch, q, q_norm, k_norm),
-            eps,
-            tokens,
-        )
+        self.functions.rope_and_write(
+            self.pool, self.native_spec(spec, kv), qkv.data_ptr(), *self.rope_arguments(rotary, kv, batch, q), tokens,
+        )  # fmt: skip
         return q
 
     def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
@@ -155,130 +121,43 @@ class CpuOps(ComposedOps):
         assert batch.kv_lens.dtype is torch.int32 and batch.kv_lens.is_contiguous()
         assert tables.dtype is torch.int32 and tables.stride(1) == 1
         out = torch.empty_like(q)
-        self._functions.attention(
-            self._pool,
-            self._native_spec(spec, kv),
-            kv.data_ptr(),
-            q.data_ptr(),
-            out.data_ptr(),
-            batch.query_starts.data_ptr(),
-            batch.kv_lens.data_ptr(),
-            tables.data_ptr(),
-            tables.stride(0),
+        self.functions.attention(
+            self.pool, self.native_spec(spec, kv), kv.data_ptr(), q.data_ptr(), out.data_ptr(),
+            batch.query_starts.data_ptr(), batch.kv_lens.data_ptr(), tables.data_ptr(), tables.stride(0),
             batch.kv_lens.shape[0],
-        )
+        )  # fmt: skip
         return out
 
-    # -- the pairs of ComposedOps in one call each
-
-    def linear_add_norm(
-        self,
-        x: Tensor,
-        weight: LinearWeight,
-        residual: Tensor,
-        norm: Tensor | FoldedNorm | None,
-        eps: float,
-        branch_norm: Tensor | None = None,
-    ) -> Tensor | Unscaled:
-        assert not isinstance(norm, FoldedNorm)
-        if norm is None or branch_norm is not None:
-            return super().linear_add_norm(x, weight, residual, norm, eps, branch_norm)
-        assert isinstance(weight, CpuLinear) and x.dtype is torch.float32 and x.is_contiguous()
-        assert residual.dtype is torch.float32 and residual.is_contiguous() and norm.dtype is torch.float32
-        rows, width = residual.shape
-        out = torch.empty((rows, width))
-        self._functions.linear_add_norm(
-            self._pool,
-            weight.address,
-            x.data_ptr(),
-            self._scratch(rows * width),
-            residual.data_ptr(),
-            norm.data_ptr(),
-            out.data_ptr(),
-            rows,
-            width,
-            eps,
+    @staticmethod
+    def rope_arguments(rotary: Rotary, kv: Tensor, batch: AttentionBatch, q: Tensor) -> tuple[int | float | None, ...]:
+        """What rotary takes after its input, with or without a product before it. Checked here for both."""
+        assert rotary.cos_sin.dtype is torch.float32 and rotary.cos_sin.is_contiguous()
+        assert batch.positions.dtype is torch.int64 and batch.positions.is_contiguous()
+        assert batch.slots.dtype is torch.int64 and batch.slots.is_contiguous()
+        return (
+            rotary.cos_sin.data_ptr(),
+            kv.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slots.data_ptr(),
+            q.data_ptr(),
+            None if rotary.q_norm is None else rotary.q_norm.data_ptr(),
+            None if rotary.k_norm is None else rotary.k_norm.data_ptr(),
+            rotary.eps,
         )
-        return out
 
-    def linear_act(self, x: Tensor | Unscaled, weight: LinearWeight, activation: str) -> Tensor:
-        assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_contiguous()
-        assert isinstance(weight, CpuLinear) and activation in ("silu", "gelu_tanh")
-        rows, width = x.shape[0], weight.out_features // 2
-        out = torch.empty((rows, width))
-        scratch = self._scratch(rows * weight.out_features)
-        self._functions.linear_act(
-            self._pool, weight.address, x.data_ptr(), scratch, out.data_ptr(), rows, width, activation == "gelu_tanh"
-        )
-        return out
-
-    def linear_rope_write(
-        self,
-        x: Tensor | Unscaled,
-        weight: LinearWeight,
-        cos_sin: Tensor,
-        kv: Tensor,
-        batch: AttentionBatch,
-        spec: AttentionSpec,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> Tensor:
-        assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_contiguous()
-        assert isinstance(weight, CpuLinear)
-        tokens = x.shape[0]
-        q = torch.empty((tokens, spec.num_heads * spec.head_dim))
-        self._functions.linear_rope_write(
-            self._pool,
-            weight.address,
-            x.data_ptr(),
-            self._scratch(tokens * weight.out_features),
-            self._native_spec(spec, kv),
-            *_rope_arguments(cos_sin, kv, batch, q, q_norm, k_norm),
-            eps,
-            tokens,
-        )
-        return q
-
-    def _scratch(self, num_floats: int) -> int:
+    def scratch(self, num_floats: int) -> int:
         """The address of memory that lasts until the next call: one buffer, kept, so that its pages stay mapped."""
         if self._scratch_buffer.numel() < num_floats:
             self._scratch_buffer = torch.empty(num_floats)
         return self._scratch_buffer.data_ptr()
 
-    def logits(
-        self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        logits = self.linear(hidden, weight)
-        if softcap is not None:
-            self._functions.softcap(self._pool, logits.data_ptr(), logits.numel(), softcap)
-        return logits if out is None else out.copy_(logits)
-
-    def _native_spec(self, spec: AttentionSpec, kv: Tensor) -> int:
+    def native_spec(self, spec: AttentionSpec, kv: Tensor) -> int:
         """The address of what does not change from step to step, made once for each kind of layer and cache."""
         key = (spec, kv.dtype, kv.stride())
         native = self._specs.get(key)
         if native is None:
             native = self._specs[key] = _make_native_spec(spec, kv)
         return ctypes.addressof(native)
-
-
-def _rope_arguments(
-    cos_sin: Tensor, kv: Tensor, batch: AttentionBatch, q: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-) -> tuple[int | None, ...]:
-    """What rotary takes after its input, with or without a product before it. Checked here for both."""
-    assert cos_sin.dtype is torch.float32 and cos_sin.is_contiguous()
-    assert batch.positions.dtype is torch.int64 and batch.positions.is_contiguous()
-    assert batch.slots.dtype is torch.int64 and batch.slots.is_contiguous()
-    return (
-        cos_sin.data_ptr(),
-        kv.data_ptr(),
-        batch.positions.data_ptr(),
-        batch.slots.data_ptr(),
-        q.data_ptr(),
-        None if q_norm is None else q_norm.data_ptr(),
-        None if k_norm is None else k_norm.data_ptr(),
-    )
 
 
 def _make_native_spec(spec: AttentionSpec, kv: Tensor) -> _NativeSpec:

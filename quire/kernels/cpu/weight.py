@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.composed import ComposedLinear
 from quire.kernels.cpu.library import NativeFunctions
-from quire.kernels.cpu.memory import Arena
-from quire.kernels.cpu.threads import ThreadPool
-from quire.kernels.interface import QUANTIZED_BLOCK, QuantizedRows
+from quire.kernels.interface import QUANTIZED_BLOCK, AttentionBatch, AttentionSpec, Norm, Normed, QuantizedRows, Rotary
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.ops import CpuOps
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8")
 # enum kind of native/simd.h
@@ -42,7 +46,7 @@ class _NativeWeight(ctypes.Structure):
     )
 
 
-class CpuLinear:
+class CpuLinear(ComposedLinear):
     """One LinearWeight. int8 is symmetric with one scale an output row, chosen from the row's largest weight.
 
     A float32 matrix whose rows come out of a quantized file keeps the file's integers and scales: the same numbers, a
@@ -50,76 +54,57 @@ class CpuLinear:
     """
 
     __slots__ = (
-        "_arena",
-        "_bias",
         "_data",
         "_functions",
-        "_has_bias",
         "_loaded",
         "_native",
+        "_padded_bias",
+        "_pool",
         "_scale",
-        "_threads",
-        "_weight_dtype",
         "address",
-        "in_features",
+        "dtype",
         "kind",
-        "out_features",
     )
 
-    def __init__(
-        self,
-        functions: NativeFunctions,
-        threads: ThreadPool,
-        arena: Arena,
-        out_features: int,
-        in_features: int,
-        weight_dtype: str,
-        bias: bool,
-    ) -> None:
-        self.out_features = out_features
-        self.in_features = in_features
+    ops: CpuOps
+
+    def __init__(self, ops: CpuOps, out_features: int, in_features: int, *, bias: bool) -> None:
+        super().__init__(ops, out_features, in_features)
         self.kind: str | None = None  # a key of KINDS
-        self._functions = functions
-        self._threads = threads
-        self._arena = arena
-        self._weight_dtype = weight_dtype
-        self._has_bias = bias
+        self._functions: NativeFunctions = ops.functions
+        self._pool = ops.pool
+        self.dtype = ops.weight_dtype
         self._data: Tensor | None = None
         self._loaded: list[range] = []  # rows that are held as blocks
-        self._scale = torch.zeros(self._padded_rows, dtype=torch.float32) if weight_dtype == "int8" else None
-        self._bias = torch.zeros(self._padded_rows, dtype=torch.float32) if bias or weight_dtype == "int8" else None
-        self._native = _NativeWeight(
-            None,  # until the first rows come
-            None if self._scale is None else self._scale.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            out_features,
-            in_features,
-            KINDS[weight_dtype],
-        )
+        self._scale = torch.zeros(self._padded_rows) if self.dtype == "int8" else None
+        self._padded_bias = torch.zeros(self._padded_rows) if bias or self.dtype == "int8" else None
+        self.bias = self._padded_bias[:out_features] if bias and self._padded_bias is not None else None
+        addresses = (None if part is None else part.data_ptr() for part in (self._scale, self._padded_bias))
+        # No data until the first rows come.
+        self._native = _NativeWeight(None, *addresses, out_features, in_features, KINDS[self.dtype])
         self.address = ctypes.addressof(self._native)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self._data, self._scale, self._bias) if tensor is not None)
+        return sum(tensor.nbytes for tensor in (self._data, self._scale, self._padded_bias) if tensor is not None)
 
     @property
     def keeps_quantized(self) -> bool:
-        return self._weight_dtype == "float32" and self.in_features % QUANTIZED_BLOCK == 0
+        return self.dtype == "float32"
 
-    def load_rows(self, first_row: int, rows: Tensor) -> None:
-        assert rows.dim() == 2 and rows.shape[1] == self.in_features, (tuple(rows.shape), self.in_features)
-        assert first_row >= 0 and first_row + len(rows) <= self.out_features
+    def _load(self, first_row: int, rows: Tensor) -> None:
         if self.kind is None:
-            self._allocate(self._weight_dtype)
+            self._allocate(self.dtype)
         elif self.kind in _BLOCK_KINDS:
             self._unpack()
         step = max(1, _LOAD_FLOATS // self.in_features)
         for at in range(0, len(rows), step):
             piece = rows[at : at + step].to("cpu", torch.float32).contiguous()
-            self._functions.pack(self._threads.address, self.address, piece.data_ptr(), first_row + at, len(piece))
+            self._functions.pack(self._pool, self.address, piece.data_ptr(), first_row + at, len(piece))
 
-    def load_quantized(self, first_row: int, rows: QuantizedRows) -> bool:
-        assert self.keeps_quantized
+    def _load_packed(self, first_row: int, rows: QuantizedRows) -> bool:
+        if not self.keeps_quantized:
+            return False
         if self.kind is None:
             self._allocate("nibbles" if rows.has_4_bits else "blocks" if rows.minima is None else "blocks_min")
         if self.kind == "nibbles":
@@ -128,26 +113,14 @@ class CpuLinear:
             fits = self.kind == "blocks_min" or (self.kind == "blocks" and rows.minima is None)
         if not fits:
             return False
-        count = len(rows.codes)
-        assert rows.codes.shape == (count, self.in_features) and first_row + count <= self.out_features
-        assert all(part is None or part.flags.c_contiguous for part in (rows.codes, rows.scales, rows.minima))
-        minima = None if rows.minima is None else rows.minima.ctypes.data
+        codes, scales = np.ascontiguousarray(rows.codes), np.ascontiguousarray(rows.scales)
+        minima = None if rows.minima is None else np.ascontiguousarray(rows.minima)
         self._functions.pack_blocks(
-            self._threads.address,
-            self.address,
-            rows.codes.ctypes.data,
-            rows.scales.ctypes.data,
-            minima,
-            first_row,
-            count,
-        )
-        self._loaded.append(range(first_row, first_row + count))
+            self._pool, self.address, codes.ctypes.data, scales.ctypes.data,
+            None if minima is None else minima.ctypes.data, first_row, len(codes),
+        )  # fmt: skip
+        self._loaded.append(range(first_row, first_row + len(codes)))
         return True
-
-    def load_bias(self, first_row: int, bias: Tensor) -> None:
-        assert self._has_bias and self._bias is not None, "new_linear was not asked for a bias"
-        assert bias.dim() == 1 and first_row + len(bias) <= self.out_features
-        self._bias[first_row : first_row + len(bias)].copy_(bias)
 
     def randomize(self, std: float, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -155,6 +128,69 @@ class CpuLinear:
         for at in range(0, self.out_features, step):
             rows = torch.empty(min(step, self.out_features - at), self.in_features)
             self.load_rows(at, rows.normal_(0.0, std, generator=generator))
+        if self.bias is not None:
+            self.bias.normal_(0.0, std, generator=generator)
+
+    def multiply(self, x: Normed) -> Tensor:
+        assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.shape[1] == self.in_features
+        x, rows = x.contiguous(), x.shape[0]
+        out = torch.empty((rows, self.out_features))
+        self._functions.linear(self._pool, self.address, x.data_ptr(), out.data_ptr(), rows)
+        return out
+
+    def embed(self, token_ids: Tensor, scale: float | None = None) -> Tensor:
+        assert token_ids.dtype is torch.int64 and token_ids.is_contiguous()
+        count = token_ids.shape[0]
+        out = torch.empty((count, self.in_features))
+        factor = 1.0 if scale is None else scale
+        self._functions.embed(self.address, token_ids.data_ptr(), out.data_ptr(), count, factor)
+        return out
+
+    def logits(self, hidden: Tensor, softcap: float | None = None, out: Tensor | None = None) -> Tensor:
+        logits = self.multiply(hidden)
+        if softcap is not None:
+            self._functions.softcap(self._pool, logits.data_ptr(), logits.numel(), softcap)
+        return logits if out is None else out.copy_(logits)
+
+    # -- a product and what follows it, in one call each
+
+    def multiply_add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
+    ) -> Normed:
+        if norm is None or branch_norm is not None:
+            return super().multiply_add_norm(x, residual, norm, branch_norm)
+        assert x.dtype is torch.float32 and x.is_contiguous()
+        assert residual.dtype is torch.float32 and residual.is_contiguous() and norm.weight.dtype is torch.float32
+        rows, width = residual.shape
+        out = torch.empty((rows, width))
+        self._functions.linear_add_norm(
+            self._pool, self.address, x.data_ptr(), self.ops.scratch(rows * width), residual.data_ptr(),
+            norm.weight.data_ptr(), out.data_ptr(), rows, width, norm.eps,
+        )  # fmt: skip
+        return out
+
+    def multiply_act(self, x: Normed, activation: str) -> Tensor:
+        assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_contiguous()
+        assert activation in ("silu", "gelu_tanh")
+        rows, width = x.shape[0], self.out_features // 2
+        out = torch.empty((rows, width))
+        scratch = self.ops.scratch(rows * self.out_features)
+        self._functions.linear_act(
+            self._pool, self.address, x.data_ptr(), scratch, out.data_ptr(), rows, width, activation == "gelu_tanh"
+        )
+        return out
+
+    def multiply_rope_write(
+        self, x: Normed, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_contiguous()
+        tokens = x.shape[0]
+        q = torch.empty((tokens, spec.num_heads * spec.head_dim))
+        self._functions.linear_rope_write(
+            self._pool, self.address, x.data_ptr(), self.ops.scratch(tokens * self.out_features),
+            self.ops.native_spec(spec, kv), *self.ops.rope_arguments(rotary, kv, batch, q), tokens,
+        )  # fmt: skip
+        return q
 
     @property
     def _padded_rows(self) -> int:
@@ -165,7 +201,7 @@ class CpuLinear:
         self.kind = kind
         columns = self._functions.panel_columns
         row_bytes = int(self.in_features * _ITEM_BYTES[kind])
-        self._data = self._arena.allocate(self._padded_rows * row_bytes)
+        self._data = self.ops.arena.allocate(self._padded_rows * row_bytes)
         # Rows past the last output are never loaded, yet multiplied along: they must be zero.
         self._data[self.out_features // columns * columns * row_bytes :].zero_()
         self._native.data = self._data.data_ptr()

@@ -11,17 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.composed import ComposedOps
-from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Rotary
 from quire.kernels.reference.attention import attention
-from quire.kernels.reference.linear import DenseLinear
+from quire.kernels.reference.linear import ReferenceLinear, widened
 
 
 class ReferenceOps(ComposedOps):
-    """`dtype` is the activations' dtype; the matrices are held in `weight_dtype`, by default the same.
-
-    Where the matrices are not held in the dtype that products are made in, each product converts its matrix first:
-    exact, and slow.
-    """
+    """`dtype` is the activations' dtype; the matrices are held in `weight_dtype`, by default the same."""
 
     name = "reference"
 
@@ -31,63 +27,45 @@ class ReferenceOps(ComposedOps):
         self.device = torch.device(device)
         self.dtype = dtype
         self.weight_dtype = dtype if weight_dtype is None else weight_dtype
-        self._product_dtype = torch.promote_types(dtype, torch.float32) if self.device.type == "cpu" else dtype
+        # A CPU multiplies in float32: half-precision products may use tile instructions, which some virtual machines
+        # announce and then do not allow.
+        self.product_dtype = torch.promote_types(dtype, torch.float32) if self.device.type == "cpu" else dtype
 
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]:
         return (4, 8, 16, 32, 64, 128)
 
-    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> DenseLinear:
-        return DenseLinear(out_features, in_features, bias=bias, device=self.device, dtype=self.weight_dtype)
+    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> ReferenceLinear:
+        return ReferenceLinear(self, out_features, in_features, bias=bias, device=self.device, dtype=self.weight_dtype)
 
-    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        return self._product(x, weight).to(x.dtype)
-
-    def embed(self, token_ids: Tensor, weight: LinearWeight, scale: float | None = None) -> Tensor:
-        assert isinstance(weight, DenseLinear)
-        rows = F.embedding(token_ids, weight.weight).to(self.dtype)
-        return rows if scale is None else rows * scale
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _normalise(_wide(x), weight, eps).to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        residual += x
-        return self.rms_norm(residual, weight, eps)
+    def normalize(self, x: Tensor, norm: Norm) -> Tensor:
+        return _normalize(widened(x), norm.weight, norm.eps).to(x.dtype)
 
     def rope_and_write(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        kv: Tensor,
-        batch: AttentionBatch,
-        spec: AttentionSpec,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
+        self, qkv: Tensor, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> Tensor:
         num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-        q, k = _wide(heads[:, :num_heads]), _wide(heads[:, num_heads : num_heads + num_kv_heads])
+        q, k = widened(heads[:, :num_heads]), widened(heads[:, num_heads : num_heads + num_kv_heads])
         v = heads[:, num_heads + num_kv_heads :]
-        if q_norm is not None:
-            q = _normalise(q, q_norm, eps)
-        if k_norm is not None:
-            k = _normalise(k, k_norm, eps)
-        cos, sin = cos_sin[batch.positions, None].chunk(2, dim=-1)  # [tokens, 1, head_dim / 2]
+        if rotary.q_norm is not None:
+            q = _normalize(q, rotary.q_norm, rotary.eps)
+        if rotary.k_norm is not None:
+            k = _normalize(k, rotary.k_norm, rotary.eps)
+        cos, sin = rotary.cos_sin[batch.positions, None].chunk(2, dim=-1)  # [tokens, 1, head_dim / 2]
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
 
         block_size = kv.shape[3]
         blocks = torch.div(batch.slots, block_size, rounding_mode="floor")
         offsets = batch.slots % block_size
         kv[blocks, 0, :, offsets] = (k / spec.k_scale).to(kv.dtype)
-        kv[blocks, 1, :, offsets] = (_wide(v) / spec.v_scale).to(kv.dtype)
+        kv[blocks, 1, :, offsets] = (widened(v) / spec.v_scale).to(kv.dtype)
         return q.to(qkv.dtype).reshape(-1, num_heads * head_dim)
 
     def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
         return attention(q, kv, batch, spec)
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        gate, up = _wide(gate_up).chunk(2, dim=-1)
+        gate, up = widened(gate_up).chunk(2, dim=-1)
         if activation == "silu":
             gate = F.silu(gate)
         else:
@@ -95,29 +73,8 @@ class ReferenceOps(ComposedOps):
             gate = F.gelu(gate, approximate="tanh")
         return (gate * up).to(gate_up.dtype)
 
-    def logits(
-        self, hidden: Tensor, weight: LinearWeight, softcap: float | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """float32; float64 where the activations are, so that an oracle keeps its digits."""
-        logits = _wide(self._product(hidden, weight))
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        return logits if out is None else out.copy_(logits)
 
-    def _product(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        assert isinstance(weight, DenseLinear)
-        # A CPU multiplies in float32: half-precision products may use tile instructions, which some virtual machines
-        # announce and then do not allow.
-        dtype = self._product_dtype
-        bias = None if weight.bias is None else weight.bias.to(dtype)
-        return F.linear(x.to(dtype), weight.weight.to(dtype), bias)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
 
 

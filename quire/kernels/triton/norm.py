@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.interface import Unscaled
+from quire.kernels.interface import Norm, Unscaled
 from quire.kernels.triton.common import next_power_of_2
 
 # For kernels that call `row_factor`: up to so many rows each is cut among several programs, or the chip would not be
@@ -51,18 +51,16 @@ def stream_arguments(rows: Unscaled | None) -> tuple[Tensor | None, float, int, 
     return rows.x, rows.eps, width, next_power_of_2(width)
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, num_warps: int | None = None
-) -> Tensor:
+def rms_norm(x: Tensor, norm: Norm, *, residual: Tensor | None = None, num_warps: int | None = None) -> Tensor:
     """x: [rows, width]. With a residual: residual += x in place, and the norm is of the sum."""
     rows, width = x.shape
-    assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
+    assert x.stride(1) == 1 and norm.weight.is_contiguous() and (residual is None or residual.is_contiguous())
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     width_pad = next_power_of_2(width)
     if num_warps is None:
         num_warps = min(max(width_pad // 512, 1), 16)  # 16 elements a thread
     norm_kernel[(rows,)](
-        x, residual, weight, out, eps, x.stride(0), WIDTH=width, WIDTH_PAD=width_pad, ADD=residual is not None,
-        num_warps=num_warps,
+        x, residual, norm.weight, out, norm.eps, x.stride(0), WIDTH=width, WIDTH_PAD=width_pad,
+        ADD=residual is not None, num_warps=num_warps,
     )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec, Unscaled
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Rotary, Unscaled
 from quire.kernels.triton.common import next_power_of_2
 from quire.kernels.triton.norm import ROWS_OF_SEVERAL_PROGRAMS, row_factor, stream_arguments
 
@@ -109,13 +109,10 @@ def rope_config(tokens: int, total_heads: int, *, has_stream: bool) -> RopeConfi
 
 def rope_and_write(
     qkv: Tensor,
-    cos_sin: Tensor,
+    rotary: Rotary,
     kv: Tensor,
     batch: AttentionBatch,
     spec: AttentionSpec,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
     *,
     factors_of: Unscaled | None = None,
     bias: Tensor | None = None,
@@ -125,19 +122,19 @@ def rope_and_write(
 
     factors_of: rows that were multiplied before they were normalised; the bias is then added here.
     """
-    assert qkv.is_contiguous() and kv.is_contiguous() and cos_sin.is_contiguous() and spec.head_dim % 2 == 0
+    assert qkv.is_contiguous() and kv.is_contiguous() and rotary.cos_sin.is_contiguous() and spec.head_dim % 2 == 0
     tokens = qkv.shape[0]
     total_heads = spec.num_heads + 2 * spec.num_kv_heads
     q_out = torch.empty((tokens, spec.num_heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
     stream, stream_eps, stream_width, stream_pad = stream_arguments(factors_of)
     config = config or rope_config(tokens, total_heads, has_stream=stream is not None)
     rope_kernel[(tokens * -(-total_heads // (config.tile_heads * config.tiles_each)),)](
-        qkv, cos_sin, kv, q_out, batch.positions, batch.slots, q_norm, k_norm,
-        bias, stream, stream_eps, eps, 1.0 / spec.k_scale, 1.0 / spec.v_scale,
+        qkv, rotary.cos_sin, kv, q_out, batch.positions, batch.slots, rotary.q_norm, rotary.k_norm,
+        bias, stream, stream_eps, rotary.eps, 1.0 / spec.k_scale, 1.0 / spec.v_scale,
         HEADS=spec.num_heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
         HALF_PAD=next_power_of_2(spec.head_dim // 2), BLOCK_SIZE=kv.shape[3],
         TILE_HEADS=config.tile_heads, TILES_EACH=config.tiles_each,
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, STREAM=stream_width, STREAM_PAD=stream_pad,
+        Q_NORM=rotary.q_norm is not None, K_NORM=rotary.k_norm is not None, STREAM=stream_width, STREAM_PAD=stream_pad,
         num_warps=config.num_warps,
     )  # fmt: skip
     return q_out

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec, Unscaled
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Rotary, Unscaled
 from quire.kernels.triton import epilogue
 from quire.kernels.triton.common import next_power_of_2
 from quire.kernels.triton.configs import SkinnyConfig
@@ -156,8 +156,7 @@ def skinny_add_norm(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor,  # [rows, n], changed in place
-    norm: Tensor | None,  # [n]
-    eps: float,
+    norm: Norm | None,
     config: SkinnyConfig,
     scratch: SkinnyScratch,
 ) -> Tensor | Unscaled:
@@ -168,8 +167,8 @@ def skinny_add_norm(
     tiles = -(-weight.shape[0] // config.tile_n)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     square_sums = torch.empty((tiles, residual.shape[0]), dtype=torch.float32, device=residual.device)
-    _launch(x, weight, bias, out, Add(residual, norm, square_sums), config, scratch, mode=ADD.value)
-    return Unscaled(out, square_sums, eps)
+    _launch(x, weight, bias, out, Add(residual, norm.weight, square_sums), config, scratch, mode=ADD.value)
+    return Unscaled(out, square_sums, norm.eps)
 
 
 def skinny_act(
@@ -191,18 +190,18 @@ def skinny_rope_write(
     x: Tensor | Unscaled,
     weight: Tensor,
     bias: Tensor | None,
-    cos_sin: Tensor,
+    rotary: Rotary,
     kv: Tensor,
     batch: AttentionBatch,
     spec: AttentionSpec,
     config: SkinnyConfig,
     scratch: SkinnyScratch,
 ) -> Tensor:
-    """See Ops.linear_rope_write; without norms of q and k, which need whole heads."""
+    """See LinearWeight.multiply_rope_write; without norms of q and k, which need whole heads."""
     assert can_rope(spec, config)
     plain = x.x if isinstance(x, Unscaled) else x
     out = torch.empty((plain.shape[0], spec.num_heads * spec.head_dim), dtype=plain.dtype, device=plain.device)
-    to = Rope(cos_sin, kv, batch.positions, batch.slots, 1.0 / spec.k_scale, 1.0 / spec.v_scale)
+    to = Rope(rotary.cos_sin, kv, batch.positions, batch.slots, 1.0 / spec.k_scale, 1.0 / spec.v_scale)
     _launch(x, weight, bias, out, to, config, scratch, mode=ROPE.value, spec=spec, block_size=kv.shape[3])
     return out
 

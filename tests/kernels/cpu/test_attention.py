@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Rotary
 from quire.kernels.reference import ReferenceOps
 
 REFERENCE = ReferenceOps("cpu", torch.float32)
@@ -136,8 +136,8 @@ def test_rope_and_write(ops, kv_dtype, head_dim, norm):
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if norm else (None, None)
     expected_kv = kv.clone()
-    expected = REFERENCE.rope_and_write(qkv, cos_sin, expected_kv, batch, spec, *norms, eps=1e-5)
-    actual = ops.rope_and_write(qkv, cos_sin, kv, batch, spec, *norms, eps=1e-5)
+    expected = REFERENCE.rope_and_write(qkv, Rotary(cos_sin, *norms, 1e-5), expected_kv, batch, spec)
+    actual = ops.rope_and_write(qkv, Rotary(cos_sin, *norms, 1e-5), kv, batch, spec)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     # One unit of a narrow type where the float32 values fell on either side of a tie; unwritten slots untouched.
     rtol = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[kv_dtype]

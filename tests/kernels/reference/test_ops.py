@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Rotary
 from quire.kernels.reference import ReferenceOps
 
 GARBAGE_BLOCK = 1_000_000_007
@@ -124,7 +124,7 @@ def test_an_8_bit_cache_with_scales():
     heads = torch.cat([torch.randn(9, 4, 8), keys[0], values[0]], dim=1)
     table = _plain_rotation(16)
     small = torch.zeros(kv.shape).to(torch.float8_e4m3fn)
-    q = _ops().rope_and_write(heads.view(9, -1), table, small, batch, spec)
+    q = _ops().rope_and_write(heads.view(9, -1), Rotary(table), small, batch, spec)
     expected = _naive_attention(q, batch, keys, values, spec)
     got = _ops().attention(q, small, batch, spec)
     assert (got - expected).abs().max() < 0.15
@@ -148,7 +148,7 @@ def test_rope_and_write(norms):
     angles = torch.rand(16, 4, generator=generator) * 6
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     q_norm, k_norm = (torch.rand(2, 8, generator=generator) + 0.5).unbind() if norms else (None, None)
-    q = _ops().rope_and_write(qkv, cos_sin, kv, batch, spec, q_norm, k_norm, eps=0.01)
+    q = _ops().rope_and_write(qkv, Rotary(cos_sin, q_norm, k_norm, 0.01), kv, batch, spec)
     assert q.shape == (8, 32) and q.is_contiguous()
 
     written = torch.zeros(kv.shape, dtype=torch.bool)
@@ -176,15 +176,15 @@ def test_norms(dtype):
     x, residual, weight = torch.randn(3, 8).to(dtype), torch.randn(3, 8).to(dtype), torch.rand(8)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
-    got = _ops(dtype).rms_norm(x, weight, 1e-3)
+    got = _ops(dtype).normalize(x, Norm(weight, 1e-3))
     assert got.dtype == dtype
     tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
     torch.testing.assert_close(got, expected.to(dtype), **tolerance)
 
     total = residual + x
-    got = _ops(dtype).add_rms_norm(x, residual, weight, 1e-3)
+    got = _ops(dtype).add_norm(x, residual, Norm(weight, 1e-3))
     assert torch.equal(residual, total)
-    torch.testing.assert_close(got, _ops(dtype).rms_norm(total, weight, 1e-3))
+    torch.testing.assert_close(got, _ops(dtype).normalize(total, Norm(weight, 1e-3)))
 
 
 def test_act_mul():
@@ -215,17 +215,17 @@ def test_linear_embed_and_logits(dtype, weight_dtype):
     x = torch.randn(3, 4).to(dtype)
     expected = x.double() @ matrix.double().T + bias.double()
     tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-5}
-    got = ops.linear(x, weight)
+    got = weight.multiply(x)
     assert got.dtype == dtype
     torch.testing.assert_close(got, expected.to(dtype), **tolerance)
 
-    logits = ops.logits(x, weight, softcap=0.5)
+    logits = weight.logits(x, softcap=0.5)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), 0.5 * torch.tanh(expected / 0.5), rtol=0, atol=1e-5)
 
-    rows = ops.embed(torch.tensor([5, 0]), weight)
+    rows = weight.embed(torch.tensor([5, 0]))
     assert rows.dtype == dtype and torch.equal(rows, matrix[[5, 0]].to(dtype))
-    torch.testing.assert_close(ops.embed(torch.tensor([5, 0]), weight, 3.0), rows * 3)
+    torch.testing.assert_close(weight.embed(torch.tensor([5, 0]), 3.0), rows * 3)
     rows.zero_()  # the decoder adds to it in place
     assert torch.equal(weight.weight, matrix)
 

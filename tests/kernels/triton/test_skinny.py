@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec, Unscaled
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Rotary, Unscaled
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton.configs import SkinnyConfig, skinny_config
 from quire.kernels.triton.skinny import (
@@ -39,7 +39,7 @@ def unscaled(rows, width, device, parts=5):
     norm = torch.randn(width, device=device)
     cuts = [part.square().sum(1) for part in residual.float().tensor_split(parts, dim=1)]
     x = Unscaled((residual.float() * norm).bfloat16(), torch.stack(cuts), 1e-5)
-    return x, ReferenceOps(device, torch.float64).rms_norm(residual.double(), norm, 1e-5)
+    return x, ReferenceOps(device, torch.float64).normalize(residual.double(), Norm(norm, 1e-5))
 
 
 @cases
@@ -99,15 +99,16 @@ def test_residual_and_norm(rows, config, n, has_bias, device):
     residual, norm = normal(rows, n, device=device), torch.randn(n, device=device)
     total = residual.double() + x.double() @ weight.double().T + (0 if bias is None else bias.double())
     scratch = SkinnyScratch.allocate(64, device)
-    out = skinny_add_norm(x, weight, bias, residual, norm, 1e-5, config, scratch)
+    out = skinny_add_norm(x, weight, bias, residual, Norm(norm, 1e-5), config, scratch)
     assert close(residual, total)
     rms = torch.rsqrt(out.square_sums.double().sum(0) / n + out.eps)
     assert close(
-        out.x.double() * rms[:, None], ReferenceOps(device, torch.float64).rms_norm(residual.double(), norm, 1e-5)
+        out.x.double() * rms[:, None],
+        ReferenceOps(device, torch.float64).normalize(residual.double(), Norm(norm, 1e-5)),
     )
 
     before = residual.clone()
-    assert skinny_add_norm(x, weight, bias, residual, None, 1e-5, config, scratch) is residual
+    assert skinny_add_norm(x, weight, bias, residual, None, config, scratch) is residual
     assert close(residual, before.double() + x.double() @ weight.double().T
                  + (0 if bias is None else bias.double()))  # fmt: skip
 
@@ -154,12 +155,12 @@ def test_rotation_and_kv_write(rows, config, kv_dtype, is_scaled, device):
     cos_sin = torch.randn(100, 32, device=device)
     kv = torch.full((6, 2, 2, 4, 32), 7.0, device=device).to(kv_dtype)
     expected_kv = torch.full((6, 2, 2, 4, 32), 7.0, device=device, dtype=torch.float64)
-    q = skinny_rope_write(x, weight, bias, cos_sin, kv, batch, spec, config, SkinnyScratch.allocate(64, device))
+    q = skinny_rope_write(x, weight, bias, Rotary(cos_sin), kv, batch, spec, config, SkinnyScratch.allocate(64, device))
     qkv = nn.functional.linear(expected_x.double(), weight.double(), bias.double())
     oracle = ReferenceOps(device, torch.float64)
     spare = torch.cat((expected_kv, expected_kv[:1]))  # the reference writes padding rows too: here
     batch.slots = torch.where(slots < 0, 24, slots)
-    expected = oracle.rope_and_write(qkv, cos_sin.double(), spare, batch, spec)
+    expected = oracle.rope_and_write(qkv, Rotary(cos_sin.double()), spare, batch, spec)
     assert close(q, expected)
     assert close(kv, spare[:6], 1e-2 if kv_dtype == torch.bfloat16 else 4e-2)
     assert (kv.float()[spare[:6] == 7.0] == 7.0).all()
