@@ -147,7 +147,8 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index into tokens, one per token
     # By row: the logprobs of the prompt tokens that follow each token of this step's span, where asked for.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    # By index into tokens: this one sequence cannot go on, how that counts (ERROR or BANNED), and what happened.
+    # By index into tokens: this one sequence cannot go on after those, how that counts (ERROR or BANNED), and what
+    # happened. Without drafts it has no token then.
     failed: dict[int, tuple[FinishReason, str]] = field(default_factory=dict)
     moved: list[int] = field(default_factory=list)  # tickets of moves that are over, each told once
     timings: StepTimings = field(default_factory=StepTimings)

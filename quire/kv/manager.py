@@ -446,7 +446,8 @@ class KVManager:
             return 0
         hashes: list[BlockHash] = []
         self.cache.extend_chain(hashes, root_hash(salt, adapter), token_ids, num_full)
-        num_blocks, unpinned = self.cache.unpin(hashes[-1])
+        num_blocks = self.cache.num_pinned_by(hashes[-1])
+        unpinned = self.cache.unpin(hashes[-1])
         self.pool.unpin(reversed(unpinned))
         if self.watch is not None:
             self.watch.touched(unpinned)

@@ -193,10 +193,11 @@ class PrefixCache:
         return newly_pinned
 
     def num_pinned_by(self, prefix: BlockHash) -> int:
-        return len(self._pins.get(prefix, ()))
+        """How far the prefix's pin reaches, in blocks. Each KV group may have one of the same tokens."""
+        return max((block.chain_index + 1 for block in self._pins.get(prefix, {}).values()), default=0)
 
-    def unpin(self, prefix: BlockHash) -> tuple[int, list[Block]]:
-        """Drop the prefix's pin. Returns how many blocks it held, and those that no other pin holds, in order."""
+    def unpin(self, prefix: BlockHash) -> list[Block]:
+        """Drop the prefix's pin. Returns the blocks that no other pin holds, in order."""
         pinned = self._pins.pop(prefix, {})
         unpinned = []
         for block in pinned.values():
@@ -204,7 +205,7 @@ class PrefixCache:
             if not block.num_pins:
                 unpinned.append(block)
         self.num_pinned_blocks -= len(unpinned)
-        return len(pinned), unpinned
+        return unpinned
 
     def unpin_idle(self) -> list[Block]:
         """Take every block that is idle out of every pin. Returns them."""

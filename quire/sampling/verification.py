@@ -53,14 +53,14 @@ class VerifiedBatch:
                 if i in part_logprobs:
                     entries[owner, depth] = part_logprobs[i][0]
         accepted = [_accepted(drafts, tokens[i]) for i, drafts in enumerate(self._drafts)]
-        # A row fails only at a position that it comes to.
+        # A row fails only at a position that it comes to. The tokens before it count all the same.
         failed = {i: failures[i, len(line)] for i, line in enumerate(accepted) if (i, len(line)) in failures}
         logprobs = {
             i: [entries[i, depth] for depth in range(len(line))]
             for i, line in enumerate(accepted)
-            if i not in failed and (i, 0) in entries
+            if line and (i, 0) in entries
         }
-        return [[] if i in failed else line for i, line in enumerate(accepted)], logprobs, failed
+        return accepted, logprobs, failed
 
 
 def verify_drafts(

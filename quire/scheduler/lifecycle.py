@@ -273,13 +273,14 @@ class Lifecycle:
         for here, states in places:
             should_be = {seq.seq_id for seq in seqs if seq.state in states}
             assert len(here) == len(should_be) and {seq.seq_id for seq in here} == should_be, f"{states} do not add up"
+        with_rows = {seq.seq_id for seq in (*self.running, *waiting_for_blocks)}
         rows = [seq.row for seq in (*self.running, *waiting_for_blocks)]
         rows += [row for rows in self.reserved_rows.values() for row in rows]
         assert None not in rows and len(set(rows)) == len(rows), f"a row is held twice, or a sequence has none: {rows}"
         assert len(rows) + self.rows.num_free == self.config.max_num_seqs, "rows do not add up"
         assert all(seq.row is None for seq in self.queue), "a sequence in the queue has a row"
-        with_blocks = {seq.seq_id for seq in (*self.running, *waiting_for_blocks)}
-        assert with_blocks == self._kv.tables.keys(), "blocks are not with those that run"
+        assert self.reserved_rows.keys() <= with_rows, "rows are reserved for a sequence that has none"
+        assert with_rows == self._kv.tables.keys(), "blocks are not with those that run"
         swapped = {seq.seq_id for seq in self.queue if seq.state is SequenceState.SWAPPED}
         assert swapped == self._kv.swapped.keys() and len(swapped) == self.num_swapped, "swapped ones do not add up"
 
@@ -289,13 +290,15 @@ class Lifecycle:
         self.loading = {ticket: entry for ticket, entry in self.loading.items() if entry[0] is not seq}
         self.loaded = [entry for entry in self.loaded if entry[0] is not seq]
         self.rows.take_back_unused([seq.row])
-        self.queue.on_leave(seq)
-        seq.row = None
+        self._forget_row(seq)
 
     def _leave_row(self, seq: Sequence) -> None:
         assert seq.row is not None
         self.rows.take_back(seq.row)
-        self.rows.take_back_unused(self.reserved_rows.pop(seq.seq_id, []))
         self.running.drop(seq)
+        self._forget_row(seq)
+
+    def _forget_row(self, seq: Sequence) -> None:
+        self.rows.take_back_unused(self.reserved_rows.pop(seq.seq_id, []))
         self.queue.on_leave(seq)
         seq.row = None

@@ -476,14 +476,17 @@ class Scheduler:
             seq.num_pending_tokens -= 1
             if memory.drafts and i in memory.drafts:
                 self._count_accepted(seq, memory.drafts[i], len(new_token_ids) - 1)
-            if failed and i in failed:
-                updates.append(self._end(seq, *failed[i]))
-                continue
-            if seq.first_token_s is None:
-                seq.first_token_s = now
-            seq.last_token_s = now
             taken = append_until_stop(seq, new_token_ids)
-            update = self._end(seq, seq.finish_reason) if seq.finish_reason else SequenceUpdate(seq, taken)
+            if taken:
+                if seq.first_token_s is None:
+                    seq.first_token_s = now
+                seq.last_token_s = now
+            if seq.finish_reason:
+                update = self._end(seq, seq.finish_reason)
+            elif failed and i in failed:
+                update = self._end(seq, *failed[i])
+            else:
+                update = SequenceUpdate(seq, taken)
             update.new_token_ids = taken
             if logprobs and i in logprobs:
                 update.logprobs = logprobs[i][: len(taken)]
@@ -495,7 +498,7 @@ class Scheduler:
 
     def _count_accepted(self, seq: Sequence, drafts: SubmittedDrafts, num_accepted: int) -> None:
         """Drafts were verified: those that were accepted have KV, and blocks for the others are given back."""
-        num_accepted = max(0, num_accepted)  # a sequence that failed has no token at all
+        num_accepted = max(0, num_accepted)  # a sequence that failed may have no token at all
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += drafts.num_tokens
         self.stats.num_accepted_tokens += num_accepted

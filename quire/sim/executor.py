@@ -267,11 +267,7 @@ class SimExecutor:
             self._fork(fork)
         drafts = {span.row.number: span.drafts for span in spans}
         for index, number in enumerate(plan.sampled_rows()):
-            row = self._row(number)
-            error = self._fault(row.token_ids) if self._fault else None
-            if error is not None:
-                result.failed[index] = (FinishReason.ERROR, error)
-            result.tokens.append(self._sample_row(row, drafts.get(number, []), index, result))
+            result.tokens.append(self._sample_row(self._row(number), drafts.get(number, []), index, result))
 
     def _sample_row(self, row: _Row, drafts: list[int], index: int, result: StepResult) -> list[int]:
         """The token after the row's last one, and as long as drafts agree with it, the next."""
@@ -279,14 +275,19 @@ class SimExecutor:
         while True:
             num_output = len(row.token_ids) - row.num_prompt_tokens
             token = self.language.next_token(row.fingerprints[-1], row.sampling, num_output)
-            if row.sampling.logprobs is not None:
-                entry = self.language.logprobs(row.fingerprints[-1], token, row.sampling.logprobs)
-                result.logprobs.setdefault(index, []).append(entry)
-            tokens.append(token)
+            num_accepted = len(tokens)
+            error = self._fault(row.token_ids) if self._fault else None
+            if error is not None:
+                result.failed[index] = (FinishReason.ERROR, error)  # the row has some token for a next step all the same
+            else:
+                if row.sampling.logprobs is not None:
+                    entry = self.language.logprobs(row.fingerprints[-1], token, row.sampling.logprobs)
+                    result.logprobs.setdefault(index, []).append(entry)
+                tokens.append(token)
             row.token_ids.append(token)
             self.language.extend(row.fingerprints, row.root, row.token_ids)
-            if len(tokens) > len(drafts) or token != drafts[len(tokens) - 1]:
-                row.num_computed -= len(drafts) - (len(tokens) - 1)
+            if error is not None or num_accepted == len(drafts) or token != drafts[num_accepted]:
+                row.num_computed -= len(drafts) - num_accepted
                 return tokens
 
     # -- transfers

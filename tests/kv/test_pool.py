@@ -88,7 +88,7 @@ def test_pinned_blocks_stay_out_of_the_queue() -> None:
     assert queue_of(pool) == [2]
     pool.forget_idle(force=False)
     assert pool.num_cached_blocks == 2
-    pool.unpin(pool.cache.unpin(b"1")[1])
+    pool.unpin(pool.cache.unpin(b"1"))
     assert queue_of(pool) == [2, 0, 1]
     pool.check()
 

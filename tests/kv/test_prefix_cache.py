@@ -15,8 +15,7 @@ def filled(num_blocks: int = 4, max_evicted: int = 8) -> tuple[PrefixCache, list
     blocks = [Block(block_id, ref_count=1) for block_id in range(num_blocks)]
     hashes: list[bytes] = []
     cache.extend_chain(hashes, ROOT, TOKENS, num_blocks)
-    for block_hash, block in zip(hashes, blocks, strict=True):
-        cache.insert(block_hash, block)
+    cache.insert_chain(0, hashes, ROOT, TOKENS, blocks)
     cache.check(blocks)
     return cache, blocks, hashes
 
@@ -82,9 +81,9 @@ def test_pins_are_counted_per_prefix() -> None:
     assert cache.pin(hashes[2], blocks[:3]) == blocks[2:3]
     assert (cache.num_pinned_by(hashes[1]), cache.num_pinned_by(hashes[2]), cache.num_pinned_blocks) == (2, 3, 3)
     cache.check(blocks)
-    assert cache.unpin(hashes[1]) == (2, [])
-    assert cache.unpin(hashes[1]) == (0, [])
-    assert cache.unpin(hashes[2]) == (3, blocks[:3])
+    assert cache.unpin(hashes[1]) == []
+    assert cache.unpin(hashes[1]) == [] and cache.num_pinned_by(hashes[1]) == 0
+    assert cache.unpin(hashes[2]) == blocks[:3]
     assert cache.num_pinned_blocks == 0
     cache.check(blocks)
 
@@ -109,7 +108,7 @@ def test_unpin_idle_spares_blocks_in_use_and_in_transit() -> None:
     blocks[2].num_transfers = 1
     assert cache.idle_blocks() == [blocks[1]]
     assert cache.unpin_idle() == [blocks[1]]
-    assert cache.num_pinned_by(hashes[3]) == 3
+    assert cache.num_pinned_by(hashes[3]) == 4
     cache.check(blocks)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scheduler.harness import Rig, alone, make_request
 from scheduler.test_random import SETUPS, VOCAB, make_requests, run_workload
 
+from quire.kv import KVManager
 from quire.request import FinishReason, Request, Sequence
 from quire.sim import ToyLanguage
 
@@ -86,44 +87,75 @@ def test_everyone_gets_the_tokens_of_a_run_without_drafts(name: str, expected: l
     seed=st.integers(0, 2**32),
     accuracy=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
     depth=st.integers(1, 3),
-    block_size=st.sampled_from([4, 8, 16]),
-    num_blocks=st.integers(14, 40),
+    block_size=st.sampled_from([4, 8, 16, 128]),
+    windows=st.sampled_from([(None,), (None, 8), (5,), (None, 16, 3), (None, None, 40), (1,)]),
     preemption=st.sampled_from(["recompute", "swap"]),
     prefix_caching=st.booleans(),
+    fails=st.booleans(),
 )
 def test_blocks_and_sequences_hold_after_every_step(
-    seed: int, accuracy: float, depth: int, block_size: int, num_blocks: int, preemption: str, prefix_caching: bool
+    seed: int,
+    accuracy: float,
+    depth: int,
+    block_size: int,
+    windows: tuple[int | None, ...],
+    preemption: str,
+    prefix_caching: bool,
+    fails: bool,
 ) -> None:
+    """With aborts, of those whose blocks are coming back above all, pins that come and go, and sequences that fail."""
     rng = random.Random(seed)
+    longest = KVManager(num_blocks=1, block_size=block_size, windows=windows, max_span_tokens=16).num_blocks_for(60)
     rig = rig_with_drafts(
         seed,
         accuracy,
         depth=depth,
         block_size=block_size,
-        num_blocks=num_blocks,
+        num_blocks=rng.randint(longest, 2 * longest),
+        windows=windows,
         preemption=preemption,
-        num_host_blocks=30,
-        transfer_steps=rng.randrange(3),
+        num_host_blocks=rng.choice([4, 40]),
+        transfer_steps=rng.randrange(4),
         enable_prefix_caching=prefix_caching,
+        max_num_batched_tokens=16,
+        max_model_len=60,
+        fault=(lambda token_ids: "bad" if sum(token_ids) % 41 == 0 else None) if fails else None,
     )
+    head = [rng.randrange(4) for _ in range(24)]
     requests = [
         make_request(
-            [rng.randrange(4) for _ in range(rng.randint(1, 24))],
+            head[: rng.randint(0, 24)] + [rng.randrange(4) for _ in range(rng.randint(1, 15))],
             max_tokens=rng.randint(4, 20),
-            n=rng.choice([1, 1, 2]),
+            n=rng.choice([1, 1, 2, 3]),
             seed=rng.randrange(9),
             ends=(3,),
             min_tokens=rng.choice([0, 4]),
             logprobs=rng.choice([None, 2]),
+            prompt_logprobs=rng.choice([None, None, 1]),
         )
-        for _ in range(8)
+        for _ in range(12)
     ]
     rig.add(*requests)
-    rig.run()  # checks blocks and sequences after every step
+    life, aborted = rig.scheduler._life, set()
+    while rig.scheduler.has_work:
+        if rng.random() < 0.1:
+            loading = [seq.request for seq, _ in (*life.loading.values(), *life.loaded)]
+            victim = rng.choice(loading or requests)
+            aborted.update(update.seq.request for update in rig.abort(victim.request_id))
+        if rng.random() < 0.1:
+            prefix = head[: rng.randrange(4, 24)]
+            num_pinned = rig.kv.pin(prefix)
+            assert num_pinned <= len(prefix)
+            assert rng.random() < 0.5 or rig.kv.unpin(prefix) == num_pinned
+        if rng.random() < 0.1:
+            rig.kv.reset_prefix_cache(force=True)
+        rig.step()  # checks blocks and sequences
+    rig.kv.reset_prefix_cache(force=True)
     rig.check_idle()
     for request in requests:
-        assert rig.outputs(request) == alone(request, VOCAB)
-        for seq in request.sequences:
+        for seq, ours, theirs in zip(request.sequences, rig.outputs(request), alone(request, VOCAB), strict=False):
+            has_failed = seq.finish_reason is FinishReason.ERROR
+            assert ours == (theirs[: len(ours)] if has_failed or request in aborted else theirs)
             for update in rig.updates[seq]:
                 assert update.logprobs is None or len(update.logprobs) == len(update.new_token_ids)
 
@@ -167,3 +199,28 @@ def test_a_guess_preempts_nobody() -> None:
     rig.run()
     assert rig.scheduler.stats.num_preemptions == 0
     assert all(isinstance(request, Request) and request.is_finished for request in requests)
+
+
+class Drafts:
+    """Proposes these once, and nothing after."""
+
+    def __init__(self, *proposals: list[int]) -> None:
+        self._proposals = list(proposals)
+
+    def propose(self, seq: Sequence, most: int) -> list[int] | int:
+        return self._proposals.pop(0)[:most] if self._proposals else []
+
+
+@pytest.mark.parametrize(("ends_first", "reason"), [(False, FinishReason.ERROR), (True, FinishReason.STOP)])
+def test_a_failure_behind_accepted_drafts_takes_none_of_their_tokens(ends_first: bool, reason: FinishReason) -> None:
+    line = alone(make_request([1, 2, 3], max_tokens=6, seed=5), VOCAB)[0]
+    rig = Rig(vocab_size=VOCAB, fault=lambda token_ids: "bad" if len(token_ids) == 7 else None)
+    rig.scheduler.drafter = Drafts(line[1:5])
+    request = make_request([1, 2, 3], max_tokens=6, seed=5, ends=(line[2],) if ends_first else (), logprobs=1)
+    rig.add(request)
+    rig.run()
+    rig.check_idle()
+    seq = request.sequences[0]
+    assert seq.finish_reason is reason
+    assert rig.outputs(request) == [line[: 3 if ends_first else 4]]
+    assert all(len(update.logprobs or []) == len(update.new_token_ids) for update in rig.updates[seq])

@@ -149,6 +149,19 @@ def test_a_request_may_be_given_up_while_its_blocks_come_back() -> None:
     rig.check_idle()
 
 
+def test_rows_of_its_forks_are_free_again_when_a_request_is_given_up_while_its_blocks_come_back() -> None:
+    """Its prompt was not done when it was preempted, so its forks have only reserved rows."""
+    rig = Rig(num_blocks=10, num_host_blocks=12, preemption="swap", transfer_steps=3, long_prefill_token_threshold=1)
+    request = make_request(24, max_tokens=2, n=3)
+    rig.add(make_request(7, max_tokens=20), request)
+    while not rig.scheduler._life.loading:
+        rig.step()
+    assert rig.scheduler._life.reserved_rows
+    rig.abort(request.request_id)
+    rig.run()
+    rig.check_idle()
+
+
 def test_swap_falls_back_to_recompute_when_the_host_is_full() -> None:
     rig = Rig(num_blocks=12, num_host_blocks=2, preemption="swap")
     rig.add(*(make_request(12, max_tokens=14) for _ in range(3)))

@@ -44,12 +44,11 @@ def _decode(q: Tensor, kv: Tensor, batch: AttentionBatch, first: int, longest: i
     tiles = kv[tables].to(q.dtype)  # [seqs, blocks, 2, kv_heads, block_size, head_dim]
     k, v = tiles.permute(2, 0, 3, 1, 4, 5).reshape(2, seqs, spec.num_kv_heads, -1, spec.head_dim)
     positions = torch.arange(k.shape[2], device=q.device)  # [kv_tokens]
-    written = positions < lens  # [seqs, kv_tokens]
-    # Memory that was never written may hold NaN, which a probability of 0 would not silence.
-    v = v.masked_fill(~written[:, None, :, None], 0.0)
-    visible = written
+    visible = positions < lens  # [seqs, kv_tokens]
     if spec.window is not None:
         visible = visible & (positions >= lens - spec.window)
+    # What was never written, or is another sequence's by now, may hold NaN, which a probability of 0 would not silence.
+    v = v.masked_fill(~visible[:, None, :, None], 0.0)
     return _attend(q.unsqueeze(3), k, v, visible[:, None, None, None], spec).squeeze(3)
 
 

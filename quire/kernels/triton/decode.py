@@ -178,20 +178,21 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
         first = tile * TILE_TOKENS
         rows = tile_rows(ids, first, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_TOKENS)
         ids = tile_blocks(table_ptr, first + TILE_TOKENS, kv_len, TILE_TOKENS, BLOCK_SIZE)
+        # Rows past the end and before the window hold anything, NaN too: zeros instead, since 0 * NaN would reach the
+        # sum.
         seen = first + steps < kv_len
-        offsets = rows[:, None] + dims[None, :]
-        # Rows past the end hold anything, NaN too: zeros instead, since 0 * NaN would reach the sum.
-        k = tl.load(kv_ptr + offsets, mask=seen[:, None] & in_head, other=0.0).to(COMPUTE)
-        s = scaled_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), qk_scale, softcap, SOFTCAP)
         if WINDOW > 0:
             seen = seen & (first + steps >= low)
+        offsets = rows[:, None] + dims[None, :]
+        k = tl.load(kv_ptr + offsets, mask=seen[:, None] & in_head, other=0.0).to(COMPUTE)
+        s = scaled_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), qk_scale, softcap, SOFTCAP)
         s = tl.where(seen[None, :], s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, axis=1))
         p = tl.exp2(s - new_top[:, None])
         rescale = tl.exp2(top - new_top)
         weight_sum = weight_sum * rescale + tl.sum(p, axis=1)
         v_offsets = offsets + KV_HEADS * BLOCK_SIZE * HEAD_DIM
-        v = tl.load(kv_ptr + v_offsets, mask=(first + steps < kv_len)[:, None] & in_head, other=0.0).to(COMPUTE)
+        v = tl.load(kv_ptr + v_offsets, mask=seen[:, None] & in_head, other=0.0).to(COMPUTE)
         acc = tl.dot(p.to(COMPUTE), v, acc * rescale[:, None], input_precision="ieee")
         top = new_top
     # Each tile of a piece holds a visible token, so weight_sum is 0 only where there was no tile at all.

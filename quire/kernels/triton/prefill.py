@@ -33,7 +33,10 @@ def attend(acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, tile_end, kv_
         rows = tile_rows(ids, first, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_TOKENS)
         ids = tile_blocks(table_ptr, first + TILE_TOKENS, kv_len, TILE_TOKENS, BLOCK_SIZE)
         offsets = rows[:, None] + dims[None, :]
-        exists = (first + steps < kv_len)[:, None] & in_head
+        exists = first + steps < kv_len
+        if WINDOW > 0:  # blocks before every row's window are another sequence's by now
+            exists = exists & (first + steps > tl.min(row_position, axis=0) - WINDOW)
+        exists = exists[:, None] & in_head
         if MASKED:
             k = tl.load(kv_ptr + offsets, mask=exists, other=0.0)
         elif DIM_PAD != HEAD_DIM:

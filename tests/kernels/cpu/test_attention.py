@@ -52,6 +52,9 @@ def _batch(sequences, block_size, num_kv_heads, head_dim, kv_dtype=torch.float32
 def _check(ops, sequences, spec, block_size=16, kv_dtype=torch.float32, atol=5e-6):
     batch, kv = _batch(sequences, block_size, spec.num_kv_heads, spec.head_dim, kv_dtype)
     q = torch.randn(int(batch.query_starts[-1]), spec.num_heads * spec.head_dim)
+    for (kv_len, query_len), table in zip(sequences, batch.block_tables.tolist(), strict=True):
+        num_behind = max(0, kv_len - query_len - (spec.window or kv_len) + 1) // block_size
+        kv[table[:num_behind]] = float("nan")  # another sequence's by now
     torch.testing.assert_close(
         ops.attention(q, kv, batch, spec), REFERENCE.attention(q, kv, batch, spec), rtol=1e-5, atol=atol
     )

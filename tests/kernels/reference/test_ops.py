@@ -85,6 +85,9 @@ def test_attention(num_heads, num_kv_heads, window, softcap, block_size):
     spec = AttentionSpec(num_heads, num_kv_heads, 8, scale=0.4, window=window, softcap=softcap)
     q = torch.randn(len(batch.positions), num_heads * 8, generator=torch.Generator().manual_seed(1))
     expected = _naive_attention(q, batch, keys, values, spec)
+    for (kv_len, query_len), table in zip(SEQUENCES, batch.block_tables.tolist(), strict=True):
+        num_behind = max(0, kv_len - query_len - (window or kv_len) + 1) // block_size
+        kv[table[:num_behind]] = float("nan")  # another sequence's by now
     got = _ops().attention(q, kv, batch, spec)
     assert got.dtype == torch.float32 and got.is_contiguous()
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)

@@ -78,10 +78,11 @@ def test_a_window_hides_older_tokens(window, device):
 def test_blocks_before_the_window_are_never_read(device):
     """Their memory may belong to another sequence by then: NaN there must not show."""
     spec = replace(SPEC, window=20)
-    q, kv, batch = make_inputs([100, 120], [1, 3], spec, 4, device)
+    q, kv, batch = make_inputs([105, 125], [1, 3], spec, 4, device)
     expected = ReferenceOps(device, torch.float64).attention(q.double(), kv, batch, spec)
-    batch.block_tables[0, : (100 - 20) // 16 * 4] = 2**30
-    batch.block_tables[1, : (118 - 20) // 16 * 4] = 2**30
+    for seq, first_seen in enumerate((105 - 20, 123 - 20)):
+        batch.block_tables[seq, : first_seen // 16 * 4] = 2**30  # not even looked up, before the first tile
+        kv[batch.block_tables[seq, first_seen // 16 * 4 : first_seen // 4].long()] = float("nan")
     scratch = AttentionScratch.allocate(1, spec.num_kv_heads, device)
     out = attention(q, kv, batch, spec, scratch, decode=SPLIT, prefill=SMALL)
     assert (out.double() - expected).norm() <= 1e-2 * expected.norm()
