@@ -278,7 +278,7 @@ class SimExecutor:
             num_accepted = len(tokens)
             error = self._fault(row.token_ids) if self._fault else None
             if error is not None:
-                result.failed[index] = (FinishReason.ERROR, error)  # the row has some token for a next step all the same
+                result.failed[index] = (FinishReason.ERROR, error)  # a token for its next step, all the same
             else:
                 if row.sampling.logprobs is not None:
                     entry = self.language.logprobs(row.fingerprints[-1], token, row.sampling.logprobs)
