@@ -243,22 +243,15 @@ def _no_context() -> Any:
     from types import SimpleNamespace
 
     from quire.engine.api import EngineHealth, EngineLoad, EngineState
-    from quire.server.admission import Admission
-    from quire.server.context import ServerContext
+    from quire.server.context import ServedModel, ServerContext
     from quire.server.life import ServerLife
     from quire.server.logs import RequestLog
-    from quire.server.metrics import ServerMetrics
     from quire.server.settings import ServerSettings
 
     engine: Any = SimpleNamespace(health=lambda: EngineHealth(EngineState.STARTING), load=EngineLoad)
-    settings = ServerSettings()
+    settings, life = ServerSettings(), ServerLife()
     return ServerContext(
-        engine=engine,
-        settings=settings,
-        admission=Admission(engine, settings),
-        metrics=ServerMetrics(engine, "none"),
-        logs=RequestLog(),
-        life=ServerLife(),
+        models=(ServedModel.of(["none"], engine, settings, life),), settings=settings, logs=RequestLog(), life=life
     )
 
 

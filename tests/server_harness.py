@@ -29,14 +29,12 @@ from quire.plan import TokenLogprobs
 from quire.request import FinishReason
 from quire.request import Sequence as Line
 from quire.scheduler import SequenceUpdate
-from quire.server.admission import Admission
 from quire.server.app import create_app
-from quire.server.context import ServerContext
+from quire.server.context import ServedModel, ServerContext
 from quire.server.http_server import HttpServer
 from quire.server.life import ServerLife
 from quire.server.listen import open_socket
 from quire.server.logs import RequestLog
-from quire.server.metrics import ServerMetrics
 from quire.server.settings import ServerSettings
 
 MODEL = "tiny"
@@ -162,15 +160,22 @@ def _logprobs(token: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(token, -1.5, 2, top, [-0.5, -1.5, *(-2.0 - i for i in range(num_top))][:num_top])
 
 
-def make_context(engine: ServingEngine, **settings: Any) -> ServerContext:
+def make_context(
+    engine: ServingEngine, others: Mapping[str, ServingEngine] | None = None, **settings: Any
+) -> ServerContext:
+    """others: more models by their names."""
     chosen = ServerSettings(**settings)
     life = ServerLife()
     life.ready()
     return ServerContext(
-        engine=engine,
+        models=tuple(
+            ServedModel.of(names, served, chosen, life)
+            for names, served in [
+                (chosen.served_model_names or (MODEL,), engine),
+                *(((name,), other) for name, other in (others or {}).items()),
+            ]
+        ),
         settings=chosen,
-        admission=Admission(engine, chosen),
-        metrics=ServerMetrics(engine, MODEL),
         logs=RequestLog(),
         life=life,
     )
@@ -199,7 +204,7 @@ class Server:
 
     def __init__(self, context: ServerContext, port: int, loop: asyncio.AbstractEventLoop, slow: list[str]) -> None:
         self.context = context
-        self.engine: Any = context.engine
+        self.engine: Any = context.first.engine
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.loop = loop

@@ -15,7 +15,7 @@ from quire.server.endpoint import Exchange
 from quire.server.errors import bad_request
 from quire.server.generation import Generation, engine_ids
 from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from quire.server.models import check_model, fingerprint
+from quire.server.models import fingerprint
 from quire.server.protocol import ChatBody, TokenizeBody
 from quire.server.replies import AnswerMessage, CachedTokens, ChatChoice, ChatCompletion, ChatLogprobs, Usage
 from quire.server.sampling import chat_params, check_logprobs, check_room, priority_of
@@ -28,8 +28,8 @@ _NOT_SWITCHES = NOT_SWITCHES | {"tools", "add_generation_prompt", "continue_fina
 
 
 async def create_chat(exchange: Exchange, body: ChatBody) -> None:
-    engine = exchange.context.engine
-    model = check_model(exchange.context, body.model)
+    served, model = exchange.context.find(body.model)
+    engine = served.engine
     params = chat_params(body, engine.default_sampling)
     priority = priority_of(body, engine.info)
     deadline = request_deadline(exchange, body.timeout)
@@ -56,7 +56,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
         "system_fingerprint": fingerprint(engine.info),
     }
     shown = _Shown(engine, body)
-    async with Generation(exchange, body, [prepared], model, deadline) as generation:
+    async with Generation(exchange, body, [prepared], served, model, deadline) as generation:
         if body.stream:
             await stream_reply(exchange, generation, _Writer(head, shown))
             return

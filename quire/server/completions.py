@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.api import PreparedRequest
+from quire.engine.api import PreparedRequest, ServingEngine
 from quire.inputs import Prompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.params import SamplingParams
@@ -15,7 +15,7 @@ from quire.server.endpoint import ClientGone, Exchange
 from quire.server.errors import bad_request
 from quire.server.generation import Generation, engine_ids
 from quire.server.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
-from quire.server.models import check_model, fingerprint
+from quire.server.models import fingerprint
 from quire.server.protocol import MAX_ANSWERS, CompletionBody
 from quire.server.replies import CachedTokens, Completion, CompletionChoice, CompletionLogprobs, Usage
 from quire.server.sampling import check_logprobs, check_room, completion_params, priority_of
@@ -24,8 +24,8 @@ from quire.server.text_work import request_deadline
 
 
 async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
-    engine = exchange.context.engine
-    model = check_model(exchange.context, body.model)
+    served, model = exchange.context.find(body.model)
+    engine = served.engine
     prompts = read_prompts(body.prompt, body.n or 1)
     params = completion_params(body, engine.default_sampling)
     priority = priority_of(body, engine.info)
@@ -37,11 +37,11 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
         for request_id, prompt in zip(ids, prompts, strict=True):
             if exchange.is_abandoned:
                 raise ClientGone
-            made = _engine_prompt(exchange, body, prompt)
+            made = _engine_prompt(engine, body, prompt)
             prepared.append(engine.prepare(request_id, made, params, priority=priority, tenant=exchange.tenant))
         check_room(body, prepared, engine.info.max_model_len)
         check_logprobs(prepared, engine.info.max_model_len)
-        return prepared, _Shown(exchange, body, params, prepared)
+        return prepared, _Shown(engine, body, params, prepared)
 
     # A request of its own costs as much as a hundred characters.
     num_chars = sum(map(len, prompts)) + 100 * (len(prompts) - 1) + sum(map(len, body.bad_words or ()))
@@ -52,7 +52,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
         "model": model,
         "system_fingerprint": fingerprint(engine.info),
     }
-    async with Generation(exchange, body, prepared, model, deadline) as generation:
+    async with Generation(exchange, body, prepared, served, model, deadline) as generation:
         if body.stream:
             await stream_reply(exchange, generation, _Writer(head, body, shown, num_prompts=len(prepared)))
             return
@@ -84,13 +84,13 @@ def read_prompts(given: str | list[Any], n: int = 1) -> list[str | list[int]]:
     return given
 
 
-def _engine_prompt(exchange: Exchange, body: CompletionBody, prompt: str | list[int]) -> Prompt:
+def _engine_prompt(engine: ServingEngine, body: CompletionBody, prompt: str | list[int]) -> Prompt:
     made: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     if isinstance(prompt, str) and body.add_special_tokens is False:
-        tokenizer = exchange.context.engine.tokenizer
+        tokenizer = engine.tokenizer
         if tokenizer is None:
             raise bad_request("this server has no tokenizer: send token ids", "prompt")
-        at_most = exchange.context.engine.info.max_model_len
+        at_most = engine.info.max_model_len
         made["prompt_token_ids"] = tokenizer.encode(prompt, add_special_tokens=False, at_most=at_most)
     if body.cache_salt is not None:
         made["cache_salt"] = body.cache_salt
@@ -101,11 +101,11 @@ class _Shown:
     """What a request wants to see of an output, for answers and chunks alike."""
 
     def __init__(
-        self, exchange: Exchange, body: CompletionBody, params: SamplingParams, prepared: list[PreparedRequest]
+        self, engine: ServingEngine, body: CompletionBody, params: SamplingParams, prepared: list[PreparedRequest]
     ) -> None:
         self.body = body
         self.is_echo_only = body.max_tokens == 0
-        self._tokenizer = exchange.context.engine.tokenizer
+        self._tokenizer = engine.tokenizer
         self._names = TokenNames(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._skip_special = params.skip_special_tokens
         self.echoes = [self._echo_of(one) if body.echo else "" for one in prepared]

@@ -45,7 +45,7 @@ class KVDebug:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._engine = context.engine
+        self._engine = context.first.engine
         self._has_tenants = len(context.settings.tenants) > 1
 
     def routes(self) -> list[Route]:
@@ -173,7 +173,7 @@ class KVDebug:
                 return found
 
     def _with_recent(self, request: HttpRequest, tables: dict[str, Any]) -> dict[str, Any]:
-        finished = [asdict(summary) for summary in reversed(self._context.metrics.recent)]
+        finished = [asdict(summary) for summary in reversed(self._context.first.metrics.recent)]
         return tables | {"sequences": _seen(request, tables["sequences"]), "finished": _seen(request, finished)}
 
     async def _tree(

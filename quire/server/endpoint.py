@@ -109,7 +109,7 @@ class JsonEndpoint:
         context, arrived_s = self._context, time.monotonic()
         tenant = scope.get("state", {}).get("tenant", "")
         exchange = Exchange(context, scope, receive, send, request_id_of(scope), tenant, scope["path"])
-        context.metrics.on_request_start(exchange.endpoint)
+        context.first.metrics.on_request_start(exchange.endpoint)
         try:
             body = await exchange.read_body()
             exchange.num_body_bytes = len(body)
@@ -129,7 +129,7 @@ class JsonEndpoint:
 
     async def _refuse(self, exchange: Exchange, error: ApiError, arrived_s: float) -> None:
         if not exchange.is_admitted:
-            self._context.metrics.on_refused(error.code or "invalid_request")
+            self._context.first.metrics.on_refused(error.code or "invalid_request")
             self._context.logs.refused(
                 exchange.request_id,
                 endpoint=exchange.endpoint,

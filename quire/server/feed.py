@@ -27,9 +27,11 @@ from typing import Any
 
 import msgspec
 
+import quire
 from quire.engine.api import EngineState, ServingEngine
 from quire.engine.inspect import ROW_FIELDS
 from quire.errors import EngineDeadError
+from quire.params import for_chat
 from quire.server.errors import ApiError
 from quire.server.life import LifeState, ServerLife
 from quire.server.metrics import RequestSummary, ServerMetrics
@@ -312,3 +314,23 @@ def _line(message: dict[str, Any]) -> bytes:
 
 def _pack(numbers: array[int]) -> bytes:
     return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def describe(name: str, engine: ServingEngine) -> dict[str, Any]:
+    """What a page has to know before the first line of the feed."""
+    info = engine.info
+    sampling = for_chat(engine.default_sampling)
+    return {
+        "version": quire.__version__,
+        "model": name,
+        "device": info.device,
+        "dtype": info.dtype,
+        "block_size": info.block_size,
+        "num_blocks": info.num_blocks,
+        "num_host_blocks": info.num_host_blocks,
+        "block_bytes": info.block_bytes,
+        "max_model_len": info.max_model_len,
+        "max_num_seqs": info.max_num_seqs,
+        "enable_prefix_caching": info.enable_prefix_caching,
+        "chat": {"temperature": sampling.temperature, "top_p": sampling.top_p},
+    }

@@ -17,7 +17,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.api import PreparedRequest
 from quire.errors import BadRequestError
@@ -28,6 +28,9 @@ from quire.server.deadline import Deadline
 from quire.server.endpoint import ClientGone, Exchange
 from quire.server.errors import ApiError, to_api_error
 from quire.server.protocol import GenerationBody
+
+if TYPE_CHECKING:
+    from quire.server.context import ServedModel
 
 T = TypeVar("T")
 
@@ -55,12 +58,13 @@ class Generation:
         exchange: Exchange,
         body: GenerationBody,
         prepared: list[PreparedRequest],
+        served: ServedModel,
         model: str,
         deadline: Deadline,
     ) -> None:
         self._exchange = exchange
         self._context = exchange.context
-        self._metrics = exchange.context.metrics
+        self._engine, self._admission, self._metrics = served.engine, served.admission, served.metrics
         self._prepared = prepared
         self._model = model
         self._is_stream = bool(body.stream)
@@ -76,12 +80,12 @@ class Generation:
         self.headers: dict[str, str] = {}  # for the response
 
     async def __aenter__(self) -> Generation:
-        places = self._context.admission.admit(self._prepared, self._exchange.tenant)
+        places = self._admission.admit(self._prepared, self._exchange.tenant)
         self._tickets = await self._places.enter_async_context(places)
         for ticket in self._tickets:
             self.headers |= ticket.headers
         self._exchange.is_admitted = True
-        streams = [self._deadline.watch(self._context.engine.stream(prepared)) for prepared in self._prepared]
+        streams = [self._deadline.watch(self._engine.stream(prepared)) for prepared in self._prepared]
         if len(streams) == 1:
             self._only = streams[0]
         else:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 _STUCK = "a step of the engine takes longer than the watchdog allows"
 
 
-def status_of(life: ServerLife, engine: ServingEngine) -> tuple[str, str]:
+def status_of(life: ServerLife, *engines: ServingEngine) -> tuple[str, str]:
     """A word and a sentence: ok, starting, draining, dead or stuck."""
     if life.state is not LifeState.SERVING:
         return life.state.value, REASONS[life.state]
-    state = engine.health().state
-    if state is EngineState.DEAD:
+    states = {engine.health().state for engine in engines}
+    if EngineState.DEAD in states:
         return "dead", REASONS[LifeState.DEAD]
-    if state is EngineState.STUCK:
+    if EngineState.STUCK in states:
         return "stuck", _STUCK
     return "ok", ""
 
@@ -38,7 +38,7 @@ def routes(context: ServerContext) -> list[Route]:
     from starlette.routing import Route
 
     async def health(request: HttpRequest) -> Response:
-        status, reason = status_of(context.life, context.engine)
+        status, reason = status_of(context.life, *(served.engine for served in context.models))
         headers = {"cache-control": "no-store"}
         if status == "ok":
             return JSONResponse({"status": status}, headers=headers)

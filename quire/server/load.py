@@ -31,6 +31,6 @@ def load_report(engine: ServingEngine, num_in_flight: int) -> dict[str, Any]:
 
 def routes(context: ServerContext) -> list[Route]:
     async def load(_: HttpRequest) -> JSONResponse:
-        return JSONResponse(load_report(context.engine, context.life.num_in_flight))
+        return JSONResponse(load_report(context.first.engine, context.life.num_in_flight))
 
     return [Route("/load", load, methods=["GET"])]

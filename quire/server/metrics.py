@@ -229,13 +229,18 @@ class ServerMetrics(Collector):
 
     # -- asked by Prometheus
 
-    async def scrape(self) -> bytes:
-        """The page. Answers within seconds even when the engine does not: its part is then that of the last time."""
+    async def scrape(self, *others: ServerMetrics) -> bytes:
+        """The page, with those of other models. Answers within seconds even when an engine does not: its part is then
+        that of the last time."""
+        shown = (self, *others)
+        await asyncio.gather(*(metrics._read_engine() for metrics in shown))
+        return generate_latest(_Together(shown)) + generate_latest(self._process)
+
+    async def _read_engine(self) -> None:
         if self._read_s is None or self._clock() - self._read_s >= _READING_FRESH_S:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask())
             await asyncio.wait([self._asking], timeout=_READING_TIMEOUT_S)
-        return generate_latest(self) + generate_latest(self._process)
 
     async def _ask(self) -> None:
         if self._engine.health().state not in (EngineState.READY, EngineState.STUCK):
@@ -350,6 +355,21 @@ class ServerMetrics(Collector):
         return family
 
 
+class _Together(Collector):
+    """Several models' metrics: one family of each name, in which every sample says whose it is."""
+
+    def __init__(self, parts: Iterable[ServerMetrics]) -> None:
+        self._parts = parts
+
+    def collect(self) -> Iterable[Family]:
+        families: dict[str, Family] = {}
+        for part in self._parts:
+            for family in part.collect():
+                if (known := families.setdefault(family.name, family)) is not family:
+                    known.samples += family.samples
+        return families.values()
+
+
 # Counted here and by the engine, which sees a stop string as an abort and knows no request that came as text.
 _OWN = {"vllm:prompt_tokens_total", "vllm:prompt_tokens_cached_total", "vllm:request_success_total"}
 
@@ -360,6 +380,7 @@ def _by_label(counts: Counter[str]) -> Iterator[tuple[tuple[str], int]]:
 
 def routes(context: ServerContext) -> list[Route]:
     async def metrics(_: HttpRequest) -> Response:
-        return Response(await context.metrics.scrape(), headers={"content-type": _CONTENT_TYPE})
+        first, *others = (served.metrics for served in context.models)
+        return Response(await first.scrape(*others), headers={"content-type": _CONTENT_TYPE})
 
     return [Route("/metrics", metrics, methods=["GET"])]

@@ -24,14 +24,12 @@ from quire.engine.api import EngineInfo, ServingEngine
 from quire.engine.launch import settle_for_serving
 from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
-from quire.server.admission import Admission
 from quire.server.app import create_app
-from quire.server.context import ServerContext
+from quire.server.context import ServedModel, ServerContext
 from quire.server.http_server import HttpServer
 from quire.server.life import LifeState, ServerLife, StoppedError, UnavailableError
 from quire.server.listen import address_of, open_socket, socket_file
 from quire.server.logs import ENGINE_READY, set_up_logs, watch_engine
-from quire.server.metrics import ServerMetrics
 from quire.server.settings import ServerSettings
 from quire.server.tls import make_ssl_context
 
@@ -68,7 +66,7 @@ def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEn
     logs = set_up_logs(settings.log_format, settings.log_level)
     # Its lines about itself say nothing that ours do not.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    model = (*settings.served_model_names, config.model)[0]
+    names = settings.served_model_names or (config.model,)
     loaded = loaded_model(config.model, settings.served_model_names)
     if "scheduling_policy" not in config.given:
         config = config.replace(scheduling_policy="priority")  # requests may bring one; equal ones keep their order
@@ -79,10 +77,8 @@ def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEn
                 engine = (make_engine or _make_engine)(config, settings)
                 life = ServerLife()
                 context = ServerContext(
-                    engine=engine,
+                    models=(ServedModel.of(names, engine, settings, life),),
                     settings=settings,
-                    admission=Admission(engine, settings),
-                    metrics=ServerMetrics(engine, model),
                     logs=logs,
                     life=life,
                 )

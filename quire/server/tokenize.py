@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from quire.engine.api import ServingEngine
 from quire.server.chat import render
 from quire.server.endpoint import Exchange
 from quire.server.errors import bad_request
-from quire.server.models import check_model
 from quire.server.protocol import DetokenizeBody, TokenizeBody
 from quire.server.replies import Text, Tokens
 from quire.server.text_work import request_deadline
@@ -17,8 +17,8 @@ _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_templat
 
 
 async def tokenize(exchange: Exchange, body: TokenizeBody) -> None:
-    check_model(exchange.context, body.model)
-    engine, tokenizer = exchange.context.engine, _tokenizer(exchange)
+    engine = exchange.context.find(body.model)[0].engine
+    tokenizer = _tokenizer(engine)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("send either prompt or messages", "prompt")
     at_most = engine.info.max_model_len
@@ -43,8 +43,8 @@ async def tokenize(exchange: Exchange, body: TokenizeBody) -> None:
 
 
 async def detokenize(exchange: Exchange, body: DetokenizeBody) -> None:
-    check_model(exchange.context, body.model)
-    tokenizer, info = _tokenizer(exchange), exchange.context.engine.info
+    engine = exchange.context.find(body.model)[0].engine
+    tokenizer, info = _tokenizer(engine), engine.info
     limit = worth_of_work(info.max_model_len)
     if len(body.tokens) > limit:
         raise bad_request(f"tokens holds {len(body.tokens):,}, and at most {limit:,} are taken at once", "tokens")
@@ -59,8 +59,8 @@ async def detokenize(exchange: Exchange, body: DetokenizeBody) -> None:
     await exchange.reply(await work.run(exchange, request_deadline(exchange), make, len(body.tokens)))
 
 
-def _tokenizer(exchange: Exchange) -> Tokenizer:
-    tokenizer = exchange.context.engine.tokenizer
+def _tokenizer(engine: ServingEngine) -> Tokenizer:
+    tokenizer = engine.tokenizer
     if tokenizer is None:
         raise bad_request("this server has no tokenizer: it takes token ids only")
     return tokenizer

@@ -102,7 +102,7 @@ def test_requests_say_why_they_hit_or_missed(server: Server) -> None:
 
 
 def test_requests_that_ended_lately_are_listed(server: Server) -> None:
-    server.context.metrics.recent.append(
+    server.context.first.metrics.recent.append(
         RequestSummary(
             request_id="ended",
             tenant="one",
@@ -231,7 +231,7 @@ def test_it_is_behind_the_key(tokenizer: Tokenizer) -> None:
 def test_with_several_keys_requests_are_their_senders(tokenizer: Tokenizer) -> None:
     with running(make_engine(tokenizer), api_keys=KEYS) as server:
         for tenant in ("one", "two"):
-            server.context.metrics.on_finished(prepared(f"ended-{tenant}", tenant=tenant), None, "stop")
+            server.context.first.metrics.on_finished(prepared(f"ended-{tenant}", tenant=tenant), None, "stop")
         paths = ["/requests", "/sharing", "?full=1", "/requests?offset=1", "/tree", "/map"]
         paths += [f"/blocks/{number}" for number in range(64)]
 

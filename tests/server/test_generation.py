@@ -59,7 +59,7 @@ def test_a_client_that_hangs_up_frees_its_requests(server: Server, extra: dict[s
     wait_for(lambda: not server.engine.running)
     assert len(server.engine.left) == num_prompts
     wait_for(lambda: not server.context.life.num_in_flight)
-    assert server.context.admission.num_waiting == 0
+    assert server.context.first.admission.num_waiting == 0
 
 
 def test_a_client_that_leaves_before_the_first_token(server: Server) -> None:
@@ -168,7 +168,7 @@ def test_too_much_waiting_is_a_429(tiny_model: Any) -> None:
         assert len(engine.running) == 2
         for connection in connections:
             connection.close()
-        wait_for(lambda: server.context.admission.num_waiting == 0)
+        wait_for(lambda: server.context.first.admission.num_waiting == 0)
 
 
 def test_a_brownout_shortens_and_says_so(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

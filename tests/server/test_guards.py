@@ -26,9 +26,9 @@ def client(**settings: Any) -> TestClient:
 
     life = ServerLife()
     life.ready()
-    metrics = SimpleNamespace(on_refused=lambda reason: None)
+    first = SimpleNamespace(metrics=SimpleNamespace(on_refused=lambda reason: None))
     context: Any = SimpleNamespace(
-        settings=ServerSettings(**settings), life=life, metrics=metrics, refused=lambda error, client: None
+        settings=ServerSettings(**settings), life=life, first=first, refused=lambda error, client: None
     )
     routes = [Route("/v1/completions", answer, methods=["POST"]), Route("/v1/models", answer)]
     return TestClient(Starlette(routes=routes, middleware=guards.middleware(context)), base_url="http://localhost")

@@ -14,7 +14,7 @@ from quire.server.life import ServerLife
 
 def client(state: EngineState, life: ServerLife) -> TestClient:
     engine = SimpleNamespace(health=lambda: EngineHealth(state, "see /var/dumps/secret"))
-    context: Any = SimpleNamespace(engine=engine, life=life)
+    context: Any = SimpleNamespace(models=[SimpleNamespace(engine=engine)], life=life)
     return TestClient(Starlette(routes=health.routes(context)))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from observing_fakes import ToldEngine, output, prepared
@@ -334,11 +335,7 @@ def test_no_metric_says_what_is_not_there(metrics: ServerMetrics) -> None:
 
 
 def test_the_route(metrics: ServerMetrics) -> None:
-    class Context:
-        pass
-
-    context = Context()
-    context.metrics = metrics  # type: ignore[attr-defined]
+    context = SimpleNamespace(models=[SimpleNamespace(metrics=metrics)])
     with TestClient(Starlette(routes=routes(context))) as client:  # type: ignore[arg-type]
         response = client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"

@@ -34,6 +34,28 @@ def test_several_names_for_one_model(tiny_model: Path) -> None:
         assert server.post("/v1/completions", body | {"model": "tiny"}).status == 404
 
 
+def test_each_model_has_its_own_engine_admission_and_metrics(tiny_model: Path) -> None:
+    first, second = ScriptedEngine(tiny_model), ScriptedEngine(tiny_model, max_model_len=128)
+    with running(first, others={"second": second}) as server:
+        listed = server.get("/v1/models").json()["data"]
+        assert [(model["id"], model["max_model_len"]) for model in listed] == [("tiny", 256), ("second", 128)]
+        body = {"prompt": "x", "max_tokens": 1}
+        assert server.post("/v1/completions", body).json()["model"] == "tiny"
+        chat = {"model": "second", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        assert server.post("/v1/chat/completions", chat).json()["model"] == "second"
+        assert server.post("/v1/completions", body | {"model": "second"}).json()["model"] == "second"
+        assert (len(first.prepared), len(second.prepared)) == (1, 2)
+        assert server.post("/tokenize", {"model": "second", "prompt": "x"}).json()["max_model_len"] == 128
+        missing = server.post("/v1/completions", body | {"model": "third"})
+        assert missing.status == 404 and "'tiny' or 'second'" in missing.json()["error"]["message"]
+        page = server.get("/metrics").text
+        name = "vllm:request_success_total"
+        assert f'{name}{{engine="0",finished_reason="length",model_name="tiny"}} 1.0' in page
+        assert f'{name}{{engine="0",finished_reason="length",model_name="second"}} 2.0' in page
+        assert page.count(f"# TYPE {name} counter") == 1
+        assert len({id(served.admission) for served in server.context.models}) == 2
+
+
 def test_version(server: Server) -> None:
     assert server.get("/version").json() == {"version": quire.__version__}
 
