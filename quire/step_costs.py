@@ -122,7 +122,12 @@ class StepCosts:
 
     def prompt_tokens_within(self, seconds: float) -> int:
         """How many prompt tokens a step that also decodes may take, to end within so many seconds."""
-        return max(0, int((seconds - (self._baseline_s or 0.0)) / self._token_s))
+        return max(0, int((seconds - self.decodes_s) / self._token_s))
+
+    @property
+    def decodes_s(self) -> float:
+        """About how long a step takes that only decodes; 0 while nothing is known."""
+        return self._baseline_s or 0.0
 
     def step_s(self, kind: StepKind) -> float:
         """About how long a step takes: as its kind did before, else by its prompt tokens; 0 while nothing is known."""

@@ -51,6 +51,7 @@ class Scheduler:
         self._life = Lifecycle(config, kv, clock)
         self.costs = StepCosts(prefill_tokens_per_s=config.prefill_tokens_per_s)
         self.target_step_s = None if config.target_step_ms is None else config.target_step_ms / 1e3
+        self._prompts_match_decodes = False
         self._next_step = 0
         self._in_flight: deque[InFlight] = deque()
         self._blocked_on: WaitReason | None = None
@@ -132,8 +133,13 @@ class Scheduler:
         self._smooth_tokens = prompt_tokens if self.config.enable_chunked_prefill else None
 
     def set_target_step(self, seconds: float) -> None:
-        """What `target_step_ms` does, for an engine that learns only after it is built whether somebody reads along."""
+        """What `target_step_ms` does, for an engine that learns only after it is built whether somebody reads along.
+
+        Nobody asked for this time, so prompts get at least as much of a step as its decodes: those of a large model
+        may take longer than that on their own, and prompts would be computed a block at a time.
+        """
         self.target_step_s = seconds if self.config.enable_chunked_prefill else None
+        self._prompts_match_decodes = True
 
     # -- requests come and go
 
@@ -228,8 +234,11 @@ class Scheduler:
         if not served:
             return
         if self.target_step_s is not None:
+            within_s = self.target_step_s
+            if self._prompts_match_decodes:
+                within_s = max(within_s, 2 * self.costs.decodes_s)
             # One block at least: prompts never starve.
-            allowance = max(self._kv.block_size, self.costs.prompt_tokens_within(self.target_step_s))
+            allowance = max(self._kv.block_size, self.costs.prompt_tokens_within(within_s))
             step.budget = min(step.budget, allowance)
         if self._prefill_limit is not None:
             step.budget = min(step.budget, self._prefill_limit)

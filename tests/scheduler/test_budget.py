@@ -72,19 +72,25 @@ def test_a_slower_machine_than_told_is_noticed() -> None:
     assert max(times[5:-2]) < 48
 
 
-def read_along(target_s: float | None) -> tuple[float, float]:
+SMALL_MODEL = CostModel(overhead_s=1e-3, weights_s=5.6e-3, token_s=1e-3, kv_token_s=3e-6, pair_s=1e-7)
+# Of a model whose weights take longer to read than a step should last.
+LARGE_MODEL = CostModel(overhead_s=1e-3, weights_s=150e-3, token_s=2e-3, kv_token_s=3e-6, pair_s=1e-7)
+
+
+def read_along(
+    target_s: float | None, cost: CostModel = SMALL_MODEL, rate_per_s: float = 3.0, num_requests: int = 60
+) -> tuple[float, float]:
     """256-token prompts at nearly all that two CPU cores can do: the slowest percent of the waits between two tokens
     that a reader sees, and when the last request ended."""
-    cost = CostModel(overhead_s=1e-3, weights_s=5.6e-3, token_s=1e-3, kv_token_s=3e-6, pair_s=1e-7)
     config = SchedulerConfig(
-        max_num_seqs=64, max_num_batched_tokens=512, max_model_len=2048, prefill_tokens_per_s=500.0
+        max_num_seqs=64, max_num_batched_tokens=512, max_model_len=2048, prefill_tokens_per_s=0.5 / cost.token_s
     )
     run = SimRun.build(KVManager(num_blocks=1456, block_size=16), config, cost=cost)
     if target_s is not None:
         run.scheduler.set_target_step(target_s)
     steps: list[tuple[float, int]] = []  # when each began, and for how many readers
     run.run(
-        poisson_arrivals([(256, 64)] * 60, rate_per_s=3.0, seed=0),
+        poisson_arrivals([(256, 64)] * num_requests, rate_per_s=rate_per_s, seed=0),
         on_step=lambda step: steps.append((step.start_s, step.plan.spans.num_tokens.count(1))),
     )
     waits = sorted(
@@ -99,3 +105,10 @@ def test_readers_on_a_cpu_do_not_wait_for_whole_prompts_and_throughput_stays() -
     assert stalled_s > 0.5
     assert wait_s < 1.1 * CPU_READERS_STEP_S
     assert end_s < 1.02 * rough_end_s
+
+
+def test_a_large_models_prompts_get_as_long_as_its_decodes() -> None:
+    stalled_s, rough_end_s = read_along(None, LARGE_MODEL, rate_per_s=1.0, num_requests=30)
+    wait_s, end_s = read_along(CPU_READERS_STEP_S, LARGE_MODEL, rate_per_s=1.0, num_requests=30)
+    assert wait_s < stalled_s
+    assert end_s < 1.05 * rough_end_s  # a block of each prompt at a time, it would be 1.7 times as long
