@@ -320,12 +320,12 @@ class BodyDecoder:
     def decode(self, body: bytes) -> Any:
         try:
             decoded = self._decoder.decode(body)
+            given = [name for name in self._refused if getattr(decoded, name)]
+            for name in given:  # decoded only now, so that here, too, it may turn out to be no JSON
+                if bytes(getattr(decoded, _UNUSED_TOOLS.get(name, ""), None) or b"") != b'"none"':
+                    _check_refused(name, getattr(decoded, name))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _with_hint(from_decode_error(error, self._fields)) from None
-        given = [name for name in self._refused if getattr(decoded, name)]
-        for name in given:
-            if bytes(getattr(decoded, _UNUSED_TOOLS.get(name, ""), None) or b"") != b'"none"':
-                _check_refused(name, getattr(decoded, name))
         for name in given:
             setattr(decoded, name, _LEFT_OUT)  # it is a view of the whole body, which would live as long as this
         return decoded
