@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "executor": {"sampling", "weights", "models", "layers", "kernels"},
     "engine": {"text", "scheduler", "kv", "executor", "weights", "models"},
     "server": {"engine", "text"},
-    "lab": {"llm", "engine", "sim", "scheduler", "kv", "weights", "models", "bench", "executor"},
+    "lab": {"bench", "sim", "engine", "executor", "models", "weights"},
     "sim": {"executor", "kv", "scheduler"},
     "llm": {"text", "engine"},
     "async_llm": {"text", "engine", "llm"},

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.address import server_address
-from quire.bench.client import ClientRequest, Target
+from quire import EngineConfig
+from quire.bench.client import ClientRequest, Target, server_address
 from quire.bench.dataset import read_exchanges
 from quire.bench.engines import EngineShelf
 from quire.bench.jobs import Job, check_workload_flags, make_jobs
@@ -20,7 +20,6 @@ from quire.bench.report import Percentiles, RunReport
 from quire.bench.serve import Load, client_requests, parse_goodput, run_serve
 from quire.bench.text import errors_text
 from quire.bench.workloads import Workload, fixed, usable_vocab
-from quire.config import EngineConfig
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:

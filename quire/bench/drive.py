@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from quire import OutputKind, SamplingParams
 from quire.bench.workloads import Workload
 from quire.engine.batch import run_batch, runs_beside_host
-from quire.params import OutputKind, SamplingParams
 from quire.request import Request
 
 if TYPE_CHECKING:
-    from quire.engine.llm_engine import LLMEngine
+    from quire import LLMEngine
 
 
 def forced_length(num_out: int, **sampling: Any) -> SamplingParams:

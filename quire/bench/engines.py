@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire.config import EngineConfig
+from quire import EngineConfig
 
 if TYPE_CHECKING:
+    from quire import LLMEngine
     from quire.bench.hf import HFBaseline
-    from quire.engine.llm_engine import LLMEngine
 
 
 Encode = Callable[[str], list[int]]
@@ -35,7 +35,7 @@ class EngineShelf:
             self._engine.reset_prefix_cache()
             return self._engine
         self.clear()
-        from quire.engine.llm_engine import LLMEngine
+        from quire import LLMEngine
         from quire.llm import log_start
 
         started = time.perf_counter()

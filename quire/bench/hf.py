@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire import EngineConfig
 from quire.bench.machine import describe_machine, num_usable_cpus, peak_rss_bytes, rss_bytes
 from quire.bench.measure import check_lengths
 from quire.bench.progress import Progress
 from quire.bench.report import Percentiles, RunReport, Sample
 from quire.bench.workloads import Workload
-from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError
 from quire.interrupt import StopFlag, stop_on_interrupt
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.bench.arrivals import arrival_times, burst_times
 from quire.bench.dataset import dataset_workload, read_exchanges
-from quire.bench.workloads import WORKLOADS, Workload, make_workload, usable_vocab
+from quire.bench.workloads import WORKLOADS, Workload, arrival_times, burst_times, make_workload, usable_vocab
 from quire.errors import ConfigError
 
 _WARM_SEED = 100_000  # other prompts of the same kind: nothing of the run is in the prefix cache

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import quire
 
 if TYPE_CHECKING:
-    from quire.engine.llm_engine import LLMEngine
+    from quire import LLMEngine
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 

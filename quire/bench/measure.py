@@ -17,19 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.counters import EngineCounts
 from quire.bench.drive import forced_length
 from quire.bench.machine import describe_engine, describe_machine, num_usable_cpus, peak_rss_bytes, rss_bytes
 from quire.bench.progress import WARM_UP, Progress, WarmUpInterrupted, repeat_name
 from quire.bench.report import KVReport, Percentiles, RunReport, Sample
-from quire.bench.steps import StepWatch, prefill_and_decode_rates, watch_steps
+from quire.bench.steps import EngineCounts, StepWatch, prefill_and_decode_rates, watch_steps
 from quire.bench.workloads import Workload
 from quire.errors import BadRequestError, ConfigError
 from quire.interrupt import StopFlag, stop_on_interrupt
 
 if TYPE_CHECKING:
-    from quire.engine.llm_engine import LLMEngine
-    from quire.outputs import RequestOutput
+    from quire import LLMEngine, RequestOutput
     from quire.request import Request
     from quire.request import Sequence as Line
 

@@ -17,7 +17,7 @@ from quire.bench.workloads import Workload
 from quire.interrupt import stop_on_interrupt
 
 if TYPE_CHECKING:
-    from quire.engine.llm_engine import LLMEngine
+    from quire import LLMEngine
 
 PARTS = ("schedule", "prepare", "products", "attention", "other ops", "sample", "update", "rest")
 # Operations by what they mostly are: the fused ones are products with something small behind them.

@@ -11,9 +11,9 @@ import sys
 import time
 from typing import Any
 
+from quire import EngineConfig
 from quire.bench.machine import describe_machine
 from quire.bench.report import RunReport
-from quire.config import EngineConfig
 from quire.engine.launch import child_environment
 from quire.errors import QuireError
 
@@ -58,8 +58,8 @@ def main() -> int:
     request: dict[str, Any] = json.loads(sys.argv[1])
     entered = time.time()
     try:
+        from quire import LLMEngine
         from quire.bench.drive import run_workload
-        from quire.engine.llm_engine import LLMEngine
 
         imported = time.time()
         engine = LLMEngine.from_config(EngineConfig(**request["config"]))

@@ -84,7 +84,7 @@ def _add_offline(commands: Any) -> None:
 
 
 def _add_serve(commands: Any) -> None:
-    from quire.bench.address import add_address_flags
+    from quire.bench.client import add_address_flags
     from quire.bench.jobs import add_workload_flags
 
     parser = _command(commands, "serve", "load on an OpenAI-compatible server")

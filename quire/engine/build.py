@@ -136,6 +136,11 @@ def build_token_side(
             precompile=precompile,
             timeline=timeline,
         )
+    return assemble_token_side(config, executor)
+
+
+def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenSide:
+    """A block manager and a scheduler around an executor."""
     kv = KVManager(
         num_blocks=executor.ledger.num_blocks,
         block_size=config.block_size,

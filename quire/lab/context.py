@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.config import GIB, EngineConfig
 from quire.lab.result import Result
-from quire.lab.workbench import Workbench
 
 if TYPE_CHECKING:
+    from quire import LLMEngine
     from quire.bench.report import RunReport
     from quire.bench.workloads import Workload
-    from quire.engine.llm_engine import LLMEngine
+    from quire.engine.variants import EngineVariants
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class LabContext:
     results: dict[str, Result] = field(default_factory=dict)  # of the experiments that are done
     quick: bool = field(init=False)
     seed: int = field(init=False)
-    _bench: Workbench | None = None
+    _bench: EngineVariants | None = None
 
     def __post_init__(self) -> None:
         self.quick, self.seed = self.settings.quick, self.settings.seed
@@ -97,10 +97,12 @@ class LabContext:
         return quick if self.quick else full
 
     @property
-    def bench(self) -> Workbench:
+    def bench(self) -> EngineVariants:
         if self._bench is None:
+            from quire.engine.variants import EngineVariants
+
             self.report(f"loading {self.settings.model_name}")
-            self._bench = Workbench(self.settings.engine_config())
+            self._bench = EngineVariants(self.settings.engine_config())
             self._warm_up(self._bench.engine())
         return self._bench
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire import EngineConfig, LLMEngine, SamplingParams
+from quire import EngineConfig, SamplingParams
 from quire.bench.charts import bar_chart
 from quire.bench.units import listed, number, signed_percent, size
 from quire.bench.workloads import usable_vocab
@@ -19,6 +19,9 @@ from quire.lab.context import DEFAULT_MODEL, LabContext
 from quire.lab.experiment import Data, Experiment, Record, Story
 from quire.lab.passage import PASSAGE
 from quire.lab.result import Finding, Table
+
+if TYPE_CHECKING:
+    from quire import LLMEngine
 
 KEY = "kv-accuracy"
 RANDOM = "random weights"
@@ -105,6 +108,8 @@ def _model(context: LabContext) -> tuple[EngineConfig, bool]:
 
 
 def _read(context: LabContext, config: EngineConfig, dtype: str, kv_dtype: str, is_real: bool) -> Reading:
+    from quire import LLMEngine
+
     reading = Reading(dtype, kv_dtype)
     context.report(f"{kv_dtype} KV, {dtype} weights")
     try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from quire.config import EngineConfig
+from quire import EngineConfig
 from quire.executor import sizing
 from quire.executor.gpu_record import GpuRecord, record_key
 from quire.executor.memory import (

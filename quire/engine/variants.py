@@ -1,8 +1,8 @@
 """Engines around one set of weights.
 
-Loading a model takes longer than most runs of an experiment, and between two settings nothing of it changes. So the
+Loading a model takes longer than most measurements of a setting, and between two settings nothing of it changes. So the
 weights are loaded once, and each setting gets a scheduler and a block manager of its own; only another block size needs
-another cache. What is measured is what an engine started with those settings does.
+another cache. Each is what an engine started with those settings would be.
 """
 
 from __future__ import annotations
@@ -12,37 +12,31 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
+from quire.engine.build import assemble_token_side
+from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError
+from quire.executor.precompile import Precompile
 
 if TYPE_CHECKING:
-    from quire.engine.llm_engine import LLMEngine
     from quire.executor.build import BuiltExecutor
 
 
 @dataclass(slots=True)
-class Workbench:
+class EngineVariants:
     """Holds the loaded model. One engine of it may run at a time; asking for the next ends the one before."""
 
-    config: EngineConfig  # the largest of everything: rows, tokens a step, blocks
+    config: EngineConfig  # with the most rows, tokens a step and blocks that any variant asks for
     _base: LLMEngine | None = None
     _other: BuiltExecutor | None = None  # with another block size; one at a time
 
     def base(self) -> LLMEngine:
-        """As configured; loads it if need be."""
+        """The engine as configured, loaded when it is first asked for."""
         if self._base is None:
-            from quire.engine.llm_engine import LLMEngine
-
             self._base = LLMEngine.from_config(self.config)
         return self._base
 
     def engine(self, *, num_blocks: int | None = None, **changes: Any) -> LLMEngine:
         """An empty engine that differs from the configured one by `changes`, and by how many blocks it may use."""
-        from quire.engine.build import TokenSide, scheduler_config
-        from quire.engine.core import EngineCore
-        from quire.engine.llm_engine import LLMEngine
-        from quire.kv import KVManager
-        from quire.scheduler import Scheduler
-
         base = self.base()
         config = base.config.replace(**changes)
         for one in (base.built.executor, self._other):
@@ -53,7 +47,7 @@ class Workbench:
         if num_blocks is not None:
             if num_blocks > ledger.num_blocks:
                 raise ConfigError(
-                    f"the experiment needs {num_blocks:,} blocks of {config.block_size} tokens, and the cache has "
+                    f"{num_blocks:,} blocks of {config.block_size} tokens were asked for, and the cache has "
                     f"{ledger.num_blocks:,}: it takes a machine with more memory"
                 )
             ledger = replace(
@@ -67,21 +61,11 @@ class Workbench:
         max_tokens = config.max_num_batched_tokens or executor.max_num_batched_tokens
         assert max_num_seqs <= executor.max_num_seqs and max_tokens <= executor.max_num_batched_tokens
         executor = replace(executor, ledger=ledger, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
-        kv = KVManager(
-            num_blocks=ledger.num_blocks,
-            block_size=config.block_size,
-            num_host_blocks=ledger.num_host_blocks,
-            windows=ledger.windows,
-            max_span_tokens=max_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-            watermark=config.watermark,
-        )
-        core = EngineCore(Scheduler(scheduler_config(config, executor), kv), executor.executor, kv)
         text = base.built.text
         built = replace(
             base.built,
             config=config,
-            tokens=TokenSide(executor, core),
+            tokens=assemble_token_side(config, executor),
             inputs=text.make_inputs(ledger.max_model_len, max_num_seqs),
             outputs=text.make_outputs(),
         )
@@ -109,7 +93,6 @@ class Workbench:
         """The same weights, with a cache of as many bytes in blocks of another size; none of them on the host."""
         from quire.executor.build import assemble_executor
         from quire.executor.kv_cache import KVCache
-        from quire.executor.precompile import Precompile
         from quire.executor.profile import let_go_of_held_memory
 
         spec, backend, ledger = self.base().spec, built.backend, built.ledger

@@ -10,8 +10,8 @@ from quire.bench.measure import measure
 from quire.bench.workloads import fixed
 from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
+from quire.engine.variants import EngineVariants
 from quire.errors import ConfigError
-from quire.lab.workbench import Workbench
 from quire.params import SamplingParams
 
 
@@ -29,8 +29,8 @@ def config(tiny_model: Path) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def bench(config: EngineConfig) -> Workbench:
-    return Workbench(config)
+def bench(config: EngineConfig) -> EngineVariants:
+    return EngineVariants(config)
 
 
 def tokens(engine: LLMEngine) -> list[int]:
@@ -44,7 +44,7 @@ def tokens(engine: LLMEngine) -> list[int]:
 
 @pytest.mark.parametrize("changes", [{"block_size": 4}, {"block_size": 64}, {"max_num_seqs": 1}, {"num_blocks": 8}])
 def test_answers_are_those_of_an_engine_of_its_own(
-    bench: Workbench, config: EngineConfig, changes: dict[str, int]
+    bench: EngineVariants, config: EngineConfig, changes: dict[str, int]
 ) -> None:
     own = {name: value for name, value in changes.items() if name != "num_blocks"}
     alone = LLMEngine.from_config(config.replace(**own))
@@ -52,13 +52,13 @@ def test_answers_are_those_of_an_engine_of_its_own(
     alone.close()
 
 
-def test_the_weights_are_loaded_once(bench: Workbench) -> None:
+def test_the_weights_are_loaded_once(bench: EngineVariants) -> None:
     first, second = bench.engine(max_num_seqs=2), bench.engine(block_size=32)
     decoders = {id(each.built.executor.executor.worker.decoder) for each in (first, second, bench.base())}
     assert len(decoders) == 1
 
 
-def test_settings_are_what_was_asked_for(bench: Workbench) -> None:
+def test_settings_are_what_was_asked_for(bench: EngineVariants) -> None:
     engine = bench.engine(max_num_seqs=3, max_num_batched_tokens=64, num_blocks=20, block_size=8)
     report = measure(engine, fixed(300, num=6, num_in=8, num_out=4))
     assert report.kv is not None
@@ -68,13 +68,13 @@ def test_settings_are_what_was_asked_for(bench: Workbench) -> None:
     assert engine.max_model_len == min(20 * 8, bench.base().max_model_len)
 
 
-def test_bytes_stay_the_same_with_another_block_size(bench: Workbench) -> None:
+def test_bytes_stay_the_same_with_another_block_size(bench: EngineVariants) -> None:
     base, other = bench.base().ledger, bench.engine(block_size=64).ledger
     assert other.block_bytes == 4 * base.block_bytes
     assert other.num_blocks == base.num_blocks // 4
 
 
-def test_an_engine_left_in_the_middle_does_not_hurt_the_next(bench: Workbench) -> None:
+def test_an_engine_left_in_the_middle_does_not_hurt_the_next(bench: EngineVariants) -> None:
     expected = tokens(bench.engine())
     left = bench.engine()
     left.add_request("gone", list(range(10, 40)), SamplingParams(max_tokens=50, ignore_eos=True))
@@ -82,6 +82,6 @@ def test_an_engine_left_in_the_middle_does_not_hurt_the_next(bench: Workbench) -
     assert tokens(bench.engine()) == expected
 
 
-def test_more_blocks_than_there_are(bench: Workbench) -> None:
+def test_more_blocks_than_there_are(bench: EngineVariants) -> None:
     with pytest.raises(ConfigError, match="takes a machine with more memory"):
         bench.engine(num_blocks=10**9)
