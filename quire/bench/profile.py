@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from quire import LLMEngine
 
 PARTS = ("schedule", "prepare", "products", "attention", "other ops", "sample", "update", "rest")
-# Operations by what they mostly are: the fused ones are products with something small behind them.
-_PRODUCTS = ("linear", "logits")
+# Methods of a matrix: the fused ones are products with something small behind them.
+_PRODUCTS = ("multiply", "multiply_add_norm", "multiply_act", "multiply_rope_write", "logits")
 
 
 @dataclass(slots=True)
@@ -38,26 +40,43 @@ class StepKind:
         return {part: 1e3 * seconds / self.num_steps for part, seconds in self.parts_s.items()}
 
 
-class _TimedOps:
-    """The decoder's operations, each with a watch. Only for a device that has finished when a call returns."""
+@contextmanager
+def _timed_operations(decoder: Any) -> Iterator[defaultdict[str, float]]:
+    """Seconds by part, for as long as it lasts. Only for a device that has finished when a call returns.
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+    There is no public way to watch operations, so their classes' methods are replaced meanwhile. A product may call
+    another operation inside: only the outermost call counts.
+    """
+    seconds: defaultdict[str, float] = defaultdict(float)
+    is_inside = False
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        if not callable(found):
-            return found
+    def timed(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:
+                return method(*args, **kwargs)
+            is_inside, started = True, time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                seconds[part] += time.perf_counter() - started
+                is_inside = False
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            result = found(*args, **kwargs)
-            self.seconds[name] += time.perf_counter() - started
-            return result
+        return call
 
-        setattr(self, name, timed)  # found without __getattr__ from now on
-        return timed
+    watched = [(type(decoder.ops), "attention", "attention")]
+    watched += [(kind, name, "products") for kind in {type(m) for m in decoder._matrices} for name in _PRODUCTS]
+    originals = [(kind, name, getattr(kind, name), name in vars(kind)) for kind, name, _ in watched]
+    for (kind, name, part), (_, _, method, _) in zip(watched, originals, strict=True):
+        setattr(kind, name, timed(part, method))
+    try:
+        yield seconds
+    finally:
+        for kind, name, method, is_own in originals:
+            if is_own:
+                setattr(kind, name, method)
+            else:
+                delattr(kind, name)
 
 
 def profile_workload(
@@ -69,40 +88,37 @@ def profile_workload(
     core = engine.core
     worker = getattr(core.executor, "worker", None)
     decoder = None if worker is None else worker.decoder
-    timed = None
-    # The decoder looks its operations up at each pass; there is no public way to put others in their place.
-    if decoder is not None and engine.built.executor.backend.device.type == "cpu":
-        timed = decoder.ops = _TimedOps(decoder.ops)
+    is_timed = decoder is not None and engine.built.executor.backend.device.type == "cpu"
     kinds: dict[str, StepKind] = {}
     ids = [f"profile-{i}" for i in range(len(workload))]
     num_done, num_generated = 0, engine.stats.generation_tokens
     started = time.perf_counter()
-    try:
-        with watch_steps(core, every_step=False) as watch, stop_on_interrupt() as stop:
-            for request_id, (prompt, num_out) in zip(ids, workload, strict=True):
-                engine.add_request(request_id, prompt, forced_length(num_out))
-            while engine.has_unfinished_requests() and not stop.is_set:
-                num_before, host = len(watch.steps), core.host
-                before = (host.schedule_s, host.update_s)
-                if timed is not None:
-                    timed.seconds.clear()
-                began = time.perf_counter()
-                outputs = engine.step()
-                wall_s = time.perf_counter() - began
-                num_done += sum(output.finished for output in outputs)
-                if progress is not None:
-                    progress(engine.stats.generation_tokens - num_generated, num_done)
-                if len(watch.steps) == num_before:
-                    continue  # nothing ran: block transfers were waited for
-                host_s = (host.schedule_s - before[0], host.update_s - before[1])
-                _add(kinds, watch.steps[-1], wall_s, host_s, timed.seconds if timed else None)
-            interrupted = stop.is_set
-            engine.abort_request(ids)
-            while core.has_work:
-                engine.step()
-    finally:
-        if timed is not None and decoder is not None:
-            decoder.ops = timed._inner
+    with (
+        watch_steps(core, every_step=False) as watch,
+        stop_on_interrupt() as stop,
+        _timed_operations(decoder) if is_timed else nullcontext() as timed,
+    ):
+        for request_id, (prompt, num_out) in zip(ids, workload, strict=True):
+            engine.add_request(request_id, prompt, forced_length(num_out))
+        while engine.has_unfinished_requests() and not stop.is_set:
+            num_before, host = len(watch.steps), core.host
+            before = (host.schedule_s, host.update_s)
+            if timed is not None:
+                timed.clear()
+            began = time.perf_counter()
+            outputs = engine.step()
+            wall_s = time.perf_counter() - began
+            num_done += sum(output.finished for output in outputs)
+            if progress is not None:
+                progress(engine.stats.generation_tokens - num_generated, num_done)
+            if len(watch.steps) == num_before:
+                continue  # nothing ran: block transfers were waited for
+            host_s = (host.schedule_s - before[0], host.update_s - before[1])
+            _add(kinds, watch.steps[-1], wall_s, host_s, timed)
+        interrupted = stop.is_set
+        engine.abort_request(ids)
+        while core.has_work:
+            engine.step()
     seconds = time.perf_counter() - started
     found = sorted(kinds.values(), key=lambda kind: -kind.wall_s)
     report = RunReport(
@@ -119,7 +135,7 @@ def profile_workload(
         report.values[f"{kind.name}: steps"] = float(kind.num_steps)
         report.values[f"{kind.name}: step_ms"] = 1e3 * kind.wall_s / kind.num_steps
         report.values |= {f"{kind.name}: {part}_ms": value for part, value in kind.parts_ms().items()}
-    if timed is None:
+    if not is_timed:
         report.notes = ["the forward pass stands under other ops; benchmarks.gpu of a checkout divides it by kernels"]
     return report, found
 
@@ -141,8 +157,7 @@ def _add(
     if ops_s is None:
         known["other ops"] = timings.forward_s
     else:
-        known["products"] = sum(s for op, s in ops_s.items() if op.startswith(_PRODUCTS))
-        known["attention"] = ops_s.get("attention", 0.0)
+        known |= {part: ops_s.get(part, 0.0) for part in ("products", "attention")}
         # Norms, embedding, and what the decoder does between its operations.
         known["other ops"] = max(0.0, timings.forward_s - known["products"] - known["attention"])
     known["rest"] = max(0.0, wall_s - sum(known.values()))
