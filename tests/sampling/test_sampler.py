@@ -272,8 +272,10 @@ def test_misuse_is_caught() -> None:
         sampler.sample(torch.zeros(1, VOCAB), [1], [2])
     with pytest.raises(AssertionError, match="not sampled"):
         sampler.sample(torch.zeros(1, VOCAB), [0], [1])
-    with pytest.raises(AssertionError, match="one token a step"):
-        sampler.sample(torch.zeros(2, VOCAB), [0, 0], [2, 2])
+    sampler.sample(torch.zeros(2, VOCAB), [0, 0], [2, 3])  # drafts: two positions of one row
+    sampler.admit(3, SamplingSpec(presence_penalty=0.5), [1, 2], 2)
+    with pytest.raises(AssertionError, match="one token at a time"):
+        sampler.sample(torch.zeros(2, VOCAB), [3, 3], [2, 3])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
