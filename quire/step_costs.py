@@ -76,6 +76,8 @@ class StepCosts:
     def observe_step(self, kind: StepKind, *, device_s: float, total_s: float) -> None:
         """A step that has ended. device_s: without the host's delays; were they learned too, a late plan would make the
         next one later."""
+        if not (kind.num_decodes or kind.num_prompt_tokens):
+            return  # it only waited for blocks to move
         rounded = kind.rounded()
         if known := self._steps.get(rounded):
             known.observe(device_s)

@@ -85,6 +85,14 @@ def test_any_baseline_settles_at_the_time_asked_for() -> None:
         assert 2.0 + 0.02 * allowed == pytest.approx(10.0, rel=0.05)
 
 
+def test_a_step_that_only_waits_for_blocks_teaches_nothing() -> None:
+    costs = StepCosts(prefill_tokens_per_s=1000.0)
+    costs.observe_step(StepKind(8, 0), device_s=0.01, total_s=0.01)
+    before = costs.prompt_tokens_within(0.1)
+    costs.observe_step(StepKind(0, 0), device_s=1e-6, total_s=1e-6)
+    assert costs.prompt_tokens_within(0.1) == before
+
+
 def test_the_prefill_rate_is_measured() -> None:
     costs = StepCosts(prefill_tokens_per_s=1000.0)
     assert costs.step_s(StepKind(0, 4000)) == 0.0  # nothing is known

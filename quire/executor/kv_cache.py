@@ -92,6 +92,16 @@ class KVCache:
         moved, self._moved = self._moved, []
         return moved
 
+    def wait_for_a_move(self) -> None:
+        """Until the oldest move is over, where there is any."""
+        if self._transfers is not None:
+            self._transfers.wait_for_oldest()
+
+    def forget_moves(self) -> None:
+        """Nobody will hear of those that were made; their blocks may be given to others."""
+        self._synchronize()
+        self.take_finished()
+
     def _copy_out(self, pairs: list[tuple[int, int]]) -> Tensor | None:
         if not pairs:
             return None

@@ -54,6 +54,10 @@ class Transfers:
         done.record(self._stream)
         self._under_way.append((ticket, done, keep))
 
+    def wait_for_oldest(self) -> None:
+        if self._under_way:
+            self._under_way[0][1].synchronize()
+
     def take_finished(self) -> list[int]:
         """Tickets of moves that are over, each told once."""
         finished = []

@@ -123,6 +123,7 @@ class Worker:
     def reset(self) -> None:
         """Forget every row: the next plan may be another scheduler's first."""
         self._prompt_logprob_rows.clear()
+        self.cache.forget_moves()
         for row in self.batch.release_all():
             self.sampler.release(row)
 

@@ -86,7 +86,7 @@ class Scheduler:
     def takes_newcomers(self) -> bool:
         """Whether a request that came now would likely be in the next step: nobody was left waiting by the last, and
         there is a row."""
-        return self._blocked_on is None and len(self._life.running) + len(self._life.queue) < self.config.max_num_seqs
+        return self._blocked_on is None and len(self._life.queue) < self._life.rows.num_free
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -99,7 +99,9 @@ class Scheduler:
 
     @property
     def num_swapped(self) -> int:
-        return self._life.num_swapped
+        """Sequences whose blocks are on the host, or on their way back."""
+        life = self._life
+        return life.num_swapped + len(life.loading) + len(life.loaded)
 
     @property
     def num_in_flight(self) -> int:

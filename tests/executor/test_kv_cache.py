@@ -58,6 +58,13 @@ def test_out_and_in_again() -> None:
     assert torch.equal(cache.device_blocks[:, 5], before[:, 2])
 
 
+def test_moves_are_told_to_nobody_once_they_are_forgotten() -> None:
+    cache = make()
+    cache.move(Move(1, False, [(4, 0)]))
+    cache.forget_moves()
+    assert cache.take_finished() == []
+
+
 def test_swap_rate_is_measured() -> None:
     rate = make().measure_swap_rate()
     assert rate is not None

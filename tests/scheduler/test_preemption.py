@@ -129,6 +129,8 @@ def test_nobody_waits_for_anothers_blocks_to_come_back() -> None:
         rig.step()
     rig.add(late)
     while not late.is_finished:
+        scheduler = rig.scheduler
+        assert scheduler.num_running + scheduler.num_waiting + scheduler.num_swapped == len(scheduler.requests)
         rig.step()
         assert rig.scheduler._life.loading or late.is_finished
     rig.run()
