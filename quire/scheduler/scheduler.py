@@ -220,11 +220,12 @@ class Scheduler:
             if start != num_tokens - 1 or (unforked and seq.seq_id in unforked):
                 catching_up.append(seq)
                 continue
-            if num_tokens + seq.num_unverified_drafts >= seq.max_len:
+            unverified = seq.num_unverified_drafts
+            if num_tokens + unverified >= seq.max_len:
                 continue  # its last token is, or may be, in flight
             if has_drafter and self._schedule_verification(seq, num_tokens, step):
                 continue
-            allocation = grow(seq.seq_id, num_tokens, start, seq.num_unverified_drafts)
+            allocation = grow(seq.seq_id, num_tokens, start, unverified)
             if allocation is not UNCHANGED and not self._take_room(seq, num_tokens, allocation, step):
                 continue
             seq.num_computed_tokens = num_tokens
@@ -479,26 +480,25 @@ class Scheduler:
         self.costs.observe_step(kind, device_s=timings.forward_s + timings.sample_s, total_s=timings.total_s)
         updates = self.take_failures()
         prompts = self._prompt_logprobs.take_new(memory, result) if result.prompt_logprobs else {}
-        logprobs, failed = result.logprobs, result.failed
+        drafts, logprobs, failed = memory.drafts, result.logprobs, result.failed
         now = self._clock()
         for i, (seq, new_token_ids) in enumerate(zip(memory.sampled, result.tokens, strict=True)):
             if seq.state is _FINISHED:
                 continue  # it ended while this step was in flight
             seq.num_pending_tokens -= 1
-            if memory.drafts and i in memory.drafts:
-                self._count_accepted(seq, memory.drafts[i], len(new_token_ids) - 1)
+            if drafts and i in drafts:
+                self._count_accepted(seq, drafts[i], len(new_token_ids) - 1)
             taken = append_until_stop(seq, new_token_ids)
             if taken:
                 if seq.first_token_s is None:
                     seq.first_token_s = now
                 seq.last_token_s = now
             if seq.finish_reason:
-                update = self._end(seq, seq.finish_reason)
+                update = self._end(seq, seq.finish_reason, new_token_ids=taken)
             elif failed and i in failed:
-                update = self._end(seq, *failed[i])
+                update = self._end(seq, *failed[i], new_token_ids=taken)
             else:
                 update = SequenceUpdate(seq, taken)
-            update.new_token_ids = taken
             if logprobs and i in logprobs:
                 update.logprobs = logprobs[i][: len(taken)]
             if prompts:
@@ -524,7 +524,9 @@ class Scheduler:
             assert seq.row is not None
             self._life.rows.note_trimmed(seq.row, num_kept)
 
-    def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> SequenceUpdate:
+    def _end(
+        self, seq: Sequence, reason: FinishReason, error: str | None = None, *, new_token_ids: list[int] | None = None
+    ) -> SequenceUpdate:
         self._life.end(seq, reason)
         self._prompt_logprobs.forget(seq)
-        return SequenceUpdate(seq, [], finished=True, error=error)
+        return SequenceUpdate(seq, new_token_ids or [], finished=True, error=error)
