@@ -112,7 +112,7 @@ class ServerMetrics(Collector):
         self._refused[reason] += 1
 
     def on_output(self, prepared: PreparedRequest, output: RequestOutput, now_s: float) -> None:
-        """News of a request, read at `now_s`."""
+        """An output of a request, read at `now_s`."""
         live = self._live.get(output.request_id)
         if live is None:
             live = self._begin(prepared, output)
