@@ -46,8 +46,8 @@ ENGINE_SWITCHES: dict[str, str] = {
     "enforce_eager": "no CUDA graphs",
 }
 _SAMPLING: dict[str, tuple[Any, str]] = {
-    "temperature": (float, "0 is greedy (default: the model's own, or 1)"),
-    "top_p": (float, "nucleus sampling (default: the model's own, or 1, which is all)"),
+    "temperature": (float, "0 is greedy (default: the model's own, or 1; 0.7 with --chat)"),
+    "top_p": (float, "nucleus sampling (default: the model's own, or 1, which is all; 0.95 with --chat)"),
     "top_k": (int, "sample from the k likeliest (default: the model's own, or 0, which is all)"),
     "min_p": (float, "drop tokens below this share of the likeliest (default: the model's own, or 0)"),
     "repetition_penalty": (float, "over 1 discourages repetition (default: the model's own, or 1)"),
