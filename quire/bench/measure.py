@@ -117,7 +117,7 @@ def run_repeats(repeats: int, run: Callable[..., RunReport]) -> list[RunReport]:
 
 
 def median_run(reports: Sequence[RunReport]) -> RunReport:
-    """By throughput."""
+    """The median run by throughput."""
     return sorted(reports, key=lambda report: report.output_tok_s)[(len(reports) - 1) // 2]
 
 

@@ -68,7 +68,7 @@ def repeat_name(index: int, repeats: int) -> str:
 
 
 class _Bar:
-    """Of tokens or requests, with the other of the two behind it where it is known."""
+    """A bar that counts tokens or requests, with the other of the two behind it."""
 
     def __init__(self, title: str, num_requests: int, num_tokens: int | None) -> None:
         from tqdm import tqdm
@@ -92,7 +92,7 @@ class _Bar:
 
 
 class _Lines:
-    """For logs: few, whole, and each with the speed since the one before."""
+    """Lines for a log: few of them, each with the speed since the line before."""
 
     def __init__(self, title: str, num_requests: int) -> None:
         self._title = title

@@ -16,7 +16,7 @@ FORMAT = "quire-bench-1"
 
 @dataclass(slots=True, frozen=True)
 class Percentiles:
-    """Of one kind of duration, in seconds. Between two values they are interpolated, as numpy does it."""
+    """Percentiles of durations in seconds. Between two values they are interpolated, as numpy does it."""
 
     count: int
     mean: float
@@ -66,7 +66,7 @@ class KVReport:
     waste_percent_mean: float = 0.0  # slots without a token, of the blocks in use; mean over the steps
     waste_percent_max: float = 0.0
     waste_percent_at_peak: float = 0.0  # when most blocks were in use
-    table_entries_max: int = 0  # of all block tables together; more than peak_blocks where sequences share
+    table_entries_max: int = 0  # entries of all block tables together; more than peak_blocks where sequences share
     blocks_allocated: int = 0
     blocks_freed: int = 0
     churn_per_s: float = 0.0  # blocks that came into use or left it, per second
@@ -91,7 +91,7 @@ class RunReport:
     """One workload on one engine. Where it was repeated, the numbers are those of the median repeat."""
 
     workload: str
-    parameters: dict[str, Any] = field(default_factory=dict)  # of the workload
+    parameters: dict[str, Any] = field(default_factory=dict)  # the workload's parameters
     engine: str = "quire"  # or hf, or server
     settings: dict[str, Any] = field(default_factory=dict)  # the engine's: what was asked for and what was chosen
     machine: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class RunReport:
     errors: dict[str, int] = field(default_factory=dict)  # what went wrong -> how often
     interrupted: bool = False  # stopped by the user: what stands here is what was done until then
 
-    prompt_tokens: int = 0  # of the completed and started requests, cached ones included
+    prompt_tokens: int = 0  # prompts of the completed and started requests, cached tokens included
     output_tokens: int = 0
     seconds: float = 0.0
     output_tok_s: float = 0.0

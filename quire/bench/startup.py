@@ -54,7 +54,7 @@ def _one(config: EngineConfig) -> dict[str, float]:
 
 
 def main() -> int:
-    """In the new process."""
+    """The program of the new process."""
     request: dict[str, Any] = json.loads(sys.argv[1])
     entered = time.time()
     try:

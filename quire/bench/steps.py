@@ -62,7 +62,7 @@ class StepWatch:
         self._reading_s = 0.0
         self.kv = KVReadings()
         self.steps: list[Step] = []
-        self.num_prefill_tokens = 0  # of the steps that are over
+        self.num_prefill_tokens = 0  # prompt tokens of the steps that are over
 
     @property
     def depth(self) -> int:
@@ -123,7 +123,7 @@ class StepWatch:
 
 @contextmanager
 def watch_steps(core: EngineCore, *, every_step: bool) -> Iterator[StepWatch]:
-    """For the time of a run. Nothing may be in flight when it starts."""
+    """Watch the steps of a run. Nothing may be in flight when it starts."""
     inner = core.executor
     watch = StepWatch(core, every_step=every_step)
     core.executor = watch

@@ -75,7 +75,7 @@ class LabContext:
 
     settings: LabSettings
     say: Callable[[str], None]
-    results: dict[str, Result] = field(default_factory=dict)  # of the experiments that are done
+    results: dict[str, Result] = field(default_factory=dict)  # by the keys of the experiments that are done
     quick: bool = field(init=False)
     seed: int = field(init=False)
     _bench: EngineVariants | None = None
@@ -129,7 +129,7 @@ class LabContext:
         return report
 
     def _other(self, prompt: list[int]) -> list[int]:
-        """Of other tokens, so that no cache knows it, but alike where the workload's prompts are."""
+        """The same prompt in other tokens, which no cache knows. Prompts that are alike stay alike."""
         vocab = self.vocab
         return [(token + _SHIFT) % vocab for token in prompt]
 
@@ -158,8 +158,8 @@ class LabContext:
 
 
 def fastest(rounds: Sequence[RunReport]) -> RunReport:
-    """Of the same run in several rounds: whatever else a machine does makes a run slower, never faster. The others
-    stand in it as repeats."""
+    """The fastest of several rounds of one run, with the others as its repeats: whatever else a machine does makes a
+    run slower, never faster."""
     from quire.bench.measure import merge_repeats
 
     chosen = max(rounds, key=lambda report: report.output_tok_s)

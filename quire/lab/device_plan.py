@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from quire.bench import units
 from quire.config import GIB, EngineConfig
 from quire.errors import MemoryBudgetError
 from quire.executor import sizing
@@ -41,13 +42,13 @@ class DevicePlan:
     graph_bytes: int
     batch_bytes: int
     driver_bytes: int
-    token_bytes: int  # of K and V, on this device
+    token_bytes: int  # bytes of K and V for a token, on this device
     block_bytes: int
     layout: KVLayout
     kv_budget_bytes: int | None  # None: nothing is left
     ledger: MemoryLedger | None  # None: it does not fit
     problem: str | None  # then: why
-    fit: Fit | None = None  # of the mix, where one was given
+    fit: Fit | None = None  # how many of the mix fit, where one was given
 
     @property
     def running_bytes(self) -> int:
@@ -198,8 +199,5 @@ def _check_cuda_room(config: EngineConfig, memory_bytes: int, taken_bytes: int) 
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people."""
-    for unit, scale in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:,.2f} {unit}"
-    return f"{num_bytes:,.0f} B"
+    """Bytes with two places, as all of a plan's numbers have them."""
+    return units.size(num_bytes, places=2)

@@ -27,7 +27,7 @@ KEY = "kv-accuracy"
 RANDOM = "random weights"
 _CHUNK = 128
 _KV_BYTES = 512 << 20
-_LIMIT_PERCENT = {"fp8": 2.0, "bfloat16": 1.0}  # of perplexity that a dtype may cost; any other 0.1
+_LIMIT_PERCENT = {"fp8": 2.0, "bfloat16": 1.0}  # what a dtype may cost in perplexity; any other may cost 0.1
 _NOTHING = "The perplexity of random weights, and how it changes, say next to nothing about a trained model."
 
 
@@ -117,7 +117,7 @@ def _read(context: LabContext, config: EngineConfig, dtype: str, kv_dtype: str, 
     except QuireError as error:
         reading.refusal = str(error)
         return reading
-    except RuntimeError as error:  # of a kernel that this device cannot run: the other dtypes are still worth reading
+    except RuntimeError as error:  # a kernel that this device cannot run: the other dtypes are still worth it
         reading.refusal, reading.is_failure = str(error), True
         return reading
     try:

@@ -57,8 +57,8 @@ class Plan:
     # For the concurrency that was asked: KV bytes, and the device's memory for it.
     wanted_kv_bytes: int | None = None
     wanted_memory_bytes: int | None = None
-    record: GpuRecord | None = None  # of this machine's GPU
-    file_bytes: int | None = None  # of a GGUF file, whose packed blocks a CPU keeps as they are
+    record: GpuRecord | None = None  # what the last start on this machine's GPU found
+    file_bytes: int | None = None  # the size of a GGUF file, whose packed blocks a CPU keeps as they are
 
     @property
     def keeps_file_packed(self) -> bool:
@@ -170,7 +170,7 @@ def make_plan(
 
 
 def _kv_dtypes(chosen: str, device: str) -> list[str]:
-    """Those to compare, one of each size: what was chosen stands for its size."""
+    """The dtypes to compare, one of each size; the chosen one stands for its size."""
     half = chosen if chosen in ("float16", "bfloat16") else "bfloat16"
     return ["fp8", half, "float32"] if device == "cuda" else [half, "float32"]
 

@@ -148,7 +148,7 @@ def _header(report: LabReport) -> str:
         "This is the quick run: few requests, each setting measured once. It shows the shapes; for numbers to rely on, "
         "run it without <code>--quick</code>."
         if settings.quick
-        else "Timings wander between runs; where a difference is too small to tell, the report says so."
+        else "Timings vary between runs; where a difference is too small to tell, the report says so."
     )
     return (
         "<header><h1>Paged attention, measured</h1>"

@@ -28,7 +28,7 @@ class Entry:
     result: Result | None = None
     error: str = ""
     details: str = ""  # a traceback, for whoever looks for the reason
-    probe_tok_s: float | None = None  # of the same short run, right after it
+    probe_tok_s: float | None = None  # the speed of the same short run, right after the experiment
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class LabReport:
     settings: LabSettings
     entries: dict[str, Entry] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
-    written: str = ""  # when
+    written: str = ""  # the date and time of the last measurement
     version: str = ""
 
     def results(self) -> dict[str, Result]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quire.plan import max_window_blocks
 
-Windows = Sequence[int | None]  # of each KV group
+Windows = Sequence[int | None]  # the window of each KV group
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,8 +60,8 @@ class MixNeeds:
     """
 
     mean_blocks: float
-    max_blocks: int  # of the longest kind, at its end
-    waste_percent: float  # of the slots of those blocks, the empty ends of last blocks
+    max_blocks: int  # blocks of the longest kind at its end
+    waste_percent: float  # the part of the blocks' slots that is empty ends of last blocks
 
 
 def mix_needs(mix: Sequence[Kind], block_size: int, windows: Windows = (None,)) -> MixNeeds:
