@@ -144,7 +144,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for row in [heads, *rows]:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join([lines[0], "–" * max(len(line) for line in lines), *lines[1:]])
+    return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
 
 
 def summary(runs: Sequence[RunReport]) -> str:
