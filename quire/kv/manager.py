@@ -301,10 +301,12 @@ class KVManager:
         """The sequence has ended, or is preempted to be computed again. `distrust`: what it computed may be bad, and
         nobody shall find it in the cache."""
         table = self.tables.pop(seq_id)
-        for group in table.groups:
+        for number, group in enumerate(table.groups):
             if distrust:
                 self._forget_own(group.block_ids)
             self.pool.release_table(group.block_ids)
+            if distrust:
+                self.pool.forget_cached(self.cache.lookup(each, number) for each in table.hashes[: group.first])
         if self.watch is not None:
             self.watch.left(seq_id, table.block_ids)
 

@@ -122,8 +122,12 @@ class BlockPool:
         """Make cached blocks free ones; pinned ones only when forced."""
         if force:
             self.unpin(self.cache.unpin_idle())
-        for block in self.cache.idle_blocks():
-            if not block.num_pins:
+        self.forget_cached(self.cache.idle_blocks())
+
+    def forget_cached(self, blocks: Iterable[Block | None]) -> None:
+        """Make those of them free ones that nobody uses or pins."""
+        for block in blocks:
+            if block is not None and block.is_idle and not block.num_pins:
                 self.cache.forget(block)
                 self.num_cached_blocks -= 1
 

@@ -77,6 +77,16 @@ def test_all_layers_windowed() -> None:
     assert match.num_tokens == 200 and len(match.block_ids) == 2
 
 
+def test_what_a_failed_sequence_left_behind_its_window_is_found_by_nobody() -> None:
+    kv = KVManager(num_blocks=40, block_size=4, windows=(8,), max_span_tokens=8)
+    tokens = list(range(60))
+    prefill(kv, 1, tokens, 8)
+    assert kv.match(tokens[:30]).num_tokens == 28
+    kv.free(1, distrust=True)
+    kv.check()
+    assert kv.match(tokens[:30]).num_tokens == kv.match(tokens).num_tokens == 0
+
+
 def test_swapped_windows_come_back() -> None:
     kv = KVManager(num_blocks=40, block_size=4, windows=(None, 8), max_span_tokens=8, num_host_blocks=20)
     tokens = list(range(30))
