@@ -122,14 +122,19 @@ class BlockPool:
         """Make cached blocks free ones; pinned ones only when forced."""
         if force:
             self.unpin(self.cache.unpin_idle())
-        self.forget_cached(self.cache.idle_blocks())
+        for block in self.cache.idle_blocks():
+            if not block.num_pins:
+                self.cache.forget(block)
+                self.num_cached_blocks -= 1
 
     def forget_cached(self, blocks: Iterable[Block | None]) -> None:
         """Make those of them free ones that nobody uses or pins."""
         for block in blocks:
-            if block is not None and block.is_idle and not block.num_pins:
+            if block is not None and block in self.queue:
                 self.cache.forget(block)
                 self.num_cached_blocks -= 1
+                self.queue.remove(block)
+                self.queue.push_front(block)
 
     def _rest(self, block: Block) -> None:
         """Put an idle block where it waits: the queue's back if cached, else its front."""
