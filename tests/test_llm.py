@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fakes
 import numpy as np
 import pytest
 import torch
@@ -375,3 +376,9 @@ def test_a_small_step_budget_narrows_the_batch(tiny_model: Path, caplog: pytest.
     assert llm.llm_engine.core.scheduler.config.max_num_seqs == 8
     assert "gpu_memory_utilization has no effect" in caplog.text
     assert len(llm.generate(["a"] * 20, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)) == 20
+
+
+def test_weights_that_no_memory_holds_are_told_in_numbers(tmp_path: Path) -> None:
+    model = fakes.write_tiny_model(tmp_path, num_attention_heads=2**30, num_key_value_heads=2)
+    with pytest.raises(MemoryBudgetError, match=r"weights take about .* GiB in torch\.float32"):
+        LLM(model=str(model), load_format="dummy", device="cpu", dtype="float32")

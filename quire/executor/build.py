@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from quire.config import EngineConfig
+from quire.config import GIB, EngineConfig
+from quire.errors import MemoryBudgetError
 from quire.executor import sizing
 from quire.executor.batch import PersistentBatch
-from quire.executor.captured import GraphMemory, StepParts
+from quire.executor.captured import GraphMemory, StepParts, is_out_of_memory
 from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.device import Backend, choose_backend
 from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
@@ -72,22 +75,24 @@ def build_executor(
     device_bytes = torch.cuda.mem_get_info(backend.device)[1] if backend.device.type == "cuda" else None
     layout = kv_layout(spec, config.max_model_len)
     per_block = layout.block_bytes(spec, config.block_size, backend.kv_dtype.itemsize)
-    decoder = Decoder(
+    max_position = longest_sequence(
+        config,
         spec,
-        backend.ops,
-        device=backend.device,
-        dtype=backend.activation_dtype,
-        max_position=longest_sequence(
-            config,
-            spec,
-            layout,
-            block_bytes=per_block,
-            max_span_tokens=max_num_batched_tokens,
-            device_bytes=device_bytes,
-        ),
-        layout=layout,
+        layout,
+        block_bytes=per_block,
+        max_span_tokens=max_num_batched_tokens,
+        device_bytes=device_bytes,
     )
-    checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
+    with _naming_the_weights(spec, backend.activation_dtype, max_position):
+        decoder = Decoder(
+            spec,
+            backend.ops,
+            device=backend.device,
+            dtype=backend.activation_dtype,
+            max_position=max_position,
+            layout=layout,
+        )
+        checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
     with torch.inference_mode():
         decoder.finish_loading()
     timeline.mark("weights")
@@ -154,6 +159,22 @@ def build_executor(
         swap_bytes_per_s=cache.measure_swap_rate(),
         timeline_s=timeline.seconds,
     )
+
+
+@contextmanager
+def _naming_the_weights(spec: ModelSpec, dtype: torch.dtype, max_position: int) -> Iterator[None]:
+    """Where memory for weights cannot be had, say how much they take instead of what the allocator says."""
+    try:
+        yield
+    except RuntimeError as error:
+        # torch has no class of its own for a CPU's; a size past 64 bits overflows instead.
+        if not is_out_of_memory(error) and not any(words in str(error) for words in ("allocate memory", "overflow")):
+            raise
+        needed = sizing.weight_bytes(spec, str(dtype).removeprefix("torch."), max_position)
+        raise MemoryBudgetError(
+            f"the model's weights take about {needed / GIB:,.1f} GiB in {dtype}, and that much memory cannot be had: "
+            "use a smaller model or dtype, or a machine with more memory"
+        ) from error
 
 
 def _has_graphs(config: EngineConfig, backend: Backend) -> bool:
