@@ -25,7 +25,7 @@ def max_window_blocks(window: int, block_size: int, num_tokens: int = 1) -> int:
 
 @dataclass(slots=True)
 class Spans:
-    """The tokens that this step computes, in columns: entry i is one running sequence. One-token spans come first.
+    """The tokens that this step computes, in columns: entry i is one running sequence. Plain decodes come first.
 
     A row's next `num_tokens[i]` tokens run, from the executor's own length of that row on. Where samples[i] is true
     they end with the last token that the row has, and the token after it is sampled.

@@ -227,7 +227,7 @@ class LinearWeight(Protocol):
 
 
 class PlacedDecodes(NamedTuple):
-    """Of a step with one token of each sequence: see AttentionBatch."""
+    """Where the tokens of a decode-only step stand, one of each sequence: see AttentionBatch."""
 
     token_ids: Tensor  # [seqs] int64
     slots: Tensor  # [seqs] int64

@@ -25,7 +25,15 @@ from quire.kv.prefix_cache import PrefixCache, PrefixMatch
 from quire.kv.snapshot import KVSnapshot, take_snapshot
 from quire.kv.stats import Counters, KVStats, RateMeter, read_stats
 from quire.kv.swap import Arrival, HostPool, Moves, SwappedSequence
-from quire.kv.table import NEVER, UNCHANGED, Allocation, BlockTable, GroupTable, TableSlices
+from quire.kv.table import (
+    NEVER,
+    UNCHANGED,
+    Allocation,
+    BlockTable,
+    GroupTable,
+    TableSlices,
+    first_seen_block,
+)
 from quire.kv.watch import KVWatch
 from quire.plan import max_window_blocks
 from quire.request import CacheOutcome
@@ -165,19 +173,17 @@ class KVManager:
             if window is not None
         ]
         while num_matched and any(
-            run[num_matched - 1] < num_matched - self._first_seen(num_matched, window) for window, run in runs
+            run[num_matched - 1]
+            < num_matched - first_seen_block(num_matched * self.block_size, window, self.block_size)
+            for window, run in runs
         ):
             num_matched -= 1
         slices: TableSlices = []
         for group, window in enumerate(self.windows):
-            first = 0 if window is None else self._first_seen(num_matched, window)
+            first = 0 if window is None else first_seen_block(num_matched * self.block_size, window, self.block_size)
             blocks = [cache.lookup(block_hash, group) for block_hash in hashes[first:num_matched]]
             slices.append((first, [block.block_id for block in blocks if block is not None]))
         return slices, num_matched
-
-    def _first_seen(self, num_blocks: int, window: int) -> int:
-        """The first block that the token after so many blocks sees."""
-        return max(0, num_blocks * self.block_size - window + 1) // self.block_size
 
     def admit(
         self,
@@ -520,7 +526,7 @@ class KVManager:
         changes = []
         num_taken = num_given = 0
         for group, most in zip(table.groups, self._max_blocks, strict=True):
-            seen = group.first if most is None else group.first_seen(first_written, block_size)
+            seen = group.first_seen(first_written, block_size)
             dropped = group.block_ids[: seen - group.first]
             replaced = [
                 index

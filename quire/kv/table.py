@@ -29,6 +29,11 @@ class Allocation:
 UNCHANGED = Allocation()
 
 
+def first_seen_block(position: int, window: int, block_size: int) -> int:
+    """The index of the first block that the token at a position sees through a window."""
+    return max(0, position - window + 1) // block_size
+
+
 @dataclass(slots=True, eq=False)
 class GroupTable:
     """The blocks of one sequence in one group: token p lives in block_ids[p // block_size - first].
@@ -49,7 +54,7 @@ class GroupTable:
         """The index of the first block that the token at a position, or a later one, sees."""
         if self.window is None:
             return self.first
-        return max(self.first, (position - self.window + 1) // block_size)
+        return max(self.first, first_seen_block(position, self.window, block_size))
 
 
 @dataclass(slots=True, eq=False)

@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def tiles(self) -> int:
-        """Of one chunk."""
+        """How many tiles one chunk has."""
         return self.chunk // int(TILE.value)
 
     @property
