@@ -7,6 +7,10 @@ from pathlib import Path
 import fakes
 import hypothesis  # noqa: F401 - before an engine freezes what the collector looks at: hypothesis counts references
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which any test file may be the first to do
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +50,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:
         return
-    import torch
-
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -1,20 +1,15 @@
 """Without a CUDA device the kernels run through Triton's interpreter; with one they run compiled.
 
-TRITON_INTERPRET must be set before a module with kernels is imported, so it is set when this file is. Triton 3.6's
-interpreter gets three things wrong that the kernels need; they are put right here, so that what is tested is what a
-GPU computes.
+TRITON_INTERPRET must be set before any module imports Triton, so tests/conftest.py sets it. Triton's interpreter gets
+three things wrong that the kernels need; they are put right here, so that what is tested is what a GPU computes.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
     import numpy as np
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
