@@ -52,9 +52,9 @@ def main() -> int:
         links.mkdir()
         write_cpu_torch(links, version)
         machines = (
-            Machine("Linux x86-64, plain PyPI", "x86_64-manylinux_2_28", version),
-            Machine("Linux x86-64, a CPU build at hand", "x86_64-manylinux_2_28", f"{version}+cpu", links),
-            Machine("Linux aarch64, plain PyPI", "aarch64-manylinux_2_28", version),
+            Machine("Linux x86-64, plain PyPI", "x86_64-manylinux_2_31", version),
+            Machine("Linux x86-64, a CPU build at hand", "x86_64-manylinux_2_31", f"{version}+cpu", links),
+            Machine("Linux aarch64, plain PyPI", "aarch64-manylinux_2_31", version),
             Machine("macOS arm64", "aarch64-apple-darwin", version),
         )
         checks: list[tuple[str, Callable[[], None]]] = [
