@@ -39,13 +39,14 @@ MAY_IMPORT = {
     "weights": {"models", "layers", "kernels"},
     "executor": {"sampling", "weights", "models", "layers", "kernels"},
     "engine": {"text", "scheduler", "kv", "executor", "weights", "models"},
-    "server": {"engine", "text"},
+    "router": {"engine", "kv", "text"},
+    "server": {"engine", "text", "router"},
     "lab": {"bench", "sim", "engine", "executor", "models", "weights"},
-    "sim": {"executor", "kv", "scheduler"},
+    "sim": {"executor", "kv", "scheduler", "router"},
     "llm": {"text", "engine"},
     "async_llm": {"text", "engine", "llm"},
-    "cli": {"llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench", "server", "lab"},
-    "bench": {"llm", "engine", "weights"},
+    "cli": {"llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench", "server", "lab", "router"},
+    "bench": {"llm", "engine", "weights", "router"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = {"kv", "scheduler", "text", "sim"} | FOUNDATION

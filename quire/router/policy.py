@@ -1,0 +1,311 @@
+"""Which replica a request goes to: the one that will give it its first token soonest.
+
+    expected time = wait for a slot + a step + (prompt tokens queued before it + its own uncached ones) / prefill rate
+
+`Router` is the whole decision and does no IO: servers, the proxy and the simulator drive the same class, each with its
+own clock. A caller tells it what replicas report (`on_load`, `on_cache`), asks for a `Ticket` with `route`, and says
+how that went on (`on_first_token`, `on_end`).
+
+What a request finds cached is counted in blocks by their hashes (`quire.kv.hashing`), so a conversation returns to
+where its blocks are with no header to say so, and leaves when the queue there costs more than computing them again.
+
+Between keys (tenants) the replicas share fairly, and the estimate knows it: while a tenant's own tokens are computed,
+every other tenant gets at most as many. So a flood of one key's requests does not keep another key's from the replica
+that has its cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from quire.router.index import BlockHash, BlockIndex
+
+_SMOOTHING = 0.2  # weight of the newest observation
+_MIN_TOKENS_FOR_RATE = 64  # a shorter prompt's time is mostly the step's, not the tokens'
+_TIE = 0.1  # of the best expected time: the estimate is no finer than that
+_GUESSED_BLOCKS = 16_384  # remembered of a replica that publishes nothing
+_FIRST_RATE = 1_000.0  # tokens/s, until something was measured
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ReplicaLoad:
+    """What a replica reports of itself. What is None is measured from outside."""
+
+    num_queued_tokens: int = 0  # prompt tokens it was given and has not computed, whoever sent them
+    num_running: int = 0  # sequences that decode
+    prefill_tokens_per_s: float | None = None
+    step_s: float | None = None  # a step that only decodes: about what a newcomer waits before its own begins
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class CacheChanges:
+    """Blocks that a replica filled and evicted since it last told. `is_snapshot`: `filled` is all that it has."""
+
+    filled: Sequence[BlockHash] = ()
+    evicted: Sequence[BlockHash] = ()
+    is_snapshot: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """What the choice depends on."""
+
+    num_tokens: int
+    # Of its leading full blocks, except one that ends with the last token: that token has to run.
+    hashes: Sequence[BlockHash] = ()
+    tenant: str = ""
+    num_sequences: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """What is known of a replica now."""
+
+    name: str
+    bit: int
+    max_num_seqs: int | None  # sequences that run at once; None: not known
+    is_exact: bool  # it publishes its cache; else that is guessed
+    guessed_blocks: int
+    load: ReplicaLoad = field(default_factory=ReplicaLoad)
+    is_open: bool = True  # takes new requests
+    tokens_by_tenant: dict[str, int] = field(default_factory=dict)  # of own tickets: uncached, without a first token
+    num_queued_tokens: int = 0  # the sum of these
+    num_foreign_tokens: int = 0  # queued there by others
+    num_sequences: int = 0  # of own tickets
+    progress_s: float = 0.0  # since when the head of the queue is being computed
+    measured_rate: float | None = None  # prompt tokens/s, from outside
+    held_s: float | None = None  # how long a request holds its slot
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.load.prefill_tokens_per_s or self.measured_rate or _FIRST_RATE
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request under way at a replica."""
+
+    at: Replica
+    prompt: Prompt
+    num_cached_tokens: int
+    expected_s: float  # to the first token
+    routed_s: float
+    first_token_s: float | None = None
+    is_over: bool = False
+
+    @property
+    def replica(self) -> str:
+        return self.at.name
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        return self.prompt.num_tokens - self.num_cached_tokens
+
+
+class Router:
+    """Every replica, and every request that is under way. Belongs to one thread."""
+
+    def __init__(self, block_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.block_size = block_size
+        self.replicas: dict[str, Replica] = {}
+        self._clock = clock
+        self._index = BlockIndex()
+        self._by_bit: dict[int, Replica] = {}
+        self._num_routed = 0
+
+    # -- the replicas
+
+    def add(
+        self,
+        name: str,
+        *,
+        max_num_seqs: int | None = None,
+        is_exact: bool = True,
+        guessed_blocks: int = _GUESSED_BLOCKS,
+    ) -> Replica:
+        assert name not in self.replicas, f"replica {name} is there already"
+        bit = next(bit for bit in range(len(self._by_bit) + 1) if bit not in self._by_bit)
+        replica = Replica(name, bit, max_num_seqs, is_exact, guessed_blocks)
+        self.replicas[name] = self._by_bit[bit] = replica
+        self._index.add(bit)
+        return replica
+
+    def remove(self, name: str) -> None:
+        """Its cache and its tickets are forgotten; to `on_end` those is still allowed."""
+        replica = self.replicas.pop(name)
+        del self._by_bit[replica.bit]
+        self._index.remove(replica.bit)
+
+    def set_open(self, name: str, is_open: bool) -> None:
+        """Whether it takes new requests. One that drains keeps its cache and its tickets."""
+        self.replicas[name].is_open = is_open
+
+    def on_load(self, name: str, load: ReplicaLoad) -> None:
+        replica = self.replicas[name]
+        replica.load = load
+        replica.num_foreign_tokens = max(0, load.num_queued_tokens - replica.num_queued_tokens)
+
+    def on_cache(self, name: str, changes: CacheChanges) -> None:
+        bit = self.replicas[name].bit
+        if changes.is_snapshot:
+            self._index.replace(bit, changes.filled)
+        else:
+            # In this order: a block that was evicted and filled again in one report is there.
+            self._index.evict(bit, changes.evicted)
+            self._index.fill(bit, changes.filled)
+
+    def num_blocks_of(self, name: str) -> int:
+        """Blocks that the replica is known or thought to have."""
+        return self._index.num_cached(self.replicas[name].bit)
+
+    # -- the choice
+
+    def route(self, prompt: Prompt, *, excluding: Iterable[str] = ()) -> Ticket | None:
+        """Choose, and count the request there from now on. None: no replica takes requests."""
+        ticket = self.choose(prompt, excluding=excluding)
+        if ticket is not None:
+            self._enter(ticket)
+        return ticket
+
+    def route_to(self, name: str, prompt: Prompt) -> Ticket:
+        """Count a request at a replica that somebody else chose."""
+        replica = self.replicas[name]
+        num_blocks = self._index.leading(prompt.hashes, 1 << replica.bit).get(replica.bit, 0)
+        num_cached = self._tokens(num_blocks, prompt)
+        now_s = self._clock()
+        ticket = Ticket(replica, prompt, num_cached, self._expected_s(replica, prompt, num_cached, now_s), now_s)
+        self._enter(ticket)
+        return ticket
+
+    def choose(self, prompt: Prompt, *, excluding: Iterable[str] = ()) -> Ticket | None:
+        """The replica with the least expected time to the first token; of those that are as good, the least loaded."""
+        excluded = set(excluding)
+        among = [one for one in self.replicas.values() if one.is_open and one.name not in excluded]
+        if not among:
+            return None
+        now_s = self._clock()
+        mask = sum(1 << one.bit for one in among) if prompt.hashes else 0
+        leading = self._index.leading(prompt.hashes, mask)
+        found = []
+        for replica in among:
+            num_cached = self._tokens(leading.get(replica.bit, 0), prompt)
+            found.append((self._expected_s(replica, prompt, num_cached, now_s), num_cached, replica))
+        best_s = min(expected_s for expected_s, _, _ in found)
+        # A newcomer meets a step anywhere between its begin and its end: half of one is what nobody can foresee.
+        tie_s = best_s * (1 + _TIE) + min(self._step_s(replica) for _, _, replica in found) / 2
+        ties = [one for one in found if one[0] <= tie_s]
+        # Equal loads take turns, so that replicas which differ in nothing share what comes.
+        first = self._num_routed % len(ties)
+        expected_s, num_cached, replica = min(
+            ties[first:] + ties[:first], key=lambda one: (_load(one[2]), -one[1], one[0])
+        )
+        return Ticket(replica, prompt, num_cached, expected_s, now_s)
+
+    # -- how it went on
+
+    def on_first_token(self, ticket: Ticket) -> None:
+        """Its prompt is computed."""
+        if ticket.is_over or ticket.first_token_s is not None:
+            return
+        ticket.first_token_s = now_s = self._clock()
+        replica = self._replica_of(ticket)
+        if replica is None:
+            return
+        num_tokens = ticket.num_uncached_tokens
+        if num_tokens >= _MIN_TOKENS_FOR_RATE and (took_s := now_s - max(ticket.routed_s, replica.progress_s)) > 0:
+            replica.measured_rate = _smooth(replica.measured_rate, num_tokens / took_s)
+        replica.progress_s = now_s
+        self._unqueue(replica, ticket)
+
+    def on_end(self, ticket: Ticket) -> None:
+        """It has ended, or goes on elsewhere under another ticket."""
+        if ticket.is_over:
+            return
+        ticket.is_over = True
+        replica = self._replica_of(ticket)
+        if replica is None:
+            return
+        if ticket.first_token_s is None:
+            self._unqueue(replica, ticket)
+        else:
+            replica.held_s = _smooth(replica.held_s, self._clock() - ticket.routed_s)
+        replica.num_sequences -= ticket.prompt.num_sequences
+        if replica.is_exact:
+            self._index.withdraw(replica.bit, ticket.prompt.hashes)
+
+    def check(self) -> None:
+        """Prove that what is counted adds up."""
+        self._index.check()
+        for replica in self.replicas.values():
+            assert replica.num_queued_tokens == sum(replica.tokens_by_tenant.values()) >= 0
+            assert all(count > 0 for count in replica.tokens_by_tenant.values())
+            assert replica.num_sequences >= 0
+            assert self._by_bit[replica.bit] is replica
+
+    # -- inside
+
+    def _enter(self, ticket: Ticket) -> None:
+        self._num_routed += 1
+        replica, prompt = ticket.at, ticket.prompt
+        if not replica.num_queued_tokens:
+            replica.progress_s = ticket.routed_s
+        if num_tokens := ticket.num_uncached_tokens:
+            queued = replica.tokens_by_tenant
+            queued[prompt.tenant] = queued.get(prompt.tenant, 0) + num_tokens
+            replica.num_queued_tokens += num_tokens
+        replica.num_sequences += prompt.num_sequences
+        if replica.is_exact:
+            # Whoever has the same prefix and comes before it is computed will find it computed all the same.
+            self._index.promise(replica.bit, prompt.hashes)
+        else:
+            self._index.guess(replica.bit, prompt.hashes, replica.guessed_blocks)
+
+    def _unqueue(self, replica: Replica, ticket: Ticket) -> None:
+        if not (num_tokens := ticket.num_uncached_tokens):
+            return
+        queued, tenant = replica.tokens_by_tenant, ticket.prompt.tenant
+        queued[tenant] -= num_tokens
+        if not queued[tenant]:
+            del queued[tenant]
+        replica.num_queued_tokens -= num_tokens
+
+    def _replica_of(self, ticket: Ticket) -> Replica | None:
+        """None: it was removed meanwhile, even where another one has its name now."""
+        return ticket.at if self.replicas.get(ticket.replica) is ticket.at else None
+
+    def _tokens(self, num_blocks: int, prompt: Prompt) -> int:
+        return min(num_blocks * self.block_size, max(0, prompt.num_tokens - 1))
+
+    def _step_s(self, replica: Replica) -> float:
+        return (replica.load.step_s or 0.0) if replica.load.num_running or replica.num_sequences else 0.0
+
+    def _expected_s(self, replica: Replica, prompt: Prompt, num_cached: int, now_s: float) -> float:
+        num_own = prompt.num_tokens - num_cached
+        rate = replica.tokens_per_s
+        num_ahead = replica.num_foreign_tokens
+        if replica.num_queued_tokens:
+            queued = replica.tokens_by_tenant
+            share = queued.get(prompt.tenant, 0) + num_own
+            num_ahead += share - num_own
+            num_ahead += sum(min(count, share) for tenant, count in queued.items() if tenant != prompt.tenant)
+            # Some of it is computed already: first tokens tell of whole prompts only.
+            num_ahead = max(0, num_ahead - int((now_s - replica.progress_s) * rate))
+        return self._slot_wait_s(replica, prompt) + self._step_s(replica) + (num_ahead + num_own) / rate
+
+    def _slot_wait_s(self, replica: Replica, prompt: Prompt) -> float:
+        """Where all sequences that may run at once do, the next begins when one ends."""
+        slots, held_s = replica.max_num_seqs, replica.held_s
+        if slots is None or held_s is None:
+            return 0.0
+        num_over = max(replica.num_sequences, replica.load.num_running) + prompt.num_sequences - slots
+        return max(0, num_over) * held_s / slots
+
+
+def _load(replica: Replica) -> int:
+    return max(replica.num_sequences, replica.load.num_running)
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else old + _SMOOTHING * (new - old)
