@@ -35,14 +35,15 @@ def load_decoder(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     max_position: int = 256,
+    **parts: Any,
 ) -> Decoder:
     """A Decoder filled from a transformers state dict: every slot once, nothing left over."""
-    decoder = Decoder(spec, ops, device=device, dtype=dtype, max_position=max_position)
+    decoder = Decoder(spec, ops, device=device, dtype=dtype, max_position=max_position, **parts)
     slots = decoder.weight_slots()
     for name, slot in slots.items():
         tensor = state_dict[name]
         assert tuple(tensor.shape) == slot.shape, f"{name}: {tuple(tensor.shape)} for a slot of {slot.shape}"
-        slot.load(tensor)
+        slot.load(tensor if slot.part is None else tensor[slot.part])
     left_over = [name for name in state_dict if name not in slots and not decoder.is_ignored_weight(name)]
     assert not left_over, left_over
     decoder.finish_loading()
@@ -68,7 +69,7 @@ class PagedRun:
         self.sequences = [list(sequence) for sequence in sequences]
         self.block_size = block_size
         self.device = device
-        spec = decoder.spec
+        spec = decoder.share.spec(decoder.spec)
         shared_prefix = shared_prefix or {}
         lengths = [-(-len(sequence) // block_size) for sequence in self.sequences]
         num_blocks = sum(lengths) + 3
@@ -93,10 +94,13 @@ class PagedRun:
         with torch.inference_mode():
             hidden = self.decoder.forward(token_ids, [batch] * len(self.decoder.layout.windows), self.kv)
             indices = torch.arange(len(token_ids), device=self.device)
-            logits = self.decoder.logits(hidden, indices).cpu()
+            logits = self.decoder.gathered_logits(hidden, indices)
         starts = batch.query_starts.tolist()
         for sequence, num_tokens in order:
             self.num_computed[sequence] += num_tokens
+        if logits is None:
+            return {}  # another rank's
+        logits = logits.cpu()
         return {sequence: logits[starts[i] : starts[i + 1]] for i, (sequence, _) in enumerate(order)}
 
     def _batch(self, order: Step) -> tuple[AttentionBatch, Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,12 +38,16 @@ from quire.executor.profile import (
 )
 from quire.executor.sizing import batch_limits
 from quire.executor.timeline import Timeline
-from quire.executor.worker import Worker
+from quire.executor.worker import ElsewhereSampled, Worker
 from quire.models.decoder import Decoder
 from quire.models.kv_layout import kv_layout
+from quire.models.share import ModelShare
 from quire.models.spec import ModelSpec
 from quire.sampling import Sampler
 from quire.weights import Checkpoint, ProgressFn
+
+if TYPE_CHECKING:
+    from quire.parallel.ranks import Ranks
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,6 +63,21 @@ class BuiltExecutor:
     timeline_s: dict[str, float]
 
 
+@dataclass(slots=True)
+class LoadedModel:
+    """A model on its device, or a rank's share of one, and the memory that is left. The cache is yet to be made."""
+
+    config: EngineConfig
+    spec: ModelSpec  # of the whole model
+    backend: Backend
+    decoder: Decoder
+    ledger: MemoryLedger
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    precompile: Precompile | None
+    timeline: Timeline
+
+
 def build_executor(
     config: EngineConfig,
     spec: ModelSpec,
@@ -68,13 +88,60 @@ def build_executor(
     timeline: Timeline | None = None,
 ) -> BuiltExecutor:
     """Load the weights, size the cache to what is left, and put the parts together."""
+    loaded = load_model(config, spec, checkpoint, progress, precompile=precompile, timeline=timeline)
+    backend, ledger, timeline = loaded.backend, loaded.ledger, loaded.timeline
+    cache = make_cache(loaded, ledger)
+    timeline.mark("cache")
+    if loaded.precompile is not None:
+        loaded.precompile.wait(START)
+        timeline.mark("more kernels")
+    sampler = make_sampler(loaded, ledger)
+    timeline.mark("sampler")
+    executor = assemble_executor(
+        loaded.decoder,
+        cache,
+        sampler,
+        backend,
+        ledger,
+        block_size=config.block_size,
+        max_num_seqs=loaded.max_num_seqs,
+        has_graphs=_has_graphs(config, backend),
+        precompile=loaded.precompile,
+    )
+    if executor.worker.graphs is not None:
+        timeline.mark("graphs")
+    return BuiltExecutor(
+        executor=executor,
+        backend=backend,
+        ledger=ledger,
+        max_num_seqs=loaded.max_num_seqs,
+        max_num_batched_tokens=loaded.max_num_batched_tokens,
+        swap_bytes_per_s=cache.measure_swap_rate(),
+        timeline_s=timeline.seconds,
+    )
+
+
+def load_model(
+    config: EngineConfig,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    progress: ProgressFn | None = None,
+    *,
+    share: ModelShare | None = None,
+    ranks: Ranks | None = None,
+    precompile: Precompile | None = None,
+    timeline: Timeline | None = None,
+) -> LoadedModel:
+    """Load the weights, and draw up the ledger. `share`: what this rank holds, where the model is split."""
     check_max_model_len(config, spec)
     backend = choose_backend(config, spec)
     timeline = timeline or Timeline()
+    share = share or ModelShare.whole(spec)
+    held = share.spec(spec)
     max_num_seqs, max_num_batched_tokens = batch_limits(config, spec, backend.device.type)
     device_bytes = torch.cuda.mem_get_info(backend.device)[1] if backend.device.type == "cuda" else None
-    layout = kv_layout(spec, config.max_model_len)
-    per_block = layout.block_bytes(spec, config.block_size, backend.kv_dtype.itemsize)
+    layout = share.layout(kv_layout(spec, config.max_model_len))
+    per_block = layout.block_bytes(held, config.block_size, backend.kv_dtype.itemsize)
     max_position = longest_sequence(
         config,
         spec,
@@ -83,7 +150,7 @@ def build_executor(
         max_span_tokens=max_num_batched_tokens,
         device_bytes=device_bytes,
     )
-    with _naming_the_weights(spec, backend.activation_dtype, max_position):
+    with _naming_the_weights(held, backend.activation_dtype, max_position):
         decoder = Decoder(
             spec,
             backend.ops,
@@ -91,6 +158,8 @@ def build_executor(
             dtype=backend.activation_dtype,
             max_position=max_position,
             layout=layout,
+            share=share,
+            ranks=ranks,
         )
         checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
     with torch.inference_mode():
@@ -103,6 +172,8 @@ def build_executor(
             decoder.multiply_once(max_num_batched_tokens)  # the library loads its kernels while ours are compiled
         precompile.wait(PROMPTS)
         timeline.mark("kernels")
+    if ranks is not None:
+        ranks.barrier()  # nobody counts what is free before all of them have their weights
     with torch.inference_mode():
         if backend.kv_dtype.itemsize == 1:
             decoder.set_kv_scales(
@@ -114,51 +185,33 @@ def build_executor(
                     block_size=config.block_size,
                 )
             )
-        ledger = _plan(config, spec, backend, decoder, max_num_seqs, max_num_batched_tokens)
+        ledger = _plan(config, held, backend, decoder, max_num_seqs, max_num_batched_tokens)
     timeline.mark("memory")
-    cache = KVCache(
-        spec,
-        layout,
+    return LoadedModel(
+        config, spec, backend, decoder, ledger, max_num_seqs, max_num_batched_tokens, precompile, timeline
+    )
+
+
+def make_cache(loaded: LoadedModel, ledger: MemoryLedger) -> KVCache:
+    return KVCache(
+        loaded.decoder.share.spec(loaded.spec),
+        loaded.decoder.layout,
         num_blocks=ledger.num_blocks,
         num_host_blocks=ledger.num_host_blocks,
-        block_size=config.block_size,
-        dtype=backend.kv_dtype,
-        device=backend.device,
+        block_size=ledger.block_size,
+        dtype=loaded.backend.kv_dtype,
+        device=loaded.backend.device,
     )
-    timeline.mark("cache")
-    if precompile is not None:
-        precompile.wait(START)
-        timeline.mark("more kernels")
+
+
+def make_sampler(loaded: LoadedModel, ledger: MemoryLedger) -> Sampler:
     with torch.inference_mode():
-        sampler = Sampler(
-            num_rows=max_num_seqs,
-            vocab_size=spec.vocab_size,
-            device=backend.device,
+        return Sampler(
+            num_rows=loaded.max_num_seqs,
+            vocab_size=loaded.spec.vocab_size,
+            device=loaded.backend.device,
             max_model_len=ledger.max_model_len,
         )
-    timeline.mark("sampler")
-    executor = assemble_executor(
-        decoder,
-        cache,
-        sampler,
-        backend,
-        ledger,
-        block_size=config.block_size,
-        max_num_seqs=max_num_seqs,
-        has_graphs=_has_graphs(config, backend),
-        precompile=precompile,
-    )
-    if executor.worker.graphs is not None:
-        timeline.mark("graphs")
-    return BuiltExecutor(
-        executor=executor,
-        backend=backend,
-        ledger=ledger,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        swap_bytes_per_s=cache.measure_swap_rate(),
-        timeline_s=timeline.seconds,
-    )
 
 
 @contextmanager
@@ -185,7 +238,7 @@ def _has_graphs(config: EngineConfig, backend: Backend) -> bool:
 def assemble_executor(
     decoder: Decoder,
     cache: KVCache,
-    sampler: Sampler,
+    sampler: Sampler | ElsewhereSampled,
     backend: Backend,
     ledger: MemoryLedger,
     *,
@@ -251,7 +304,8 @@ def _plan(
         budget = cuda_kv_budget(config, free_bytes=free, total_bytes=total, activation_bytes=taken)
         flag = "gpu_memory_utilization"
     else:
-        activation_bytes = sizing.cpu_step_bytes(spec, max_num_seqs, max_tokens)
+        whole_logits = replace(spec, vocab_size=decoder.spec.vocab_size)  # the rank that samples gathers them
+        activation_bytes = sizing.cpu_step_bytes(whole_logits, max_num_seqs, max_tokens)
         budget = cpu_kv_budget(config, activation_bytes)
         flag = "kv_cache_memory_bytes"
     return plan_memory(

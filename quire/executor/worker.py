@@ -7,6 +7,7 @@ the host works that out while the forward pass runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +40,19 @@ class ForwardPass:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
 
 
+class ElsewhereSampled:
+    """In a sampler's place on ranks that do not sample: they are told the tokens."""
+
+    def admit(self, row: int, spec: SamplingSpec, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        pass
+
+    def fork(self, source_row: int, row: int, spec: SamplingSpec) -> None:
+        pass
+
+    def release(self, row: int) -> None:
+        pass
+
+
 class Worker:
     """One device."""
 
@@ -47,7 +61,7 @@ class Worker:
         decoder: Decoder,
         cache: KVCache,
         batch: PersistentBatch,
-        sampler: Sampler,
+        sampler: Sampler | ElsewhereSampled,
         *,
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
@@ -104,7 +118,8 @@ class Worker:
             self.batch.fork(fork.source_row, fork.row)
             self.sampler.fork(fork.source_row, fork.row, fork.sampling)
         if done.logits is None:
-            return None
+            return None  # no row samples, or another rank does it
+        assert isinstance(self.sampler, Sampler)
         if done.unjudged:
             drafts = {each.row: each.drafts for each in done.unjudged}
             of_rows = [drafts.get(row, []) for row in done.rows]
@@ -152,7 +167,7 @@ class Worker:
         done = ForwardPass(inputs.sampled_rows, inputs.sampled_positions)
         done.prompt_logprobs = self._prompt_logprobs(plan, starts, hidden)
         if inputs.sampled_rows:
-            done.logits = self.decoder.logits(hidden, inputs.logit_indices)
+            done.logits = self.decoder.gathered_logits(hidden, inputs.logit_indices)
         return done
 
     def _can_replay(self, plan: StepPlan, starts: list[int]) -> bool:
@@ -193,8 +208,9 @@ class Worker:
                 for at in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
                     some = targets[at : at + _PROMPT_LOGPROB_ROWS]
                     indices = torch.arange(first + at, first + at + len(some), device=hidden.device)
-                    logits = self.decoder.logits(hidden, indices)
-                    entries.extend(prompt_logprobs(logits, some, spec.prompt_logprobs))
+                    logits = self.decoder.gathered_logits(hidden, indices)
+                    if logits is not None:
+                        entries.extend(prompt_logprobs(logits, some, spec.prompt_logprobs))
                 if entries:
                     found[row] = entries
                 if start + count >= len(prompt):

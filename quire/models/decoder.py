@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +18,14 @@ from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight,
 from quire.layers.rotary import rotary_table
 from quire.models.kv_layout import KVLayout, kv_layout
 from quire.models.layer import DenseMlp, Layer, SelfAttention
+from quire.models.share import ModelShare
 from quire.models.slots import WeightSlot, matrix_slots, norm_slot
 from quire.models.spec import ModelSpec, RopeSpec
-from quire.models.tensors import is_ignored_tensor
+from quire.models.tensors import checkpoint_tensors, is_ignored_tensor
+from quire.parallel.linear import SummedLinear
+
+if TYPE_CHECKING:
+    from quire.parallel.ranks import Ranks
 
 
 class Decoder:
@@ -38,8 +44,14 @@ class Decoder:
         dtype: torch.dtype,
         max_position: int,
         layout: KVLayout | None = None,
+        share: ModelShare | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """layout: of the layers that are here; share: what is here, where the model is split, and `ranks` then reaches
+        the others."""
         self.spec = spec
+        self.share = share or ModelShare.whole(spec)
+        self._ranks = ranks
         self.layout = layout or kv_layout(spec, max_position)
         self.max_position = max_position
         self.ops = ops
@@ -49,25 +61,48 @@ class Decoder:
         self._matrices: list[LinearWeight] = []
         self._norms: list[Tensor] = []
         self._rope_tables: list[tuple[RopeSpec, Tensor]] = []
-        self._embedding = self._new_matrix(spec.vocab_size, spec.hidden_size)
-        self._head = self._embedding if spec.tie_embeddings else self._new_matrix(spec.vocab_size, spec.hidden_size)
-        self._final_norm = self._new_norm(spec.hidden_size)
-        self._layers = [self._new_layer(index) for index in range(spec.num_layers)]
+        words = len(self.share.words)
+        self._embedding = self._new_matrix(words, spec.hidden_size) if self.share.is_first else None
+        self._head = self._final_norm = None
+        if self.share.is_last:
+            is_tied = spec.tie_embeddings and self._embedding is not None
+            self._head = self._embedding if is_tied else self._new_matrix(words, spec.hidden_size)
+            self._final_norm = self._new_norm(spec.hidden_size)
+        first = self.share.layers.start
+        self._layers = [self._new_layer(first + index, group) for index, group in enumerate(self.layout.groups)]
         # Gemma multiplies by the factor as rounded to the activations' dtype, and was trained so.
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
 
     def forward(self, token_ids: Tensor, batches: Sequence[AttentionBatch], kv: Sequence[Tensor]) -> Tensor:
         """token_ids: [tokens] int64, placed by `batches`, one for each KV group; kv: each layer's cache.
-        -> [tokens, hidden], before the final norm, which only the tokens that give logits need."""
+        -> [tokens, hidden], before the final norm, which only the tokens that give logits need. Where there are stages,
+        they come from the one before and go to the one after."""
         ops, layers = self.ops, self._layers
-        residual = self._embedding.embed(token_ids, self._embedding_scale)
+        residual = self._enter(token_ids)
         x = ops.norm(residual, layers[0].attention_norm)
         next_norms = [layer.attention_norm for layer in layers[1:]]
         for layer, next_norm, layer_kv in zip(layers, [*next_norms, None], kv, strict=True):
             x = layer.attention.run(ops, x, residual, layer.mlp_norm, layer_kv, batches)
             x = layer.mlp.run(x, residual, next_norm)
+        if not self.share.is_last:
+            assert self._ranks is not None
+            self._ranks.send_hidden(residual)
         return residual
+
+    def _enter(self, token_ids: Tensor) -> Tensor:
+        if self._embedding is None:
+            assert self._ranks is not None
+            shape = (len(token_ids), self.spec.hidden_size)
+            return self._ranks.receive_hidden(torch.empty(shape, dtype=self.dtype, device=self._device))
+        words = self.share.words
+        if words.is_whole:
+            return self._embedding.embed(token_ids, self._embedding_scale)
+        # Each word is on one rank; the others add zeros to it.
+        assert self._ranks is not None
+        elsewhere = (token_ids < words.start) | (token_ids >= words.stop)
+        rows = self._embedding.embed((token_ids - words.start).masked_fill(elsewhere, 0), self._embedding_scale)
+        return self._ranks.sum(rows.masked_fill_(elsewhere[:, None], 0.0))
 
     def excerpt(self) -> tuple[Decoder, list[int]]:
         """The same model with the fewest layers that do all that it does, and which ones: each kind of layer, and the
@@ -81,10 +116,18 @@ class Decoder:
     def logits(self, hidden: Tensor, indices: Tensor | None, out: Tensor | None = None) -> Tensor:
         """hidden: [tokens, hidden] from `forward`; indices: [rows] of the tokens wanted, or None for all.
         -> float32 [rows, vocab], in `out` where given."""
+        assert self._head is not None and self._final_norm is not None
         if indices is not None:
             hidden = hidden[indices]
         x = self.ops.normalize(hidden, self._final_norm)
         return self._head.logits(x, self.spec.logit_softcap, out)
+
+    def gathered_logits(self, hidden: Tensor, indices: Tensor) -> Tensor | None:
+        """As `logits`, over the whole vocabulary, on the rank that samples; None on the others."""
+        if not self.share.is_last:
+            return None
+        logits = self.logits(hidden, indices)
+        return logits if self.share.words.is_whole or self._ranks is None else self._ranks.gather(logits)
 
     @property
     def weight_bytes(self) -> int:
@@ -94,7 +137,9 @@ class Decoder:
 
     def is_ignored_weight(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor without its being needed."""
-        return is_ignored_tensor(self.spec, name)
+        return is_ignored_tensor(self.spec, name) or (
+            not self.share.layers.is_whole and name in checkpoint_tensors(self.spec)
+        )
 
     def finish_loading(self) -> None:
         """After the last weight, before the first step."""
@@ -121,29 +166,32 @@ class Decoder:
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """A slot for every tensor that the checkpoint must hold, by its name there."""
-        spec = self.spec
-        slots = list(matrix_slots(self._embedding, {"model.embed_tokens": spec.vocab_size}))
-        if not spec.tie_embeddings:
-            slots += matrix_slots(self._head, {"lm_head": spec.vocab_size})
-        slots.append(norm_slot("model.norm.weight", self._final_norm.weight, offset=spec.norm_offset))
-        for index, layer in enumerate(self._layers):
+        spec, words = self.spec, self.share.words
+        slots: list[WeightSlot] = []
+        if self._embedding is not None:
+            slots += matrix_slots(self._embedding, {"model.embed_tokens": words})
+        if self._head is not None and self._head is not self._embedding:
+            slots += matrix_slots(self._head, {"model.embed_tokens" if spec.tie_embeddings else "lm_head": words})
+        if self._final_norm is not None:
+            slots.append(norm_slot("model.norm.weight", self._final_norm.weight, offset=spec.norm_offset))
+        for index, layer in enumerate(self._layers, self.share.layers.start):
             slots += layer.slots(f"model.layers.{index}", norm_offset=spec.norm_offset)
         return {slot.name: slot for slot in slots}
 
-    def _new_layer(self, index: int) -> Layer:
-        spec, kind = self.spec, self.spec.layers[index]
-        hidden, head_dim = spec.hidden_size, spec.head_dim
-        q_width, kv_width = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+    def _new_layer(self, index: int, group: int) -> Layer:
+        spec, share, kind = self.spec, self.share, self.spec.layers[index]
+        hidden, head_dim, inner = spec.hidden_size, spec.head_dim, len(share.columns)
+        q_width, kv_width = len(share.heads) * head_dim, len(share.kv_heads) * head_dim
         attention = SelfAttention(
             AttentionSpec(
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
+                num_heads=len(share.heads),
+                num_kv_heads=len(share.kv_heads),
                 head_dim=head_dim,
                 scale=spec.attention_scale,
                 window=kind.window,
                 softcap=spec.attention_softcap,
             ),
-            self.layout.groups[index],
+            group,
             Rotary(
                 self._rope_table(kind.rope),
                 q_norm=self._new_norm(head_dim).weight if spec.qk_norm else None,
@@ -151,20 +199,31 @@ class Decoder:
                 eps=spec.norm_eps,
             ),
             qkv=self._new_matrix(q_width + 2 * kv_width, hidden, bias=spec.qkv_bias),
-            output=self._new_matrix(hidden, q_width, bias=spec.output_bias),
+            output=self._new_summed_matrix(hidden, q_width, bias=spec.output_bias),
             branch_norm=self._new_norm(hidden) if spec.sandwich_norms else None,
+            heads=share.heads,
+            kv_heads=share.kv_heads,
         )
         mlp = DenseMlp(
             spec.activation,
-            gate_up=self._new_matrix(2 * spec.intermediate_size, hidden, bias=spec.mlp_bias),
-            down=self._new_matrix(hidden, spec.intermediate_size, bias=spec.mlp_bias),
+            gate_up=self._new_matrix(2 * inner, hidden, bias=spec.mlp_bias),
+            down=self._new_summed_matrix(hidden, inner, bias=spec.mlp_bias),
             branch_norm=self._new_norm(hidden) if spec.sandwich_norms else None,
+            columns=share.columns,
         )
         return Layer(self._new_norm(hidden), attention, self._new_norm(hidden), mlp)
 
     def _new_matrix(self, out_features: int, in_features: int, *, bias: bool = False) -> LinearWeight:
         self._matrices.append(self.ops.new_linear(out_features, in_features, bias=bias))
         return self._matrices[-1]
+
+    def _new_summed_matrix(self, out_features: int, in_features: int, *, bias: bool) -> LinearWeight:
+        """One whose inputs are split among ranks, so that its products are parts of a sum."""
+        matrix = self._new_matrix(out_features, in_features, bias=bias)
+        if self.share.tensor_size == 1:
+            return matrix
+        assert self._ranks is not None
+        return SummedLinear(matrix, self.ops, self._ranks, adds_bias=self.share.tensor_rank == 0)
 
     def _new_norm(self, width: int) -> Norm:
         self._norms.append(torch.empty(width, device=self._device, dtype=self._norm_dtype))

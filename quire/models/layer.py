@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Normed, Ops, Rotary
+from quire.models.share import Cut
 from quire.models.slots import WeightSlot, matrix_slots, norm_slot
 
 
@@ -26,6 +27,8 @@ class SelfAttention:
     qkv: LinearWeight
     output: LinearWeight
     branch_norm: Norm | None = None  # of its result, before that is added (Gemma 3)
+    heads: Cut | None = None  # which of the model's are here, where not all
+    kv_heads: Cut | None = None
 
     def run(
         self, ops: Ops, x: Normed, residual: Tensor, next_norm: Norm, kv: Tensor, batches: Sequence[AttentionBatch]
@@ -44,11 +47,12 @@ class SelfAttention:
         return (self.qkv, False), (self.output, True)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
-        q_rows, kv_rows = self.spec.num_heads * self.spec.head_dim, self.spec.num_kv_heads * self.spec.head_dim
+        q_rows = (self.heads or Cut.whole(self.spec.num_heads)) * self.spec.head_dim
+        kv_rows = (self.kv_heads or Cut.whole(self.spec.num_kv_heads)) * self.spec.head_dim
         yield from matrix_slots(
             self.qkv, {f"{prefix}.q_proj": q_rows, f"{prefix}.k_proj": kv_rows, f"{prefix}.v_proj": kv_rows}
         )
-        yield from matrix_slots(self.output, {f"{prefix}.o_proj": self.output.out_features})
+        yield from matrix_slots(self.output, {f"{prefix}.o_proj": self.output.out_features}, q_rows)
 
 
 class Mlp(Protocol):
@@ -76,6 +80,7 @@ class DenseMlp:
     gate_up: LinearWeight
     down: LinearWeight
     branch_norm: Norm | None = None
+    columns: Cut | None = None  # which of the model's are here, where not all
 
     def run(self, x: Normed, residual: Tensor, next_norm: Norm | None) -> Normed:
         gated = self.gate_up.multiply_act(x, self.activation)
@@ -88,9 +93,9 @@ class DenseMlp:
         return (self.gate_up, False), (self.down, True)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
-        inner = self.down.in_features
+        inner = self.columns or Cut.whole(self.down.in_features)
         yield from matrix_slots(self.gate_up, {f"{prefix}.gate_proj": inner, f"{prefix}.up_proj": inner})
-        yield from matrix_slots(self.down, {f"{prefix}.down_proj": self.down.out_features})
+        yield from matrix_slots(self.down, {f"{prefix}.down_proj": self.down.out_features}, inner)
 
 
 @dataclass(slots=True)

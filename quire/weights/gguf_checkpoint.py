@@ -96,19 +96,28 @@ class GGUFCheckpoint(Checkpoint):
                     progress(done_bytes, total_bytes)
 
     def _load(self, entry: TensorEntry, slot: WeightSlot, dequantizer: Dequantizer) -> None:
-        raw = self._raw(entry)
-        rows = dequantizer.rows(raw, entry.dtype, entry.shape) if slot.keeps_quantized else None
-        slot.load(self._tensor(entry, raw, dequantizer) if rows is None else rows)
+        raw, shape = self._raw(entry, slot.part[0] if slot.part else None)
+        rows = dequantizer.rows(raw, entry.dtype, shape) if slot.keeps_quantized else None
+        tensor: Any = self._tensor(replace(entry, shape=shape), raw, dequantizer) if rows is None else rows
+        # Columns are cut behind the blocks' reading: a file's blocks may be longer than what shares a scale.
+        slot.load(tensor[:, slot.part[1]] if slot.part and len(slot.part) == 2 else tensor)
 
-    def _raw(self, entry: TensorEntry) -> Bytes:
+    def _raw(self, entry: TensorEntry, rows: slice | None) -> tuple[Bytes, tuple[int, ...]]:
+        """The stored bytes of all rows, or of some, and the shape of what they hold."""
         import numpy as np
 
-        raw = np.frombuffer(self._file.data, np.uint8, entry.num_bytes, entry.offset)
+        offset, num_bytes, shape = entry.offset, entry.num_bytes, entry.shape
+        if rows is not None:
+            row_bytes = num_bytes // shape[0]
+            offset, num_bytes = offset + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
+            shape = (rows.stop - rows.start, *shape[1:])
+        raw = np.frombuffer(self._file.data, np.uint8, num_bytes, offset)
         if self._arch == "llama" and (heads := self._permuted_heads(entry.name)) is not None:
             # llama.cpp rotates neighbours, Hugging Face the two halves of a head: its rows are interleaved. Undone on
-            # the stored rows, which are several times smaller than the values.
-            raw = raw.reshape(heads, entry.shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(-1)
-        return raw
+            # the stored rows, which are several times smaller than the values. Parts of a tensor are whole heads.
+            pairs = entry.shape[0] // heads // 2
+            raw = raw.reshape(-1, pairs, 2, raw.size // shape[0]).swapaxes(1, 2).reshape(-1)
+        return raw, shape
 
     def _tensor(self, entry: TensorEntry, raw: Bytes, dequantizer: Dequantizer) -> Tensor:
         tensor = dequantizer.tensor(raw, entry.dtype, entry.shape)

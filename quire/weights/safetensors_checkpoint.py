@@ -70,7 +70,8 @@ class SafetensorsCheckpoint(Checkpoint):
             try:
                 with safe_open(file, framework="pt", device="cpu") as opened:
                     for entry in sorted(in_file, key=lambda entry: entry.offset):  # the disk's own order
-                        slots[entry.name].load(opened.get_tensor(entry.stored_name))
+                        slot, name = slots[entry.name], entry.stored_name
+                        slot.load(opened.get_tensor(name) if slot.part is None else opened.get_slice(name)[slot.part])
                         done_bytes += entry.num_bytes
                         if progress is not None:
                             progress(done_bytes, total_bytes)

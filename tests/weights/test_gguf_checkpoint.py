@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from functools import partial
+
 import gguf
 import numpy as np
 import pytest
 import torch
 
 from quire.errors import WeightsError
+from quire.kernels.interface import QuantizedRows
+from quire.models.slots import WeightSlot
 from quire.weights import gguf_checkpoint
 from quire.weights.gguf_checkpoint import GGUFCheckpoint, hugging_face_name
 
@@ -114,6 +118,36 @@ def test_k_quants_of_a_whole_file(tmp_path, recorder):
     loaded = load(tmp_path / "k.gguf", recorder, "qwen2")
     expected = gguf.quants.dequantize(embedding, Q.Q6_K)
     np.testing.assert_array_equal(loaded["model.embed_tokens.weight"].numpy(), expected)
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.Q4_0, Q.Q5_0, Q.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("keeps_quantized", [False, True])
+def test_a_slot_that_holds_a_part_gets_that_part(write_gguf, gguf_tensors, recorder, kind, keeps_quantized):
+    """Some heads of q and k, whose rows the file has in another order, and some blocks of down's columns."""
+    matrices = [name for name, tensor in gguf_tensors("llama").items() if tensor.ndim == 2]
+    path = write_gguf(quantize=dict.fromkeys(matrices, kind))
+    whole = load(path, recorder)
+    parts = {
+        "model.layers.1.self_attn.q_proj.weight": (slice(8, 24), slice(0, 32)),
+        "model.layers.1.self_attn.k_proj.weight": (slice(8, 16), slice(0, 32)),
+        "model.layers.1.mlp.down_proj.weight": (slice(0, 32), slice(32, 64)),
+        "model.embed_tokens.weight": (slice(5, 16), slice(0, 32)),
+    }
+    loaded = {}
+
+    def keep(name, part):
+        rows = torch.from_numpy(part.unpacked()) if isinstance(part, QuantizedRows) else part
+        loaded[name] = rows.clone()
+
+    slots = {
+        name: WeightSlot(
+            name, tuple(tensor.shape), partial(keep, name), lambda std, seed: None, keeps_quantized, parts.get(name)
+        )
+        for name, tensor in whole.items()
+    }
+    GGUFCheckpoint(path).load_into(slots, lambda name: False)
+    for name, part in parts.items():
+        assert torch.equal(loaded[name].float(), whole[name][part].float()), name
 
 
 def test_progress_ends_at_the_total(write_gguf, recorder, nothing_ignored):

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from quire.errors import WeightsError
+from quire.models.slots import WeightSlot
 from quire.weights.safetensors_checkpoint import INDEX_NAME, SafetensorsCheckpoint, list_tensors, read_header
 
 
@@ -209,3 +211,17 @@ def test_directories_without_safetensors(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     with pytest.raises(WeightsError, match="PyTorch pickles"):
         list_tensors(tmp_path)
+
+
+def test_a_slot_that_holds_a_part_gets_that_part(write_safetensors):
+    whole = {"m.weight": torch.randn(6, 8), "m.bias": torch.randn(6)}
+    loaded = {}
+    slots = {
+        name: WeightSlot(
+            name, tuple(tensor.shape), partial(loaded.__setitem__, name), lambda std, seed: None, part=part
+        )
+        for (name, tensor), part in zip(whole.items(), [(slice(2, 5), slice(4, 8)), (slice(2, 5),)], strict=True)
+    }
+    SafetensorsCheckpoint(write_safetensors(whole)).load_into(slots, lambda name: False)
+    assert torch.equal(loaded["m.weight"], whole["m.weight"][2:5, 4:8])
+    assert torch.equal(loaded["m.bias"], whole["m.bias"][2:5])

@@ -1,0 +1,164 @@
+"""What one rank holds of a model that is split among several: which heads, columns, words and layers.
+
+    tensor parallel    every matrix is split. q, k, v, gate and up by their outputs, so that a rank has whole heads and
+                       whole columns of the MLP; output and down by their inputs, so that each is summed over the
+                       ranks; embedding and head by words of the vocabulary.
+    pipeline parallel  whole layers: a stage hands its hidden states to the next. The first has the embedding, the last
+                       the head.
+
+Shares need not be equal. Ranks with fewer KV heads than there are ranks keep copies of one and divide its query heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quire.errors import ConfigError
+from quire.models.kv_layout import KVLayout
+from quire.models.spec import ModelSpec
+
+# Columns of the MLP are divided in units of a quantized file's blocks, words in units of a kernel's panels.
+_COLUMN_UNIT = 32
+_WORD_UNIT = 64
+
+
+@dataclass(slots=True, frozen=True)
+class Cut:
+    """Those from `start` up to `stop`, out of `total`."""
+
+    start: int
+    stop: int
+    total: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __mul__(self, width: int) -> Cut:
+        """The same where each of them is `width` things."""
+        return Cut(self.start * width, self.stop * width, self.total * width)
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self) == self.total
+
+    @classmethod
+    def whole(cls, total: int) -> Cut:
+        return cls(0, total, total)
+
+    @classmethod
+    def part(cls, total: int, index: int, count: int, unit: int = 1) -> Cut:
+        """The index-th of `count` parts, as equal as they can be; cut between units where each part has one."""
+        unit = unit if total // unit >= count else 1
+        units = -(-total // unit)
+        return cls(min(total, units * index // count * unit), min(total, units * (index + 1) // count * unit), total)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ModelShare:
+    """One rank's share: its place among the ranks, and what it holds."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+    heads: Cut
+    kv_heads: Cut
+    columns: Cut  # of the MLP
+    words: Cut
+    layers: Cut
+
+    @classmethod
+    def whole(cls, spec: ModelSpec) -> ModelShare:
+        return share_of(spec, 0)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the final norm and the head."""
+        return self.stage == self.num_stages - 1
+
+    def spec(self, spec: ModelSpec) -> ModelSpec:
+        """The model as this rank sees it, for everything that depends on shapes."""
+        return replace(
+            spec,
+            num_heads=len(self.heads),
+            num_kv_heads=len(self.kv_heads),
+            intermediate_size=len(self.columns),
+            vocab_size=len(self.words),
+            num_layers=len(self.layers),
+            layers=spec.layers[self.layers.slice],
+        )
+
+    def layout(self, layout: KVLayout) -> KVLayout:
+        """Where the layers of this rank lie in its part of a block. Groups are those of the whole model: all ranks have
+        the same block tables."""
+        if self.layers.is_whole:
+            return layout
+        groups = layout.groups[self.layers.slice]
+        slots = tuple(groups[:i].count(group) for i, group in enumerate(groups))
+        return replace(layout, num_slots=max(slots) + 1, groups=groups, slots=slots)
+
+
+def share_of(spec: ModelSpec, rank: int, tensor_size: int = 1, num_stages: int = 1) -> ModelShare:
+    """The ranks of one stage are neighbours. ConfigError, naming what fits, where the model cannot be split so."""
+    check_degrees(spec, tensor_size, num_stages)
+    index = rank % tensor_size
+    heads, kv_heads = _attention_cut(spec, index, tensor_size)
+    return ModelShare(
+        tensor_rank=index,
+        tensor_size=tensor_size,
+        stage=rank // tensor_size,
+        num_stages=num_stages,
+        heads=heads,
+        kv_heads=kv_heads,
+        columns=Cut.part(spec.intermediate_size, index, tensor_size, _COLUMN_UNIT),
+        words=Cut.part(spec.vocab_size, index, tensor_size, _WORD_UNIT),
+        layers=Cut.part(spec.num_layers, rank // tensor_size, num_stages),
+    )
+
+
+def check_degrees(spec: ModelSpec, tensor_size: int, num_stages: int) -> None:
+    if tensor_size > (most := max_tensor_size(spec)):
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_size} is more than the {most} ranks among which {spec.num_heads} query and "
+            f"{spec.num_kv_heads} KV heads, {spec.intermediate_size} columns and {spec.vocab_size} words can be split: "
+            f"use 1 to {most}"
+        )
+    if num_stages > spec.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} is more than the model's {spec.num_layers} layers: use 1 to "
+            f"{spec.num_layers}"
+        )
+
+
+def max_tensor_size(spec: ModelSpec) -> int:
+    """Any degree up to this one fits: shares need not be equal."""
+    return min(spec.num_heads, spec.intermediate_size, spec.vocab_size)
+
+
+def largest_share(spec: ModelSpec, tensor_size: int = 1, num_stages: int = 1) -> ModelShare:
+    """Of the rank that needs most memory, as shapes tell it."""
+    shares = [share_of(spec, rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
+    return max(shares, key=lambda share: (len(share.kv_heads) * len(share.layers), len(share.heads), share.is_last))
+
+
+def _attention_cut(spec: ModelSpec, index: int, count: int) -> tuple[Cut, Cut]:
+    """Query and KV heads: whole KV groups, or where there are more ranks than those, a part of one."""
+    group = spec.num_heads // spec.num_kv_heads
+    if count <= spec.num_kv_heads:
+        kv_heads = Cut.part(spec.num_kv_heads, index, count)
+        return kv_heads * group, kv_heads
+    # Rank i belongs to KV head i * heads // ranks; those of one head divide its query heads.
+    head = index * spec.num_kv_heads // count
+    owners = [rank for rank in range(count) if rank * spec.num_kv_heads // count == head]
+    part = Cut.part(group, index - owners[0], len(owners))
+    first = head * group
+    return Cut(first + part.start, first + part.stop, spec.num_heads), Cut(head, head + 1, spec.num_kv_heads)
