@@ -17,6 +17,7 @@ from quire.errors import ConfigError
 from quire.params import plain, plain_list
 from quire.refusals import reads_arguments, sift
 from quire.sizes import read_size
+from quire.speculation import SpeculativeConfig
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 GIB = 1 << 30
@@ -54,6 +55,7 @@ def _understood(given: dict[str, Any]) -> dict[str, Any]:
             if ours in values:
                 raise ConfigError(f"{theirs} and {ours} are the same thing: give one of them")
             values[ours] = values.pop(theirs)
+    values = _with_speculation(values)
     values = sift(values, refusals.ENGINE, known, error=lambda _, message: ConfigError(message))
     written = frozenset(values) - {"given"}
     values = {name: _plain(value) for name, value in values.items() if value is not None}
@@ -64,6 +66,29 @@ def _understood(given: dict[str, Any]) -> dict[str, Any]:
     if "pinned_prefixes" in values:
         values["pinned_prefixes"] = _prefixes(values["pinned_prefixes"])
     return {"given": written, **values}
+
+
+# vLLM's short spellings -> keys of speculative_config.
+_SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+
+
+def _with_speculation(values: dict[str, Any]) -> dict[str, Any]:
+    """One speculative_config out of it and its short spellings."""
+    short = {name: values.pop(name) for name in _SPECULATION if values.get(name) is not None}
+    values = {name: value for name, value in values.items() if name not in _SPECULATION}
+    given = values.get("speculative_config")
+    if not short and (given is None or given == {}):
+        return {name: value for name, value in values.items() if name != "speculative_config"}
+    if short and given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{', '.join(short)} and speculative_config are the same thing: give one of them")
+    keys = dict(given) if isinstance(given, Mapping) else given
+    for name, value in short.items():
+        assert isinstance(keys, dict) or keys is None
+        keys = keys or {}
+        if keys.get(_SPECULATION[name]) is not None:
+            raise ConfigError(f"{name} and {_SPECULATION[name]} in speculative_config are the same thing: give one")
+        keys[_SPECULATION[name]] = value
+    return {**values, "speculative_config": SpeculativeConfig.read(keys)}
 
 
 @reads_arguments(_understood)
@@ -110,6 +135,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     priority_ageing_s: float = 10.0
     preemption: str = "auto"
+    speculative_config: SpeculativeConfig | None = None  # or a mapping with vLLM's keys
 
     # What the user wrote, for messages; not part of the meaning.
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)

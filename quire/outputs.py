@@ -86,6 +86,8 @@ class RequestMetrics:
     total_s: float | None = None
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_draft_tokens: int = 0  # verified, and of those accepted; where a server runs the engine, known at the end
+    num_accepted_tokens: int = 0
     cache_outcome: str | None = None  # why the prompt found as many cached tokens as it did
 
 

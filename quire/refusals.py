@@ -49,7 +49,7 @@ def _table(by_reason: Mapping[str, str]) -> dict[str, Refusal]:
 _ONE_DEVICE = "Quire runs on one device for now"
 _NO_ADAPTERS = "Quire has no LoRA yet"
 _NO_GRAMMAR = "Quire has no structured output yet"
-_NO_DRAFTS = "Quire has no speculative decoding yet"
+_DRAFTS = 'use speculative_config, e.g. {"method": "suffix"}'
 _NO_BEAMS = "Quire has no beam search yet: use n with a temperature"
 _NO_POOLING = "Quire generates text only"
 _NO_MEDIA = "Quire reads and writes text only"
@@ -94,9 +94,8 @@ ENGINE = _table(
             enable_lora_bias=false enable_tower_connector_lora=false specialize_active_lora=false
             enable_mixed_moe_lora_format=false enable_moe_shared_loras=false qlora_adapter_name_or_path
             enable_prompt_adapter=false max_prompt_adapters=1 max_prompt_adapter_token=0""",
-        _NO_DRAFTS: """
-            speculative_config={} spec_method spec_model spec_tokens speculative_model num_speculative_tokens
-            num_lookahead_slots=0 diffusion_config={}""",
+        _DRAFTS: "speculative_model num_speculative_tokens num_lookahead_slots=0",
+        "Quire serves no diffusion models": "diffusion_config={}",
         _NO_GRAMMAR: """
             structured_outputs_config={} guided_decoding_backend="auto"|"xgrammar"
             guided_decoding_disable_fallback=false guided_decoding_disable_any_whitespace=false
@@ -283,7 +282,7 @@ FIELDS = {
         _NO_MEDIA: 'modalities=["text"] audio media_io_kwargs={}',
         _NO_TRANSFER: "kv_transfer_params",
         _NO_PLUGINS: "vllm_xargs={}",
-        _NO_DRAFTS: "prediction",
+        "the server's own drafter finds what an answer repeats: --speculative-config": "prediction",
         _NO_SAMPLER: """
             typical_p=1|1.0 mirostat=0 dynatemp_range=0|0.0 xtc_probability=0|0.0 dry_multiplier=0|0.0""",
         "Quire keeps no answers": "store=false",

@@ -136,6 +136,8 @@ class Sequence:
     cache_outcome: CacheOutcome | None = None
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None

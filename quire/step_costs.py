@@ -1,6 +1,7 @@
 """What steps cost, learned from those that ran. One model for everyone who decides something by it.
 
 The scheduler asks how many prompt tokens fit into a step's time, and whether swapping or computing again is cheaper.
+The drafter asks what it costs to verify drafts beside a number of decodes.
 The loop asks when the next step has to be planned, and whether a step leaves the host time for a capture.
 """
 
@@ -15,6 +16,8 @@ _MARGIN_S = 0.2e-3  # what no estimate knows of: the host's clock is not the dev
 _FIRST_PREPARING_S = 0.1  # before a preparation was seen
 _PREPARING = "preparing"
 _ROWS, _TOKENS = 8, 64  # steps whose sizes agree up to these count as one kind
+_OUTLIER = 3.0  # times what was expected: somebody else had the machine
+_DRAFTS_FORGOTTEN_AFTER = 2000  # steps: what drafts cost then may have changed, and costs that deter are not tried
 
 
 @dataclass(slots=True)
@@ -48,10 +51,15 @@ class StepKind:
 
     num_decodes: int
     num_prompt_tokens: int
+    num_draft_tokens: int = 0
 
     def rounded(self) -> StepKind:
         """The kind that similar steps share."""
-        return StepKind(-(-self.num_decodes // _ROWS) * _ROWS, -(-self.num_prompt_tokens // _TOKENS) * _TOKENS)
+        return StepKind(
+            -(-self.num_decodes // _ROWS) * _ROWS,
+            -(-self.num_prompt_tokens // _TOKENS) * _TOKENS,
+            -(-self.num_draft_tokens // _ROWS) * _ROWS,
+        )
 
 
 class StepCosts:
@@ -70,6 +78,10 @@ class StepCosts:
         self._token_s = 1.0 / prefill_tokens_per_s
         self._steps: dict[StepKind, Estimate] = {}
         self._host: dict[str, Estimate] = {}
+        self._num_steps = 0
+        self._decodes_s: dict[int, float] = {}  # by number of decodes, rounded: a step of these alone
+        # By that, then by number of drafts, rounded: the seconds that these add, and the step when that was seen.
+        self._drafts_s: dict[int, dict[int, tuple[float, int]]] = {}
 
     # -- learning
 
@@ -84,7 +96,24 @@ class StepCosts:
         else:
             self._steps[rounded] = Estimate.first(device_s)
         if total_s > 0:
-            self._learn_token_cost(kind.num_decodes, kind.num_prompt_tokens, total_s)
+            self._num_steps += 1
+            if not kind.num_prompt_tokens:
+                self._learn_draft_cost(kind.num_decodes, kind.num_draft_tokens, total_s)
+            if kind.num_prompt_tokens or not kind.num_draft_tokens:
+                self._learn_token_cost(kind.num_decodes, kind.num_prompt_tokens + kind.num_draft_tokens, total_s)
+
+    def _learn_draft_cost(self, num_decodes: int, num_drafts: int, total_s: float) -> None:
+        rows, drafts = _rounded(num_decodes), _rounded(num_drafts)
+        plain_s = self._decodes_s.get(rows)
+        if not drafts:
+            most_s = total_s if plain_s is None else min(total_s, _OUTLIER * plain_s)
+            self._decodes_s[rows] = _smooth(plain_s, most_s)
+        elif plain_s is not None:
+            expected_s = self.drafts_s(num_decodes, num_drafts)
+            extra_s = min(max(0.0, total_s - plain_s), _OUTLIER * max(expected_s, plain_s / 4))
+            table = self._drafts_s.setdefault(rows, {})
+            known = table.get(drafts)
+            table[drafts] = (_smooth(known[0] if known else None, extra_s), self._num_steps)
 
     def observe_planning(self, seconds: float, *, has_prompts: bool) -> None:
         """The host's time between deciding to plan a step and having submitted it."""
@@ -131,6 +160,29 @@ class StepCosts:
         """About how long a step takes that only decodes; 0 while nothing is known."""
         return self._baseline_s or 0.0
 
+    def plain_s(self, num_decodes: int) -> float | None:
+        """About how long a step of so many decodes and nothing else takes; None while none was seen."""
+        return self._decodes_s.get(_rounded(num_decodes))
+
+    def drafts_s(self, num_decodes: int, num_drafts: int) -> float:
+        """About how many seconds so many drafts add to a step of so many decodes. Between what was seen it is a line;
+        beyond it, each draft costs as much as a prompt's token."""
+        drafts = _rounded(num_drafts)
+        rows = _rounded(num_decodes)
+        if self._drafts_s and rows not in self._drafts_s:
+            rows = min(self._drafts_s, key=lambda known: max(known, rows) / min(known, rows))
+        below, above = (0, 0.0), None
+        for known, (seconds, seen) in list(self._drafts_s.get(rows, {}).items()):
+            if self._num_steps - seen > _DRAFTS_FORGOTTEN_AFTER:
+                del self._drafts_s[rows][known]
+            elif known <= drafts and known > below[0]:
+                below = (known, seconds)
+            elif known > drafts and (above is None or known < above[0]):
+                above = (known, seconds)
+        if above is None:
+            return below[1] + (drafts - below[0]) / self.prefill_tokens_per_s
+        return below[1] + (above[1] - below[1]) * (drafts - below[0]) / (above[0] - below[0])
+
     def step_s(self, kind: StepKind) -> float:
         """About how long a step takes: as its kind did before, else by its prompt tokens; 0 while nothing is known."""
         if known := self._steps.get(kind.rounded()):
@@ -157,6 +209,12 @@ class StepCosts:
 def _planning(has_prompts: bool) -> str:
     """A step with prompts takes longer to plan."""
     return "planning prompts" if has_prompts else "planning decodes"
+
+
+def _rounded(count: int) -> int:
+    """Up, to four binary digits: small counts, where a token more or less shows in a kernel's tiles, stay apart."""
+    shift = max(0, (count - 1).bit_length() - 4) if count else 0
+    return -(-count // (1 << shift)) << shift
 
 
 def _smooth(old: float | None, new: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,20 @@ def test_spellings_that_vllm_users_write(written: dict[str, object], meant: dict
         ({"block_size": 24}, ["4, 8, 16, 32, 64, 128", "24"]),
         ({"trust_remote_code": True}, ["trust_remote_code"]),
         ({"tensor_parallel_size": 2}, ["tensor_parallel_size"]),
-        ({"speculative_config": {"x": 1}}, ["speculative_config"]),
+        ({"speculative_config": {"x": 1}}, ["speculative_config", "'x'"]),
+        ({"speculative_config": {"method": "ngram", "promt_lookup_max": 3}}, ["did you mean prompt_lookup_max"]),
+        ({"speculative_config": {"method": "eagle3"}}, ["ngram, suffix, draft_model", "eagle3"]),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, ["num_speculative_tokens", "128"]),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 1000}}, ["num_speculative_tokens"]),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": True}}, ["num_speculative_tokens"]),
+        ({"speculative_config": {"method": "suffix", "prompt_lookup_max": 3}}, ["prompt_lookup_max", "suffix"]),
+        ({"speculative_config": {"method": "draft_model"}}, ["add model"]),
+        ({"speculative_config": {"method": "ngram", "model": "smollm2"}}, ["leave model out"]),
+        ({"speculative_config": {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}}, ["more than"]),
+        ({"speculative_config": "ngram"}, ["speculative_config", "mapping"]),
+        ({"speculative_config": {"method": "ngram"}, "spec_method": "suffix"}, ["spec_method", "method"]),
+        ({"spec_tokens": 4}, ["method"]),
+        ({"speculative_model": "smollm2"}, ["speculative_model", "speculative_config"]),
         ({"swap_space": 1, "swap_space_gb": 1}, ["swap_space", "swap_space_gb"]),
         ({"dtype": "int3"}, ["dtype", "int3"]),
         ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype"]),
@@ -84,3 +98,15 @@ def test_a_config_is_never_mutated() -> None:
     assert (config.block_size, changed.block_size) == (32, 64)
     with pytest.raises(AttributeError):
         config.block_size = 4  # type: ignore[misc]
+
+
+def test_drafting_is_written_in_vllms_ways() -> None:
+    long = EngineConfig(speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3})
+    assert long.speculative_config is not None
+    assert (long.speculative_config.prompt_lookup_min, long.speculative_config.prompt_lookup_max) == (3, 3)
+    short = EngineConfig(spec_method="suffix", spec_tokens=8)
+    assert short == EngineConfig(speculative_config={"method": "suffix", "num_speculative_tokens": 8, "model": None})
+    assert EngineConfig(**dataclasses.asdict(short)) == short
+    model = EngineConfig(spec_model="smollm2").speculative_config
+    assert model is not None and model.method == "draft_model"
+    assert EngineConfig(speculative_config=None, spec_method=None) == EngineConfig(speculative_config={})

@@ -89,8 +89,8 @@ def test_flags_are_refused_in_variables_and_files_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="QUIRE_LORA_MODULES is not supported: Quire has no LoRA yet"):
         read_flags(environ={"QUIRE_LORA_MODULES": "x"})
     file = tmp_path / "quire.yaml"
-    file.write_text("speculative-config: {method: ngram}\n")
-    with pytest.raises(ConfigError, match=r"speculative-config in .* is not supported: Quire has no speculative"):
+    file.write_text("diffusion-config: {method: x}\n")
+    with pytest.raises(ConfigError, match=r"diffusion-config in .* is not supported: Quire serves no diffusion"):
         read_flags("--config", str(file))
     file.write_text("max-lora: 1\n")
     with pytest.raises(ConfigError, match=r"is no flag of quire serve$"):  # none that is refused is suggested

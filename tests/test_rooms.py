@@ -26,6 +26,7 @@ FOUNDATION = {
     "inputs",
     "sizes",
     "step_costs",
+    "speculation",
 }
 # Room -> rooms it may import, besides itself and the foundation.
 MAY_IMPORT = {
@@ -33,13 +34,14 @@ MAY_IMPORT = {
     "text": set(),
     "kernels": set(),
     "scheduler": {"kv"},
+    "drafting": {"scheduler"},
     "layers": {"kernels"},
     "parallel": {"kernels"},
     "models": {"layers", "parallel", "kernels"},
     "sampling": {"kernels"},
     "weights": {"models", "layers", "kernels"},
     "executor": {"sampling", "weights", "models", "layers", "parallel", "kernels"},
-    "engine": {"text", "scheduler", "kv", "executor", "weights", "models"},
+    "engine": {"text", "drafting", "scheduler", "kv", "executor", "weights", "models"},
     "router": {"engine", "kv", "text"},
     "server": {"engine", "text", "router"},
     "lab": {"bench", "sim", "engine", "executor", "models", "weights"},
@@ -50,7 +52,7 @@ MAY_IMPORT = {
     "bench": {"llm", "engine", "weights", "router"},
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = {"kv", "scheduler", "text", "sim"} | FOUNDATION
+WITHOUT_TORCH = {"kv", "drafting", "scheduler", "text", "sim"} | FOUNDATION
 
 
 def modules() -> list[Path]:

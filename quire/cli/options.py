@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from quire.config import EngineConfig
 from quire.params import SamplingParams
+
+
+def json_value(text: str) -> Any:
+    return json.loads(text)
+
 
 # Flag -> (type, help). Names are EngineConfig's; values stay None unless given, so the config's defaults rule.
 MODEL_FLAGS: dict[str, tuple[Any, str]] = {
@@ -38,6 +44,10 @@ RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "scheduling_policy": (str, "fcfs or priority"),
     "priority_ageing_s": (float, "waiting so long counts as one priority (default 10)"),
     "preemption": (str, "auto, recompute or swap"),
+    "speculative_config": (json_value, "how to draft tokens: vLLM's keys, such as method and num_speculative_tokens"),
+    "spec_method": (str, "draft tokens and verify them: ngram, suffix or draft_model (default: off)"),
+    "spec_model": (str, "the draft model, of the same vocabulary"),
+    "spec_tokens": (int, "drafts of a sequence in one step, at most"),
 }
 ENGINE_SWITCHES: dict[str, str] = {
     "allow_special_tokens_in_content": "read <|im_end|> and the like in messages as control tokens (default: as text)",
@@ -96,7 +106,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def metavar_of(kind: Any) -> str:
-    return "VALUE" if kind is str else "N"
+    return {str: "VALUE", json_value: "JSON"}.get(kind, "N")
 
 
 def _option(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire import refusals
-from quire.cli.options import ENGINE_SWITCHES, MODEL_FLAGS, RUNTIME_FLAGS, metavar_of
+from quire.cli.options import ENGINE_SWITCHES, MODEL_FLAGS, RUNTIME_FLAGS, json_value, metavar_of
 from quire.cli.settings_file import Flag, Gathered, read_count, read_json, read_json_or_text, read_number, read_text
 from quire.errors import ConfigError
 from quire.refusals import Refusal
@@ -26,8 +26,8 @@ _FIELDS = {
     "drain_timeout": "drain_timeout_s",
     "step_timeout": "step_timeout_s",
 }
-_ALIASES = {"quantization": ("-q",), "swap_space_gb": ("--swap-space",)}
-_READERS: dict[Any, Any] = {int: read_count, float: read_number, str: read_text}
+_ALIASES = {"quantization": ("-q",), "swap_space_gb": ("--swap-space",), "speculative_config": ("-sc",)}
+_READERS: dict[Any, Any] = {int: read_count, float: read_number, str: read_text, json_value: read_json}
 
 
 def _from_table(table: Mapping[str, tuple[Any, str]]) -> list[Flag]:
@@ -153,7 +153,6 @@ _SHORT = {
     "data_parallel_size": ("-dp",),
     "compilation_config": ("-cc",),
     "optimization_level": ("-O",),
-    "speculative_config": ("-sc",),
 }
 
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
+from quire.drafting import LookupDrafter
 from quire.engine.core import EngineCore
 from quire.engine.inputs import InputProcessor
 from quire.engine.launch import keep_what_is_built
 from quire.engine.outputs import OutputProcessor
 from quire.engine.text_side import OpenedModel, TextSide, open_model
+from quire.errors import ConfigError
 from quire.executor.precompile import Precompile
 from quire.executor.sizing import smooth_prompt_tokens
 from quire.executor.timeline import Timeline
@@ -153,6 +155,10 @@ def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenS
     scheduler = Scheduler(scheduler_config(config, executor), kv)
     if smooth_tokens := config.smooth_prefill_tokens:
         scheduler.smooth_steps(lambda num_decodes: smooth_tokens)
+    if (speculation := config.speculative_config) is not None:
+        if speculation.method == "draft_model":
+            raise ConfigError("speculative_config: draft models are not served yet; use method suffix or ngram")
+        scheduler.drafter = LookupDrafter(speculation, scheduler.costs)
     return TokenSide(executor, EngineCore(scheduler, executor.executor, kv))
 
 

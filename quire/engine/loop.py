@@ -205,7 +205,8 @@ class EngineLoop:
                 self._tell_preemptions(key, seq, outputs)
             if update.finished:
                 assert seq.finish_reason is not None
-                outputs.ended.append(Ended(key, seq.finish_reason.value, seq.stop_reason, update.error))
+                drafted = seq.num_draft_tokens, seq.num_accepted_tokens
+                outputs.ended.append(Ended(key, seq.finish_reason.value, seq.stop_reason, update.error, *drafted))
         if first_keys:
             outputs.keys[:0], outputs.tokens[:0] = first_keys, first_tokens
         if outputs.ended:  # not before: a request's last sequences may end in one step

@@ -161,6 +161,8 @@ class Ended:
     reason: str
     stop_reason: int | str | None
     error: str | None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

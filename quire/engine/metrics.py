@@ -20,7 +20,7 @@ def step_metrics(core: EngineCore) -> list[Metric]:
         Metric("vllm:prefix_cache_queries_total", "counter", kv.prefix.num_query_tokens),
         Metric("vllm:prefix_cache_hits_total", "counter", kv.prefix.num_hit_tokens),
     ]
-    found += _waiting_by_reason(core) + _step_tokens(stats)
+    found += _waiting_by_reason(core) + _step_tokens(stats) + _drafts(core)
     ours: dict[str, tuple[str, float]] = {
         "steps_total": ("counter", stats.num_steps),
         "tokens_per_second": ("gauge", stats.tokens_per_s()),
@@ -103,6 +103,22 @@ def _step_tokens(stats: StepStats) -> list[Metric]:
         for bound, count in zip(bounds, itertools.accumulate(stats.steps_by_tokens), strict=True)
     ]
     return [*found, Metric(name, "histogram", stats.step_tokens)]
+
+
+def _drafts(core: EngineCore) -> list[Metric]:
+    """Where something drafts."""
+    if core.scheduler.drafter is None:
+        return []
+    stats = core.scheduler.stats
+    return [
+        Metric("vllm:spec_decode_num_drafts_total", "counter", stats.num_drafts),
+        Metric("vllm:spec_decode_num_draft_tokens_total", "counter", stats.num_draft_tokens),
+        Metric("vllm:spec_decode_num_accepted_tokens_total", "counter", stats.num_accepted_tokens),
+        *(
+            Metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", "counter", count, {"position": str(position)})
+            for position, count in enumerate(stats.num_accepted_by_depth)
+        ),
+    ]
 
 
 def _device(core: EngineCore) -> list[Metric]:

@@ -250,7 +250,10 @@ def _metrics(arrival: float, seqs: list[Sequence], num_output_tokens: int) -> Re
     first = seqs[0]
     metrics = RequestMetrics(arrival)
     metrics.num_preemptions, metrics.num_recomputed_tokens = first.num_preemptions, first.num_recomputed_tokens
+    metrics.num_draft_tokens, metrics.num_accepted_tokens = first.num_draft_tokens, first.num_accepted_tokens
     for other in seqs[1:]:
+        metrics.num_draft_tokens += other.num_draft_tokens
+        metrics.num_accepted_tokens += other.num_accepted_tokens
         metrics.num_preemptions += other.num_preemptions
         metrics.num_recomputed_tokens += other.num_recomputed_tokens
     metrics.cache_outcome = None if first.cache_outcome is None else first.cache_outcome.value

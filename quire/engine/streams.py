@@ -290,6 +290,7 @@ def _end(line: Line, ended: Ended, now_s: float) -> None:
     seq = line.seq
     seq.state, seq.finish_reason = SequenceState.FINISHED, FinishReason(ended.reason)
     seq.stop_reason, seq.finished_s = ended.stop_reason, now_s
+    seq.num_draft_tokens, seq.num_accepted_tokens = ended.num_draft_tokens, ended.num_accepted_tokens
     line.waiting.finished, line.waiting.error = True, ended.error
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.preemption import PreemptionKind
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.types import SchedulerStats, SequenceUpdate, TenantLoad, WaitReason
+from quire.scheduler.types import Drafter, SchedulerStats, SequenceUpdate, TenantLoad, WaitReason
 
 __all__ = [
+    "Drafter",
     "PreemptionKind",
     "Scheduler",
     "SchedulerConfig",

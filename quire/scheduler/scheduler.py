@@ -212,6 +212,8 @@ class Scheduler:
         grow, unforked = self._kv.grow, self._life.reserved_rows
         decodes, catching_up = step.decodes, step.catching_up
         has_drafter = self.drafter is not None
+        if self.drafter is not None and self._life.running:
+            self.drafter.begin_step(self._life.running, step.budget - len(self._life.running))
         # A preemption inside takes the list's last sequence away, which iteration over a list allows. With several
         # tenants it may be any.
         for seq in self._still_running() if self._life.queue.is_shared else self._life.running:
@@ -476,7 +478,7 @@ class Scheduler:
             self._kv.moves_done(ticket)
             self._life.on_loaded(ticket)
         timings = result.timings
-        kind = StepKind(memory.num_decodes, memory.num_prefill_tokens)
+        kind = StepKind(memory.num_decodes, memory.num_prefill_tokens, memory.num_draft_tokens)
         self.costs.observe_step(kind, device_s=timings.forward_s + timings.sample_s, total_s=timings.total_s)
         updates = self.take_failures()
         prompts = self._prompt_logprobs.take_new(memory, result) if result.prompt_logprobs else {}
@@ -513,6 +515,14 @@ class Scheduler:
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += drafts.num_tokens
         self.stats.num_accepted_tokens += num_accepted
+        by_depth = self.stats.num_accepted_by_depth
+        by_depth += [0] * (num_accepted - len(by_depth))
+        for depth in range(num_accepted):
+            by_depth[depth] += 1
+        seq.num_draft_tokens += drafts.num_tokens
+        seq.num_accepted_tokens += num_accepted
+        if self.drafter is not None:
+            self.drafter.judged(seq, drafts.num_tokens, num_accepted)
         self._life.queue.charge(seq, num_output_tokens=num_accepted)
         if seq.state is not _RUNNING or seq.num_preemptions != drafts.num_preemptions:
             return
@@ -529,4 +539,6 @@ class Scheduler:
     ) -> SequenceUpdate:
         self._life.end(seq, reason)
         self._prompt_logprobs.forget(seq)
+        if self.drafter is not None:
+            self.drafter.ended(seq)
         return SequenceUpdate(seq, new_token_ids or [], finished=True, error=error)

@@ -96,6 +96,7 @@ class StepBuilder:
             prompts=prompts,
             num_decodes=len(one_token),
             num_prefill_tokens=sum(self.chunk_sizes),
+            num_draft_tokens=self.num_draft_tokens,
         )
         return plan, memory
 
@@ -110,6 +111,7 @@ class InFlight:
     prompts: list[tuple[int, Sequence, int]]  # row, sequence, first position: spans that want prompt logprobs
     num_decodes: int
     num_prefill_tokens: int
+    num_draft_tokens: int = 0
 
 
 def num_drafts(drafts: list[int] | int) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
 from quire.plan import TokenLogprobs
 from quire.request import Sequence
@@ -22,12 +22,22 @@ class SequenceUpdate:
     error: str | None = None  # with FinishReason.ERROR or BANNED: what happened
 
 
-class Drafter(Protocol):
+class Drafter:
     """Guesses how running sequences go on. Whether a guess is right changes only how fast they do."""
+
+    def begin_step(self, running: Iterable[Sequence], most: int) -> None:
+        """A step is planned in which these run; there is room for so many drafts. Then `propose` is called for some."""
 
     def propose(self, seq: Sequence, most: int) -> list[int] | int:
         """At most so many token ids to follow the sequence's last one; or how many the executor's own drafter shall
-        propose. Tokens of steps in flight are not known here (seq.num_pending_tokens): there, only a number will do."""
+        propose. Tokens of steps in flight are not known here (seq.num_pending_tokens)."""
+        return 0
+
+    def judged(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """So many drafts were verified, and so many of them were right."""
+
+    def ended(self, seq: Sequence) -> None:
+        """The sequence will not run again."""
 
 
 class WaitReason(StrEnum):
@@ -53,6 +63,7 @@ class SchedulerStats:
     num_drafts: int = 0  # sequences' drafts that were verified, and their tokens
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_by_depth: list[int] = field(default_factory=list)  # how often a first draft was accepted, a second ...
     num_recomputed_tokens: int = 0  # tokens whose KV was dropped and, not found in the prefix cache, computed again
 
     @property

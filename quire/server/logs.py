@@ -107,6 +107,8 @@ class RequestLog:
                 "output_tokens": summary.num_output_tokens,
                 "cache": summary.cache_outcome,
                 "preemptions": summary.num_preemptions,
+                "drafted": summary.num_draft_tokens or None,
+                "accepted": summary.num_accepted_tokens if summary.num_draft_tokens else None,
                 "queue_s": summary.queue_s,
                 "first_token_s": summary.first_token_s,
                 "inter_token_s": summary.inter_token_s,

@@ -20,6 +20,8 @@ class Name:
 
 _COUNTER, _GAUGE, _HISTOGRAM = "counter", "gauge", "histogram"
 
+_DRAFTS = "speculation, once a draft was verified"
+
 VLLM: dict[str, Name] = {
     "num_requests_running": Name(_GAUGE, "Sequences that hold blocks and run."),
     "num_requests_waiting": Name(_GAUGE, "Sequences in the engine's queue, preempted ones too."),
@@ -33,6 +35,12 @@ VLLM: dict[str, Name] = {
     "num_preemptions_total": Name(_COUNTER, "Times that a running sequence had to give up its blocks."),
     "prefix_cache_queries_total": Name(_COUNTER, "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits_total": Name(_COUNTER, "Prompt tokens found in the prefix cache."),
+    "spec_decode_num_drafts_total": Name(_COUNTER, "Times that a sequence's drafts were verified.", only_with=_DRAFTS),
+    "spec_decode_num_draft_tokens_total": Name(_COUNTER, "Draft tokens that were verified.", only_with=_DRAFTS),
+    "spec_decode_num_accepted_tokens_total": Name(_COUNTER, "Those of them that were right.", only_with=_DRAFTS),
+    "spec_decode_num_accepted_tokens_per_pos_total": Name(
+        _COUNTER, "The same by their place among a sequence's drafts, from 0 on.", ("position",), only_with=_DRAFTS
+    ),
     "request_success_total": Name(_COUNTER, "Sequences that ended, by why.", ("finished_reason",)),
     "cache_config_info": Name(
         _GAUGE,

@@ -67,6 +67,8 @@ class RequestSummary:
     finish_reason: str
     cache_outcome: str | None
     num_preemptions: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     output_tokens_by_index: tuple[int, ...] = ()
 
 
@@ -200,6 +202,8 @@ class ServerMetrics(Collector):
             finish_reason=reasons[0] if len(set(reasons)) == 1 else ",".join(reasons),
             cache_outcome=measured.cache_outcome if measured is not None else None,
             num_preemptions=measured.num_preemptions if measured is not None else 0,
+            num_draft_tokens=measured.num_draft_tokens if measured is not None else 0,
+            num_accepted_tokens=measured.num_accepted_tokens if measured is not None else 0,
             output_tokens_by_index=tuple(counts),
         )
         self.recent.append(summary)

@@ -92,7 +92,8 @@ def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
     reached = {settings_field(flag.name) for flag in SHOWN} - engine_names() - {"api_key", "api_key_file"}
     assert reached == {field.name for field in dataclasses.fields(ServerSettings)} - {"api_keys"}
     known = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert {flag.name for flag in SHOWN} & engine_names() == known - {"given", "skip_tokenizer_init"}
+    short = {"spec_method", "spec_model", "spec_tokens"}  # keys of speculative_config
+    assert {flag.name for flag in SHOWN} & engine_names() == (known | short) - {"given", "skip_tokenizer_init"}
 
 
 def test_help_is_grouped_and_tells_defaults_and_precedence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +119,9 @@ def test_help_is_grouped_and_tells_defaults_and_precedence(capsys: pytest.Captur
         (["--lora-modules", "a=b", "c=d"], "--lora-modules is not supported: Quire has no LoRA yet"),
         (["--enable-auto-tool-choice", "--tool-call-parser", "hermes"], "is not supported"),
         (["--allowed-origins", '["*"]'], "use --cors-origin"),
-        (["--speculative-config", '{"method": "ngram"}'], "--speculative-config is not supported"),
+        (["--speculative-config", '{"method": "eagle"}'], "method in speculative_config must be one of"),
+        (["--speculative-config", "ngram"], "--speculative-config must be JSON"),
+        (["--spec-method", "ngram", "--spec-tokens", "0"], "num_speculative_tokens in speculative_config must be"),
         (["--task", "embed", "a-model"], "--task is not supported: Quire generates text only"),
         (["--port", "many"], "--port must be a whole number"),
         (["--port", "99999"], "port must be between 0 and 65535"),

@@ -24,13 +24,14 @@ from quire.engine.llm_engine import LLMEngine
 from quire.executor import decode_graphs, mixed_graphs
 from quire.executor.base import Executor
 from quire.request import Request, Sequence
+from quire.scheduler import Drafter
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, NUM_ROWS = 72, 4, 100, 6
 VOCAB = 50  # of the prompts: small, so that they share prefixes
 STEPS = 10_000
 
 
-class RightOrWrong:
+class RightOrWrong(Drafter):
     """Drafts from what a run alone gave, of which some tokens are changed."""
 
     def __init__(self, lines: dict[tuple[str, int], list[int]], accuracy: float) -> None:

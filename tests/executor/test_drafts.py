@@ -11,6 +11,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
 from quire.request import Sequence
+from quire.scheduler import Drafter
 
 PROMPTS = [[7 + i, 20, 30 + i, 9, 9, 40 + i][: 3 + i % 4] for i in range(10)]
 
@@ -32,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Oracle:
+class Oracle(Drafter):
     """Knows how each sequence will go on, and says so with a given accuracy."""
 
     def __init__(self, outputs: list[RequestOutput], accuracy: float) -> None:

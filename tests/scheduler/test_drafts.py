@@ -12,10 +12,11 @@ from scheduler.test_random import SETUPS, VOCAB, make_requests, run_workload
 
 from quire.kv import KVManager
 from quire.request import FinishReason, Request, Sequence
+from quire.scheduler import Drafter
 from quire.sim import ToyLanguage
 
 
-class Guesser:
+class Guesser(Drafter):
     """Drafts of random length, each token right with a given probability. Both kinds: ids from the host where it knows
     the last token, and numbers for the executor's own drafter."""
 
@@ -163,7 +164,7 @@ def test_blocks_and_sequences_hold_after_every_step(
 def test_blocks_of_rejected_drafts_are_given_back_and_the_executor_is_told() -> None:
     rig = rig_with_drafts(0, 0.0, block_size=4, num_blocks=100)
     proposals = iter([[VOCAB + 1] * 9, [], [VOCAB + 1] * 2])
-    rig.scheduler.drafter = type("Fixed", (), {"propose": lambda self, seq, most: next(proposals, [])})()
+    rig.scheduler.drafter = type("Fixed", (Drafter,), {"propose": lambda self, seq, most: next(proposals, [])})()
     request = make_request(4, max_tokens=20)
     rig.add(request)
     rig.step()
@@ -193,7 +194,7 @@ def test_drafts_never_reach_past_the_last_token() -> None:
 def test_a_guess_preempts_nobody() -> None:
     """Two sequences fill the pool: drafts would need another block, so there are none."""
     rig = rig_with_drafts(0, 1.0, num_blocks=4, block_size=4)
-    rig.scheduler.drafter = type("Greedy", (), {"propose": lambda self, seq, most: [1] * min(most, 4)})()
+    rig.scheduler.drafter = type("Greedy", (Drafter,), {"propose": lambda self, seq, most: [1] * min(most, 4)})()
     requests = [make_request(6, max_tokens=2) for _ in range(2)]
     rig.add(*requests)
     rig.run()
@@ -201,7 +202,7 @@ def test_a_guess_preempts_nobody() -> None:
     assert all(isinstance(request, Request) and request.is_finished for request in requests)
 
 
-class Drafts:
+class Drafts(Drafter):
     """Proposes these once, and nothing after."""
 
     def __init__(self, *proposals: list[int]) -> None:

@@ -1,0 +1,5 @@
+"""Drafting: how sequences may go on, guessed on the host, and how many guesses are worth a step's time."""
+
+from quire.drafting.lookup import LookupDrafter
+
+__all__ = ["LookupDrafter"]

@@ -1,0 +1,125 @@
+"""How likely drafts are accepted, and how many are worth verifying.
+
+What a sequence samples is compared with what was guessed whether or not the guess was verified, so learning that drafts
+miss costs no step anything.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from quire.step_costs import StepCosts
+
+# By how many tokens agreed before it, the chance that a guess is right, before anything was seen.
+_FIRST_CHANCES = (0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9)
+_FIRST_WEIGHT, _MAX_WEIGHT = 8, 200  # guesses that a first chance, and a learned one at most, counts as
+_MAX_CHANCE = 0.99
+_MIN_GAIN = 1.05  # of tokens a second: less than that, and noise would decide
+_MAX_LOOKED_AT = 512  # drafts that one step considers
+
+
+class Chances:
+    """The chance that a guess is right, by how many tokens agreed before it and whether all earlier places agree."""
+
+    __slots__ = ("_chances", "_weights")
+
+    def __init__(self) -> None:
+        # Uneven places are of guesses that all earlier places agree with.
+        self._chances = [chance for chance in _FIRST_CHANCES for _ in range(2)]
+        self._weights = [_FIRST_WEIGHT] * len(self._chances)
+
+    def of(self, num_agreed: int, is_unanimous: bool) -> float:
+        return self._chances[_place(num_agreed, is_unanimous)]
+
+    def learn(self, num_agreed: int, is_unanimous: bool, is_right: bool) -> float:
+        """Returns the chance as it was before."""
+        place = _place(num_agreed, is_unanimous)
+        before = self._chances[place]
+        if self._weights[place] < _MAX_WEIGHT:
+            self._weights[place] += 1
+        self._chances[place] += (is_right - before) / self._weights[place]
+        return before
+
+
+def _place(num_agreed: int, is_unanimous: bool) -> int:
+    """One place for each length up to 7, then for 8 to 15, and for more."""
+    step = num_agreed if num_agreed < 8 else 8 if num_agreed < 16 else 9
+    return 2 * step + is_unanimous
+
+
+class Record:
+    """One request's own part: whether its guesses are right more or less often than those of all requests. Fades."""
+
+    __slots__ = ("_expected", "_observed")
+
+    def __init__(self) -> None:
+        self._observed = self._expected = 2.0
+
+    def learn(self, chance: float, is_right: bool) -> None:
+        self._observed = 0.9 * self._observed + 0.1 * 2.0 + is_right
+        self._expected = 0.9 * self._expected + 0.1 * 2.0 + chance
+
+    def adjust(self, chance: float) -> float:
+        return min(_MAX_CHANCE, chance * self._observed / self._expected)
+
+
+class Candidate(NamedTuple):
+    """A sequence that could have drafts: the chance that each of them is reached and right, in turn, falling."""
+
+    key: int
+    chances: list[float]
+
+
+def can_pay(costs: StepCosts, num_decodes: int, most: int) -> bool:
+    """Whether any number of drafts would, were all of them right. Asked before anything is looked up."""
+    plain_s = costs.plain_s(num_decodes)
+    if not plain_s:
+        return False
+    drafts = 1
+    while drafts <= most:
+        if (num_decodes + drafts) * plain_s >= _MIN_GAIN * num_decodes * (
+            plain_s + costs.drafts_s(num_decodes, drafts)
+        ):
+            return True
+        drafts = 2 * drafts + 1
+    return False
+
+
+def choose(costs: StepCosts, num_decodes: int, candidates: Iterable[Candidate], most: int) -> dict[int, int]:
+    """How many drafts of each candidate to verify, so that the step brings the most tokens a second.
+
+    Drafts are taken in the order of their chances, which is the best choice for every number of them, and the number is
+    the best of all: a step's cost need not grow evenly with it, as where a kernel works in tiles.
+    """
+    plain_s = costs.plain_s(num_decodes)
+    if not plain_s:
+        return {}
+    best_rate, best_number = _MIN_GAIN * num_decodes / plain_s, 0
+    taken: list[int] = []
+    tokens = float(num_decodes)
+    for chance, key in _by_chance(candidates):
+        if len(taken) >= min(most, _MAX_LOOKED_AT):
+            break
+        taken.append(key)
+        tokens += chance
+        rate = tokens / (plain_s + costs.drafts_s(num_decodes, len(taken)))
+        if rate > best_rate:
+            best_rate, best_number = rate, len(taken)
+    numbers: dict[int, int] = {}
+    for key in taken[:best_number]:
+        numbers[key] = numbers.get(key, 0) + 1
+    return numbers
+
+
+def _by_chance(candidates: Iterable[Candidate]) -> Iterator[tuple[float, int]]:
+    heap = [(-c.chances[0], c.key, 0, c.chances) for c in candidates if c.chances]
+    heapq.heapify(heap)
+    while heap:
+        chance, key, depth, chances = heap[0]
+        yield -chance, key
+        if depth + 1 < len(chances):
+            heapq.heapreplace(heap, (-chances[depth + 1], key, depth + 1, chances))
+        else:
+            heapq.heappop(heap)

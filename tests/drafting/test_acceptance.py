@@ -1,0 +1,113 @@
+"""How many drafts are worth a step's time."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.drafting.acceptance import Candidate, Chances, Record, can_pay, choose
+from quire.step_costs import StepCosts, StepKind
+
+
+def costs_of(num_decodes: int, plain_s: float, extra_s: dict[int, float]) -> StepCosts:
+    costs = StepCosts(prefill_tokens_per_s=1000.0)
+    for _ in range(30):
+        costs.observe_step(StepKind(num_decodes, 0), device_s=plain_s, total_s=plain_s)
+        for drafts, seconds in extra_s.items():
+            total_s = plain_s + seconds
+            costs.observe_step(StepKind(num_decodes, 0, drafts), device_s=total_s, total_s=total_s)
+    return costs
+
+
+def test_a_chance_follows_what_is_seen_where_it_is_seen() -> None:
+    chances = Chances()
+    long, short = chances.of(20, True), chances.of(2, True)
+    for _ in range(400):
+        chances.learn(2, True, is_right=False)
+        chances.learn(20, True, is_right=True)
+    assert chances.of(2, True) < 0.05 < short and chances.of(20, True) > max(0.95, long)
+    assert chances.of(2, False) == short  # not where it was not
+
+
+def test_a_request_whose_guesses_miss_is_trusted_less_and_trusted_again() -> None:
+    record = Record()
+    assert record.adjust(0.6) == 0.6
+    for _ in range(10):
+        record.learn(0.6, is_right=False)
+    assert record.adjust(0.6) < 0.3
+    for _ in range(30):
+        record.learn(0.6, is_right=True)
+    assert record.adjust(0.6) > 0.7
+    assert record.adjust(0.98) < 1
+
+
+def test_nothing_is_drafted_before_a_plain_step_was_seen() -> None:
+    costs = StepCosts(prefill_tokens_per_s=1000.0)
+    assert not can_pay(costs, 1, 8) and choose(costs, 1, [Candidate(1, [0.99] * 8)], 8) == {}
+
+
+def test_drafts_that_miss_or_cost_too_much_are_not_verified() -> None:
+    cheap = costs_of(1, 10e-3, {1: 1e-3, 3: 2e-3, 7: 4e-3})
+    assert choose(cheap, 1, [Candidate(1, [0.9, 0.8, 0.7, 0.6])], 8) == {1: 4}
+    assert choose(cheap, 1, [Candidate(1, [0.1, 0.01])], 8) == {}
+    wide = costs_of(64, 10e-3, {1: 1e-3, 16: 9e-3, 64: 20e-3})
+    assert not can_pay(wide, 64, 512)
+    assert choose(wide, 64, [Candidate(i, [0.95]) for i in range(64)], 512) == {}
+
+
+def test_costs_that_do_not_grow_evenly_are_followed() -> None:
+    """As where 16 rows are one tile: 15 drafts cost less than 7."""
+    tiles = costs_of(1, 16e-3, {1: 6e-3, 3: 9e-3, 7: 40e-3, 11: 60e-3, 15: 16e-3})
+    sure = [0.97**i for i in range(1, 16)]
+    assert choose(tiles, 1, [Candidate(1, sure)], 100) == {1: 15}
+    assert choose(tiles, 1, [Candidate(1, sure[:7])], 100) == {1: 3}  # where there are no 15
+
+
+chances_of_one = st.lists(st.floats(0.2, 0.99), min_size=1, max_size=3).map(
+    lambda ratios: list(itertools.accumulate(ratios, lambda a, b: a * b))
+)
+
+
+@given(st.lists(chances_of_one, min_size=1, max_size=3), st.floats(0.1, 1.5))
+def test_no_other_choice_brings_more_tokens_a_second(lines: list[list[float]], slope: float) -> None:
+    plain_s = 10e-3
+    extra_s = {n: slope * 3e-3 * n for n in range(1, 10)}
+    costs = costs_of(len(lines), plain_s, extra_s)
+    chosen = choose(costs, len(lines), [Candidate(i, line) for i, line in enumerate(lines)], 100)
+
+    def rate(numbers: tuple[int, ...]) -> float:
+        tokens = len(lines) + sum(sum(line[:n]) for line, n in zip(lines, numbers, strict=True))
+        return tokens / (plain_s + extra_s.get(sum(numbers), 0.0))
+
+    best = max(rate(numbers) for numbers in itertools.product(*(range(len(line) + 1) for line in lines)))
+    ours = rate(tuple(chosen.get(i, 0) for i in range(len(lines))))
+    assert ours >= best / 1.06 and ours >= len(lines) / plain_s * 0.999
+
+
+def test_one_slow_step_neither_opens_nor_shuts_the_gate() -> None:
+    costs = costs_of(1, 10e-3, {3: 4e-3})
+    costs.observe_step(StepKind(1, 0, 3), device_s=1.0, total_s=1.0)  # somebody else had the machine
+    assert costs.drafts_s(1, 3) < 9e-3
+    costs.observe_step(StepKind(1, 0), device_s=1.0, total_s=1.0)
+    assert costs.plain_s(1) == pytest.approx(16e-3)
+
+
+def test_what_drafts_cost_is_forgotten_in_time_so_that_it_is_tried_again() -> None:
+    costs = costs_of(1, 10e-3, {3: 100e-3})
+    assert choose(costs, 1, [Candidate(1, [0.9] * 3)], 8) == {}
+    for _ in range(2001):
+        costs.observe_step(StepKind(1, 0), device_s=10e-3, total_s=10e-3)
+    assert choose(costs, 1, [Candidate(1, [0.9] * 3)], 8) == {1: 3}
+
+
+def test_drafts_do_not_teach_what_decodes_alone_cost() -> None:
+    costs = costs_of(4, 10e-3, {})
+    for _ in range(20):
+        costs.observe_step(StepKind(4, 0, 20), device_s=50e-3, total_s=50e-3)
+    assert costs.decodes_s == pytest.approx(10e-3) and costs.plain_s(4) == pytest.approx(10e-3)
+    assert costs.drafts_s(4, 20) == pytest.approx(40e-3, rel=0.3)
+    assert costs.drafts_s(4, 10) == pytest.approx(20e-3, rel=0.3)  # between what was seen it is a line
+    assert costs.drafts_s(5, 20) == costs.drafts_s(4, 20)  # the nearest that was seen

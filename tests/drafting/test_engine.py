@@ -1,0 +1,106 @@
+"""Drafting in a real engine: tokens, logprobs and texts are those of plain decoding, whatever a request asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from executor.test_drafts import KINDS, PROMPTS, logprobs, make, seen
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError
+
+
+def free_drafts(llm: LLM) -> None:
+    """Whatever is guessed is verified: which drafts would pay is not the question here."""
+    costs = llm.llm_engine.core.scheduler.costs
+    costs.plain_s = lambda num_decodes: 1.0  # type: ignore[method-assign]
+    costs.drafts_s = lambda num_decodes, num_drafts: 0.0  # type: ignore[method-assign]
+
+
+# A vocabulary of few tokens, so that something is always found.
+FEW = {"allowed_token_ids": [*range(40, 44)]}
+ASKED: dict[str, dict[str, Any]] = {
+    **{name: kind for name, kind in KINDS.items() if name != "bad words"},
+    "bad words": {**KINDS["bad words"], "bad_words": ["ab", "c d"]},
+    "min_tokens and stop tokens": {"temperature": 1.0, "seed": 9, "min_tokens": 9, "stop_token_ids": [40]},
+    "stop string": {"temperature": 1.0, "seed": 11, "stop": ["a", "B", "9"], "include_stop_str_in_output": True},
+}
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_the_same_answers_as_without(tiny_model: Path, method: str) -> None:
+    plain, drafting = make(tiny_model), make(tiny_model, speculative_config={"method": method})
+    free_drafts(drafting)
+    stats = drafting.llm_engine.core.scheduler.stats
+    for kind, fields in ASKED.items():
+        params = SamplingParams(max_tokens=30, **{"ignore_eos": True, **FEW, **fields})
+        before, verified = stats.num_accepted_tokens, stats.num_draft_tokens
+        expected = plain.generate(PROMPTS, params, use_tqdm=False)
+        outputs = drafting.generate(PROMPTS, params, use_tqdm=False)
+        assert seen(outputs) == seen(expected), kind
+        assert logprobs(outputs) == pytest.approx(logprobs(expected), abs=1e-4), kind
+        found = [output.metrics for output in outputs]
+        assert sum(m.num_accepted_tokens for m in found if m) == stats.num_accepted_tokens - before
+        assert "stop" in kind or stats.num_draft_tokens > verified, kind
+    core = drafting.llm_engine.core
+    assert stats.num_accepted_tokens > 200
+    core.kv.check()
+    assert core.kv.num_used_blocks == 0
+    by_name = {metric.name: metric.value for metric in drafting.get_metrics() if "spec_decode" in metric.name}
+    assert by_name["vllm:spec_decode_num_accepted_tokens_total"] == stats.num_accepted_tokens
+    assert by_name["vllm:spec_decode_num_draft_tokens_total"] == stats.num_draft_tokens
+    assert by_name["vllm:spec_decode_num_drafts_total"] == stats.num_drafts
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_with_too_few_blocks_small_steps_and_shared_prefixes(tiny_model: Path, preemption: str) -> None:
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, ignore_eos=True, presence_penalty=0.3, **FEW)
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12, *prompt] for prompt in PROMPTS]
+    expected = make(tiny_model).generate(prompts, params, use_tqdm=False)
+    small = make(
+        tiny_model,
+        kv_cache_memory_bytes=100 << 10,
+        max_model_len=64,
+        max_num_batched_tokens=12,
+        max_num_seqs=6,
+        preemption=preemption,
+        swap_space=0.01,
+        speculative_config={"method": "suffix"},
+    )
+    free_drafts(small)
+    for _ in range(2):  # the second time from the prefix cache, and from the first answers
+        assert seen(small.generate(prompts, params, use_tqdm=False)) == seen(expected)
+    stats = small.llm_engine.core.scheduler.stats
+    assert stats.num_preemptions > 0 and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    small.llm_engine.core.kv.check()
+
+
+def test_a_second_run_of_the_same_request_is_drafted_from_the_first(tiny_model: Path) -> None:
+    llm = make(tiny_model, speculative_config={"method": "suffix"})
+    free_drafts(llm)
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=1, ignore_eos=True)
+    first, second = (llm.generate([PROMPTS[0]], params, use_tqdm=False)[0] for _ in range(2))
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert second.metrics is not None and second.metrics.num_accepted_tokens > 40
+
+
+def test_rejected_drafts_are_found_by_nobody_in_the_prefix_cache(tiny_model: Path) -> None:
+    """Blocks are full of wrong drafts now and then; a prompt that spells them must not find them."""
+    plain, drafting = make(tiny_model), make(tiny_model, speculative_config={"method": "ngram"})
+    free_drafts(drafting)
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True, **FEW)
+    outputs = drafting.generate(PROMPTS, params, use_tqdm=False)
+    stats = drafting.llm_engine.core.scheduler.stats
+    assert stats.num_accepted_tokens < stats.num_draft_tokens
+    again = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=0)
+    ours, theirs = (llm.generate(again, greedy, use_tqdm=False) for llm in (drafting, plain))
+    assert any(output.num_cached_tokens for output in ours)
+    assert seen(ours) == seen(theirs) and logprobs(ours) == pytest.approx(logprobs(theirs), abs=1e-4)
+
+
+def test_a_draft_model_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="draft models are not served"):
+        make(tiny_model, speculative_config={"model": str(tiny_model)})

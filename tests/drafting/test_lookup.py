@@ -1,0 +1,172 @@
+"""Drafts out of what was there before: which tokens, for whom, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from scheduler.harness import Rig, alone, make_request
+
+from quire.drafting import LookupDrafter
+from quire.request import FinishReason, Request, Sequence, SequenceState
+from quire.speculation import SpeculativeConfig
+from quire.step_costs import StepCosts, StepKind
+
+VOCAB = 4  # so few that everything has stood before
+
+
+def drafter_of(costs: StepCosts | None = None, **fields: Any) -> LookupDrafter:
+    return LookupDrafter(SpeculativeConfig.read(fields), costs or free_drafts())
+
+
+def free_drafts() -> StepCosts:
+    """Steps that cost the same however many drafts they verify."""
+    costs = StepCosts(prefill_tokens_per_s=1e9)
+    for rows in range(1, 40):
+        costs.observe_step(StepKind(rows, 0), device_s=1e-2, total_s=1e-2)
+    return costs
+
+
+def decoding(prompt: list[int], *answer: int, **fields: Any) -> Sequence:
+    request = make_request(prompt, max_tokens=1000, **fields)
+    seq = Sequence(request, 0, [*prompt, *answer], state=SequenceState.RUNNING)
+    seq.num_computed_tokens = len(seq.token_ids) - 1
+    return seq
+
+
+def step(drafter: LookupDrafter, *seqs: Sequence, most: int = 100) -> list[list[int]]:
+    drafter.begin_step(seqs, most)
+    return [drafter.propose(seq, most) for seq in seqs]
+
+
+def come(seq: Sequence, *tokens: int) -> None:
+    seq.token_ids.extend(tokens)
+    seq.num_computed_tokens += len(tokens)
+
+
+def test_ngram_proposes_what_followed_the_longest_match() -> None:
+    drafter = drafter_of(method="ngram", num_speculative_tokens=3, prompt_lookup_min=2, prompt_lookup_max=4)
+    seq = decoding([1, 2, 3, 40, 41, 42, 43, 9, 2, 3, 50, 51, 52, 53, 1, 2, 3])
+    assert step(drafter, seq) == [[40, 41, 42]]
+    come(seq, 40, 41, 42, 43)  # all were right
+    assert step(drafter, seq) == [[9, 2, 3]]
+    come(seq, 77)  # and now it goes its own way
+    assert step(drafter, seq) == [[]]
+    come(seq, 2, 3)
+    assert step(drafter, seq)[0][:1] in ([40], [50])
+
+
+def test_suffix_lengthens_with_the_match() -> None:
+    drafter = drafter_of(method="suffix")
+    seq = decoding([*range(100, 140), 100, 101, 102])
+    assert step(drafter, seq) == [[103, 104, 105]]
+    come(seq, 103, 104, 105, 106)
+    assert step(drafter, seq) == [[*range(107, 114)]]
+
+
+def test_what_repeats_itself_is_guessed_past_its_own_end() -> None:
+    drafter = drafter_of(method="ngram", num_speculative_tokens=8)
+    assert step(drafter, decoding([7, 8, 9, 7, 8, 9])) == [[7, 8, 9, 7, 8, 9, 7, 8]]
+
+
+def test_earlier_answers_are_found_by_suffix_and_by_whoever_may() -> None:
+    drafter = drafter_of(method="suffix")
+    earlier = decoding([1, 2], 60, 61, 62, 63, 64, salt="a")
+    step(drafter, earlier)
+    drafter.ended(earlier)
+
+    def asked(**fields: Any) -> list[int]:
+        return step(drafter, decoding([5, 6, 7, 60, 61], **fields))[0]
+
+    assert asked(salt="a") == [62, 63]
+    assert asked(salt="b") == [] and asked() == [] and asked(salt="a", adapter="x") == []
+    assert asked(salt="a", skip_prefix_cache_read=True) == []
+    assert not {1, 2} & set(drafter._answers._scopes["a", None].young.tokens)  # type: ignore[union-attr]  # prompts are not kept
+
+
+def test_ngram_and_a_suffix_without_a_cache_remember_nothing() -> None:
+    for fields in ({"method": "ngram"}, {"method": "suffix", "suffix_decoding_max_cached_requests": 0}):
+        drafter = drafter_of(**fields)
+        earlier = decoding([1, 2], 60, 61, 62, 63, 64)
+        step(drafter, earlier)
+        drafter.ended(earlier)
+        assert not drafter._lines and step(drafter, decoding([5, 60, 61])) == [[]]
+
+
+def test_with_steps_in_flight_the_drafts_begin_behind_them() -> None:
+    drafter = drafter_of(method="ngram", num_speculative_tokens=2)
+    seq = decoding([10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 10, 11])
+    seq.num_pending_tokens, seq.num_computed_tokens = 1, len(seq.token_ids)
+    assert step(drafter, seq) == [[13, 14]]
+    seq.num_unverified_drafts = 2
+    seq.num_pending_tokens, seq.num_computed_tokens = 2, len(seq.token_ids) + 1
+    assert step(drafter, seq) == [[16, 17]]
+
+
+def test_guesses_that_miss_stop_being_verified_without_a_step_paying_for_it() -> None:
+    costs = StepCosts(prefill_tokens_per_s=1e3)
+    for _ in range(20):
+        costs.observe_step(StepKind(1, 0), device_s=1e-2, total_s=1e-2)
+        costs.observe_step(StepKind(1, 0, 4), device_s=30e-3, total_s=30e-3)
+    drafter = drafter_of(costs, method="ngram", num_speculative_tokens=4)
+    rng = random.Random(1)
+    seq = decoding([rng.randrange(4) for _ in range(50)])  # every pair has stood before; what follows is chance
+    drafted = []
+    for _ in range(400):
+        drafted.append(bool(step(drafter, seq)[0]))
+        come(seq, rng.randrange(4))
+    assert sum(drafted[-100:]) < 10
+
+
+def test_a_wide_batch_looks_nothing_up() -> None:
+    costs = StepCosts(prefill_tokens_per_s=1e3)
+    costs.observe_step(StepKind(30, 0), device_s=1e-2, total_s=1e-2)  # a draft costs as much as three decodes
+    drafter = drafter_of(costs, method="suffix")
+    assert step(drafter, *(decoding([1, 2, 3, 1, 2]) for _ in range(30))) == [[]] * 30
+    assert not drafter._lines
+
+
+METHODS: list[dict[str, Any]] = [{"method": "ngram"}, {"method": "suffix"}]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("method", METHODS, ids=lambda fields: fields["method"])
+def test_in_a_scheduler_every_sequence_gets_the_tokens_of_a_run_alone(method: dict[str, Any], depth: int) -> None:
+    """With chunks, forks, preemption, swaps, aborts and a prefix cache around it."""
+    rng = random.Random(depth)
+    rig = Rig(
+        num_blocks=40,
+        num_host_blocks=10,
+        depth=depth,
+        vocab_size=VOCAB,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        max_model_len=100,
+    )
+    rig.scheduler.drafter = drafter = LookupDrafter(SpeculativeConfig.read(method), rig.scheduler.costs)
+    rig.scheduler.costs.drafts_s = lambda num_decodes, num_drafts: 0.0  # type: ignore[method-assign]  # draft all you can
+    requests: list[Request] = []
+    aborted = []
+    for i in range(40):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
+        requests.append(
+            make_request(prompt, max_tokens=rng.randrange(1, 50), n=rng.choice([1, 1, 3]), seed=i, logprobs=1)
+        )
+        rig.add(requests[-1])
+        for _ in range(rng.randrange(12)):
+            rig.step()
+        if rng.random() < 0.1:
+            aborted.append(rng.choice(requests))
+            rig.scheduler.abort(aborted[-1].request_id)
+    rig.run()
+    rig.check_idle()
+    stats = rig.scheduler.stats
+    assert stats.num_accepted_tokens > 20 and stats.num_preemptions > 0
+    assert sum(stats.num_accepted_by_depth) == stats.num_accepted_tokens
+    assert not drafter._lines and not drafter._chosen
+    for request in requests:
+        for seq, ours, theirs in zip(request.sequences, rig.outputs(request), alone(request, VOCAB), strict=False):
+            assert ours == (theirs[: len(ours)] if seq.finish_reason is FinishReason.ABORT else theirs)
+            for update in rig.updates.get(seq, []):
+                assert update.logprobs is None or len(update.logprobs) == len(update.new_token_ids)
