@@ -113,7 +113,8 @@ class EngineConfig:
     seed: int = 0
     # Where and how it runs
     device: str = "auto"
-    num_threads: int | None = None
+    num_threads: int | None = None  # of each replica
+    data_parallel_size: int = 1  # engines behind one server
     enforce_eager: bool = False
     # The cache
     block_size: int = 16
@@ -184,6 +185,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "num_threads",
+            "data_parallel_size",
             "long_prefill_token_threshold",
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",

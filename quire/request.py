@@ -79,6 +79,9 @@ class Request:
     adapter: str | None = None
     tenant: str = ""  # whose it is: tenants share the engine fairly
     skip_prefix_cache_read: bool = False
+    # Where it goes on from another engine: the output tokens that its sequences have already, by index. A sequence that
+    # is missing here has ended there. Empty: it begins.
+    continued: dict[int, list[int]] = field(default_factory=dict)
     # Each of these points back: whoever keeps a finished request for long empties the list, so that its memory is free
     # at once and not when the garbage collector finds the circle.
     sequences: list[Sequence] = field(default_factory=list)

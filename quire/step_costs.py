@@ -73,6 +73,7 @@ class StepCosts:
 
     def __init__(self, *, prefill_tokens_per_s: float) -> None:
         self.prefill_tokens_per_s = prefill_tokens_per_s
+        self.mixed_tokens_per_s: float | None = None  # prompt tokens a second, decodes beside them included
         self._rate_is_a_guess = True
         self._baseline_s: float | None = None
         self._token_s = 1.0 / prefill_tokens_per_s
@@ -138,6 +139,7 @@ class StepCosts:
             # Beside decodes, prompts have only what these leave of the step; of a wrong baseline's worth at most 3/4.
             own_s = max(total_s - (self._baseline_s or 0.0), total_s / 4) if num_decodes else total_s
             rate = num_prompt_tokens / own_s
+            self.mixed_tokens_per_s = _smooth(self.mixed_tokens_per_s, num_prompt_tokens / total_s)
             # The first measurement replaces the guess, which may be wrong by orders of magnitude.
             self.prefill_tokens_per_s = rate if self._rate_is_a_guess else _smooth(self.prefill_tokens_per_s, rate)
             if self._rate_is_a_guess and not num_decodes:

@@ -72,6 +72,13 @@ _MODEL = [
 _ENGINE = [
     *_from_table(RUNTIME_FLAGS),
     Flag(
+        name="data_parallel_size",
+        help="engines behind this server, each with a cache of its own (default 1)",
+        read=read_count,
+        metavar="N",
+        aliases=("-dp",),
+    ),
+    Flag(
         name="pinned_prefixes",
         help="text that is computed at start and never evicted; may be repeated",
         metavar="TEXT",
@@ -150,7 +157,6 @@ GROUPS: dict[str, list[Flag]] = {
 _SHORT = {
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
-    "data_parallel_size": ("-dp",),
     "compilation_config": ("-cc",),
     "optimization_level": ("-O",),
 }

@@ -64,6 +64,9 @@ class EngineLoad:
     kv_usage: float = 0.0  # share of blocks that requests hold
     num_steps: int = 0
     tokens_per_s: float = 0.0
+    # What the router reckons with; None: not measured yet.
+    prefill_tokens_per_s: float | None = None  # beside the decodes that run
+    decode_step_s: float | None = None
     brownout_level: int = 0  # 0: none, 1: smaller prefills, 2: shorter answers for new requests, 3: none are taken
 
 
@@ -81,6 +84,12 @@ class PreparedRequest:
     @property
     def num_prompt_tokens(self) -> int:
         return self.request.num_prompt_tokens
+
+
+def replicas_of(engine: ServingEngine) -> Mapping[str, ServingEngine]:
+    """The engines that stand behind one, by the name that metrics and pages show; or itself, as "0"."""
+    replicas: Mapping[str, ServingEngine] = getattr(engine, "replicas", None) or {"0": engine}
+    return replicas
 
 
 class ServingEngine(Protocol):

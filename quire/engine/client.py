@@ -19,10 +19,10 @@ from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
 from quire.engine.launch import ChildProcess, EngineProcessOptions, describe_exit
 from quire.engine.link import EngineLink, encode_launch
-from quire.engine.messages import EngineMessage, Failed, Heartbeat, Hello, Launch, LoadReport, Ready, Stop
+from quire.engine.messages import CacheReport, EngineMessage, Failed, Heartbeat, Hello, Launch, LoadReport, Ready, Stop
 from quire.engine.metrics import request_metrics
 from quire.engine.stats import Metric
-from quire.engine.streams import Streams
+from quire.engine.streams import Stream, Streams
 from quire.engine.text_side import TextSide, open_model
 from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.inputs import Prompt
@@ -37,12 +37,46 @@ _LAST_WORDS_S = 2.0  # what has failed may hang while it cleans up
 _SHUT_DOWN = "the engine was shut down"
 
 
+class SharedText:
+    """A model's text side, opened once for however many engines run it in this event loop."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._opening: asyncio.Task[TextSide] | None = None
+
+    async def open(self) -> TextSide:
+        if self._opening is None:
+            self._opening = asyncio.create_task(asyncio.to_thread(self._open))
+        text = await asyncio.shield(self._opening)
+        if not hasattr(self, "opened"):
+            self.opened, self.outputs = text, text.make_outputs()
+        return text
+
+    def _open(self) -> TextSide:
+        text = TextSide(self._config, open_model(self._config))
+        text.compile_template()  # while the child loads: the first chat need not wait for it
+        return text
+
+
 class EngineClient:
     """Implements `quire.engine.api.ServingEngine`. Belongs to one event loop."""
 
-    def __init__(self, config: EngineConfig, options: EngineProcessOptions | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: EngineProcessOptions | None = None,
+        *,
+        text: SharedText | None = None,
+        on_report: Callable[[LoadReport | CacheReport], None] | None = None,
+        on_lost: Callable[[list[tuple[Stream, list[int]]]], None] | None = None,
+    ) -> None:
+        """text: what several engines of one model share. on_lost: gets the requests that were running when the engine
+        died, for another one to go on with; without it they end with an error."""
         self.config = config
         self.options = options or EngineProcessOptions()
+        self._shared = text or SharedText(config)
+        self._on_report = on_report
+        self._on_lost = on_lost
         self._state = EngineState.STARTING
         self._stuck_reason = ""
         self._death_reason = ""
@@ -75,6 +109,7 @@ class EngineClient:
             dump_dir=self.options.dump_dir,
             log_level=get_logger().getEffectiveLevel(),
             brownout=self.options.brownout,
+            publishes_cache=self.options.publishes_cache,
         )
         self._child = ChildProcess(self.options, encode_launch(launch), self._on_exit)
         self._readying = asyncio.create_task(self._become_ready())
@@ -88,10 +123,10 @@ class EngineClient:
     async def _become_ready(self) -> None:
         try:
             # Here and in the child at once; what is wrong with a model is found here first, as it would be offline.
-            self._text = await asyncio.to_thread(self._open_text)
+            self._text = await self._shared.open()
             info = await self._info
             self._inputs = self._text.make_inputs(info.max_model_len, info.max_num_seqs)
-            self._streams = Streams(self._text.make_outputs(), self._link.send, self._raise_if_not_ready)
+            self._streams = Streams(self._shared.outputs, self._link.send, self._raise_if_not_ready)
             for token_ids in self._inputs.encode_pinned(self.config.pinned_prefixes, info.block_size):
                 await self._pin(token_ids, info.block_size)
             if self._state is EngineState.DEAD or self._is_closing:  # meanwhile
@@ -119,11 +154,6 @@ class EngineClient:
                     f"the KV cache has no room to pin a prefix of {len(token_ids)} tokens{each}: pin less, raise "
                     "kv_cache_memory_bytes" + (", or set share_prefixes_across_keys" if each else "")
                 )
-
-    def _open_text(self) -> TextSide:
-        text = TextSide(self.config, open_model(self.config))
-        text.compile_template()  # while the child loads: the first chat need not wait for it
-        return text
 
     def on_death(self, callback: Callable[[str], None]) -> None:
         """Called once, with the reason, if an engine that was ready dies. A failed start is `ready()`'s to tell."""
@@ -163,6 +193,16 @@ class EngineClient:
     def pid(self) -> int | None:
         """The engine's process."""
         return None if self._child is None else self._child.pid
+
+    @property
+    def streams(self) -> Streams:
+        """Its requests; once ready."""
+        return self._streams
+
+    def kill(self) -> None:
+        """End the process as it is; its end is told as that of one that died."""
+        if self._child is not None:
+            self._child.signal(signal.SIGKILL)
 
     @property
     def info(self) -> EngineInfo:
@@ -245,6 +285,11 @@ class EngineClient:
                 self._on_heartbeat(message)
             case LoadReport():
                 self._load = message.load
+                if self._on_report is not None:
+                    self._on_report(message)
+            case CacheReport():
+                if self._on_report is not None:
+                    self._on_report(message)
             case Hello():
                 self._link.connect()
             case Ready():
@@ -316,6 +361,8 @@ class EngineClient:
             self._info.set_exception(error)
             return
         dead = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        if self._on_lost is not None and hasattr(self, "_streams"):
+            self._on_lost(self._streams.release(abort=False))
         self._fail_all(dead)
         if was_ready:
             get_logger().error("the engine died: %s", error)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class EngineProcessOptions:
     dump_dir: str = field(default_factory=tempfile.gettempdir)  # where the watchdog writes what it saw
     heartbeat_s: float = 1.0
     brownout: BrownoutSettings = field(default_factory=BrownoutSettings)
+    publishes_cache: bool = False  # for a router: the engine tells which blocks its prefix cache gains and loses
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
     isolated_tenants: tuple[str, ...] = ()  # who find no cached prefix but their own; empty: everybody shares them
     # What to run instead of this interpreter's quire.engine.process. It gets the same input.
     command: tuple[str, ...] | None = None
@@ -55,7 +57,11 @@ class ChildProcess:
         # A process group of its own: Ctrl-C in a terminal goes to the server alone.
         grouping: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=child_environment(), **grouping
+            command,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**child_environment(), **options.environment},
+            **grouping,
         )
         self._on_exit = on_exit
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)

@@ -14,7 +14,7 @@ from quire.engine.calls import pin_prefix
 from quire.engine.metrics import request_metrics, step_metrics
 from quire.engine.outputs import Job
 from quire.engine.stats import Metric, RequestStats, StepStats
-from quire.errors import BadRequestError, EngineDeadError
+from quire.errors import BadRequestError, ConfigError, EngineDeadError
 from quire.inputs import Prompt
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
@@ -42,6 +42,11 @@ class LLMEngine:
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, show_progress: bool = False) -> LLMEngine:
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={config.data_parallel_size} needs a server in front of the replicas: use quire "
+                "serve -dp, or leave it out"
+            )
         return cls(build_engine(config, show_progress=show_progress))
 
     @classmethod

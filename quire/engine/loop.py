@@ -16,6 +16,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import (
     Abort,
     Add,
+    CacheReport,
     Call,
     CallDone,
     CallFailed,
@@ -65,6 +66,8 @@ class EngineLoop:
         receive: Receive,
         send: Callable[[EngineMessage], None],
         brownout: Brownout | None = None,
+        *,
+        publishes_cache: bool = False,
     ) -> None:
         self.core = core
         self.progress = Progress()
@@ -78,6 +81,8 @@ class EngineLoop:
         self._next_report_s = 0.0
         self._last_load: EngineLoad | None = None
         self._brownout = brownout or Brownout()
+        self._cache_log = core.kv.log_cache() if publishes_cache else None
+        self._cache_told = 0
 
     def run(self) -> None:
         """Raises EngineDeadError when a step fails."""
@@ -92,7 +97,9 @@ class EngineLoop:
                 self._report()
 
     def _step(self) -> None:
-        if updates := self.core.step():
+        updates = self.core.step()
+        self._tell_cache()
+        if updates:
             self._send(self._step_outputs(updates))
         self.progress.num_steps = self.core.stats.num_steps
 
@@ -240,11 +247,18 @@ class EngineLoop:
 
     # -- reports
 
+    def _tell_cache(self) -> None:
+        if self._cache_log is not None and self._cache_log.at != self._cache_told:
+            change = self._cache_log.read(self._cache_told)
+            self._cache_told = change.at
+            self._send(CacheReport(change.filled, change.evicted, change.is_snapshot))
+
     def _report(self) -> None:
         """Between steps, a few times a second, and whenever the loop goes to sleep."""
         now_s = time.monotonic()
         self._next_report_s = now_s + _REPORT_EVERY_S
         self._update_brownout(now_s)
+        self._tell_cache()
         load = self._load()
         if load != self._last_load:
             self._last_load = load
@@ -267,6 +281,8 @@ class EngineLoop:
             kv_usage=kv.num_used_blocks / kv.num_blocks,
             num_steps=self.core.stats.num_steps,
             tokens_per_s=self.core.stats.tokens_per_s(),
+            prefill_tokens_per_s=scheduler.costs.mixed_tokens_per_s,
+            decode_step_s=scheduler.costs.decodes_s or None,
             brownout_level=self._brownout.level,
         )
 

@@ -56,6 +56,7 @@ class Launch:
     dump_dir: str
     log_level: int
     brownout: BrownoutSettings
+    publishes_cache: bool = False  # tells of every block that its prefix cache gains or loses
 
 
 # -- to the engine
@@ -184,6 +185,15 @@ class LoadReport:
 
 
 @dataclass(slots=True, frozen=True)
+class CacheReport:
+    """Hashes that the prefix cache gained and lost. Comes before the outputs of the step that changed it."""
+
+    filled: list[bytes]
+    evicted: list[bytes]
+    is_snapshot: bool = False  # `filled` is everything: too much changed to be told one by one
+
+
+@dataclass(slots=True, frozen=True)
 class Heartbeat:
     """From a thread beside the loop: says whether the loop gets on."""
 
@@ -205,4 +215,6 @@ class CallFailed:
     error: ErrorInfo
 
 
-EngineMessage = Hello | Ready | Failed | Refused | StepOutputs | LoadReport | Heartbeat | CallDone | CallFailed
+EngineMessage = (
+    Hello | Ready | Failed | Refused | StepOutputs | LoadReport | CacheReport | Heartbeat | CallDone | CallFailed
+)

@@ -76,9 +76,13 @@ class OutputProcessor:
         request_id = job.request.request_id
         if request_id in self._jobs:
             raise BadRequestError(f"request id {request_id!r} is in use: choose another", param="request_id")
+        self.begin_prompt_logprobs(job)
+        self._jobs[request_id] = job
+
+    def begin_prompt_logprobs(self, job: Job) -> None:
+        """Forget what came of them: the prompt is computed from its beginning."""
         if job.params.prompt_logprobs is not None:
             job.prompt_logprobs = LogprobList(self._token_text, [None])  # nothing predicts the first token
-        self._jobs[request_id] = job
 
     def discard(self, request_id: str) -> None:
         """Forget a request whose reader is gone."""

@@ -114,6 +114,7 @@ def _serve(
         receiver(commands),
         lambda message: outputs.send(message_codec.encode(message)),
         Brownout(launch.brownout),
+        publishes_cache=launch.publishes_cache,
     )
     beats = _connect(outputs.context, launch.outputs_address)  # the watchdog's thread alone uses it from here on
     watchdog = Watchdog(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from quire.engine.api import PreparedRequest
@@ -34,17 +35,31 @@ from quire.errors import QuireError
 from quire.outputs import RequestOutput
 from quire.params import OutputKind
 from quire.plan import TokenLogprobs
-from quire.request import CacheOutcome, FinishReason, Sequence, SequenceState
+from quire.request import CacheOutcome, FinishReason, Request, Sequence, SequenceState
 
 
 class Stream(Job):
     """One request, and the reader who waits for its outputs."""
 
-    __slots__ = ("_loop", "_waiter", "error", "is_eager", "is_finished", "is_gone", "is_patient", "key", "made")
+    __slots__ = (
+        "_loop",
+        "_waiter",
+        "error",
+        "home",
+        "is_eager",
+        "is_finished",
+        "is_gone",
+        "is_patient",
+        "key",
+        "made",
+        "on_start",
+    )
 
-    def __init__(self, prepared: PreparedRequest, key: int) -> None:
+    def __init__(self, prepared: PreparedRequest, key: int, home: Streams) -> None:
         super().__init__(prepared)
         self.key = key
+        self.home = home  # where it is now: it may go on with another engine
+        self.on_start: Callable[[], None] | None = None  # called once it has its first token
         self.made: deque[RequestOutput] = deque()  # outputs made before their reader came
         self.error: BaseException | None = None
         self.is_finished = False  # its reader has had the last output
@@ -64,6 +79,17 @@ class Stream(Job):
         """By sequence: all that have come, whether or not they were read."""
         lines = (self.lines.get(index) for index in range(self.request.n))
         return [0 if line is None else len(line.token_ids) + len(line.waiting.new_token_ids) for line in lines]
+
+    def continuation(self, open_indices: Collection[int]) -> Request:
+        """The request for another engine, to go on after the tokens that have come. `open_indices`: the sequences that
+        have not ended."""
+        tokens = {i: line.token_ids + line.waiting.new_token_ids for i, line in self.lines.items() if i in open_indices}
+        request = replace(self.request, sequences=[], is_finished=False, continued={})
+        if any(tokens.values()):
+            # The first token of any came after all logprobs of the prompt.
+            request.spec = replace(request.spec, prompt_logprobs=None)
+            request.continued = tokens
+        return request
 
     async def wait(self) -> None:
         """Until `wake`. Only the reader waits, and only when there is nothing to take."""
@@ -114,18 +140,23 @@ class Streams:
     async def read(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run a request. Leaving early aborts it. Outputs that its reader was too slow for are joined into one."""
         self._check()
-        stream = self.open(prepared)
+        stream = self.start(prepared)
         try:
-            self._send(Add(stream.key, prepared.request))
             while not stream.is_finished:
-                output = self.take(stream)
+                output = stream.home.take(stream)
                 if output is None:
                     await stream.wait()
                     continue
                 yield output
         finally:
             prepared.num_made_tokens, prepared.num_cached_tokens = stream.num_made_tokens, stream.num_cached_tokens
-            self.close(stream)
+            stream.home.close(stream)
+
+    def start(self, prepared: PreparedRequest) -> Stream:
+        """Hand a request to the engine. Whoever starts one closes it."""
+        stream = self.open(prepared)
+        self._send(Add(stream.key, prepared.request))
+        return stream
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """Run one of `quire.engine.calls.CALLS`, or "metrics", between two steps."""
@@ -149,10 +180,8 @@ class Streams:
             self._send(Abort(key))
 
     def open(self, prepared: PreparedRequest) -> Stream:
-        key = next(self._keys)
-        for _ in range(prepared.request.n - 1):
-            next(self._keys)
-        stream = Stream(prepared, key)
+        key = self._take_keys(prepared.request.n)
+        stream = Stream(prepared, key, self)
         self._outputs.add(stream)
         self._add_line(stream, 0)
         self._streams[key] = stream
@@ -183,6 +212,43 @@ class Streams:
                 self.stats.on_left(stream.request, [line.seq for line in stream.lines.values()])
         # Both lead back here: without this, only the garbage collector would free a request that has ended.
         stream.lines, stream.error = {}, None
+
+    # -- from one engine to another
+
+    def release(self, *, abort: bool) -> list[tuple[Stream, list[int]]]:
+        """Let go of every request that has not ended, each with its sequences that have not, for another engine to go
+        on with. abort: this engine lives and shall forget them."""
+        released = []
+        for key, stream in list(self._streams.items()):
+            open_indices = [index for index in stream.lines if key + index in self._lines]
+            if stream.is_gone or not open_indices:
+                continue  # only its reader has not been here yet
+            del self._streams[key]
+            for index in open_indices:
+                del self._lines[key + index]
+            if abort:
+                self._send(Abort(key))
+            released.append((stream, open_indices))
+        return released
+
+    def adopt(self, stream: Stream, open_indices: list[int]) -> None:
+        """Go on with a request that another one released. Under new keys: the old engine may still send tokens."""
+        stream.home, stream.key = self, self._take_keys(stream.request.n)
+        self._streams[stream.key] = stream
+        for index in open_indices:
+            self._lines[stream.key + index] = stream.lines[index], stream
+        request = stream.continuation(open_indices)
+        if not request.continued:
+            stream.lines[0].waiting.prompt_logprobs = None
+            self._outputs.begin_prompt_logprobs(stream)
+        self._send(Add(stream.key, request))
+
+    def _take_keys(self, count: int) -> int:
+        """The first of so many in a row."""
+        key = next(self._keys)
+        for _ in range(count - 1):
+            next(self._keys)
+        return key
 
     # -- from the engine
 
@@ -258,6 +324,11 @@ class Streams:
 
     def _start(self, stream: Stream, started: Started) -> None:
         line = stream.lines.get(started.index) or self._add_line(stream, started.index)
+        if stream.on_start is not None:
+            stream.on_start()
+            stream.on_start = None
+        if line.seq.first_token_s is not None:
+            return  # it began elsewhere
         line.seq.first_scheduled_s = started.first_scheduled_s
         line.seq.num_cached_tokens = started.num_cached_tokens
         line.seq.cache_outcome = None if started.cache_outcome is None else CacheOutcome(started.cache_outcome)

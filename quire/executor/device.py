@@ -11,6 +11,7 @@ from quire.errors import ConfigError
 from quire.executor.sizing import activation_dtype
 from quire.executor.sizing import kv_dtype as kv_dtype_name
 from quire.kernels import cpu as native
+from quire.kernels.cpu.threads import default_num_threads
 from quire.kernels.interface import Ops
 from quire.kernels.reference import ReferenceOps
 from quire.log import get_logger
@@ -87,19 +88,26 @@ def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
     reason = native.unavailable_reason()
     weight_dtype = config.quantization or dtype
     if reason is None:
-        ops = native.CpuOps(weight_dtype=weight_dtype, num_threads=config.num_threads)
+        ops = native.CpuOps(weight_dtype=weight_dtype, num_threads=_num_threads(config))
         kernels = f"native {ops.isa} kernels on {ops.num_threads} threads"
         return Backend(device, ops, torch.float32, kv_dtype, weight_dtype, kernels)
     if config.quantization:
         raise ConfigError(f"quantization={config.quantization!r} needs the native CPU kernels, but {reason}")
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    if config.num_threads is not None or config.data_parallel_size > 1:
+        torch.set_num_threads(_num_threads(config) or torch.get_num_threads())
     if weight_dtype != "float32":
         # torch would widen every matrix again in every step: smaller, and far slower.
         raise ConfigError(f"dtype={weight_dtype!r} on a CPU needs the native kernels, but {reason}")
     kernels = f"plain torch kernels on {torch.get_num_threads()} threads"
     note = f"plain torch kernels are used, at about half the speed: {reason}"
     return Backend(device, ReferenceOps(device, torch.float32), torch.float32, kv_dtype, weight_dtype, kernels, note)
+
+
+def _num_threads(config: EngineConfig) -> int | None:
+    """None: as many as there are cores. Replicas on one machine divide them."""
+    if config.num_threads is not None or config.data_parallel_size == 1:
+        return config.num_threads
+    return max(1, default_num_threads() // config.data_parallel_size)
 
 
 def _cuda(config: EngineConfig, dtype: str, kv_dtype: torch.dtype, device: torch.device) -> Backend:

@@ -157,7 +157,7 @@ def longest_sequence(
 
 
 def cpu_kv_budget(config: EngineConfig, activation_bytes: int, *, free_bytes: int | None = None) -> int:
-    """1 GiB unless told, and never more than half of what is free: the machine has other work.
+    """1 GiB unless told, and never more than half of what is free, which replicas divide: the machine has other work.
 
     `free_bytes`: what is free beside the weights; None asks the system, and knows that they are loaded.
     """
@@ -173,7 +173,7 @@ def cpu_kv_budget(config: EngineConfig, activation_bytes: int, *, free_bytes: in
         return wanted
     if free is None:
         return DEFAULT_CPU_KV_BYTES
-    return min(DEFAULT_CPU_KV_BYTES, max(0, free - activation_bytes) // 2)
+    return min(DEFAULT_CPU_KV_BYTES, max(0, free - activation_bytes) // (2 * config.data_parallel_size))
 
 
 def cuda_kv_budget(config: EngineConfig, *, free_bytes: int, total_bytes: int, activation_bytes: int) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigError
 from quire.kv.blocks import BLOCK_SIZES, Block
+from quire.kv.cache_log import CacheLog
 from quire.kv.check import check_manager
 from quire.kv.hashing import BlockHash, root_hash
 from quire.kv.pool import BlockPool
@@ -80,6 +81,7 @@ class KVManager:
         self.num_watermark_blocks = int(watermark * num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
         self.cache = PrefixCache(block_size, max_evicted=min(65_536, max(1_024, num_blocks)))
+        self._cache_log: CacheLog | None = None
         self.pool = BlockPool(num_blocks, self.cache)
         self.host = HostPool(num_host_blocks)
         self.tables: dict[int, BlockTable] = {}
@@ -241,6 +243,12 @@ class KVManager:
             end = self._pages(num_tokens) if most is None else min(self._pages(num_tokens), first + most)
             found.append((GroupTable(window, first, list(block_ids)), end))
         return found
+
+    def log_cache(self) -> CacheLog:
+        """A log of what the prefix cache gains and loses from now on, at a call for each; the same one for all."""
+        if self._cache_log is None:
+            self._cache_log = CacheLog(self.cache)
+        return self._cache_log
 
     # -- go on
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.kv.blocks import Block
@@ -47,6 +47,7 @@ class PrefixCache:
         "_pack_tokens",
         "_pins",
         "block_size",
+        "log",
         "num_evictions",
         "num_pinned_blocks",
     )
@@ -65,6 +66,8 @@ class PrefixCache:
         self._pins: dict[BlockHash, dict[BlockHash, Block]] = {}
         self.num_evictions = 0
         self.num_pinned_blocks = 0
+        # Told of every hash that comes (True) or goes (False), where somebody outside wants to know (`cache_log`).
+        self.log: Callable[[BlockHash, bool], None] | None = None
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -125,6 +128,8 @@ class PrefixCache:
             f"block {block.block_id} has another hash: two sequences disagree on its tokens"
         )
         block.block_hash = block_hash
+        if self.log is not None:
+            self.log(block_hash, True)
         return True
 
     def insert_chain(
@@ -161,6 +166,8 @@ class PrefixCache:
         block.block_hash = block.parent_hash = None
         block.packed_tokens = b""
         block.num_hits = 0
+        if self.log is not None:
+            self.log(block_hash, False)
         return block_hash
 
     def blocks(self) -> Iterator[Block]:

@@ -78,10 +78,6 @@ class Replica:
     measured_rate: float | None = None  # prompt tokens/s, from outside
     held_s: float | None = None  # how long a request holds its slot
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.load.prefill_tokens_per_s or self.measured_rate or _FIRST_RATE
-
 
 @dataclass(slots=True, eq=False)
 class Ticket:
@@ -114,6 +110,7 @@ class Router:
         self._index = BlockIndex()
         self._by_bit: dict[int, Replica] = {}
         self._num_routed = 0
+        self._usual_rate = _FIRST_RATE  # of any replica: they are alike until one shows otherwise
 
     # -- the replicas
 
@@ -145,6 +142,7 @@ class Router:
     def on_load(self, name: str, load: ReplicaLoad) -> None:
         replica = self.replicas[name]
         replica.load = load
+        self._usual_rate = load.prefill_tokens_per_s or self._usual_rate
         replica.num_foreign_tokens = max(0, load.num_queued_tokens - replica.num_queued_tokens)
 
     def on_cache(self, name: str, changes: CacheChanges) -> None:
@@ -155,6 +153,10 @@ class Router:
             # In this order: a block that was evicted and filled again in one report is there.
             self._index.evict(bit, changes.evicted)
             self._index.fill(bit, changes.filled)
+
+    def tokens_per_s(self, replica: Replica) -> float:
+        """Its prefill rate: as it says, or as it was seen, or as others have it."""
+        return replica.load.prefill_tokens_per_s or replica.measured_rate or self._usual_rate
 
     def num_blocks_of(self, name: str) -> int:
         """Blocks that the replica is known or thought to have."""
@@ -216,6 +218,7 @@ class Router:
         num_tokens = ticket.num_uncached_tokens
         if num_tokens >= _MIN_TOKENS_FOR_RATE and (took_s := now_s - max(ticket.routed_s, replica.progress_s)) > 0:
             replica.measured_rate = _smooth(replica.measured_rate, num_tokens / took_s)
+            self._usual_rate = self.tokens_per_s(replica)
         replica.progress_s = now_s
         self._unqueue(replica, ticket)
 
@@ -283,7 +286,7 @@ class Router:
 
     def _expected_s(self, replica: Replica, prompt: Prompt, num_cached: int, now_s: float) -> float:
         num_own = prompt.num_tokens - num_cached
-        rate = replica.tokens_per_s
+        rate = self.tokens_per_s(replica)
         num_ahead = replica.num_foreign_tokens
         if replica.num_queued_tokens:
             queued = replica.tokens_by_tenant

@@ -107,18 +107,24 @@ class Lifecycle:
         self._num_added = 0
 
     def enqueue(self, request: Request) -> None:
-        seq = Sequence(request, 0, list(request.prompt_token_ids))
-        seq.order = (*place(self.config, request, self._num_added), seq.index)
-        seq.max_len = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
-        request.sequences = [seq]
+        order = place(self.config, request, self._num_added)
+        request.sequences = []
+        for index, output_token_ids in (request.continued or {0: []}).items():
+            seq = Sequence(request, index, request.prompt_token_ids + output_token_ids)
+            seq.order = (*order, index)
+            seq.max_len = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
+            if output_token_ids:  # from here on it is one that was preempted: its tokens are computed again, unpaid
+                seq.state = SequenceState.PREEMPTED
+                self.lost_tokens[seq.seq_id] = self.paid_tokens[seq.seq_id] = len(seq.token_ids) - 1
+            request.sequences.append(seq)
+            self.queue.add(seq)
         self._num_added += 1
         self.requests[request.request_id] = request
-        self.queue.add(seq)
 
     def num_rows_for(self, seq: Sequence) -> int:
         """One, or one for each sequence of a request whose prompt is not done yet."""
         request = seq.request
-        return request.n if len(request.sequences) == 1 else 1
+        return request.n if len(request.sequences) == 1 and not request.continued else 1
 
     def run(self, seq: Sequence, tables: TableSlices, plan: StepPlan) -> None:
         """From the queue onto a row."""

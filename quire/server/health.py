@@ -30,6 +30,8 @@ def status_of(life: ServerLife, *engines: ServingEngine) -> tuple[str, str]:
         return "dead", REASONS[LifeState.DEAD]
     if EngineState.STUCK in states:
         return "stuck", _STUCK
+    if EngineState.STARTING in states:  # of several replicas none is left, and the first is being started again
+        return "starting", REASONS[LifeState.STARTING]
     return "ok", ""
 
 

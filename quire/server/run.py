@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from quire.config import EngineConfig
-from quire.engine.api import EngineInfo, ServingEngine
+from quire.engine.api import EngineInfo, ServingEngine, replicas_of
 from quire.engine.launch import settle_for_serving
 from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
@@ -155,6 +155,8 @@ class _Run:
                 settle_for_serving()
                 self._life.ready()
                 line = ready_line(self._address, self._loaded, self._engine.info)
+                if (num_replicas := len(replicas_of(self._engine))) > 1:
+                    line += f"; {num_replicas} replicas, each of this size"
                 self._context.logs.event(ENGINE_READY, message=line)
                 self._warn_if_open()
         finally:
@@ -287,4 +289,8 @@ def _make_engine(config: EngineConfig, settings: ServerSettings) -> StartableEng
         brownout=BrownoutSettings(enabled=settings.brownout),
         isolated_tenants=settings.isolated_tenants,
     )
-    return EngineClient(config, options)
+    if config.data_parallel_size == 1:
+        return EngineClient(config, options)
+    from quire.router.replicas import ReplicaSet
+
+    return ReplicaSet(config, config.data_parallel_size, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router
+from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 
 BLOCK = 16
 
@@ -162,7 +162,8 @@ def test_the_rate_of_a_replica_that_reports_none_is_measured() -> None:
     assert ticket is not None
     clock.now_s = 0.5
     router.on_first_token(ticket)
-    assert router.replicas["a"].tokens_per_s == 161 / 0.5
+    assert router.tokens_per_s(router.replicas["a"]) == 161 / 0.5
+    assert router.tokens_per_s(router.add("new")) == 161 / 0.5
 
 
 def test_what_others_queue_at_a_replica_counts() -> None:
@@ -210,7 +211,7 @@ def test_whatever_happens_the_books_are_right_and_nothing_is_left() -> None:
         rng = random.Random(seed)
         clock = Clock()
         router = Router(BLOCK, clock=clock)
-        tickets = []
+        tickets: list[Ticket] = []
         for nth in range(300):
             clock.now_s += rng.random()
             name = rng.choice("abcde")

@@ -1,0 +1,533 @@
+"""ReplicaSet: several engines of one model behind the interface of one, and requests that outlive them.
+
+Every request's text, and with it the tokens that its reader has, is kept on this side of the engines. When a replica
+dies, hangs or is drained, its requests go on at another one from exactly there: the tokens so far are computed again
+as those of a preempted sequence are, and sampling goes on at the same position with the same seed. A replica that died
+is started again, after a while that grows with every failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
+from quire.engine.client import EngineClient, SharedText
+from quire.engine.launch import EngineProcessOptions
+from quire.engine.messages import CacheReport, LoadReport
+from quire.engine.stats import Metric
+from quire.engine.streams import Stream
+from quire.engine.text_side import TextSide
+from quire.errors import BadRequestError, ConfigError, EngineDeadError, QuireError
+from quire.inputs import Prompt as UserPrompt
+from quire.kv.hashing import BlockHash, block_hasher, root_hash
+from quire.log import get_logger
+from quire.outputs import RequestOutput
+from quire.params import SamplingParams
+from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
+from quire.text import Tokenizer
+
+_LOOK_S = 1.0  # between two looks at whether a replica hangs
+_FIRST_BACKOFF_S = 0.5
+_MAX_BACKOFF_S = 30.0
+_WELL_AFTER_S = 60.0  # a replica that has served so long had no fault of its own before
+_MAX_DEATHS = 3  # of replicas under one request: it may be what kills them
+_MAX_FAILURES = 5  # in a row, of the last replica that was left
+_NONE_TAKEN = 3  # EngineLoad.brownout_level
+_EVERYWHERE = ("reset_prefix_cache", "pin_prefix", "unpin_prefix")  # calls that are for all replicas
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """One replica: the engine that runs now, and who sees to it that one does."""
+
+    name: str
+    index: int  # which of the machine's devices are its
+    client: EngineClient
+    started: asyncio.Future[None]  # the first time that it is ready, or what kept it from that
+    death: asyncio.Future[None]  # of the engine that runs now
+    keeper: asyncio.Task[None] | None = None
+    is_ready: bool = False
+    is_draining: bool = False
+    num_failures: int = 0
+    num_restarts: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request under way."""
+
+    ticket: Ticket
+    num_deaths: int = 0
+
+
+class ReplicaSet:
+    """Implements `quire.engine.api.ServingEngine`. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_replicas: int,
+        options: EngineProcessOptions | None = None,
+        *,
+        make_client: Callable[..., EngineClient] = EngineClient,
+    ) -> None:
+        self.config = config
+        self.options = replace(options or EngineProcessOptions(), publishes_cache=config.enable_prefix_caching)
+        self.router = Router(config.block_size)
+        self._num_first = num_replicas
+        self._make_client = make_client
+        self._members: dict[str, _Member] = {}
+        self._names = itertools.count()
+        self._text = SharedText(config)
+        self._flights: dict[Stream, _Flight] = {}
+        self._homeless: dict[Stream, list[int]] = {}  # no replica takes requests: by stream, the sequences that go on
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._on_death: list[Callable[[str], None]] = []
+        self._death_reason = ""
+        self._is_closing = False
+        self._info: EngineInfo | None = None
+        self._hash_block = block_hasher(config.block_size)
+        self.num_moved = 0  # requests that went on at another replica
+        device_environment(config, num_replicas - 1)  # what does not fit is refused before anything starts
+
+    # -- life
+
+    async def start(self) -> None:
+        for _ in range(self._num_first):
+            self._add_member()
+
+    async def ready(self) -> None:
+        """Until every replica can serve. Raises what keeps one from it."""
+        await asyncio.gather(*(asyncio.shield(member.started) for member in list(self._members.values())))
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """Called once, with the reason, when no replica is left and none could be started again."""
+        self._on_death.append(callback)
+
+    async def close(self, grace_s: float = 10.0) -> None:
+        self._is_closing = True
+        members = list(self._members.values())
+        for member in members:
+            if member.keeper is not None:
+                member.keeper.cancel()
+        await asyncio.gather(*(m.keeper for m in members if m.keeper is not None), return_exceptions=True)
+        await asyncio.gather(*(member.client.close(grace_s) for member in members))
+        self._fail_waiting(EngineDeadError("the engine was shut down"))
+
+    def _add_member(self) -> _Member:
+        index = next(i for i in itertools.count() if all(m.index != i for m in self._members.values()))
+        name = str(next(self._names))
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        started.add_done_callback(lambda done: done.cancelled() or done.exception())
+        member = _Member(name, index, self._client_of(name, index), started, started)
+        self._members[name] = member
+        member.keeper = asyncio.create_task(self._keep(member))
+        member.keeper.add_done_callback(_tell_of_bug)
+        return member
+
+    def _client_of(self, name: str, index: int) -> EngineClient:
+        config = self.config
+        if self._info is not None:  # clients were told this length, and there is one block size for all hashes
+            config = config.replace(max_model_len=self._info.max_model_len)
+        return self._make_client(
+            config,
+            replace(self.options, environment={**self.options.environment, **device_environment(config, index)}),
+            text=self._text,
+            on_report=lambda report: self._on_report(name, report),
+            on_lost=lambda lost: self._on_lost(name, lost),
+        )
+
+    async def _keep(self, member: _Member) -> None:
+        """Start a replica, again and again where it dies, until somebody removes it."""
+        while not self._is_closing and member.name in self._members:  # a cancellation may be lost in a wait_for
+            try:
+                await member.client.start()
+                await member.client.ready()
+            except QuireError as error:
+                if not member.started.done():
+                    member.started.set_exception(error)
+                    return
+                get_logger().error("replica %s could not be started: %s", member.name, error)
+            else:
+                self._on_ready(member)
+                await self._watch(member)
+            member.is_ready = False
+            await member.client.close(0.0)
+            member.num_failures += 1
+            if member.num_failures >= _MAX_FAILURES and not any(m.is_ready for m in self._members.values()):
+                self._give_up(member.client.health().reason)
+                return
+            backoff_s = min(_FIRST_BACKOFF_S * 2 ** (member.num_failures - 1), _MAX_BACKOFF_S)
+            get_logger().warning("replica %s is started again in %g s", member.name, backoff_s)
+            await asyncio.sleep(backoff_s)
+            member.num_restarts += 1
+            member.client = self._client_of(member.name, member.index)
+
+    def _on_ready(self, member: _Member) -> None:
+        info = member.client.info
+        if self._info is None:
+            self._info = info
+            self._inputs = self._text_side.make_inputs(info.max_model_len, info.max_num_seqs)
+        elif info.max_model_len < self._info.max_model_len:
+            self._info = replace(self._info, max_model_len=info.max_model_len)
+            self._inputs = self._text_side.make_inputs(info.max_model_len, info.max_num_seqs)
+        member.is_ready = True
+        member.death = death = asyncio.get_running_loop().create_future()
+        member.client.on_death(lambda _: death.set_result(None))
+        self.router.add(member.name, max_num_seqs=info.max_num_seqs, is_exact=self.config.enable_prefix_caching)
+        self.router.set_open(member.name, not member.is_draining)
+        if not member.started.done():
+            member.started.set_result(None)
+        else:
+            get_logger().warning("replica %s serves again", member.name)
+        self._place_waiting()
+
+    async def _watch(self, member: _Member) -> None:
+        """Until it dies. One that hangs is ended, so that its requests go on elsewhere."""
+        ready_s = time.monotonic()
+        death = member.death
+        while not death.done():
+            if member.client.health().state is EngineState.STUCK:
+                get_logger().error("replica %s hangs and is ended: %s", member.name, member.client.health().reason)
+                member.client.kill()
+            if member.num_failures and time.monotonic() - ready_s > _WELL_AFTER_S:
+                member.num_failures = 0
+            await asyncio.wait([death], timeout=_LOOK_S)
+
+    def _give_up(self, reason: str) -> None:
+        self._death_reason = reason = f"no replica is left, and none could be started again: {reason}"
+        self._fail_waiting(EngineDeadError(reason))
+        for callback in self._on_death:
+            callback(reason)
+
+    # -- more and fewer, while serving
+
+    async def add(self) -> str:
+        """Start another replica; returns its name once it serves."""
+        device_environment(self.config, len(self._members))
+        member = self._add_member()
+        try:
+            await asyncio.shield(member.started)
+        except QuireError:
+            await self._drop(member)
+            raise
+        return member.name
+
+    async def drain(self, name: str) -> int:
+        """A replica takes no more requests, and those that it has go on elsewhere; returns how many. It keeps running,
+        and its cache, until `undrain` or `remove`."""
+        member = self._find(name)
+        if not any(m.is_ready and not m.is_draining for m in self._members.values() if m is not member):
+            raise BadRequestError(
+                f"replica {name} is the last that takes requests: add one first, or stop the server", param="engine"
+            )
+        member.is_draining = True
+        if not member.is_ready:
+            return 0
+        self.router.set_open(name, False)
+        lost = member.client.streams.release(abort=True)
+        for stream, open_indices in lost:
+            self._move(stream, open_indices, has_died=False)
+        return len(lost)
+
+    def undrain(self, name: str) -> None:
+        member = self._find(name)
+        member.is_draining = False
+        if member.is_ready:
+            self.router.set_open(name, True)
+            self._place_waiting()
+
+    async def remove(self, name: str) -> int:
+        """Drain a replica, then end its process."""
+        num_moved = await self.drain(name)
+        await self._drop(self._find(name))
+        return num_moved
+
+    async def _drop(self, member: _Member) -> None:
+        self._members.pop(member.name, None)
+        if member.keeper is not None:
+            member.keeper.cancel()
+            await asyncio.gather(member.keeper, return_exceptions=True)
+        if member.name in self.router.replicas:
+            self.router.remove(member.name)
+        member.is_ready = False
+        await member.client.close()
+
+    def _find(self, name: str) -> _Member:
+        member = self._members.get(name)
+        if member is None:
+            known = ", ".join(self._members)
+            raise BadRequestError(f"there is no replica {name!r}: there are {known}", param="engine")
+        return member
+
+    # -- what there is
+
+    @property
+    def replicas(self) -> Mapping[str, EngineClient]:
+        """Those that serve, by name; while none does, those that are being started."""
+        serving = {name: member.client for name, member in self._members.items() if member.is_ready}
+        return serving or {name: member.client for name, member in self._members.items()}
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every replica, for who runs the server."""
+        found = []
+        for name, member in self._members.items():
+            known = self.router.replicas.get(name)
+            load = member.client.load()
+            found.append(
+                {
+                    "engine": name,
+                    "state": member.client.health().state.value,
+                    "draining": member.is_draining,
+                    "restarts": member.num_restarts,
+                    "pid": member.client.pid,
+                    "num_running": load.num_running,
+                    "num_waiting": load.num_waiting,
+                    "kv_usage": round(load.kv_usage, 4),
+                    "num_queued_tokens": known.num_queued_tokens if known is not None else 0,
+                    "cached_blocks": self.router.num_blocks_of(name) if known is not None else 0,
+                }
+            )
+        return found
+
+    @property
+    def _text_side(self) -> TextSide:
+        return self._text.opened
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "no replica is ready yet"
+        return self._info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._text_side.tokenizer
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        return self._text_side.default_sampling
+
+    def health(self) -> EngineHealth:
+        """Ready while any replica is."""
+        if self._death_reason or self._is_closing:
+            return EngineHealth(EngineState.DEAD, self._death_reason or "the engine was shut down")
+        states = {member.client.health().state: member.client.health() for member in self._members.values()}
+        for state in (EngineState.READY, EngineState.STUCK):
+            if state in states:
+                return states[state]
+        return EngineHealth(EngineState.STARTING, "no replica is ready")
+
+    def load(self) -> EngineLoad:
+        loads = [member.client.load() for member in self._members.values() if member.is_ready]
+        if not loads:
+            return EngineLoad()
+        return EngineLoad(
+            num_running=sum(load.num_running for load in loads),
+            num_waiting=sum(load.num_waiting for load in loads),
+            num_waiting_tokens=sum(load.num_waiting_tokens for load in loads),
+            kv_usage=sum(load.kv_usage for load in loads) / len(loads),
+            num_steps=sum(load.num_steps for load in loads),
+            tokens_per_s=sum(load.tokens_per_s for load in loads),
+            brownout_level=min(load.brownout_level for load in loads),
+        )
+
+    # -- requests
+
+    def prepare(
+        self, request_id: str, prompt: UserPrompt, params: SamplingParams, *, priority: int = 0, tenant: str = ""
+    ) -> PreparedRequest:
+        """Tokenize and check. Any thread may call it."""
+        if self._death_reason or self._is_closing:
+            raise EngineDeadError(self._death_reason or "the engine was shut down")
+        return self._inputs.make_request(
+            request_id,
+            prompt,
+            params,
+            arrival_s=time.monotonic(),
+            priority=priority,
+            tenant=tenant,
+            cache_tenant=tenant if self.options.isolated_tenants else "",
+        )
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        return self._text_side.render_chat(messages, chat_template=chat_template, **kwargs)
+
+    def hashes_of(self, prepared: PreparedRequest, output_token_ids: Sequence[int] = ()) -> list[BlockHash]:
+        """Of the full blocks before its last token, unless it reads no cache."""
+        request = prepared.request
+        if not self.config.enable_prefix_caching or request.skip_prefix_cache_read:
+            return []
+        token_ids, block_size = [*request.prompt_token_ids, *output_token_ids], self.config.block_size
+        parent, hashes = root_hash(request.salt, request.adapter), []
+        for first in range(0, len(token_ids) - block_size, block_size):
+            parent = self._hash_block(parent, token_ids[first : first + block_size])
+            hashes.append(parent)
+        return hashes
+
+    async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request, wherever it is soonest answered, and to its end wherever that is."""
+        request = prepared.request
+        prompt = Prompt(request.num_prompt_tokens, self.hashes_of(prepared), request.tenant, request.n)
+        while (ticket := self.router.route(prompt)) is None:
+            await self._wait_for_replica()
+        try:
+            stream = self._members[ticket.replica].client.streams.start(prepared)
+        except BaseException:
+            self.router.on_end(ticket)
+            raise
+        flight = self._flights[stream] = _Flight(ticket)
+        stream.on_start = partial(self._on_start, flight)
+        try:
+            while not stream.is_finished:
+                output = stream.home.take(stream)
+                if output is None:
+                    await stream.wait()
+                    continue
+                yield output
+        finally:
+            prepared.num_made_tokens, prepared.num_cached_tokens = stream.num_made_tokens, stream.num_cached_tokens
+            del self._flights[stream]
+            self.router.on_end(flight.ticket)
+            if self._homeless.pop(stream, None) is not None:
+                self._text.outputs.discard(request.request_id)
+            stream.home.close(stream)
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """An inspection of the first replica; what changes caches is for all of them."""
+        if name not in _EVERYWHERE:
+            return await next(iter(self.replicas.values())).call(name, **arguments)
+        results = await asyncio.gather(*(client.call(name, **arguments) for client in self.replicas.values()))
+        return min(results)  # False where one did not, or the fewest tokens pinned
+
+    async def metrics(self) -> list[Metric]:
+        found = []
+        for name, client in self.replicas.items():
+            found += [replace(one, labels={"engine": name, **one.labels}) for one in await client.metrics()]
+        return found
+
+    # -- from one replica to another
+
+    def _on_report(self, name: str, report: LoadReport | CacheReport) -> None:
+        if name not in self.router.replicas:
+            return  # it is about to be ready, and its cache is empty until a request comes
+        if isinstance(report, CacheReport):
+            changes = CacheChanges(filled=report.filled, evicted=report.evicted, is_snapshot=report.is_snapshot)
+            self.router.on_cache(name, changes)
+            return
+        load = report.load
+        # What is queued and runs there came from here, and is known better here.
+        rates = ReplicaLoad(prefill_tokens_per_s=load.prefill_tokens_per_s, step_s=load.decode_step_s)
+        self.router.on_load(name, rates)
+        others_take = any(
+            m.is_ready and not m.is_draining and m.client.load().brownout_level < _NONE_TAKEN
+            for m in self._members.values()
+        )
+        member = self._members[name]
+        is_short = load.brownout_level >= _NONE_TAKEN and others_take
+        self.router.set_open(name, not member.is_draining and not is_short)
+
+    def _on_start(self, flight: _Flight) -> None:
+        self.router.on_first_token(flight.ticket)
+
+    def _on_lost(self, name: str, lost: list[tuple[Stream, list[int]]]) -> None:
+        """A replica has died under these."""
+        if name in self.router.replicas:
+            self.router.remove(name)
+        self._members[name].is_ready = False
+        if lost:
+            get_logger().warning("%d requests of replica %s go on elsewhere", len(lost), name)
+        for stream, open_indices in lost:
+            self._move(stream, open_indices, has_died=True)
+
+    def _move(self, stream: Stream, open_indices: list[int], *, has_died: bool) -> None:
+        flight = self._flights[stream]
+        self.router.on_end(flight.ticket)
+        flight.num_deaths += has_died
+        if flight.num_deaths >= _MAX_DEATHS:
+            self._text.outputs.discard(stream.request.request_id)
+            stream.error = EngineDeadError(f"{flight.num_deaths} replicas died while this request ran on them")
+            stream.is_gone = True
+            stream.wake()
+            return
+        self._homeless[stream] = open_indices
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        """Requests that lost their replica come first, then those that wait for any."""
+        for stream, open_indices in list(self._homeless.items()):
+            flight = self._flights[stream]
+            line = stream.lines[open_indices[0]]
+            made = line.token_ids + line.waiting.new_token_ids
+            prepared = PreparedRequest(stream.request, stream.params, None)
+            num_tokens = stream.request.num_prompt_tokens + len(made)
+            ticket = self.router.route(
+                Prompt(num_tokens, self.hashes_of(prepared, made), stream.request.tenant, len(open_indices))
+            )
+            if ticket is None:
+                return
+            del self._homeless[stream]
+            flight.ticket = ticket
+            stream.on_start = partial(self._on_start, flight)
+            self.num_moved += 1
+            self._members[ticket.replica].client.streams.adopt(stream, open_indices)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _wait_for_replica(self) -> None:
+        if self._death_reason or self._is_closing:
+            raise EngineDeadError(self._death_reason or "the engine was shut down")
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    def _fail_waiting(self, error: QuireError) -> None:
+        for stream in self._homeless:
+            stream.error, stream.is_gone = error, True
+            stream.wake()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+
+def _tell_of_bug(keeper: asyncio.Task[None]) -> None:
+    if not keeper.cancelled() and (error := keeper.exception()) is not None:
+        get_logger().error("a replica is no longer looked after", exc_info=error)
+
+
+def device_environment(config: EngineConfig, index: int) -> dict[str, str]:
+    """What a replica's process must see so that it takes GPUs of its own; nothing on a CPU."""
+    gpus = [] if config.device == "cpu" else _visible_gpus()
+    if not gpus:
+        return {}
+    num_each: int = getattr(config, "tensor_parallel_size", 1) * getattr(config, "pipeline_parallel_size", 1)
+    first = index * num_each
+    if first + num_each > len(gpus):
+        raise ConfigError(
+            f"{index + 1} replicas need {(index + 1) * num_each} GPUs, and {len(gpus)} can be seen: lower "
+            "data_parallel_size, or set CUDA_VISIBLE_DEVICES"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + num_each])}
+
+
+def _visible_gpus() -> list[str]:
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if told is not None:
+        return [name.strip() for name in told.split(",") if name.strip()]
+    names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
+    return sorted((match[1] for match in names if match), key=int)
