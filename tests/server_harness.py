@@ -30,6 +30,7 @@ from quire.request import FinishReason
 from quire.request import Sequence as Line
 from quire.scheduler import SequenceUpdate
 from quire.server.app import create_app
+from quire.server.batches import Batches
 from quire.server.context import ServedModel, ServerContext
 from quire.server.http_server import HttpServer
 from quire.server.life import ServerLife
@@ -178,6 +179,7 @@ def make_context(
         settings=chosen,
         logs=RequestLog(),
         life=life,
+        batches=Batches.of(chosen),
     )
 
 
@@ -247,6 +249,8 @@ def running(engine: ServingEngine, **settings: Any) -> Iterator[Server]:
             made.append(slow)
             started.set()
             await server.run_on(listener)
+            if context.batches is not None:
+                await context.batches.stop()
         if isinstance(engine, EngineClient):
             await engine.close(5.0)
 

@@ -137,6 +137,10 @@ _LOAD = [
     Flag(name="brownout", help="serve less, step by step, when KV memory runs out (default: on)", is_switch=True),
     _count("brownout_max_tokens", "longest answer to new requests in a brownout"),
 ]
+_FILES = [
+    _path("batch_dir", "folder for /v1/files and /v1/batches (default: none, and they are refused)"),
+    _size("batch_dir_bytes", "how much it may hold"),
+]
 _LIFE = [
     _seconds("drain_timeout", "for running requests to finish after SIGTERM or Ctrl+C"),
     _seconds("step_timeout", "after which a step is stuck: /health says so, and a dump is written"),
@@ -151,6 +155,7 @@ GROUPS: dict[str, list[Flag]] = {
     "http": _HTTP,
     "who may ask": _GUARDING,
     "how much may wait": _LOAD,
+    "files of requests": _FILES,
     "life and logs": _LIFE,
 }
 

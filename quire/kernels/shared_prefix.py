@@ -60,7 +60,7 @@ def find_shared_prefixes(
 
 
 def _best_groups(tables: Ints, limits: Ints, rows: Ints, depth: int, step: int) -> list[PrefixGroup]:
-    """Of rows whose first `depth` units are alike: the best division into groups."""
+    """The best division into groups of rows whose first `depth` units are equal."""
     rows = rows[limits[rows] > depth]
     if len(rows) < MIN_MEMBERS:
         return []

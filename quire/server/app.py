@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from quire.errors import QuireError
-from quire.server import debug, guards, health, live, load, metrics, models
+from quire.server import batches, debug, guards, health, live, load, metrics, models
 from quire.server.chat import create_chat
 from quire.server.completions import create_completion
 from quire.server.docs_page import docs_page
@@ -35,14 +35,21 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], Handler]] = {
 _DOCS_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:"}
 
 
+def post_endpoints(context: ServerContext) -> dict[str, JsonEndpoint]:
+    return {path: JsonEndpoint(context, body_type, handler) for path, (body_type, handler) in _POSTS.items()}
+
+
 def create_app(context: ServerContext) -> Starlette:
-    posts = [
-        Route(path, JsonEndpoint(context, body_type, handler), methods=["POST"])
-        for path, (body_type, handler) in _POSTS.items()
-    ]
+    endpoints = post_endpoints(context)
+    posts = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     parts: tuple[Any, ...] = (models, health, metrics, load, live, debug)
     return Starlette(
-        routes=[*posts, *(route for part in parts for route in part.routes(context)), *_document_routes()],
+        routes=[
+            *posts,
+            *batches.routes(context, endpoints),
+            *(route for part in parts for route in part.routes(context)),
+            *_document_routes(),
+        ],
         middleware=guards.middleware(context),
         exception_handlers={
             HTTPException: http_error,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.api import ServingEngine
 from quire.server.admission import Admission
+from quire.server.batches import Batches
 from quire.server.errors import ApiError, shown
 from quire.server.feed import LiveFeed, describe
 from quire.server.life import ServerLife
@@ -45,6 +46,7 @@ class ServerContext:
     logs: RequestLog
     life: ServerLife
     text_work: TextWork = field(default_factory=TextWork)
+    batches: Batches | None = None  # None: no folder for them was given
 
     @property
     def first(self) -> ServedModel:

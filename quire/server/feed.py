@@ -296,7 +296,7 @@ class LiveFeed:
 
 
 def _seen(told: dict[str, Any], sees: str | None) -> dict[str, Any]:
-    """Of the requests that the engine told of, with their tables, those that a viewer is shown."""
+    """The requests that a viewer is shown, with their tables: some of those that the engine reports."""
     rows = told["rows"]
     if sees is not None:
         rows = [row for row, tenant in zip(rows, told["row_tenants"], strict=True) if tenant == sees]

@@ -23,14 +23,19 @@ def middleware(context: ServerContext) -> list[Middleware]:
     guards = [
         Middleware(Auth, keys=settings.api_keys, on_refused=context.refused),
         Middleware(Gate, life=context.life, on_refused=context.first.metrics.on_refused),
-        Middleware(BodyLimits, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s),
+        Middleware(
+            BodyLimits,
+            max_body_bytes=settings.max_body_bytes,
+            timeout_s=settings.body_timeout_s,
+            max_file_bytes=settings.batch_dir_bytes if settings.batch_dir else None,
+        ),
     ]
     if settings.cors_origins:
         # Outermost: a browser asks beforehand without the key, and must be able to read errors too.
         cors = Middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", MAX_TOKENS_HEADER],
         )

@@ -42,12 +42,18 @@ class BodyTimeoutError(ApiError):
 
 
 class BodyLimits:
-    """ASGI middleware: counts and times the body as the application reads it."""
+    """ASGI middleware: counts and times the body as the application reads it.
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, timeout_s: float) -> None:
+    A file that is uploaded may be larger (`max_file_bytes`), and then each piece of it has the time of a body.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: int, timeout_s: float, max_file_bytes: int | None = None
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
+        self._max_file_bytes = max_file_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,8 +61,10 @@ class BodyLimits:
             return
         held = _HeldSend(send)
         length = content_length(scope)
-        if length is not None and length > self._max_body_bytes:
-            await BodyTooLargeError(self._max_body_bytes).respond(held.hold())
+        is_file = scope["path"] == "/v1/files" and self._max_file_bytes is not None
+        max_bytes = self._max_file_bytes if is_file and self._max_file_bytes is not None else self._max_body_bytes
+        if length is not None and length > max_bytes:
+            await BodyTooLargeError(max_bytes).respond(held.hold())
             await held.let_go(receive)
             return
         ends_s: float | None = None
@@ -68,7 +76,7 @@ class BodyLimits:
             nonlocal ends_s, num_bytes, is_complete, refusal
             if is_complete:
                 return await receive()  # only a hang-up can follow
-            if ends_s is None:
+            if ends_s is None or is_file:
                 ends_s = asyncio.get_running_loop().time() + self._timeout_s
             try:
                 async with asyncio.timeout_at(ends_s):
@@ -79,8 +87,8 @@ class BodyLimits:
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
                 is_complete = not message.get("more_body", False)
-                if num_bytes > self._max_body_bytes:
-                    refusal = BodyTooLargeError(self._max_body_bytes)
+                if num_bytes > max_bytes:
+                    refusal = BodyTooLargeError(max_bytes)
                     held.hold()
                     raise refusal
             return message

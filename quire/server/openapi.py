@@ -11,6 +11,7 @@ import msgspec
 import quire
 from quire.refusals import FIELDS
 from quire.server import protocol, replies
+from quire.server.batches import Batch, BatchBody
 from quire.server.deadline import TIMEOUT_HEADER
 from quire.server.endpoint import REQUEST_ID_HEADER
 
@@ -23,11 +24,13 @@ _ERRORS = {
     401: "No API key, or one that is not known.",
     404: "No such model or path.",
     405: "The path does not take this method.",
+    409: "It has ended, or is in use.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too much waits; `Retry-After` says when to come back.",
     500: "The server failed. Its log says why.",
+    501: "The server was started without a folder for files (--batch-dir).",
     503: "The server is starting, draining, or has lost its engine.",
     504: "The request did not finish within its timeout.",
 }
@@ -55,6 +58,11 @@ _LIMIT = ("limit", "query", "How many at most.")
 _OFFSET = ("offset", "query", "How many to pass over.")
 _ID = (REQUEST_ID_HEADER, "header", "Up to 128 visible ASCII characters; returned, and in the log.")
 _TIMEOUT = (TIMEOUT_HEADER, "header", "As the field `timeout`, which goes first.")
+
+_PAGE = (("after", "query", "Begin behind this id."), _LIMIT)
+_FILE = (("id", "path", "The file's id."),)
+_BATCH = (("id", "path", "The batch's id."),)
+_KEPT = (*_ALWAYS, 400, 404, 501)
 
 OPERATIONS = (
     Operation(
@@ -108,6 +116,65 @@ OPERATIONS = (
         reply=replies.Text,
         statuses=(*_ALWAYS, *_WITH_BODY),
         parameters=(_ID,),
+    ),
+    Operation(method="get", path="/v1/files", tag="Batches", summary="Your files.", parameters=_PAGE, statuses=_KEPT),
+    Operation(
+        method="post",
+        path="/v1/files",
+        tag="Batches",
+        summary="Upload a file of requests as a form with `purpose` (batch) and `file`.",
+        statuses=(*_KEPT, 408, 413, 415),
+    ),
+    Operation(
+        method="get", path="/v1/files/{id}", tag="Batches", summary="One of them.", parameters=_FILE, statuses=_KEPT
+    ),
+    Operation(
+        method="delete",
+        path="/v1/files/{id}",
+        tag="Batches",
+        summary="Delete it.",
+        parameters=_FILE,
+        statuses=(*_KEPT, 409),
+    ),
+    Operation(
+        method="get",
+        path="/v1/files/{id}/content",
+        tag="Batches",
+        summary="What it holds.",
+        reply_type="application/octet-stream",
+        parameters=_FILE,
+        statuses=_KEPT,
+    ),
+    Operation(
+        method="get", path="/v1/batches", tag="Batches", summary="Your batches.", parameters=_PAGE, statuses=_KEPT
+    ),
+    Operation(
+        method="post",
+        path="/v1/batches",
+        tag="Batches",
+        summary="Answer a file's requests beside everything else, with the lowest priority.",
+        body=BatchBody,
+        reply=Batch,
+        statuses=(*_ALWAYS, *_WITH_BODY, 429, 501),
+        parameters=(_ID,),
+    ),
+    Operation(
+        method="get",
+        path="/v1/batches/{id}",
+        tag="Batches",
+        summary="How far it is.",
+        reply=Batch,
+        parameters=_BATCH,
+        statuses=_KEPT,
+    ),
+    Operation(
+        method="post",
+        path="/v1/batches/{id}/cancel",
+        tag="Batches",
+        summary="End it; answers that are there stay.",
+        reply=Batch,
+        parameters=_BATCH,
+        statuses=(*_KEPT, 409),
     ),
     Operation(
         method="get",

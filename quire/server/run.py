@@ -24,7 +24,8 @@ from quire.engine.api import EngineInfo, ServingEngine, replicas_of
 from quire.engine.launch import settle_for_serving
 from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
-from quire.server.app import create_app
+from quire.server.app import create_app, post_endpoints
+from quire.server.batches import Batches
 from quire.server.context import ServedModel, ServerContext
 from quire.server.http_server import HttpServer
 from quire.server.life import LifeState, ServerLife, StoppedError, UnavailableError
@@ -74,13 +75,14 @@ def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEn
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
 
             async def run() -> int:
-                engine = (make_engine or _make_engine)(config, settings)
+                engine = (make_engine or process_engine)(config, settings)
                 life = ServerLife()
                 context = ServerContext(
                     models=(ServedModel.of(names, engine, settings, life),),
                     settings=settings,
                     logs=logs,
                     life=life,
+                    batches=Batches.of(settings),
                 )
                 return await _Run(context, engine, loaded, listener, ssl_context).run()
 
@@ -154,6 +156,8 @@ class _Run:
                 start.result()
                 settle_for_serving()
                 self._life.ready()
+                if self._context.batches is not None:
+                    self._context.batches.begin(self._context, post_endpoints(self._context))
                 line = ready_line(self._address, self._loaded, self._engine.info)
                 if (num_replicas := len(replicas_of(self._engine))) > 1:
                     line += f"; {num_replicas} replicas, each of this size"
@@ -174,8 +178,10 @@ class _Run:
         return await self._drain()
 
     async def _drain(self) -> int:
-        """No new requests; those under way may finish."""
+        """No new requests; those under way may finish. Batches go on with the next start."""
         self._life.begin_drain()
+        if self._context.batches is not None:
+            await self._context.batches.stop()
         timeout_s = self._settings.drain_timeout_s
         if self._life.num_in_flight:
             self._log.info("draining: %d requests under way, at most %g s", self._life.num_in_flight, timeout_s)
@@ -278,7 +284,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _make_engine(config: EngineConfig, settings: ServerSettings) -> StartableEngine:
+def process_engine(config: EngineConfig, settings: ServerSettings) -> StartableEngine:
     from quire.engine.brownout import BrownoutSettings
     from quire.engine.client import EngineClient
     from quire.engine.launch import EngineProcessOptions

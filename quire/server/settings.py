@@ -56,6 +56,9 @@ class ServerSettings:
     max_timeout_s: float | None = None  # the most that a request may name; None: no limit
     brownout: bool = True
     brownout_max_tokens: int = 256  # output tokens of new requests while memory is short
+    # Files of requests
+    batch_dir: str | None = None  # None: /v1/files and /v1/batches are refused
+    batch_dir_bytes: int = 1 << 30
     # Life
     drain_timeout_s: float = 60.0
     step_timeout_s: float = 60.0  # a step that takes longer is stuck
@@ -104,6 +107,7 @@ class ServerSettings:
             "max_waiting_requests",
             "max_waiting_tokens",
             "brownout_max_tokens",
+            "batch_dir_bytes",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

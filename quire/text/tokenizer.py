@@ -138,7 +138,7 @@ class Tokenizer:
 
     @cached_property
     def max_token_chars(self) -> int:
-        """Of the longest token, as the vocabulary writes it: never fewer than it has in a text."""
+        """Characters of the longest token as the vocabulary writes it, never fewer than it has in a text."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:

@@ -62,14 +62,24 @@ def test_ctrl_c_keeps_what_is_done(flags: list[str], tmp_path: Path, monkeypatch
     from quire.lab import pressure
 
     def press_ctrl_c(context: object) -> None:
-        # As a user would: while an engine is being measured.
-        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+        # As a user would: while an engine is being measured, and again when nothing came of it. Python drops an
+        # interrupt that arrives while a finalizer runs.
+        is_over = threading.Event()
+
+        def press() -> None:
+            delay_s = 0.05
+            while not is_over.wait(delay_s):
+                os.kill(os.getpid(), signal.SIGINT)
+                delay_s = 20.0
+
+        presser = threading.Thread(target=press)
+        presser.start()
         try:
             while True:
                 real(context)  # type: ignore[arg-type]
         finally:
-            timer.join()
+            is_over.set()
+            presser.join()
 
     real = pressure.measure
     from quire.lab import experiments

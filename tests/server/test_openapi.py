@@ -32,8 +32,9 @@ FUZZ = settings(
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tiny_model: Path) -> Iterator[Server]:
-    with running(ScriptedEngine(tiny_model, max_model_len=48)) as server:
+def fuzzed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    kept = str(tmp_path_factory.mktemp("kept"))
+    with running(ScriptedEngine(tiny_model, max_model_len=48), batch_dir=kept) as server:
         yield server
 
 
@@ -132,7 +133,8 @@ def _reply_of(path: str) -> str:
     return str(answer["schema"]["$ref"].rsplit("/", 1)[1])
 
 
-@pytest.mark.parametrize("path", BODIES)
+# A batch must name a file that is there.
+@pytest.mark.parametrize("path", sorted(BODIES.keys() - {"/v1/batches"}))
 def test_allowed_bodies(fuzzed: Server, path: str) -> None:
     statuses: list[int] = []
 

@@ -7,7 +7,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.server.run import _make_engine
+from quire.server.run import process_engine
 from quire.server.settings import ApiKey, ServerSettings
 
 
@@ -31,7 +31,7 @@ def test_tenants_are_kept_apart_where_there_are_several() -> None:
     assert ServerSettings().isolated_tenants == ServerSettings(api_keys=keys).isolated_tenants == ()
     several = ServerSettings(api_keys=(*keys, ApiKey("b", "key-3")))
     assert several.isolated_tenants == ("a", "b")
-    engine: Any = _make_engine(EngineConfig(), several)  # which is not started
+    engine: Any = process_engine(EngineConfig(), several)  # which is not started
     assert engine.options.isolated_tenants == ("a", "b")
     assert ServerSettings(api_keys=several.api_keys, share_prefixes_across_keys=True).isolated_tenants == ()
 

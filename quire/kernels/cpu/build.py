@@ -34,7 +34,7 @@ class BuildError(Exception):
 
 
 def source_hash() -> str:
-    """Of everything that goes into the library: what a loaded one must match."""
+    """A hash of everything that goes into the library, which a loaded one must match."""
     digest = hashlib.sha256()
     for path in sorted(SOURCE_DIR.glob("*.[ch]")):
         digest.update(path.name.encode() + path.read_bytes())

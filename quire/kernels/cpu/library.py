@@ -79,7 +79,7 @@ def available_isas() -> tuple[str, ...]:
 
 
 def load_functions(isa: str | None = None) -> NativeFunctions:
-    """Of `isa`, or of the environment's QUIRE_CPU_ISA, or of the best there is."""
+    """The functions for `isa`, else for the environment's QUIRE_CPU_ISA, else for the best set this CPU has."""
     library = load_library()
     if isinstance(library, str):
         raise ConfigError(library)
