@@ -163,7 +163,8 @@ def test_dummy_weights_are_parts_of_the_same_matrices(name: str) -> None:
         assert torch.equal(mine, down[:, share.columns.slice])
         bias = qkv.bias  # type: ignore[attr-defined]
         if bias is not None:
-            assert torch.equal(bias[: len(share.heads) * head_dim], whole._layers[0].attention.qkv.bias[:q_rows][(share.heads * head_dim).slice])  # type: ignore[attr-defined]  # fmt: skip
+            whole_bias = whole._layers[0].attention.qkv.bias[:q_rows]  # type: ignore[attr-defined]
+            assert torch.equal(bias[: len(share.heads) * head_dim], whole_bias[(share.heads * head_dim).slice])
 
 
 def test_a_stage_needs_its_own_layers_only() -> None:
