@@ -7,7 +7,10 @@ The loop asks when the next step has to be planned, and whether a step leaves th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from quire.plan import StepPlan
 
 _SMOOTHING = 0.3  # weight of the newest observation
 _MIN_TOKENS_FOR_RATE = 64  # steps with fewer prompt tokens say little about the prefill rate
@@ -60,6 +63,67 @@ class StepKind:
             -(-self.num_prompt_tokens // _TOKENS) * _TOKENS,
             -(-self.num_draft_tokens // _ROWS) * _ROWS,
         )
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """What a step computes, in the numbers that its time depends on."""
+
+    num_decodes: int = 0  # sequences that run one token
+    num_decode_kv_tokens: int = 0  # that those read
+    num_prompts: int = 0  # sequences that run more than one
+    num_prompt_tokens: int = 0
+    num_prompt_kv_tokens: int = 0
+    num_pairs: int = 0  # queries times keys of prompts, counted to the end of each chunk
+    num_causal_pairs: int = 0  # those of them that a query sees
+    num_moved_blocks: int = 0  # between device and host
+
+    @classmethod
+    def of(cls, counts: Sequence[int], starts: Sequence[int], num_moved_blocks: int = 0) -> StepLoad:
+        """A step of spans with so many tokens each, after so many that have KV already."""
+        load = cls(num_moved_blocks=num_moved_blocks)
+        for start, count in zip(starts, counts, strict=True):
+            load.add(start, count)
+        return load
+
+    def add(self, start: int, count: int) -> None:
+        if count == 1:
+            self.num_decodes += 1
+            self.num_decode_kv_tokens += start + 1
+        else:
+            self.num_prompts += 1
+            self.num_prompt_tokens += count
+            self.num_prompt_kv_tokens += start + count
+            self.num_pairs += count * (start + count)
+            self.num_causal_pairs += count * start + count * (count + 1) // 2
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prompt_tokens
+
+
+class PlanLoads:
+    """Reads loads off plans, which say how many tokens a row runs and not after how many."""
+
+    def __init__(self) -> None:
+        self._computed: dict[int, int] = {}  # by row: tokens with KV once the plans so far have run
+
+    def read(self, plan: StepPlan) -> StepLoad:
+        """Plans come in the order in which they are submitted. Drafts count as if all were accepted."""
+        computed, load = self._computed, StepLoad()
+        for admission in plan.admitted:
+            computed[admission.row] = admission.num_computed_tokens
+        for row, count in zip(plan.spans.rows, plan.spans.num_tokens, strict=True):
+            start = computed.get(row, 0)
+            load.add(start, count)
+            computed[row] = start + count
+        for fork in plan.forks:
+            computed[fork.row] = computed[fork.source_row]
+        load.num_moved_blocks = sum(len(move.pairs) for move in plan.moves)
+        return load
+
+    def set_computed(self, row: int, num_tokens: int) -> None:
+        self._computed[row] = num_tokens
 
 
 class StepCosts:

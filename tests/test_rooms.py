@@ -44,11 +44,14 @@ MAY_IMPORT = {
     "engine": {"text", "drafting", "scheduler", "kv", "executor", "weights", "models"},
     "router": {"engine", "kv", "text"},
     "server": {"engine", "text", "router"},
-    "lab": {"bench", "sim", "engine", "executor", "models", "weights"},
-    "sim": {"executor", "kv", "scheduler", "router"},
+    "lab": {"bench", "sim", "engine", "executor", "models", "weights", "scheduler"},
+    "sim": {"executor", "kv", "scheduler", "models", "bench", "router"},
     "llm": {"text", "engine"},
     "async_llm": {"text", "engine", "llm"},
-    "cli": {"llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench", "server", "lab", "router"},
+    "cli": {
+        *("llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench", "server", "lab", "router"),
+        "sim",
+    },
     "bench": {"llm", "engine", "weights", "router"},
     "__main__": {"cli"},
 }

@@ -54,7 +54,11 @@ def add_workload_flags(parser: argparse.ArgumentParser, *, default: str) -> None
     group.add_argument("--prefix-len", type=int, metavar="N", help="tokens that all prompts share (shared workloads)")
     group.add_argument("--request-rate", type=float, metavar="R", help="arrivals per second (default inf: at once)")
     group.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="B", help="1: Poisson arrivals; below 1: bursts (default 1)"
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="B",
+        help="1: Poisson arrivals; below 1: bursts; inf: evenly (default 1)",
     )
     group.set_defaults(default_workload=default)
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from quire import LLMEngine
 
 PARTS = ("schedule", "prepare", "products", "attention", "other ops", "sample", "update", "rest")
+# What the simulator learns a machine's costs from (`quire sim --profile`).
+STEP_COLUMNS = ("num_decodes", "num_decode_kv_tokens", "num_prompts", "num_prompt_tokens", "num_causal_pairs")
 # Methods of a matrix: the fused ones are products with something small behind them.
 _PRODUCTS = ("multiply", "multiply_add_norm", "multiply_act", "multiply_rope_write", "logits")
 
@@ -90,6 +92,7 @@ def profile_workload(
     decoder = None if worker is None else worker.decoder
     is_timed = decoder is not None and engine.built.executor.backend.device.type == "cpu"
     kinds: dict[str, StepKind] = {}
+    steps: dict[str, list[float]] = {column: [] for column in ("seconds", *STEP_COLUMNS)}
     ids = [f"profile-{i}" for i in range(len(workload))]
     num_done, num_generated = 0, engine.stats.generation_tokens
     started = time.perf_counter()
@@ -115,6 +118,9 @@ def profile_workload(
                 continue  # nothing ran: block transfers were waited for
             host_s = (host.schedule_s - before[0], host.update_s - before[1])
             _add(kinds, watch.steps[-1], wall_s, host_s, timed)
+            steps["seconds"].append(wall_s)
+            for column in STEP_COLUMNS:
+                steps[column].append(float(getattr(watch.steps[-1].load, column)))
         interrupted = stop.is_set
         engine.abort_request(ids)
         while core.has_work:
@@ -130,6 +136,7 @@ def profile_workload(
         interrupted=interrupted,
         seconds=seconds,
         num_steps=sum(kind.num_steps for kind in found),
+        steps=steps,
     )
     for kind in found:
         report.values[f"{kind.name}: steps"] = float(kind.num_steps)

@@ -128,6 +128,8 @@ class RunReport:
     repeat_values: dict[str, list[float]] = field(default_factory=dict)  # metric -> its value in each repeat
     values: dict[str, float] = field(default_factory=dict)  # a command's own numbers; names carry units
     point: dict[str, str] = field(default_factory=dict)  # in a sweep: flag -> value
+    # Of a profile, an entry for each step: its seconds, and the numbers of StepLoad that they depend on.
+    steps: dict[str, list[float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for people
     samples: list[Sample] = field(default_factory=list)
 

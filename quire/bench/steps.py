@@ -6,10 +6,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.plan import StepPlan, StepResult, StepTimings
+from quire.step_costs import PlanLoads, StepLoad
 
 if TYPE_CHECKING:
     from quire import LLMEngine
@@ -29,6 +30,7 @@ class Step:
     num_prefill_tokens: int
     num_seqs: int
     timings: StepTimings
+    load: StepLoad = field(default_factory=StepLoad)
 
 
 @dataclass(slots=True)
@@ -55,7 +57,8 @@ class StepWatch:
         self._core = core
         self._inner = core.executor
         self._every_step = every_step
-        self._planned: deque[tuple[int, int, int]] = deque()
+        self._planned: deque[tuple[int, int, int, StepLoad]] = deque()
+        self._loads = PlanLoads()
         stats = core.scheduler.stats
         self._num_decodes, self._num_prefill = stats.num_decode_tokens, stats.num_prefill_tokens
         self._started_s = time.perf_counter()
@@ -74,15 +77,15 @@ class StepWatch:
         stats = self._core.scheduler.stats
         decodes, prefill = stats.num_decode_tokens - self._num_decodes, stats.num_prefill_tokens - self._num_prefill
         self._num_decodes, self._num_prefill = stats.num_decode_tokens, stats.num_prefill_tokens
-        self._planned.append((decodes, prefill, len(plan.spans) + len(plan.forks)))
+        self._planned.append((decodes, prefill, len(plan.spans) + len(plan.forks), self._loads.read(plan)))
         self._read_kv()
         return ticket
 
     def collect(self, ticket: int) -> StepResult:
         result = self._inner.collect(ticket)
-        decodes, prefill, num_seqs = self._planned.popleft()
+        decodes, prefill, num_seqs, load = self._planned.popleft()
         if decodes or prefill:  # a plan may also only wait for block transfers
-            self.steps.append(Step(decodes, prefill, num_seqs, result.timings))
+            self.steps.append(Step(decodes, prefill, num_seqs, result.timings, load))
             self.num_prefill_tokens += prefill
         return result
 

@@ -41,7 +41,9 @@ def show(benchmark: str, runs: Sequence[RunReport], *, is_sweep: bool = False) -
         blocks = [*([summary(good)] if len(good) > 1 else []), *(details(run) for run in good)]
     machine = good[0].machine if good else {}
     where = machine.get("gpu") or f"{machine.get('cpus')} cores of {machine.get('cpu')}"
-    closing = [f"measured on {where}, {model_name(good[0])}"] if good and good[0].engine != "server" else []
+    closing = (
+        [f"measured on {where}, {model_name(good[0])}"] if good and good[0].engine not in ("server", "sim") else []
+    )
     return "\n\n".join(block for block in [*blocks, *failed, *closing] if block)
 
 
@@ -254,10 +256,11 @@ def _kv_lines(run: RunReport) -> list[str]:
     kv = run.kv
     if kv is None:
         return []
+    waste = f"waste      {kv.waste_percent_mean:.1f} % of the slots on average, {kv.waste_percent_max:.1f} % at most"
     lines = [
         f"KV cache   {kv.num_blocks:,} blocks of {kv.block_size}: {100 * kv.occupancy_mean:.1f} % in use on average, "
         f"{kv.peak_blocks:,} ({100 * kv.occupancy_max:.1f} %) at most, {kv.min_available:,} free at least",
-        f"waste      {kv.waste_percent_mean:.1f} % of the slots on average, {kv.waste_percent_max:.1f} % at most",
+        *([] if run.engine == "sim" else [waste]),
         f"churn      {kv.blocks_allocated:,} blocks taken, {kv.blocks_freed:,} given back: "
         f"{number(kv.churn_per_s)} per s; {kv.evictions:,} evicted, {kv.copies:,} copied on write",
     ]

@@ -197,14 +197,16 @@ def arrival_times(num: int, rate: float, *, burstiness: float = 1.0, seed: int =
     """`rate` requests per second on average; inf: all at once.
 
     The gaps follow a gamma distribution whose shape is `burstiness`: 1 is a Poisson process, less comes in bursts,
-    more comes evenly. The first request comes at once.
+    more comes evenly, and inf at a fixed interval. The first request comes at once.
     """
     if not rate > 0:
         raise ConfigError(f"the request rate must be more than 0 per second (or inf), got {rate:g}")
-    if not 0 < burstiness < math.inf:
+    if not burstiness > 0:
         raise ConfigError(f"burstiness must be more than 0, got {burstiness:g}: 1 is Poisson, less is burstier")
     if math.isinf(rate):
         return [0.0] * num
+    if math.isinf(burstiness):
+        return [i / rate for i in range(num)]
     rng = random.Random(seed)
     times, now = [], 0.0
     for _ in range(num):

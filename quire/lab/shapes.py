@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.model_shapes import LLAMA_8B
-from quire.config import GIB
 from quire.errors import DownloadError
 from quire.models.architectures import spec_from_config
 from quire.models.spec import ModelSpec
+from quire.sim.devices import DEVICES
 from quire.weights import open_checkpoint, resolve_model
 from quire.weights.aliases import ALIASES, HUB_ALIASES
 
@@ -110,24 +110,7 @@ SHAPES: dict[str, Shape] = {
     }.items()
 }
 
-# What the driver reports as the card's memory, about: a little less than its name says.
-GPU_BYTES: dict[str, int] = {
-    name: int(gib * GIB)
-    for name, gib in {
-        "t4": 14.6,
-        "l4": 22.0,
-        "a10g": 22.0,
-        "rtx3090": 23.6,
-        "rtx4090": 23.6,
-        "rtx5090": 31.4,
-        "a100-40gb": 39.4,
-        "l40s": 44.4,
-        "a100": 79.1,
-        "h100": 79.1,
-        "h200": 139.7,
-        "b200": 178.3,
-    }.items()
-}
+GPU_BYTES: dict[str, int] = {name: device.memory_bytes for name, device in DEVICES.items()}
 
 
 def gguf_file_bytes(model: str) -> int | None:

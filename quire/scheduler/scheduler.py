@@ -94,6 +94,11 @@ class Scheduler:
         return self._life.requests
 
     @property
+    def running(self) -> list[Sequence]:
+        """Sequences with a row and blocks, in the order in which they are served. To be read only."""
+        return self._life.running
+
+    @property
     def num_running(self) -> int:
         return len(self._life.running)
 

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.step_costs import StepLoad
+
+
+class StepCost(ABC):
+    """Seconds of one step. `kv_token_s` is what one more token of context adds to a step that only decodes."""
+
+    kv_token_s: float
+
+    @abstractmethod
+    def load_s(self, load: StepLoad) -> float: ...
+
+    def step_s(self, counts: Sequence[int], starts: Sequence[int], num_moved_blocks: int = 0) -> float:
+        return self.load_s(StepLoad.of(counts, starts, num_moved_blocks))
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class CostModel:
-    """Seconds of one step. The defaults are near Llama-3.1-8B in bf16 on one H200.
+class CostModel(StepCost):
+    """A few straight lines. The defaults are near Llama-3.1-8B in bf16 on one H200.
 
     Small steps are bound by reading the weights, large ones by arithmetic; attention comes on top.
     """
@@ -46,19 +61,15 @@ class CostModel:
             block_copy_s=kv_token_bytes * block_size / host_bytes_per_s,
         )
 
-    def step_s(self, counts: Sequence[int], starts: Sequence[int], num_moved_blocks: int = 0) -> float:
-        """A step of spans with so many tokens each, after so many that have KV already."""
-        moved_s = self.block_copy_s * num_moved_blocks
-        num_tokens = sum(counts)
-        if not num_tokens:
+    def load_s(self, load: StepLoad) -> float:
+        moved_s = self.block_copy_s * load.num_moved_blocks
+        if not load.num_tokens:
             return moved_s
-        num_kv_tokens = sum(starts) + num_tokens
-        num_pairs = sum(n * (s + n) for s, n in zip(starts, counts, strict=True) if n > 1)
         return (
             self.overhead_s
-            + max(self.weights_s, self.token_s * num_tokens)
-            + self.kv_token_s * num_kv_tokens
-            + self.pair_s * num_pairs
+            + max(self.weights_s, self.token_s * load.num_tokens)
+            + self.kv_token_s * (load.num_decode_kv_tokens + load.num_prompt_kv_tokens)
+            + self.pair_s * load.num_pairs
             + moved_s
         )
 

@@ -1,0 +1,171 @@
+"""`quire sim`: traffic through simulated engines and a router, in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from typing import Any
+
+from quire.cli.options import add_engine_flags, engine_config
+from quire.cli.parser import WideHelp
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.sim.devices import DEVICES, Device, read_devices
+from quire.sim.fleet import POLICIES
+
+
+def add_parser(subparsers: Any) -> None:
+    from quire.bench.jobs import add_workload_flags
+
+    parser = subparsers.add_parser(
+        "sim",
+        help="predict throughput and latency of engines that are not there",
+        description="The real scheduler, block manager and router on simulated devices, in virtual time. Nothing is "
+        "loaded and nothing is computed: steps take what a recorded profile or arithmetic says.",
+        usage="quire sim [WORKLOAD ...] [flags]",
+        epilog="examples:\n"
+        "  quire sim sharegpt --model llama-3.1-8b --gpu h200\n"
+        "  quire sim --trace day.jsonl --model llama-3.1-70b --gpu h100 -tp 4 --replicas 16 --policy least-loaded\n"
+        "  quire bench profile lab16 mixed64 prefill512 --output-json here.json\n"
+        "  quire sim mixed64 --profile here.json\n"
+        "  quire sim --validate h200\n\n"
+        f"GPUs known by name: {', '.join(DEVICES)}",
+        formatter_class=WideHelp,
+    )
+    where = parser.add_argument_group("where it runs")
+    where.add_argument("--gpu", metavar="NAME", default="h200", help="a GPU by name (default h200)")
+    where.add_argument("--devices", metavar="FILE", help="JSON: other GPUs, or other numbers for known ones")
+    where.add_argument("--profile", metavar="FILE", help="the machine that quire bench profile --output-json recorded")
+    where.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices a layer")
+    where.add_argument("-pp", "--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of layers")
+    where.add_argument("-dp", "--replicas", "--data-parallel-size", type=int, default=1, metavar="N", help="replicas")
+    where.add_argument("--policy", default="least-loaded", metavar="NAME", help=f"of the router: {', '.join(POLICIES)}")
+    where.add_argument("--front-ms", type=float, metavar="MS", help="HTTP and tokenizing before and behind the engine")
+    add_workload_flags(parser, default="sharegpt")
+    traffic = parser.add_argument_group("more traffic")
+    traffic.add_argument(
+        "--trace", metavar="FILE", help="JSONL: arrival, prompt_len, output_len, prefix_id, prefix_len"
+    )
+    traffic.add_argument("--duration", type=float, metavar="S", help="as many requests as come in so many seconds")
+    parser.add_argument("--output-json", metavar="FILE", help="keep every number, as quire bench does")
+    parser.add_argument("--plot", metavar="FILE", help="charts (.svg, .html, .png, .pdf)")
+    parser.add_argument("--validate", metavar="WHAT", help="predictions beside measurements: h200 (recorded), or live")
+    add_engine_flags(parser)
+    parser.set_defaults(run=run, default_model=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    from quire.cli.bench import _check_outputs
+
+    _check_outputs(args)
+    if args.validate is not None:
+        from quire.lab.validation import validate
+
+        return validate(args.validate, engine_config(args), args.output_json)
+    from quire.bench.report import BenchFile, RunReport
+    from quire.bench.text import show
+
+    reports: list[RunReport] = list(_simulate(args))
+    print(show("sim", reports))
+    for report in reports:
+        speed, wall_s = report.values["events_per_s"], report.values["simulation_wall_s"]
+        print(
+            f"quire: simulated {report.seconds:,.1f} s of {report.values['replicas']:,.0f} engines in {wall_s:.2f} s: "
+            f"{report.values['simulated_steps_per_s']:,.0f} steps/s, {speed:,.0f} events/s",
+            file=sys.stderr,
+        )
+    if args.output_json:
+        BenchFile("sim", reports).write(args.output_json)
+    if args.plot:
+        from quire.bench.plots import plot
+
+        plot(args.plot, "sim", reports)
+    return 0 if all(report.completed for report in reports) else 1
+
+
+def device_named(name: str, path: str | None) -> Device:
+    devices = read_devices(path) if path else DEVICES
+    wanted = name.lower().replace("_", "-")
+    if wanted not in devices:
+        raise ConfigError(
+            f"--gpu {name} is not known: there are {', '.join(devices)}, or describe it in --devices FILE"
+        )
+    return devices[wanted]
+
+
+def _simulate(args: argparse.Namespace) -> Any:
+    from quire.lab.shapes import read_model_spec
+    from quire.lab.simulated import engine_by_arithmetic, engine_by_profile
+    from quire.sim.fleet import Fleet
+    from quire.sim.profile import read_profile
+
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "replicas"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    config = engine_config(args)
+    is_read_along = args.trace is not None or args.request_rate is not None
+    if args.profile:
+        if args.tensor_parallel_size > 1 or args.pipeline_parallel_size > 1:
+            raise ConfigError("--profile is of one device as it ran: leave -tp and -pp out, or use --gpu")
+        engine = engine_by_profile(read_profile(args.profile), is_read_along=is_read_along)
+        vocab_size, where = 49_152, args.profile
+    else:
+        spec = read_model_spec(args.model)
+        engine = engine_by_arithmetic(
+            config,
+            spec,
+            device_named(args.gpu, args.devices),
+            tensor_parallel=args.tensor_parallel_size,
+            pipeline_parallel=args.pipeline_parallel_size,
+            is_read_along=is_read_along,
+        )
+        vocab_size = spec.vocab_size
+        where = f"{args.replicas} × {args.tensor_parallel_size * args.pipeline_parallel_size} {args.gpu}"
+    front_s = engine.front_s if args.front_ms is None else args.front_ms / 1e3
+    if not 0 <= front_s < math.inf:
+        raise ConfigError(f"--front-ms must be 0 or more, got {args.front_ms:g}")
+    for name, requests, parameters in _traffic(args, config, vocab_size, engine.config.scheduler.max_model_len):
+        fleet = Fleet(
+            config=engine.config,
+            cost=engine.cost,
+            num_replicas=args.replicas,
+            policy=args.policy,
+            front_s=front_s,
+        )
+        fleet.run(requests)
+        report = fleet.report(name, len(requests))
+        report.parameters = parameters
+        report.settings = {"model": config.model, "where": where, "policy": args.policy,
+                           "num_blocks": engine.config.num_blocks, "block_size": engine.config.block_size}  # fmt: skip
+        yield report
+
+
+def _traffic(args: argparse.Namespace, config: EngineConfig, vocab_size: int, max_len: int) -> Any:
+    """(name, requests in order of arrival, parameters) of each workload."""
+    from pathlib import Path
+
+    from quire.bench.jobs import check_workload_flags, make_jobs
+    from quire.bench.workloads import arrival_times
+    from quire.cli.bench import _encoder
+    from quire.sim.traffic import from_workload, read_trace
+
+    if args.duration is not None:
+        if args.request_rate is None or not math.isfinite(args.request_rate) or args.num_prompts is not None:
+            raise ConfigError("--duration needs --request-rate, and takes the place of --num-prompts")
+        if not args.duration * args.request_rate >= 1:
+            raise ConfigError(f"no request comes in --duration {args.duration:g} at {args.request_rate:g} a second")
+        args.num_prompts = int(args.duration * args.request_rate)
+    if args.trace is not None:
+        if args.workloads or args.dataset or args.duration is not None:
+            raise ConfigError("--trace brings its own requests: leave the workload, --dataset and --duration out")
+        requests = read_trace(args.trace)[: args.num_prompts]
+        if args.request_rate is not None:
+            times = arrival_times(len(requests), args.request_rate, burstiness=args.burstiness, seed=args.seed or 0)
+            requests = [request.at(at) for request, at in zip(requests, times, strict=True)]
+        yield Path(args.trace).stem, requests, {"trace": args.trace, "num": len(requests)}
+        return
+    check_workload_flags(args)
+    encode = _encoder(config) if args.dataset else None
+    for job in make_jobs(args, vocab_size=vocab_size, max_model_len=max_len, encode=encode):
+        yield job.name, from_workload(job.workload, job.arrivals), job.parameters

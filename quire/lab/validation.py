@@ -1,0 +1,185 @@
+"""Predictions beside measurements: what the simulator says of runs whose figures are known, misses included.
+
+`h200`: what docs/performance.md recorded on one H200. The constants (`quire/sim/devices.py`) come from single kernels,
+but for the time of a layer's launches, which is from the row that says so.
+`live`: this machine, now. One engine is profiled on some workloads and measured on others, in turn, so that whatever
+else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from quire.bench.report import RunReport
+from quire.bench.text import table
+from quire.bench.units import number
+from quire.bench.workloads import WORKLOADS, Workload, arrival_times, even_lengths, sharegpt, usable_vocab
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.lab.shapes import read_model_spec
+from quire.lab.simulated import SimulatedEngine, engine_by_arithmetic, engine_by_profile
+from quire.sim.devices import DEVICES
+from quire.sim.fleet import Fleet
+from quire.sim.profile import RecordedProfile, fit_steps
+from quire.sim.traffic import SimRequest, from_workload
+
+WANTED_PERCENT = 10.0
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """One metric of one run."""
+
+    run: str
+    metric: str
+    measured: float
+    predicted: float
+
+    @property
+    def error_percent(self) -> float:
+        return 100 * (self.predicted / self.measured - 1)
+
+    @property
+    def is_met(self) -> bool:
+        return abs(self.error_percent) <= WANTED_PERCENT
+
+
+def validate(what: str, config: EngineConfig, output_json: str | None) -> int:
+    """Print the table. Misses are its finding, not a failure."""
+    ways: dict[str, Callable[[], list[Row]]] = {"h200": recorded_h200, "live": lambda: measured_live(config)}
+    if what not in ways:
+        raise ConfigError(f"--validate {what} is not known: there are {', '.join(ways)}")
+    rows = ways[what]()
+    print(as_text(rows))
+    if output_json:
+        import json
+        from pathlib import Path
+
+        Path(output_json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    heads = ["run", "metric", "measured", "predicted", "error"]
+    cells = []
+    for row in rows:
+        mark = "" if row.is_met else "  miss"
+        cells.append(
+            [row.run, row.metric, number(row.measured), number(row.predicted), f"{row.error_percent:+.1f} %{mark}"]
+        )
+    num_met = sum(row.is_met for row in rows)
+    return f"{table(heads, cells)}\n{num_met} of {len(rows)} within {WANTED_PERCENT:g} %"
+
+
+# -- one H200, recorded
+
+# docs/performance.md: tokens/s, the mean of two runs; and of its serving table first token and inter-token p50 and p99.
+_OFFLINE = {"single": 238.0, "lab16": 3_608.0, "mixed256": 10_498.0, "sharegpt": 14_119.0, "prefill": 42_142.0}
+_SERVING = {8: (200, (13.2, 48.0, 4.6, 9.7)), 24: (480, (16.7, 52.0, 5.6, 11.0))}
+_ALL_AT_ONCE = 13_696.0
+_FIRST_SEEDS = (10, 20, 30)
+
+
+def recorded_h200() -> list[Row]:
+    spec = read_model_spec("llama-3.1-8b")
+    config = EngineConfig(model="llama-3.1-8b", max_model_len=4096, gpu_memory_utilization=0.9)
+
+    def simulate(requests: list[SimRequest], *, is_read_along: bool) -> RunReport:
+        return _run(engine_by_arithmetic(config, spec, DEVICES["h200"], is_read_along=is_read_along), requests)
+
+    rows = []
+    for name, measured in _OFFLINE.items():
+        report = simulate(from_workload(WORKLOADS[name](128_000), None), is_read_along=False)
+        is_total = name == "prefill"
+        metric = "tokens/s in and out" if is_total else "output tokens/s"
+        origin = ", which one constant is from" if name == "lab16" else ""
+        rows.append(
+            Row(f"{name}, offline{origin}", metric, measured, report.total_tok_s if is_total else report.output_tok_s)
+        )
+    for rate, (num, measured_ms) in _SERVING.items():
+        found = [simulate(_poisson(rate, num, first + rate), is_read_along=True) for first in _FIRST_SEEDS]
+        rows += _latency_rows(f"{rate} requests/s", measured_ms, _medians(found))
+    report = simulate(from_workload(sharegpt(128_000, seed=109), None), is_read_along=True)
+    rows.append(Row("1,000 at once, served", "output tokens/s", _ALL_AT_ONCE, report.output_tok_s))
+    return rows
+
+
+def _poisson(rate: float, num: int, seed: int) -> list[SimRequest]:
+    """The load that was sent: ShareGPT-like lengths and exponential gaps, both of one seed."""
+    rng, now_s, times = random.Random(seed), 0.0, []
+    for _ in range(num):
+        times.append(now_s)
+        now_s += rng.expovariate(rate)
+    return from_workload(sharegpt(128_000, seed=seed, num=num), times)
+
+
+def _run(engine: SimulatedEngine, requests: list[SimRequest]) -> RunReport:
+    fleet = Fleet(config=engine.config, cost=engine.cost, front_s=engine.front_s)
+    fleet.run(requests)
+    return fleet.report("", len(requests))
+
+
+def _latencies_ms(report: RunReport) -> tuple[float, float, float, float]:
+    """First token p50 and p99, inter-token p50 and p99."""
+    assert report.ttft_s is not None and report.itl_s is not None
+    seconds = (report.ttft_s.p50, report.ttft_s.p99, report.itl_s.p50, report.itl_s.p99)
+    first, first_p99, between, between_p99 = (1e3 * one for one in seconds)
+    return first, first_p99, between, between_p99
+
+
+def _latency_rows(run: str, measured_ms: Sequence[float], predicted_ms: Sequence[float]) -> list[Row]:
+    metrics = ("first token p50, ms", "first token p99, ms", "inter-token p50, ms", "inter-token p99, ms")
+    return [Row(run, *one) for one in zip(metrics, measured_ms, predicted_ms, strict=True)]
+
+
+# -- this machine, now
+
+_ROUNDS = 8
+_NUM_LIVE = 8  # requests of a batch
+_SHARE_OF_CAPACITY = 0.5  # of the requests/s that a batch is served with
+
+
+def measured_live(config: EngineConfig) -> list[Row]:
+    """Rounds of profile, offline batch and timed arrivals, so that drift falls on all of them."""
+    from quire import LLMEngine
+    from quire.bench.measure import measure
+    from quire.bench.profile import profile_workload
+
+    engine = LLMEngine.from_config(config)
+    vocab = usable_vocab(engine.spec.vocab_size)
+
+    def learn(seed: int) -> Workload:
+        return even_lengths(vocab, seed, 10, (16, 200), (8, 48)) + even_lengths(vocab, seed + 50, 1, (300, 500), (1, 1))
+
+    def batch(seed: int) -> Workload:
+        return even_lengths(vocab, 1_000 + seed, _NUM_LIVE, (32, 200), (16, 48))
+
+    profile_workload(engine, learn(99)[:8], name="warm-up")
+    recorded, at_once, timed, times = [], [], [], []
+    for seed in range(_ROUNDS):
+        recorded.append(profile_workload(engine, learn(seed), name="learn")[0])
+        at_once.append(measure(engine, batch(seed), name="batch"))
+        rate = _SHARE_OF_CAPACITY * at_once[0].requests / at_once[0].seconds
+        times.append(arrival_times(_NUM_LIVE, rate, seed=seed))
+        timed.append(measure(engine, batch(500 + seed), name="timed", arrivals=times[-1]))
+        engine.reset_prefix_cache()
+    profile = RecordedProfile(fit_steps(recorded), recorded[0].settings, recorded[0].machine)
+    simulated = engine_by_profile(profile, is_read_along=False)
+    engine.close()
+    predicted = [_run(simulated, from_workload(batch(seed), None)) for seed in range(_ROUNDS)]
+    totals = [
+        sum(one.output_tokens for one in runs) / sum(one.seconds for one in runs) for runs in (at_once, predicted)
+    ]
+    rows = [Row(f"{_NUM_LIVE} at once", "output tokens/s", *totals)]
+    rows += _latency_rows(f"{_NUM_LIVE} at once", *(_medians(runs) for runs in (at_once, predicted)))
+    predicted = [_run(simulated, from_workload(batch(500 + seed), times[seed])) for seed in range(_ROUNDS)]
+    return rows + _latency_rows(
+        f"{_NUM_LIVE}, Poisson at half of that", *(_medians(runs) for runs in (timed, predicted))
+    )
+
+
+def _medians(runs: Sequence[RunReport]) -> list[float]:
+    return [statistics.median(column) for column in zip(*(_latencies_ms(run) for run in runs), strict=True)]

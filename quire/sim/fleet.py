@@ -1,0 +1,256 @@
+"""Replicas behind a router in one virtual time, and what their clients saw of them."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from quire.bench.report import KVReport, Percentiles, RunReport, Sample
+from quire.errors import ConfigError
+from quire.params import SamplingSpec
+from quire.request import Request
+from quire.sim.cost import StepCost
+from quire.sim.replica import Replica, ReplicaConfig, TokenTimes
+from quire.sim.traffic import SimRequest
+
+_NUM_SAMPLES = 200  # readings over a run
+_GREEDY = SamplingSpec(temperature=0.0)
+
+
+class Policy(ABC):
+    """Which replica a request goes to."""
+
+    def __init__(self, replicas: Sequence[Replica], clock: Callable[[], float]) -> None:
+        self.replicas = replicas
+
+    @abstractmethod
+    def choose(self, request: Request) -> int:
+        """The index of a replica, which is given the request at once."""
+
+    def on_end(self, index: int, request: Request) -> None:  # noqa: B027 - most do not care
+        """The request has ended there."""
+
+
+class RoundRobin(Policy):
+    _last = -1
+
+    def choose(self, request: Request) -> int:
+        self._last = (self._last + 1) % len(self.replicas)
+        return self._last
+
+
+class Random(Policy):
+    def __init__(self, replicas: Sequence[Replica], clock: Callable[[], float]) -> None:
+        super().__init__(replicas, clock)
+        self._rng = random.Random(0)
+
+    def choose(self, request: Request) -> int:
+        return self._rng.randrange(len(self.replicas))
+
+
+class LeastLoaded(Policy):
+    """The fewest requests under way; of equals, the one that was chosen or done longest ago."""
+
+    def __init__(self, replicas: Sequence[Replica], clock: Callable[[], float]) -> None:
+        super().__init__(replicas, clock)
+        self._counts = [0] * len(replicas)
+        self._turn = len(replicas)
+        self._heap = [(0, index, index) for index in range(len(replicas))]  # with entries that are out of date
+
+    def choose(self, request: Request) -> int:
+        while True:
+            count, _, index = heapq.heappop(self._heap)
+            if count == self._counts[index]:
+                self._count(index, 1)
+                return index
+
+    def on_end(self, index: int, request: Request) -> None:
+        self._count(index, -1)
+
+    def _count(self, index: int, change: int) -> None:
+        self._counts[index] += change
+        self._turn += 1
+        heapq.heappush(self._heap, (self._counts[index], self._turn, index))
+
+
+POLICIES: dict[str, type[Policy]] = {"round-robin": RoundRobin, "random": Random, "least-loaded": LeastLoaded}
+
+
+@dataclass(slots=True, kw_only=True)
+class Fleet:
+    """`front_s`: HTTP, JSON, tokenizing and the way to the engine and back, of which clients see the sum."""
+
+    config: ReplicaConfig
+    cost: StepCost
+    num_replicas: int = 1
+    policy: str = "least-loaded"
+    front_s: float = 0.0
+    replicas: list[Replica] = field(default_factory=list)
+    times: TokenTimes = field(default_factory=TokenTimes)
+    samples: list[Sample] = field(default_factory=list)
+    now_s: float = 0.0
+    wall_s: float = 0.0  # real seconds that the simulation took
+    num_done: int = 0
+    first_arrival_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ConfigError(f"the number of replicas must be at least 1, got {self.num_replicas}")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"unknown policy {self.policy!r}: there are {', '.join(POLICIES)}")
+        self.replicas = [Replica(self.config, self.cost, self.times) for _ in range(self.num_replicas)]
+
+    def run(self, requests: Sequence[SimRequest], *, until_s: float | None = None) -> None:
+        """Serve them all, or as far as they get until then."""
+        started = time.perf_counter()
+        policy = POLICIES[self.policy](self.replicas, lambda: self.now_s)
+        for number, replica in enumerate(self.replicas):
+            replica.on_end = partial(self._on_end, policy, number)
+        self.first_arrival_s = requests[0].arrival_s if requests else 0.0
+        num_samples = max(20, min(_NUM_SAMPLES, 20_000 // self.num_replicas))
+        sample_s = max(requests[-1].arrival_s - self.first_arrival_s, 1.0) / num_samples if requests else 1.0
+        next_sample_s = self.first_arrival_s
+        coming = _engine_requests(requests)
+        arrival = next(coming, None)
+        heap: list[tuple[float, int]] = []
+        while arrival is not None or heap:
+            if arrival is not None and (not heap or arrival.arrival_s + self.front_s <= heap[0][0]):
+                now_s, index = arrival.arrival_s + self.front_s, None
+            else:
+                now_s, index = heapq.heappop(heap)
+                if self.replicas[index].due_s != now_s:
+                    continue  # a leap that a request cut short
+            if until_s is not None and now_s > until_s:
+                break
+            self.now_s = now_s
+            while now_s >= next_sample_s:
+                self.samples.append(self._sample(next_sample_s - self.first_arrival_s))
+                next_sample_s += sample_s
+            if index is None:
+                assert arrival is not None
+                index = policy.choose(arrival)
+                replica = self.replicas[index]
+                before_s = replica.due_s
+                replica.add(arrival, now_s)
+                arrival = next(coming, None)
+                if replica.due_s == before_s:
+                    continue
+            else:
+                replica = self.replicas[index]
+                replica.advance()
+            if replica.due_s is not None:
+                heapq.heappush(heap, (replica.due_s, index))
+        self.wall_s = time.perf_counter() - started
+
+    def _on_end(self, policy: Policy, index: int, request: Request) -> None:
+        self.num_done += 1
+        policy.on_end(index, request)
+
+    def _sample(self, t_s: float) -> Sample:
+        used = sum(replica.kv.num_used_blocks for replica in self.replicas)
+        return Sample(
+            t_s=t_s,
+            running=sum(replica.scheduler.num_running for replica in self.replicas),
+            waiting=sum(replica.num_requests - replica.scheduler.num_running for replica in self.replicas),
+            kv_usage=used / (self.num_replicas * self.config.num_blocks),
+            waste_percent=0.0,
+            rss_bytes=0,
+            prompt_tokens=self.times.num_prompt_tokens,
+            output_tokens=sum(replica.scheduler.stats.num_decode_tokens for replica in self.replicas),
+            cpu_percent=0.0,
+            device_percent=0.0,
+        )
+
+    def report(self, name: str, num_requests: int) -> RunReport:
+        """The same as of a measured run, so that the two can be compared."""
+        times, seconds = self.times, max(self.now_s - self.first_arrival_s, 1e-9)
+        replicas = self.replicas
+        stats = [replica.scheduler.stats for replica in replicas]
+        prefix = [replica.kv.counters.prefix for replica in replicas]
+        pools = [replica.kv.pool for replica in replicas]
+        busy_s = sum(replica.busy_s for replica in replicas)
+        num_steps = sum(one.num_steps for one in stats)
+        kv = KVReport(
+            num_blocks=self.num_replicas * self.config.num_blocks,
+            block_size=self.config.block_size,
+            block_bytes=self.config.scheduler.kv_bytes_per_block,
+            occupancy_mean=_ratio(sum(r.block_seconds for r in replicas), busy_s * self.config.num_blocks),
+            occupancy_max=max(1 - pool.min_free_blocks / self.config.num_blocks for pool in pools),
+            peak_blocks=max(self.config.num_blocks - pool.min_free_blocks for pool in pools),
+            min_available=min(pool.min_free_blocks for pool in pools),
+            blocks_allocated=sum(pool.num_allocated_blocks for pool in pools),
+            blocks_freed=sum(pool.num_freed_blocks for pool in pools),
+            churn_per_s=sum(pool.num_allocated_blocks + pool.num_freed_blocks for pool in pools) / seconds,
+            preemptions={"recompute": sum(one.num_recompute_preemptions for one in stats)},
+            recomputed_tokens=sum(one.num_recomputed_tokens for one in stats),
+            prefix_query_tokens=sum(one.num_query_tokens for one in prefix),
+            prefix_hit_tokens=sum(one.num_hit_tokens for one in prefix),
+            evictions=sum(replica.kv.cache.num_evictions for replica in replicas),
+        )
+        report = RunReport(
+            workload=name,
+            engine="sim",
+            requests=num_requests,
+            completed=self.num_done - sum(times.errors.values()),
+            errors=dict(times.errors),
+            prompt_tokens=times.num_prompt_tokens,
+            output_tokens=times.num_output_tokens,
+            seconds=seconds,
+            output_tok_s=times.num_output_tokens / seconds,
+            total_tok_s=(times.num_output_tokens + times.num_prompt_tokens) / seconds,
+            ttft_s=Percentiles.of(times.first_s),
+            itl_s=weighted_percentiles(times.between_s, times.between_counts),
+            e2e_s=Percentiles.of(times.whole_s),
+            num_steps=num_steps,
+            running_mean=_ratio(sum(one.num_decode_tokens for one in stats), num_steps),
+            kv=kv,
+            device_percent=100 * _ratio(busy_s, seconds * self.num_replicas),
+            samples=self.samples,
+        )
+        report.values = {
+            "replicas": float(self.num_replicas),
+            "simulation_wall_s": self.wall_s,
+            "simulated_steps_per_s": _ratio(num_steps, self.wall_s),
+            "events_per_s": _ratio(sum(r.num_events for r in replicas) + num_requests, self.wall_s),
+        }
+        return report
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _engine_requests(requests: Sequence[SimRequest]) -> Iterator[Request]:
+    """Made one at a time: the tokens of a million prompts would not fit."""
+    before_s = -1e300
+    for index, one in enumerate(requests):
+        assert one.arrival_s >= before_s, "arrivals are not in order"
+        before_s = one.arrival_s
+        yield Request(
+            request_id=str(index),
+            prompt_token_ids=one.token_ids(index),
+            max_tokens=one.output_len,
+            end_token_ids=frozenset(),
+            spec=_GREEDY,
+            arrival_s=one.arrival_s,
+        )
+
+
+def weighted_percentiles(values: Sequence[float], counts: Sequence[float]) -> Percentiles | None:
+    """As if each value stood there as often as its count says."""
+    import numpy as np
+
+    if not len(values):
+        return None
+    array, weights = np.asarray(values), np.asarray(counts)
+    order = np.argsort(array)
+    array, cumulative = array[order], np.cumsum(weights[order])
+    total = float(cumulative[-1])
+    p50, p95, p99 = (float(array[np.searchsorted(cumulative, q * total)]) for q in (0.50, 0.95, 0.99))
+    mean = float(np.average(np.asarray(values), weights=weights))
+    return Percentiles(int(total), mean, p50, p95, p99, float(array[-1]))
