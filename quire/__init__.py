@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.params import OutputKind, SamplingParams
+    from quire.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ _HOMES = {
     "EngineConfig": "quire.config",
     "SamplingParams": "quire.params",
     "OutputKind": "quire.params",
+    "StructuredOutputsParams": "quire.structured",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
     "Logprob": "quire.outputs",
@@ -58,6 +60,7 @@ __all__ = [
     "QuireError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import BadRequestError
 from quire.refusals import SAMPLING, reads_arguments, sift
+from quire.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     PackedIds = array[int]
@@ -84,6 +85,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     skip_reading_prefix_cache: bool | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -96,8 +98,24 @@ class SamplingParams:
             kinds = ", ".join(OutputKind)
             raise BadRequestError(f"output_kind must be one of {kinds}, got {self.output_kind!r}", param="output_kind")
         self.output_kind = OutputKind(self.output_kind)
+        if self.structured_outputs is not None:
+            self._check_structured_outputs()
         if not self.detokenize and self.stop:
             raise BadRequestError("stop strings need detokenize=True", param="stop")
+
+    def _check_structured_outputs(self) -> None:
+        given: Any = self.structured_outputs
+        if isinstance(given, Mapping):
+            given = self.structured_outputs = StructuredOutputsParams(**given)
+        if not isinstance(given, StructuredOutputsParams):
+            raise BadRequestError(
+                f"structured_outputs must be a StructuredOutputsParams, got {given!r:.60}", param="structured_outputs"
+            )
+        if self.ignore_eos:
+            raise BadRequestError(
+                "structured_outputs end with the model's end token, which ignore_eos passes over: leave that out",
+                param="ignore_eos",
+            )
 
     def _check_numbers(self) -> None:
         _integer(self.n, "n", at_least=1)
@@ -212,6 +230,7 @@ class SamplingSpec:
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None  # top-k asked for; -1 is the whole vocabulary
     prompt_logprobs: int | None = None
+    grammar: str | None = None  # of `quire.grammar`: which tokens may follow which
 
 
 def plain(value: Any) -> Any:

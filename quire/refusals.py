@@ -48,7 +48,8 @@ def _table(by_reason: Mapping[str, str]) -> dict[str, Refusal]:
 
 _ONE_DEVICE = "Quire runs on one device for now"
 _NO_ADAPTERS = "Quire has no LoRA yet"
-_NO_GRAMMAR = "Quire has no structured output yet"
+_ONE_GRAMMAR_BACKEND = "one backend compiles every grammar; StructuredOutputsParams say how JSON is written"
+_NEW_GRAMMAR_NAME = "vLLM calls it structured_outputs and StructuredOutputsParams now, and so does Quire"
 _DRAFTS = 'use speculative_config, e.g. {"method": "suffix"}'
 _NO_BEAMS = "Quire has no beam search yet: use n with a temperature"
 _NO_POOLING = "Quire generates text only"
@@ -96,9 +97,9 @@ ENGINE = _table(
             enable_prompt_adapter=false max_prompt_adapters=1 max_prompt_adapter_token=0""",
         _DRAFTS: "speculative_model num_speculative_tokens num_lookahead_slots=0",
         "Quire serves no diffusion models": "diffusion_config={}",
-        _NO_GRAMMAR: """
-            structured_outputs_config={} guided_decoding_backend="auto"|"xgrammar"
-            guided_decoding_disable_fallback=false guided_decoding_disable_any_whitespace=false
+        _ONE_GRAMMAR_BACKEND: """
+            structured_outputs_config={} guided_decoding_backend="auto"|"guidance"
+            guided_decoding_disable_fallback=false|true guided_decoding_disable_any_whitespace=false
             guided_decoding_disable_additional_properties=false""",
         _NO_TOOLS: 'reasoning_parser="" reasoning_parser_plugin="" reasoning_config={}',
         _NO_POOLING: """
@@ -228,7 +229,7 @@ SERVER = _table(
 
 SAMPLING = _table(
     {
-        _NO_GRAMMAR: "structured_outputs guided_decoding",
+        _NEW_GRAMMAR_NAME: "guided_decoding",
         _NO_BEAMS: "use_beam_search=false length_penalty=1|1.0 early_stopping=false beam_width=1",
         "Quire gives all that it makes: set n to as many": "best_of=1",
         _NO_PLUGINS: "logits_processors=[] extra_args={}",
@@ -244,11 +245,14 @@ SAMPLING = _table(
     }
 )
 
+# Fields of StructuredOutputsParams.
+STRUCTURED = _table({"there is one backend, and nothing to fall back to": "disable_fallback=false|true"})
+
 # Arguments of generate, chat and add_request, and keys of a prompt.
 CALL = _table(
     {
         _NO_ADAPTERS: "lora_request prompt_adapter_request",
-        _NO_GRAMMAR: "guided_options_request",
+        _NEW_GRAMMAR_NAME: "guided_options_request",
         'put them into the prompts: [{"prompt_token_ids": [1, 2]}]': "prompt_token_ids",
         "tokenize with get_tokenizer() and give the token ids": "tokenization_kwargs={}",
         _NO_MEDIA: """
@@ -269,14 +273,12 @@ _NO_SAMPLER = "Quire has temperature, top_p, top_k, min_p and the penalties"
 FIELDS = {
     name: (SAMPLING | CALL)[name]
     for name in (
-        *("structured_outputs", "use_beam_search", "length_penalty", "logits_processors", "truncate_prompt_tokens"),
+        *("use_beam_search", "length_penalty", "logits_processors", "truncate_prompt_tokens"),
         *("lora_request", "data_parallel_rank", "mm_processor_kwargs", "prompt_embeds"),
     )
 } | _table(
     {
-        _NO_GRAMMAR: """
-            response_format={"type":"text"} guided_json guided_regex guided_choice guided_grammar
-            guided_decoding_backend guided_whitespace_pattern""",
+        _ONE_GRAMMAR_BACKEND: 'guided_decoding_backend="auto"|"guidance"',
         _NO_TOOLS: """
             tools=[] tool_choice="none"|"auto" functions=[] function_call="none"|"auto" include_reasoning=true""",
         _NO_MEDIA: 'modalities=["text"] audio media_io_kwargs={}',
@@ -329,7 +331,7 @@ METHODS = {
 CLASSES = _table(
     {
         _NO_ADAPTERS: "LoRARequest",
-        _NO_GRAMMAR: "StructuredOutputsParams GuidedDecodingParams",
+        _NEW_GRAMMAR_NAME: "GuidedDecodingParams",
         _NO_BEAMS: "BeamSearchParams",
         _NO_POOLING: "PoolingParams",
     }

@@ -3,9 +3,9 @@
 from quire.params import OutputKind as RequestOutputKind
 from quire.params import SamplingParams
 from quire.refusals import refused_class
+from quire.structured import StructuredOutputsParams
 
 BeamSearchParams = refused_class("BeamSearchParams")
 GuidedDecodingParams = refused_class("GuidedDecodingParams")
-StructuredOutputsParams = refused_class("StructuredOutputsParams")
 
 __all__ = ["BeamSearchParams", "GuidedDecodingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]

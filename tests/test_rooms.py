@@ -27,6 +27,7 @@ FOUNDATION = {
     "sizes",
     "step_costs",
     "speculation",
+    "structured",
 }
 # Room -> rooms it may import, besides itself and the foundation.
 MAY_IMPORT = {
@@ -39,9 +40,10 @@ MAY_IMPORT = {
     "parallel": {"kernels"},
     "models": {"layers", "parallel", "kernels"},
     "sampling": {"kernels"},
+    "grammar": {"text", "weights", "models"},
     "weights": {"models", "layers", "kernels"},
-    "executor": {"sampling", "weights", "models", "layers", "parallel", "kernels"},
-    "engine": {"text", "drafting", "scheduler", "kv", "executor", "weights", "models"},
+    "executor": {"grammar", "sampling", "weights", "models", "layers", "parallel", "kernels"},
+    "engine": {"grammar", "text", "drafting", "scheduler", "kv", "executor", "weights", "models"},
     "router": {"engine", "kv", "text"},
     "server": {"engine", "text", "router"},
     "lab": {"bench", "sim", "engine", "executor", "models", "weights", "scheduler"},
@@ -55,7 +57,7 @@ MAY_IMPORT = {
     "bench": {"llm", "engine", "weights", "router"},
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = {"kv", "drafting", "scheduler", "text", "sim"} | FOUNDATION
+WITHOUT_TORCH = {"kv", "drafting", "scheduler", "text", "grammar", "sim"} | FOUNDATION
 
 
 def modules() -> list[Path]:

@@ -16,6 +16,7 @@ from quire.errors import ConfigError
 from quire.executor.precompile import Precompile
 from quire.executor.sizing import smooth_prompt_tokens
 from quire.executor.timeline import Timeline
+from quire.grammar import GrammarCompiler
 from quire.kv import KVManager
 from quire.models.spec import ModelSpec
 from quire.params import SamplingParams
@@ -101,7 +102,9 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
     precompile = Precompile.start(config, opened.spec)
     text = TextSide(config, opened)
     timeline.mark("tokenizer")
-    tokens = build_token_side(config, opened, show_progress=show_progress, precompile=precompile)
+    tokens = build_token_side(
+        config, opened, show_progress=show_progress, precompile=precompile, grammars=text.grammars
+    )
     keep_what_is_built()
     return BuiltEngine(
         config=config,
@@ -121,6 +124,7 @@ def build_token_side(
     *,
     show_progress: bool = False,
     precompile: Precompile | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> TokenSide:
     """Weights, KV cache, scheduler and loop."""
     precompile = precompile or Precompile.start(config, opened.spec)
@@ -137,6 +141,7 @@ def build_token_side(
             bar if show_progress else None,
             precompile=precompile,
             timeline=timeline,
+            grammars=grammars,
         )
     return assemble_token_side(config, executor)
 
@@ -159,7 +164,7 @@ def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenS
         if speculation.method == "draft_model":
             raise ConfigError("speculative_config: draft models are not served yet; use method suffix or ngram")
         scheduler.drafter = LookupDrafter(speculation, scheduler.costs)
-    return TokenSide(executor, EngineCore(scheduler, executor.executor, kv))
+    return TokenSide(executor, EngineCore(scheduler, executor.executor, kv, executor.grammars))
 
 
 def scheduler_config(config: EngineConfig, executor: BuiltExecutor) -> SchedulerConfig:

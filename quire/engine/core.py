@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from quire.engine.stats import StepStats
-from quire.errors import EngineDeadError
+from quire.errors import BadRequestError, EngineDeadError
 from quire.executor.base import Executor
+from quire.grammar import GrammarCompiler
 from quire.kv import KVManager
 from quire.plan import StepPlan
 from quire.request import FinishReason, Request, Sequence
@@ -39,16 +42,22 @@ class _Flight:
     began_s: float  # when the executor began it, or earlier
 
 
+_COMPILING_S = 0.005  # that a loop without other work sleeps: a command may come meanwhile
 _MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for nobody
 
 
 class EngineCore:
     """One scheduler driving one executor. Knows tokens, not text."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, kv: KVManager) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, kv: KVManager, grammars: GrammarCompiler | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.kv = kv
+        self._grammars = grammars
+        # By request_id: not with the scheduler before their grammars are compiled, so that nobody waits behind them.
+        self._compiling: dict[str, tuple[Request, Future[Any]]] = {}
         self._flights: deque[_Flight] = deque()
         self._costs = scheduler.costs
         self.can_prepare = True  # until there is nothing left of it
@@ -60,11 +69,35 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         self._raise_if_dead()
+        if request.request_id in self._compiling:
+            raise BadRequestError(f"request id {request.request_id!r} is in use: choose another", param="request_id")
+        if request.spec.grammar is not None:
+            if self._grammars is None:
+                raise BadRequestError(
+                    "structured_outputs are not served by this engine: run it on one device", param="structured_outputs"
+                )
+            compiled = self._grammars.start(request.spec.grammar)
+            if not compiled.done():
+                self.scheduler.check_new(request)
+                self._compiling[request.request_id] = (request, compiled)
+                return
         self.scheduler.add(request)
         self._last_added_s = time.perf_counter()
 
+    def _add_compiled(self) -> None:
+        """Queue the requests whose grammars are ready. One whose grammar turns out bad ends like any other."""
+        for request, compiled in list(self._compiling.values()):
+            if not compiled.done():
+                continue
+            del self._compiling[request.request_id]
+            self.scheduler.add(request)
+            if error := compiled.exception():
+                self.scheduler.give_up(request, FinishReason.BANNED, str(error))
+
     def abort(self, request_id: str) -> list[SequenceUpdate]:
         """Ends a request wherever it is; its blocks are back before the next step. Unknown ids give nothing."""
+        if request_id in self._compiling:
+            self.scheduler.add(self._compiling.pop(request_id)[0])
         return self.scheduler.abort(request_id)
 
     def finish(self, seq: Sequence, stop_reason: str) -> None:
@@ -73,7 +106,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._flights) or self.scheduler.has_work
+        return bool(self._flights or self._compiling) or self.scheduler.has_work
 
     @property
     def has_room(self) -> bool:
@@ -88,9 +121,13 @@ class EngineCore:
     def step(self) -> list[SequenceUpdate]:
         """Keep the executor as deep in work as it takes, then give out what the oldest step brought."""
         with self._dying_of_failures():
+            if self._compiling:
+                self._add_compiled()
             while self._submit_next():
                 pass
             if not self._flights:
+                if self._compiling and not self.scheduler.has_work:
+                    wait([compiled for _, compiled in self._compiling.values()], _COMPILING_S, FIRST_COMPLETED)
                 return self.scheduler.take_failures()
             self._prepare_meanwhile()
             started = time.perf_counter()

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.engine.api import PreparedRequest
 from quire.errors import BadRequestError, ConfigError
+from quire.grammar import GrammarCompiler, lower
 from quire.inputs import Prompt
 from quire.params import (
     MAX_CACHE_SALT_CHARS,
@@ -23,6 +24,7 @@ from quire.params import (
 )
 from quire.refusals import CALL, sift
 from quire.request import Request, cache_scope
+from quire.structured import StructuredOutputsParams
 from quire.text import Tokenizer
 
 # Of all bad words in all their spellings: every step compares as many with each sequence's last tokens.
@@ -43,14 +45,17 @@ class InputProcessor:
         eos_token_ids: Iterable[int],
         seed: int,
         max_num_seqs: int | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.grammars = grammars
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs  # where it is known here: what asks for more is refused before it costs
         self.eos_token_ids = frozenset(eos_token_ids)
         # An application sends the same bad words with every request, and to tokenize many takes milliseconds.
         self._bad_words = lru_cache(_NUM_KEPT_LISTS)(self._tokenize_bad_words)
+        self._lowered = lru_cache(_NUM_KEPT_LISTS)(lambda text: lower(StructuredOutputsParams.from_json(text)))
         self._seeds = random.Random(seed)  # for requests that bring none: a run repeats when its requests do
 
     def make_request(
@@ -197,7 +202,20 @@ class InputProcessor:
             bad_words=bad_words,
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
+            grammar=self._grammar(params),
         )
+
+    def _grammar(self, params: SamplingParams) -> str | None:
+        """Compiled here to be checked: what the executor gets will do, and the user hears at once of what will not."""
+        if params.structured_outputs is None:
+            return None
+        if self.grammars is None or self.tokenizer is None:
+            raise BadRequestError(
+                "structured_outputs need a tokenizer, and skip_tokenizer_init=True was set", param="structured_outputs"
+            )
+        grammar = self._lowered(params.structured_outputs.to_json())
+        self.grammars.check(grammar)
+        return grammar
 
     def _tokenize_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The token ids of all spellings, but for those that are longer than any sequence can be."""

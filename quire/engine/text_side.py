@@ -13,11 +13,12 @@ from quire.config import EngineConfig
 from quire.engine.inputs import InputProcessor
 from quire.engine.outputs import OutputProcessor
 from quire.errors import BadRequestError, TokenizerError
+from quire.grammar import GrammarCompiler, end_token_ids, open_tokenizer
 from quire.log import get_logger
 from quire.models.architectures import spec_from_config
 from quire.models.spec import ModelSpec
 from quire.params import SamplingParams
-from quire.text import ChatTemplate, Tokenizer, read_chat_template
+from quire.text import ChatTemplate, read_chat_template
 from quire.weights import Checkpoint, open_checkpoint, resolve_model
 
 # Fields of generation_config.json that set a model's own sampling defaults, and what they are called here.
@@ -58,11 +59,12 @@ class TextSide:
     def __init__(self, config: EngineConfig, opened: OpenedModel) -> None:
         self.config = config
         self.spec = opened.spec
-        self.tokenizer = _tokenizer(config, opened)
+        self.tokenizer = open_tokenizer(config, opened.checkpoint, opened.spec)
         # The user's own; without it the tokenizer's.
         self.chat_template = config.chat_template and read_chat_template(config.chat_template)
         self.default_sampling = _default_sampling(opened.checkpoint.generation_config)
-        self.eos_token_ids = _eos_ids(opened, self.tokenizer)
+        self.eos_token_ids = end_token_ids(opened.checkpoint, opened.spec, self.tokenizer)
+        self.grammars = GrammarCompiler(lambda: (self.tokenizer, self.eos_token_ids), vocab_size=opened.spec.vocab_size)
         self._template = lru_cache(_NUM_KEPT_TEMPLATES)(self._compile)
 
     def make_inputs(self, max_model_len: int, max_num_seqs: int | None = None) -> InputProcessor:
@@ -74,6 +76,7 @@ class TextSide:
             eos_token_ids=self.eos_token_ids,
             seed=self.config.seed,
             max_num_seqs=max_num_seqs,
+            grammars=self.grammars,
         )
 
     def make_outputs(self) -> OutputProcessor:
@@ -108,38 +111,6 @@ class TextSide:
     def _compile(self, given: str | None) -> ChatTemplate:
         assert self.tokenizer is not None
         return ChatTemplate(self.chat_template if given is None else given, self.tokenizer)
-
-
-def _tokenizer(config: EngineConfig, opened: OpenedModel) -> Tokenizer | None:
-    checkpoint = opened.checkpoint
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is not None:
-        # Its weights are not needed.
-        other = resolve_model(config.tokenizer, load_format="dummy", download_dir=config.download_dir)
-        if other.suffix == ".gguf":
-            tokenizer = Tokenizer.from_gguf(open_checkpoint(other).gguf_metadata or {}, source=str(other))
-        else:
-            tokenizer = Tokenizer.from_directory(other)
-    elif checkpoint.gguf_metadata is not None:
-        tokenizer = Tokenizer.from_gguf(checkpoint.gguf_metadata, source=str(checkpoint.path))
-    else:
-        tokenizer = Tokenizer.from_directory(checkpoint.path)
-    tokenizer.check_fits(opened.spec.vocab_size, source=str(checkpoint.path))
-    return tokenizer
-
-
-def _eos_ids(opened: OpenedModel, tokenizer: Tokenizer | None) -> set[int]:
-    """Models name their end tokens in up to three places; any of them ends a sequence."""
-    ids = set(opened.spec.eos_token_ids)
-    told: Any = opened.checkpoint.generation_config.get("eos_token_id")
-    if isinstance(told, int):
-        ids.add(told)
-    elif isinstance(told, list):
-        ids.update(told)
-    if tokenizer is not None:
-        ids.update(tokenizer.end_token_ids)
-    return ids
 
 
 def _default_sampling(generation_config: dict[str, Any]) -> SamplingParams:

@@ -122,6 +122,7 @@ class EngineVariants:
             max_num_seqs=built.max_num_seqs,
             has_graphs=built.executor.worker.graphs is not None,
             precompile=precompile,
+            constraints=built.executor.worker.constraints,
         )
         return replace(
             built,

@@ -39,6 +39,7 @@ from quire.executor.profile import (
 from quire.executor.sizing import batch_limits
 from quire.executor.timeline import Timeline
 from quire.executor.worker import ElsewhereSampled, Worker
+from quire.grammar import GrammarCompiler, RowConstraints
 from quire.models.decoder import Decoder
 from quire.models.kv_layout import kv_layout
 from quire.models.share import ModelShare
@@ -61,6 +62,7 @@ class BuiltExecutor:
     max_num_batched_tokens: int
     swap_bytes_per_s: float | None
     timeline_s: dict[str, float]
+    grammars: GrammarCompiler | None = None  # None: it follows no grammars, and requests that have one are refused
 
 
 @dataclass(slots=True)
@@ -86,8 +88,10 @@ def build_executor(
     *,
     precompile: Precompile | None = None,
     timeline: Timeline | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> BuiltExecutor:
     """Load the weights, size the cache to what is left, and put the parts together."""
+    grammars = grammars or GrammarCompiler.of_model(config, checkpoint, spec)
     loaded = load_model(config, spec, checkpoint, progress, precompile=precompile, timeline=timeline)
     backend, ledger, timeline = loaded.backend, loaded.ledger, loaded.timeline
     cache = make_cache(loaded, ledger)
@@ -107,6 +111,7 @@ def build_executor(
         max_num_seqs=loaded.max_num_seqs,
         has_graphs=_has_graphs(config, backend),
         precompile=loaded.precompile,
+        constraints=RowConstraints(grammars),
     )
     if executor.worker.graphs is not None:
         timeline.mark("graphs")
@@ -118,6 +123,7 @@ def build_executor(
         max_num_batched_tokens=loaded.max_num_batched_tokens,
         swap_bytes_per_s=cache.measure_swap_rate(),
         timeline_s=timeline.seconds,
+        grammars=grammars,
     )
 
 
@@ -246,6 +252,7 @@ def assemble_executor(
     max_num_seqs: int,
     has_graphs: bool,
     precompile: Precompile | None,
+    constraints: RowConstraints | None = None,
 ) -> LocalExecutor:
     """Everything that depends on how the cache is cut into blocks; with graphs, the common ones captured."""
     batch = PersistentBatch(
@@ -266,7 +273,7 @@ def assemble_executor(
         memory.held_bytes = ledger.activation_bytes  # from now on, also after captures that failed
     let_go_of_held_memory(backend.device)  # by captures
     hold_activation_memory(ledger.activation_bytes, backend.device)
-    worker = Worker(decoder, cache, batch, sampler, graphs=graphs, mixed=mixed)
+    worker = Worker(decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, constraints=constraints)
     return LocalExecutor(worker, single_threaded_torch=backend.is_native_cpu, precompile=precompile)
 
 

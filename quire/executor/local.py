@@ -6,15 +6,19 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from quire.executor.clock import StepClock
 from quire.executor.precompile import Precompile
 from quire.executor.worker import ForwardPass, Worker
+from quire.grammar import ConstrainedLine
 from quire.plan import StepPlan, StepResult
-from quire.sampling import SampledBatch, VerifiedBatch
+from quire.request import FinishReason
+from quire.sampling import SampledBatch, TokenMasks, VerifiedBatch
 
 
 @dataclass(slots=True)
@@ -25,6 +29,8 @@ class _Submitted:
     done: ForwardPass
     sampled: SampledBatch | VerifiedBatch | None
     clock: StepClock
+    constrained: list[ConstrainedLine] = field(default_factory=list)
+    is_followed: bool = False  # whether their constraints know its tokens
 
 
 class LocalExecutor:
@@ -50,11 +56,49 @@ class LocalExecutor:
                 self._judge(step)  # where its drafts are not judged, the next step would not know where to start
             clock = StepClock(on_gpu=worker.is_gpu)
             worker.apply(plan)
-            done = worker.forward(plan, clock)
-            sampled = worker.sample(plan, done)
+            constrained = worker.constrained(plan)
+            done, masks = self._forward_and_masks(plan, clock, constrained)
+            sampled = worker.sample(plan, done, masks)
             clock.mark("sample")
-        self._submitted.append(_Submitted(plan, done, sampled, clock))
+        self._submitted.append(_Submitted(plan, done, sampled, clock, constrained, not constrained))
         return plan.step
+
+    def _forward_and_masks(
+        self, plan: StepPlan, clock: StepClock, lines: list[ConstrainedLine]
+    ) -> tuple[ForwardPass, TokenMasks | None]:
+        """Masks are filled while the forward pass runs. Where tokens of the step before are not known yet, a GPU runs
+        this step's pass behind it, and the host waits for them meanwhile; other steps wait for nothing."""
+        worker = self.worker
+        if not lines:
+            return worker.forward(plan, clock), None
+        if plan.spans.drafts or not all(step.is_followed for step in self._submitted):
+            done = worker.forward(plan, clock)
+            for step in self._submitted:
+                self._follow(step)
+            return done, worker.masks(lines, done)
+        filling = self._filler.submit(worker.masks, lines, None)
+        try:
+            done = worker.forward(plan, clock)
+        finally:
+            masks = filling.result()
+        return done, masks
+
+    @cached_property
+    def _filler(self) -> ThreadPoolExecutor:
+        """The matchers let go of the interpreter while they work."""
+        return ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
+
+    def _follow(self, step: _Submitted) -> None:
+        """Tell a step's tokens to the constraints of its rows. Waits for the step, where it has any."""
+        if step.is_followed:
+            return
+        step.is_followed = True
+        if not step.constrained:
+            return
+        assert step.sampled is not None
+        tokens, _, _ = step.sampled.to_lists()
+        for line in step.constrained:
+            line.constraint.advance(tokens[line.index])
 
     def collect(self, ticket: int) -> StepResult:
         step = self._submitted.popleft()
@@ -66,6 +110,10 @@ class LocalExecutor:
         self._judge(step)
         if step.sampled is not None:
             result.tokens, result.logprobs, result.failed = step.sampled.to_lists()
+        for line in step.constrained if result.failed else ():
+            if line.index in result.failed and result.failed[line.index][0] is FinishReason.BANNED:
+                result.failed[line.index] = (FinishReason.BANNED, line.constraint.why_stuck())
+        self._follow(step)
         result.timings = step.clock.read()
         if not step.plan.spans.rows:
             self.worker.cache.wait_for_a_move()  # nobody runs: without it, the loop would spin until one is over

@@ -7,6 +7,7 @@ the host works that out while the forward pass runs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,10 +20,11 @@ from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.kv_cache import KVCache
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.mixed_step import MixedShape
+from quire.grammar import ConstrainedLine, RowConstraints
 from quire.models.decoder import Decoder
 from quire.params import SamplingSpec
 from quire.plan import StepPlan, TokenLogprobs
-from quire.sampling import SampledBatch, Sampler, VerifiedBatch, prompt_logprobs, verify_drafts
+from quire.sampling import SampledBatch, Sampler, TokenMasks, VerifiedBatch, prompt_logprobs, verify_drafts
 
 # Rows of logits held at once for prompt logprobs: a long prompt over a large vocabulary would not fit.
 _PROMPT_LOGPROB_ROWS = 128
@@ -65,6 +67,7 @@ class Worker:
         *,
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
+        constraints: RowConstraints | None = None,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
@@ -72,6 +75,7 @@ class Worker:
         self.sampler = sampler
         self.graphs = graphs
         self.mixed = mixed
+        self.constraints = constraints
         self.is_gpu = cache.device_blocks.is_cuda
         # By row: what a prompt's logprobs need while the prompt runs.
         self._prompt_logprob_rows: dict[int, tuple[SamplingSpec, list[int]]] = {}
@@ -82,12 +86,17 @@ class Worker:
             self.batch.release(row)
             self.sampler.release(row)
             self._prompt_logprob_rows.pop(row, None)
+            if self.constraints is not None:
+                self.constraints.release(row)
         for move in plan.moves:
             self.cache.move(move)
         self.cache.copy(plan.copies)
         for new in plan.admitted:
             self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.tables)
             self.sampler.admit(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
+            if new.sampling.grammar is not None and isinstance(self.sampler, Sampler):
+                assert self.constraints is not None, "a grammar came to a worker that knows none"
+                self.constraints.admit(new.row, new.sampling, new.token_ids[new.num_prompt_tokens :])
             if new.sampling.prompt_logprobs is not None:
                 self._prompt_logprob_rows[new.row] = (new.sampling, new.token_ids[: new.num_prompt_tokens])
         self.batch.apply_table_diffs(plan)
@@ -112,7 +121,28 @@ class Worker:
         clock.mark("forward")
         return done
 
-    def sample(self, plan: StepPlan, done: ForwardPass) -> SampledBatch | VerifiedBatch | None:
+    def constrained(self, plan: StepPlan) -> list[ConstrainedLine]:
+        """The rows of this step that sample under a grammar. Asked once a step, after `apply`."""
+        return self.constraints.of_step(plan) if self.constraints is not None else []
+
+    def masks(self, lines: list[ConstrainedLine], done: ForwardPass | None) -> TokenMasks | None:
+        """Which tokens those rows may sample. Their tokens so far must have been told to them; without the forward
+        pass, which may run meanwhile, no row may have drafts."""
+        if not lines:
+            return None
+        assert self.constraints is not None
+        places: list[int] = [line.index for line in lines]
+        drafts: list[list[int]] = [[] for _ in lines]
+        if done is not None and done.unjudged:
+            of_row = {each.row: each.drafts for each in done.unjudged}
+            drafts = [of_row.get(line.row, []) for line in lines]
+            firsts = list(itertools.accumulate((1 + len(of_row.get(row, ())) for row in done.rows), initial=0))
+            places = [firsts[p] + i for p, some in zip(places, drafts, strict=True) for i in range(1 + len(some))]
+        return TokenMasks(places, self.constraints.masks(lines, drafts))
+
+    def sample(
+        self, plan: StepPlan, done: ForwardPass, masks: TokenMasks | None = None
+    ) -> SampledBatch | VerifiedBatch | None:
         """The next tokens of the rows that sample, stored where the next step reads them. None where no row does."""
         for fork in plan.forks:
             self.batch.fork(fork.source_row, fork.row)
@@ -123,11 +153,11 @@ class Worker:
         if done.unjudged:
             drafts = {each.row: each.drafts for each in done.unjudged}
             of_rows = [drafts.get(row, []) for row in done.rows]
-            verified = verify_drafts(self.sampler, done.logits, done.rows, done.positions, of_rows)
+            verified = verify_drafts(self.sampler, done.logits, done.rows, done.positions, of_rows, masks)
             for part in verified.parts:
                 self.batch.store(self.batch.places(part.rows, part.positions), part.sampled.token_ids)
             return verified
-        sampled = self.sampler.sample(done.logits, done.rows, done.positions)
+        sampled = self.sampler.sample(done.logits, done.rows, done.positions, masks)
         self.batch.store(done.places or self.batch.places(done.rows, done.positions), sampled.token_ids)
         return sampled
 
@@ -138,6 +168,8 @@ class Worker:
     def reset(self) -> None:
         """Forget every row: the next plan may be another scheduler's first."""
         self._prompt_logprob_rows.clear()
+        if self.constraints is not None:
+            self.constraints.clear()
         self.cache.forget_moves()
         for row in self.batch.release_all():
             self.sampler.release(row)

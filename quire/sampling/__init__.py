@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.sampling.logprobs import PendingLogprobs, compute_logprobs, prompt_logprobs
+from quire.sampling.masks import TokenMasks
 from quire.sampling.sampler import SampledBatch, Sampler
 from quire.sampling.verification import VerifiedBatch, verify_drafts
 
@@ -10,6 +11,7 @@ __all__ = [
     "PendingLogprobs",
     "SampledBatch",
     "Sampler",
+    "TokenMasks",
     "VerifiedBatch",
     "compute_logprobs",
     "prompt_logprobs",

@@ -1,9 +1,9 @@
 """The sampler: from logits to the next token of each row, with every field of SamplingSpec, on the logits' device.
 
-In the order of vLLM: allowed tokens, bad words, min_tokens, logit bias; penalties; temperature; min_p; top_k; top_p;
-the draw. Logprobs are those of the logits before all of it. A batch pays for what its rows use: rows without edits are
-not touched, greedy rows are an argmax, and what depends only on which rows stand in the batch is kept until that
-changes.
+In the order of vLLM: masks of grammars, allowed tokens, bad words, min_tokens, logit bias; penalties; temperature;
+min_p; top_k; top_p; the draw. Logprobs are those of the logits before all of it. A batch pays for what its rows use:
+rows without edits are not touched, greedy rows are an argmax, and what depends only on which rows stand in the batch
+is kept until that changes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from quire.sampling.draw import DRAWN_METHODS, NO_TOP_P, DrawParams, Method, Wor
 from quire.sampling.edits import EditBatch, LogitEdits
 from quire.sampling.fused import DrawKernel, find_kernel
 from quire.sampling.logprobs import WHOLE_VOCABULARY, PendingLogprobs, compute_logprobs
+from quire.sampling.masks import TokenMasks
 from quire.sampling.noise import sequence_words, step_keys
 from quire.sampling.penalties import Penalties, PenaltyBatch, has_penalties
 from quire.sampling.select import chunks, row_max
@@ -93,9 +94,11 @@ class Sampler:
         self._penalties.release(row)
         self._last_plan = None
 
-    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> SampledBatch:
+    def sample(
+        self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], masks: TokenMasks | None = None
+    ) -> SampledBatch:
         """Draw the token at positions[i] of rows[i] from logits[i], and add it to that row's history. A row without a
-        history may stand there several times, with several positions.
+        history may stand there several times, with several positions. `masks` are of lines of the logits.
 
         logits: [rows, vocab] float32, contiguous; changed in place. Nothing here waits for the device.
         """
@@ -111,7 +114,10 @@ class Sampler:
         plan = self._plan(row_array, num_output_tokens < self._min_tokens[row_array])
 
         # Logprobs are the model's own, so they need its logits from before the edits, which are made in place.
-        raw = [_copy(logits, g.indices) if plan.edits_logits else None for g in plan.logprob_groups]
+        edits_logits = plan.edits_logits or masks is not None
+        raw = [_copy(logits, g.indices) if edits_logits else None for g in plan.logprob_groups]
+        if masks is not None:
+            masks.apply(logits)
         if plan.edits is not None:
             plan.edits.apply(logits)
         if plan.penalties is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.plan import TokenLogprobs
 from quire.request import FinishReason
+from quire.sampling.masks import TokenMasks
 from quire.sampling.sampler import SampledBatch, Sampler
 from quire.sampling.transfer import to_device
 
@@ -64,7 +65,12 @@ class VerifiedBatch:
 
 
 def verify_drafts(
-    sampler: Sampler, logits: Tensor, rows: Sequence[int], positions: Sequence[int], drafts: list[list[int]]
+    sampler: Sampler,
+    logits: Tensor,
+    rows: Sequence[int],
+    positions: Sequence[int],
+    drafts: list[list[int]],
+    masks: TokenMasks | None = None,
 ) -> VerifiedBatch:
     """Sample rows whose drafts were run: logits has 1 + len(drafts[i]) lines for rows[i], whose first token is drawn at
     positions[i].
@@ -85,11 +91,13 @@ def verify_drafts(
         owners, depths = [owner for owner, _ in entries], [depth for _, depth in entries]
         some_rows = [rows[owner] for owner in owners]
         some_positions = [positions[owner] + depth for owner, depth in entries]
-        lines = logits
+        lines, of_lines = logits, masks
         if len(entries) != len(logits):
-            places = np.array([firsts[owner] + depth for owner, depth in entries], dtype=np.int64)
-            lines = logits.index_select(0, to_device(places, logits.device))
-        return SampledPart(owners, depths, some_rows, some_positions, sampler.sample(lines, some_rows, some_positions))
+            places = [firsts[owner] + depth for owner, depth in entries]
+            lines = logits.index_select(0, to_device(np.array(places, dtype=np.int64), logits.device))
+            of_lines = masks and masks.select(places)
+        sampled = sampler.sample(lines, some_rows, some_positions, of_lines)
+        return SampledPart(owners, depths, some_rows, some_positions, sampled)
 
     parts = [sample(at_once)] if at_once else []
     depth, alive = 0, in_turn

@@ -152,10 +152,14 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Refuses, with the numbers, what could never run."""
+        self.check_new(request)
+        self._life.enqueue(request)
+
+    def check_new(self, request: Request) -> None:
+        """Raises BadRequestError where `add` would."""
         if request.request_id in self._life.requests:
             raise BadRequestError(f"request id {request.request_id!r} is in use: choose another", param="request_id")
         refuse_if_it_never_fits(request, self.config, self._kv)
-        self._life.enqueue(request)
 
     def abort(self, request_id: str) -> list[SequenceUpdate]:
         """End a request, wherever it is. Its blocks are free at once; tokens in flight are dropped when they come."""
@@ -172,6 +176,10 @@ class Scheduler:
         seq.stop_reason = stop_reason
         self._end(seq, reason)
         return True
+
+    def give_up(self, request: Request, reason: FinishReason, error: str) -> None:
+        """End a request that waits, with a cause that was found after it came."""
+        self._failures += [self._end(seq, reason, error) for seq in request.sequences]
 
     def take_failures(self) -> list[SequenceUpdate]:
         """Sequences that `schedule()` had to give up. `update()` returns them too: this is for when no step runs."""

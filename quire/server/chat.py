@@ -18,7 +18,7 @@ from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.server.models import fingerprint
 from quire.server.protocol import ChatBody, TokenizeBody
 from quire.server.replies import AnswerMessage, CachedTokens, ChatChoice, ChatCompletion, ChatLogprobs, Usage
-from quire.server.sampling import chat_params, check_logprobs, check_room, priority_of
+from quire.server.sampling import chat_params, check_logprobs, check_room, param_of, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 from quire.server.text_work import request_deadline
 from quire.text.chat_template import NOT_SWITCHES
@@ -42,11 +42,17 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
                 prompt["cache_salt"] = body.cache_salt
             return engine.prepare(request_id, prompt, params, priority=priority, tenant=exchange.tenant)
         except BadRequestError as error:
-            if error.param == "prompt":
-                error.param = "messages"
+            error.param = "messages" if error.param == "prompt" else param_of(body, error.param)
             raise
 
-    prepared = await exchange.context.text_work.run(exchange, deadline, prepare, exchange.num_body_bytes, is_chat=True)
+    prepared = await exchange.context.text_work.run(
+        exchange,
+        deadline,
+        prepare,
+        exchange.num_body_bytes,
+        is_chat=True,
+        compiles=params.structured_outputs is not None,
+    )
     check_room(body, [prepared], engine.info.max_model_len)
     check_logprobs([prepared], engine.info.max_model_len)
     head: dict[str, Any] = {

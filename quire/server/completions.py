@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.api import PreparedRequest, ServingEngine
+from quire.errors import BadRequestError
 from quire.inputs import Prompt
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.params import SamplingParams
@@ -18,7 +19,7 @@ from quire.server.logprobs import TextOffsets, TokenNames, completion_logprobs, 
 from quire.server.models import fingerprint
 from quire.server.protocol import MAX_ANSWERS, CompletionBody
 from quire.server.replies import CachedTokens, Completion, CompletionChoice, CompletionLogprobs, Usage
-from quire.server.sampling import check_logprobs, check_room, completion_params, priority_of
+from quire.server.sampling import check_logprobs, check_room, completion_params, param_of, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 from quire.server.text_work import request_deadline
 
@@ -38,14 +39,20 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
             if exchange.is_abandoned:
                 raise ClientGone
             made = _engine_prompt(engine, body, prompt)
-            prepared.append(engine.prepare(request_id, made, params, priority=priority, tenant=exchange.tenant))
+            try:
+                prepared.append(engine.prepare(request_id, made, params, priority=priority, tenant=exchange.tenant))
+            except BadRequestError as error:
+                error.param = param_of(body, error.param)
+                raise
         check_room(body, prepared, engine.info.max_model_len)
         check_logprobs(prepared, engine.info.max_model_len)
         return prepared, _Shown(engine, body, params, prepared)
 
     # A request of its own costs as much as a hundred characters.
     num_chars = sum(map(len, prompts)) + 100 * (len(prompts) - 1) + sum(map(len, body.bad_words or ()))
-    prepared, shown = await exchange.context.text_work.run(exchange, deadline, prepare, num_chars)
+    prepared, shown = await exchange.context.text_work.run(
+        exchange, deadline, prepare, num_chars, compiles=params.structured_outputs is not None
+    )
     head: dict[str, Any] = {
         "id": f"cmpl-{exchange.request_id}",
         "created": int(time.time()),

@@ -32,6 +32,7 @@ from quire.params import (
 )
 from quire.refusals import FIELDS
 from quire.server.errors import ApiError, bad_request, from_decode_error
+from quire.structured import MAX_CHOICES as MAX_GRAMMAR_CHOICES
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -60,6 +61,38 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     continuous_usage_stats: Annotated[bool | None, Meta(description="Every chunk holds the usage so far.")] = None
     include_obfuscation: Annotated[bool | None, Meta(description="Only false: Quire pads nothing.")] = None
+
+
+Schema = dict[str, Any] | str | bool
+
+
+class StructuredOutputsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the answer must look like: exactly one of json, regex, choice, grammar, json_object, structural_tag."""
+
+    json: Annotated[Schema | None, Meta(description="A JSON schema.")] = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(max_length=MAX_GRAMMAR_CHOICES)] | None = None
+    grammar: Annotated[str | None, Meta(description="Lark, GBNF or EBNF.")] = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    disable_fallback: Annotated[bool, Meta(description="Either: there is one backend.")] = False
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    schema: Annotated[dict[str, Any] | bool | None, Meta(description="Any object if left out.")] = None
+    strict: Annotated[bool | None, Meta(description="Either: every answer is held to the schema.")] = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -112,27 +145,28 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(description="As the header x-request-id, which goes first."),
     ] = None
     cache_prompt: Annotated[bool | None, Meta(description="false: find nothing in the prefix cache.")] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    # As vLLM had them before structured_outputs.
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(max_length=MAX_GRAMMAR_CHOICES)] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     # See NO_EFFECT.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # See refusals.FIELDS.
-    response_format: Raw = _LEFT_OUT
     use_beam_search: Raw = _LEFT_OUT
     length_penalty: Raw = _LEFT_OUT
     logits_processors: Raw = _LEFT_OUT
     truncate_prompt_tokens: Raw = _LEFT_OUT
-    structured_outputs: Raw = _LEFT_OUT
-    guided_json: Raw = _LEFT_OUT
-    guided_regex: Raw = _LEFT_OUT
-    guided_choice: Raw = _LEFT_OUT
-    guided_grammar: Raw = _LEFT_OUT
     kv_transfer_params: Raw = _LEFT_OUT
     vllm_xargs: Raw = _LEFT_OUT
     lora_request: Raw = _LEFT_OUT
     guided_decoding_backend: Raw = _LEFT_OUT
-    guided_whitespace_pattern: Raw = _LEFT_OUT
     data_parallel_rank: Raw = _LEFT_OUT
     store: Raw = _LEFT_OUT
     service_tier: Raw = _LEFT_OUT

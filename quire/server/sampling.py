@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from quire.engine.api import EngineInfo, PreparedRequest
-from quire.errors import ContextLengthError
+from quire.errors import BadRequestError, ContextLengthError
 from quire.params import OutputKind, SamplingParams
 from quire.server.errors import bad_request
-from quire.server.protocol import ChatBody, CompletionBody, GenerationBody
+from quire.server.protocol import ChatBody, CompletionBody, GenerationBody, ResponseFormat
+from quire.structured import StructuredOutputsParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 # Each prompt of a request takes its lists along to the engine. Ids, or characters of words, times prompts.
@@ -17,6 +20,7 @@ _MAX_LISTED = 2**20
 # Each takes some 60 bytes until the answer is written, and 80 in it.
 _MAX_LOGPROBS = 2**19
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _PLAIN = (
     "n",
     "temperature",
@@ -147,6 +151,10 @@ def _check_lists(body: CompletionBody) -> None:
     num_prompts = len(body.prompt) if is_batch else 1
     sizes = {name: len(getattr(body, name) or ()) for name in ("allowed_token_ids", "logit_bias", "stop_token_ids")}
     sizes["bad_words"] = sum(map(len, body.bad_words or ()))
+    if num_prompts > 1:
+        for name in ("structured_outputs", "response_format", *_GUIDED):
+            if (given := getattr(body, name)) is not None:
+                sizes[name] = len(msgspec.json.encode(given))
     longest = max(sizes, key=lambda name: sizes[name])
     if num_prompts * sum(sizes.values()) > _MAX_LISTED:
         raise bad_request(
@@ -170,6 +178,7 @@ def _params(
         if value is not None:
             values[name] = value
     body.allowed_token_ids = None  # the body lives as long as its answer, and SamplingParams hold it compactly
+    values["structured_outputs"] = structured_outputs(body)
     if body.cache_prompt is False:
         values["skip_reading_prefix_cache"] = True
     return SamplingParams(
@@ -179,3 +188,58 @@ def _params(
         prompt_logprobs=prompt_logprobs,
         output_kind=OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY,
     )
+
+
+def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
+    """What the answer must look like, whichever field says so."""
+    given: dict[str, dict[str, Any]] = {}  # by field
+    if body.structured_outputs is not None:
+        given["structured_outputs"] = msgspec.to_builtins(body.structured_outputs)
+    for field, name in _GUIDED.items():
+        if (value := getattr(body, field)) is not None:
+            given[field] = {name: value}
+    if body.response_format is not None and (wanted := _of_response_format(body.response_format)):
+        given["response_format"] = wanted
+    if len(given) > 1:
+        raise bad_request(f"{' and '.join(given)} contradict each other: send one", next(iter(given)))
+    if body.guided_whitespace_pattern is not None:
+        if "guided_json" not in given:
+            raise bad_request("guided_whitespace_pattern needs guided_json", "guided_whitespace_pattern")
+        given["guided_json"]["whitespace_pattern"] = body.guided_whitespace_pattern
+    for values in given.values():
+        try:
+            return StructuredOutputsParams(**values)
+        except BadRequestError as error:
+            raise bad_request(str(error), param_of(body, error.param)) from None
+    return None
+
+
+def param_of(body: GenerationBody, param: str | None) -> str | None:
+    """The request's own name of what the engine calls structured_outputs."""
+    if param is None or not param.startswith("structured_outputs"):
+        return param
+    rest = param.removeprefix("structured_outputs").removeprefix(".")
+    for field, name in _GUIDED.items():
+        if getattr(body, field) is not None:
+            return field + rest.removeprefix(name)
+    if body.response_format is not None and body.structured_outputs is None:
+        if rest.startswith("json") and body.response_format.type == "json_schema":
+            return "response_format.json_schema.schema" + rest.removeprefix("json")
+        return "response_format"
+    return param
+
+
+def _of_response_format(wanted: ResponseFormat) -> dict[str, Any] | None:
+    """As arguments of StructuredOutputsParams; None for plain text."""
+    is_schema, is_tag = wanted.type == "json_schema", wanted.type == "structural_tag"
+    if (wanted.json_schema is not None) != is_schema:
+        what = "needs" if is_schema else "has no"
+        raise bad_request(f"response_format of type {wanted.type} {what} json_schema", "response_format.json_schema")
+    if not is_tag and (wanted.structures is not None or wanted.triggers is not None):
+        raise bad_request(f"response_format of type {wanted.type} has no structures or triggers", "response_format")
+    if wanted.json_schema is not None:
+        schema = wanted.json_schema.schema
+        return {"json_object": True} if schema is None else {"json": schema}
+    if is_tag:
+        return {"structural_tag": {"structures": wanted.structures, "triggers": wanted.triggers}}
+    return {"json_object": True} if wanted.type == "json_object" else None

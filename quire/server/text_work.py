@@ -1,7 +1,8 @@
 """Tokenizing and rendering for requests: off the event loop where it takes long, and never much of it at once.
 
 A text's tokens take about 400 bytes each while they are made, and a processor that the engine may need too. So there
-are two lanes: long texts go one at a time, and others never queue behind them. Whoever waits does so under the
+are lanes: long texts go one at a time, grammars that may have to be compiled have their own, and others never queue
+behind them. Whoever waits does so under the
 request's deadline; when that passes or the client leaves, what has not begun never does.
 """
 
@@ -20,7 +21,7 @@ T = TypeVar("T")
 # Tokenizing takes one to four microseconds per character. Up to the first, a thread costs more than the wait.
 _INLINE_CHARS = 2_000
 _LONG_CHARS = 65_536
-_NUM_SHORT, _NUM_LONG = 2, 1
+_NUM_SHORT, _NUM_LONG, _NUM_COMPILING = 2, 1, 2
 
 
 class TextWork:
@@ -29,17 +30,28 @@ class TextWork:
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(_NUM_SHORT, thread_name_prefix="quire-text")
         self._long = ThreadPoolExecutor(_NUM_LONG, thread_name_prefix="quire-long-text")
+        self._compiling = ThreadPoolExecutor(_NUM_COMPILING, thread_name_prefix="quire-compiling")
 
     async def run(
-        self, exchange: Exchange, deadline: Deadline, make: Callable[[], T], num_chars: int, *, is_chat: bool = False
+        self,
+        exchange: Exchange,
+        deadline: Deadline,
+        make: Callable[[], T],
+        num_chars: int,
+        *,
+        is_chat: bool = False,
+        compiles: bool = False,
     ) -> T:
         """What `make` gives. Of a long `make`, parts are left out once `exchange.is_abandoned`.
 
         A chat is never rendered on the event loop, however short: its template is a program that came with the model.
+        Where a grammar has to be compiled, nobody else waits behind it.
         """
-        if num_chars <= _INLINE_CHARS and not is_chat:
+        if num_chars <= _INLINE_CHARS and not is_chat and not compiles:
             return make()
         lane = self._short if num_chars <= _LONG_CHARS else self._long
+        if compiles:
+            lane = self._compiling
         job = lane.submit(make)
         work = asyncio.wrap_future(job)
         gone = asyncio.ensure_future(exchange.wait_until_gone())

@@ -132,7 +132,7 @@ def test_prompt_logprobs_and_ids_stand_beside_the_choices(server: Server) -> Non
         ({"tools": [{"type": "function"}]}, "tools", "no tool calls"),
         ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools", "no tool calls"),
         ({"tool_choice": "required"}, "tool_choice", "no tool calls"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "structured output"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs json_schema"),
         ({"chat_template": "{{ messages }}"}, "chat_template", "operator"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),

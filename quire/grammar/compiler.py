@@ -1,0 +1,131 @@
+"""Compiling grammars: beside the loop, once for each text, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from quire.config import EngineConfig
+from quire.errors import BadRequestError
+from quire.grammar.vocabulary import end_token_ids, grammar_tokenizer, open_tokenizer
+from quire.models.spec import ModelSpec
+from quire.text import Tokenizer
+from quire.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+_MAX_KEPT_CHARS = 2**23  # of all grammars that are kept; compiled, each takes some ten times its text
+_MAX_KEPT = 1024
+_NUM_THREADS = 2  # one large grammar does not hold up the small ones
+
+
+def _limits() -> LLParserLimits:
+    """Fuel is the compiler's own measure of work: some 50,000 a millisecond at first, 14,000 in a step."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000,
+        step_max_items=40_000,
+        max_lexer_states=20_000,  # about a kilobyte each, for every sequence that follows the grammar
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+class GrammarCompiler:
+    """Compiled grammars of one model, by their text. Any thread may use it."""
+
+    def __init__(
+        self, open_vocabulary: Callable[[], tuple[Tokenizer | None, Iterable[int]]], *, vocab_size: int
+    ) -> None:
+        """`open_vocabulary` gives the tokenizer and its end tokens. It is called when the first grammar is compiled:
+        most engines never need it."""
+        self._open = open_vocabulary
+        self.vocab_size = vocab_size
+        self._kept: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._num_chars = 0
+        self._lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+
+    @classmethod
+    def of_model(cls, config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec) -> GrammarCompiler:
+        """For a process that has no tokenizer otherwise."""
+
+        def open_vocabulary() -> tuple[Tokenizer | None, Iterable[int]]:
+            tokenizer = open_tokenizer(config, checkpoint, spec)
+            return tokenizer, end_token_ids(checkpoint, spec, tokenizer)
+
+        return cls(open_vocabulary, vocab_size=spec.vocab_size)
+
+    def start(self, grammar: str) -> Future[LLMatcher]:
+        """The compiled grammar, now or later. Its error is a BadRequestError."""
+        with self._lock:
+            future = self._kept.get(grammar)
+            if future is not None:
+                self._kept.move_to_end(grammar)
+                return future
+            future = self._kept[grammar] = self._threads.submit(self._compile, grammar)
+            self._num_chars += len(grammar)
+            while len(self._kept) > 1 and (self._num_chars > _MAX_KEPT_CHARS or len(self._kept) > _MAX_KEPT):
+                oldest, _ = self._kept.popitem(last=False)
+                self._num_chars -= len(oldest)
+            return future
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A matcher at the grammar's beginning, of the caller's own. Waits where it is not compiled yet."""
+        return self.start(grammar).result().deep_copy()
+
+    def check(self, grammar: str) -> None:
+        """Raises BadRequestError where the grammar cannot be compiled."""
+        future = self.start(grammar)
+        error = future.exception()
+        if error is not None:
+            # Each caller gets its own: a traceback would hold what the callers before it held.
+            raise (
+                BadRequestError(str(error), param="structured_outputs") if isinstance(error, BadRequestError) else error
+            )
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="quire-grammar")
+
+    @property
+    def tokenizer(self) -> LLTokenizer:
+        with self._tokenizer_lock:
+            return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        tokenizer, eos_token_ids = self._open()
+        if tokenizer is None:
+            raise _bad("needs a tokenizer, and skip_tokenizer_init=True was set")
+        return grammar_tokenizer(tokenizer, self.vocab_size, eos_token_ids)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        try:
+            grammar.encode()
+        except UnicodeEncodeError:
+            raise _bad("holds a lone surrogate, which is no Unicode text: remove it") from None
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise _bad(f"cannot be compiled: {_short(matcher.get_error())}")
+        matcher.compute_bitmask()  # what the first mask needs is then made once, and not for each sequence
+        if matcher.is_error():
+            raise _bad(f"allows no answer: {_short(matcher.get_error())}")
+        return matcher
+
+
+def _short(message: str) -> str:
+    return " ".join(message.split())[:300]
+
+
+def _bad(what: str) -> BadRequestError:
+    return BadRequestError(f"structured_outputs {what}", param="structured_outputs")

@@ -1,0 +1,72 @@
+"""The constraints of an executor's rows, and the masks of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.grammar.compiler import GrammarCompiler
+from quire.grammar.constraint import Constraint, Words
+from quire.params import SamplingSpec
+from quire.plan import StepPlan
+
+
+@dataclass(slots=True, frozen=True)
+class ConstrainedLine:
+    """A row of a step that samples and has a constraint. It is held itself: the row may be another's by the time that
+    its token is known."""
+
+    index: int  # among the rows that sample
+    row: int
+    constraint: Constraint
+
+
+class RowConstraints:
+    """By row, from admission or fork until release."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self.compiler = compiler
+        self._rows: dict[int, Constraint] = {}
+        self._num_words = -(-compiler.vocab_size // 32)
+
+    def admit(self, row: int, spec: SamplingSpec, output_token_ids: Sequence[int]) -> None:
+        """Waits for the compiler where nobody did before. Raises BadRequestError only where nobody checked either."""
+        if spec.grammar is None:
+            return
+        constraint = Constraint(self.compiler.matcher(spec.grammar))
+        constraint.advance(output_token_ids)
+        self._rows[row] = constraint
+
+    def fork(self, source_row: int, row: int) -> None:
+        if source_row in self._rows:
+            self._rows[row] = self._rows[source_row].copy()
+
+    def release(self, row: int) -> None:
+        self._rows.pop(row, None)
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+    def get(self, row: int) -> Constraint | None:
+        return self._rows.get(row)
+
+    def of_step(self, plan: StepPlan) -> list[ConstrainedLine]:
+        """The plan's rows that sample under a constraint, its forks made."""
+        if not self._rows:
+            return []
+        for fork in plan.forks:
+            self.fork(fork.source_row, fork.row)
+        rows = enumerate(plan.sampled_rows())
+        return [ConstrainedLine(i, row, self._rows[row]) for i, row in rows if row in self._rows]
+
+    def masks(self, lines: Sequence[ConstrainedLine], drafts: Sequence[Sequence[int]]) -> Words:
+        """[lines, words]: for each of them a line, and one more for each of its drafts."""
+        packed = np.empty((len(lines) + sum(map(len, drafts)), self._num_words), dtype=np.int32)
+        first = 0
+        for line, of_line in zip(lines, drafts, strict=True):
+            end = first + 1 + len(of_line)
+            line.constraint.fill_along(of_line, packed[first:end])
+            first = end
+        return packed
