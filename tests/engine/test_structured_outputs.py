@@ -18,6 +18,7 @@ from quire.errors import BadRequestError
 from quire.executor.local import LocalExecutor
 from quire.outputs import RequestOutput
 from quire.request import Sequence
+from quire.scheduler.types import Drafter
 
 SCHEMA = {
     "type": "object",
@@ -106,7 +107,7 @@ def test_preempted_sequences_go_on_where_they_were(tiny_model: Path, preemption:
     check(outputs)
 
 
-class Oracle:
+class Oracle(Drafter):
     """Drafts of what will come, every fourth of them wrong."""
 
     def __init__(self, outputs: list[RequestOutput]) -> None:
