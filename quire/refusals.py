@@ -169,8 +169,9 @@ ENGINE = _table(
             kv_cache_metrics_sample cudagraph_metrics=false|true enable_mfu_metrics=false
             show_hidden_metrics_for_version enable_logging_iteration_details=false
             per_request_spec_decode_metrics="none" """,
-        "Quire sends no traces yet": """
-            otlp_traces_endpoint collect_detailed_traces=[] enable_layerwise_nvtx_tracing=false profiler_config={}
+        "traces are the server's: quire serve --otlp-traces-endpoint": "otlp_traces_endpoint",
+        "a trace has a span a request, and no parts of the model": """
+            collect_detailed_traces=[] enable_layerwise_nvtx_tracing=false profiler_config={}
             enable_trace_replay=false jit_monitor_mode="warn" jit_monitor_verbose=false""",
         "only the server logs requests": "disable_log_requests=true|false enable_log_requests=false max_log_len",
         "the queue is the server's: --max-waiting-requests and --max-waiting-tokens": """
@@ -260,7 +261,7 @@ CALL = _table(
             decoder_prompt""",
         "Quire has no tool calls yet; to tell a model of tools and read its answer yourself, generate from "
         "get_tokenizer().apply_chat_template(messages, tools=...)": "tools=[]",
-        "Quire sends no traces yet": "trace_headers={}",
+        "traces are the server's: quire serve --otlp-traces-endpoint": "trace_headers={}",
         _ONE_DEVICE: "data_parallel_rank=0",
         "Quire parses no tool calls or reasoning yet; a model's own switches go into chat_template_kwargs": """
             reasoning_effort reasoning_ended reasoning_parser_kwargs={}""",

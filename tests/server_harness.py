@@ -37,6 +37,7 @@ from quire.server.life import ServerLife
 from quire.server.listen import open_socket
 from quire.server.logs import RequestLog
 from quire.server.settings import ServerSettings
+from quire.server.tracing import Tracer
 
 MODEL = "tiny"
 TEXT = "Grüße, 世界! One token is one byte here. "  # so that characters come in parts
@@ -180,6 +181,7 @@ def make_context(
         logs=RequestLog(),
         life=life,
         batches=Batches.of(chosen),
+        tracer=Tracer(chosen.otlp_traces_endpoint) if chosen.otlp_traces_endpoint else None,
     )
 
 

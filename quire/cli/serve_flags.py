@@ -147,6 +147,7 @@ _LIFE = [
     _path("dump_dir", "where such a dump goes (default: the system's temporary directory)"),
     Flag(name="log_format", help="text or json", metavar="FORMAT"),
     Flag(name="log_level", help="debug, info, warning or error", metavar="LEVEL"),
+    Flag(name="otlp_traces_endpoint", help="send a span a request to this OpenTelemetry collector", metavar="URL"),
 ]
 
 GROUPS: dict[str, list[Flag]] = {

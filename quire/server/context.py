@@ -15,6 +15,7 @@ from quire.server.logs import RequestLog
 from quire.server.metrics import ServerMetrics
 from quire.server.settings import ServerSettings
 from quire.server.text_work import TextWork
+from quire.server.tracing import Tracer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class ServerContext:
     life: ServerLife
     text_work: TextWork = field(default_factory=TextWork)
     batches: Batches | None = None  # None: no folder for them was given
+    tracer: Tracer | None = None  # None: nobody wants traces
 
     @property
     def first(self) -> ServedModel:

@@ -174,8 +174,11 @@ class Generation:
             if number % _TOLD_AT_ONCE == 0 and number < len(self._prepared):
                 await asyncio.sleep(0)
             summary = self._metrics.on_finished(prepared, last, reason.value)
+            summary = dataclasses.replace(summary, request_id=self._exchange.request_id)
+            if self._context.tracer is not None:
+                self._context.tracer.finished(self._exchange, prepared, summary, model=self._model, status=status)
             self._context.logs.finished(
-                dataclasses.replace(summary, request_id=self._exchange.request_id),
+                summary,
                 endpoint=self._exchange.endpoint,
                 model=self._model,
                 status=status,

@@ -33,6 +33,7 @@ from quire.server.listen import address_of, open_socket, socket_file
 from quire.server.logs import ENGINE_READY, set_up_logs, watch_engine
 from quire.server.settings import ServerSettings
 from quire.server.tls import make_ssl_context
+from quire.server.tracing import Tracer
 
 _DEATH_S = 3.0  # in which open requests are told that the engine died
 _DEATH_SHOWN_S = 0.5  # /health says so at least this long
@@ -67,6 +68,7 @@ def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEn
     logs = set_up_logs(settings.log_format, settings.log_level)
     # Its lines about itself say nothing that ours do not.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    tracer = Tracer(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     names = settings.served_model_names or (config.model,)
     loaded = loaded_model(config.model, settings.served_model_names)
     if "scheduling_policy" not in config.given:
@@ -83,11 +85,14 @@ def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEn
                     logs=logs,
                     life=life,
                     batches=Batches.of(settings),
+                    tracer=tracer,
                 )
                 return await _Run(context, engine, loaded, listener, ssl_context).run()
 
             return runner.run(run())
     finally:
+        if tracer is not None:
+            tracer.close()
         for handler in get_logger().handlers:
             handler.flush()  # so that an error which is told next stands last
         listener.close()

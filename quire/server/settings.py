@@ -66,6 +66,7 @@ class ServerSettings:
     # Logs
     log_format: str = "text"
     log_level: str = "info"
+    otlp_traces_endpoint: str | None = None  # None: no traces are sent
 
     def __post_init__(self) -> None:
         if not self.host:
