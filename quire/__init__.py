@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
+    from quire.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from quire.config import EngineConfig
     from quire.engine.llm_engine import LLMEngine
     from quire.errors import QuireError
@@ -29,6 +30,9 @@ _HOMES = {
     "EngineConfig": "quire.config",
     "SamplingParams": "quire.params",
     "OutputKind": "quire.params",
+    "BeamSearchParams": "quire.beams",
+    "BeamSearchOutput": "quire.beams",
+    "BeamSearchSequence": "quire.beams",
     "StructuredOutputsParams": "quire.structured",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
@@ -52,6 +56,9 @@ _REFUSED = {"PoolingParams"}
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineConfig",
     "LLMEngine",

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any
 
+from quire.beams import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.brownout import Brownout, BrownoutSettings
 from quire.engine.llm_engine import LLMEngine
@@ -68,7 +69,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         request_id: str = "",
         *,
         priority: int = 0,
@@ -82,6 +83,14 @@ class AsyncLLM:
         request_id = request_id or f"async-{time.monotonic_ns()}-{id(prompt):x}"
         prepared = self.engine.prepare(request_id, prompt, params, priority=priority)
         async with aclosing(streams.read(prepared)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def beam_search(
+        self, prompt: Prompt, request_id: str, params: BeamSearchParams, *, priority: int = 0, **others: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The one output of a beam search, at its end: the continuations, the best first."""
+        async with aclosing(self.generate(prompt, params, request_id, priority=priority, **others)) as outputs:
             async for output in outputs:
                 yield output
 

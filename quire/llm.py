@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
+from quire.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire.config import EngineConfig
 from quire.engine.api import PreparedRequest
 from quire.engine.batch import run_batch, runs_beside_host
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.stats import Metric
-from quire.errors import BadRequestError
+from quire.errors import BadRequestError, QuireError
 from quire.inputs import Prompt
 from quire.log import get_logger
 from quire.outputs import RequestOutput
@@ -120,22 +121,62 @@ class LLM:
 
         return self._generate(prompt_of, len(conversations), sampling_params, None, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+        **others: Any,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of every prompt, as many as `params.beam_width`, the best first.
+
+        `concurrency_limit` is vLLM's: the engine itself runs as many prompts at once as fit.
+        """
+        sift({"lora_request": lora_request, "concurrency_limit": concurrency_limit, **others}, CALL)
+        if not isinstance(params, BeamSearchParams):
+            raise BadRequestError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
+        batch = _as_batch(prompts)
+        outputs = self._generate(batch.__getitem__, len(batch), params, None, use_tqdm)
+        return [self._beams_of(output, params) for output in outputs]
+
+    def _beams_of(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        tokenizer, found = self.llm_engine.tokenizer, []
+        for one in output.outputs:
+            if one.error is not None:
+                raise QuireError(f"beam search failed: {one.error}")
+            cum_logprob = one.cumulative_logprob or 0.0
+            score = cum_logprob / max(1, len(one.token_ids)) ** params.length_penalty
+            has_end = one.finish_reason == "stop" and not params.include_stop_str_in_output
+            tokens = output.prompt_token_ids + one.token_ids[: len(one.token_ids) - has_end]
+            text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=False)
+            found.append(
+                BeamSearchSequence(
+                    tokens, one.logprobs or [], text, cum_logprob, score, one.finish_reason, one.stop_reason
+                )
+            )
+        return BeamSearchOutput(found)
+
     def _generate(
         self,
         prompt_of: Callable[[int], Prompt],
         count: int,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | BeamSearchParams | None,
         priority: int | Sequence[int] | None,
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
-        params = _per_prompt(sampling_params, count, "sampling_params", SamplingParams)
+        is_search = isinstance(sampling_params, BeamSearchParams)
+        kind = BeamSearchParams if is_search else SamplingParams
+        params = _per_prompt(sampling_params, count, "sampling_params", kind)
         priorities = _per_prompt(priority, count, "priority", int)
         ids = [str(next(self._ids)) for _ in range(count)]
         now = time.monotonic()
 
         def prepare(i: int) -> PreparedRequest:
             own = params[i] or self.get_default_sampling_params()
-            own = own.clone(output_kind=OutputKind.FINAL_ONLY)  # nobody sees a batch before it is done
+            if not is_search:
+                own = own.clone(output_kind=OutputKind.FINAL_ONLY)  # nobody sees a batch before it is done
             with _naming_prompt(i, count):
                 return self.llm_engine.prepare(ids[i], prompt_of(i), own, arrival_time=now, priority=priorities[i] or 0)
 

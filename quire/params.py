@@ -118,26 +118,26 @@ class SamplingParams:
             )
 
     def _check_numbers(self) -> None:
-        _integer(self.n, "n", at_least=1)
+        check_integer(self.n, "n", at_least=1)
         for name in ("presence_penalty", "frequency_penalty"):
-            _number(getattr(self, name), name, -2.0, 2.0)
+            check_number(getattr(self, name), name, -2.0, 2.0)
         # Far from 1 the division by it leaves the floats' range.
-        _number(self.repetition_penalty, "repetition_penalty", 0.01, 100.0)
-        _number(self.temperature, "temperature", 0.0, math.inf)
-        _number(self.top_p, "top_p", 0.0, 1.0, open_low=True)
-        _number(self.min_p, "min_p", 0.0, 1.0)
-        _integer(self.top_k, "top_k", at_least=-1)
+        check_number(self.repetition_penalty, "repetition_penalty", 0.01, 100.0)
+        check_number(self.temperature, "temperature", 0.0, math.inf)
+        check_number(self.top_p, "top_p", 0.0, 1.0, open_low=True)
+        check_number(self.min_p, "min_p", 0.0, 1.0)
+        check_integer(self.top_k, "top_k", at_least=-1)
         if self.top_k == -1:  # vLLM's older spelling of "off"
             self.top_k = 0
         if self.seed is not None:
-            _integer(self.seed, "seed")
+            check_integer(self.seed, "seed")
             if self.seed == -1:  # vLLM's older spelling of "no seed"
                 self.seed = None
             elif not -(2**63) <= self.seed < 2**64:
                 raise BadRequestError(f"seed must fit in 64 bits, got {self.seed}", param="seed")
         if self.max_tokens is not None:
-            _integer(self.max_tokens, "max_tokens", at_least=1)
-        _integer(self.min_tokens, "min_tokens", at_least=0)
+            check_integer(self.max_tokens, "max_tokens", at_least=1)
+        check_integer(self.min_tokens, "min_tokens", at_least=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequestError(
                 f"min_tokens ({self.min_tokens}) must be <= max_tokens ({self.max_tokens})", param="min_tokens"
@@ -145,7 +145,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _integer(value, name, at_least=-1)
+                check_integer(value, name, at_least=-1)
         if self.temperature == 0.0 and self.n > 1:
             raise BadRequestError(
                 f"n={self.n} with temperature=0 would give {self.n} equal texts: use n=1 or a temperature", param="n"
@@ -264,14 +264,14 @@ def _at_most(values: Sized, limit: int, name: str, unit: str) -> None:
         raise BadRequestError(f"{name} may have at most {limit:,} {unit}, and this has {len(values):,}", param=name)
 
 
-def _integer(value: object, name: str, at_least: int | None = None) -> None:
+def check_integer(value: object, name: str, at_least: int | None = None) -> None:
     if not _is_int(value):
         raise BadRequestError(f"{name} must be an integer, got {value!r}", param=name)
     if at_least is not None and value < at_least:  # type: ignore[operator]
         raise BadRequestError(f"{name} must be >= {at_least}, got {value}", param=name)
 
 
-def _number(value: object, name: str, low: float, high: float, *, open_low: bool = False) -> None:
+def check_number(value: object, name: str, low: float, high: float, *, open_low: bool = False) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value) or math.isinf(value):
         raise BadRequestError(f"{name} must be a finite number, got {value!r}", param=name)
     if value > high or value < low or (open_low and value == low):

@@ -12,6 +12,7 @@ executor starts from its own length, and the result says how many tokens there a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.params import SamplingSpec
 from quire.request import FinishReason
@@ -76,6 +77,33 @@ class Fork:
 
 
 @dataclass(slots=True, frozen=True)
+class BeamGroup:
+    """The beams of one request, all of which sample in this step. They are not drawn from but ranked: of all tokens
+    after all of these rows, those count that have the largest score, which is the row's own and the token's logprob.
+
+    Beams that the step before has ranked are first put in their new places: `rows[i]` becomes what `parents[i]` was,
+    its tokens and its block tables, with `tokens[i]` after it. All rows change at once. Both lists are empty where
+    every row has its tokens already: at the end of a prompt, and when all are back after a preemption.
+    """
+
+    rows: list[int]
+    scores: list[float]  # the logprob of what each row has generated; -inf for a copy that shall win nothing
+    num_candidates: int  # to be answered
+    parents: list[int] = field(default_factory=list)  # rows of this group
+    tokens: list[int] = field(default_factory=list)
+
+
+class BeamCandidate(NamedTuple):
+    """A beam with one token more."""
+
+    parent: int  # index into the group's rows
+    token_id: int
+    score: float
+    logprob: float  # of the token
+    rank: int  # of the token after its parent: 1 is the likeliest
+
+
+@dataclass(slots=True, frozen=True)
 class Move:
     """Blocks on their way between the device and what lies beyond it. They move beside steps: a result names the ticket
     when they have arrived. What goes out is read after all earlier steps; what comes in may be written only after them,
@@ -98,6 +126,7 @@ class StepPlan:
     moves: list[Move] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) device blocks: copy-on-write
     admitted: list[Admission] = field(default_factory=list)
+    beams: list[BeamGroup] = field(default_factory=list)  # put in their places here, ranked after the forward pass
     trimmed: list[tuple[int, int]] = field(default_factory=list)  # (row, blocks that its tables keep)
     appended: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, KV group, blocks for its table)
     remapped: list[tuple[int, int, int, int]] = field(default_factory=list)  # (row, KV group, index, its own block now)
@@ -140,10 +169,11 @@ class StepTimings:
 @dataclass(slots=True)
 class StepResult:
     """What came of a plan. `tokens[i]` belongs to `plan.sampled_rows()[i]`: the drafts that were accepted and the token
-    after them, or without drafts one token."""
+    after them, or without drafts one token. A beam has none: `candidates` has what came of its group."""
 
     step: int
     tokens: list[list[int]] = field(default_factory=list)
+    candidates: list[list[BeamCandidate]] = field(default_factory=list)  # of each of plan.beams, the best first
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index into tokens, one per token
     # By row: the logprobs of the prompt tokens that follow each token of this step's span, where asked for.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

@@ -51,7 +51,7 @@ _NO_ADAPTERS = "Quire has no LoRA yet"
 _ONE_GRAMMAR_BACKEND = "one backend compiles every grammar; StructuredOutputsParams say how JSON is written"
 _NEW_GRAMMAR_NAME = "vLLM calls it structured_outputs and StructuredOutputsParams now, and so does Quire"
 _DRAFTS = 'use speculative_config, e.g. {"method": "suffix"}'
-_NO_BEAMS = "Quire has no beam search yet: use n with a temperature"
+_BEAMS_APART = "it is BeamSearchParams's, for LLM.beam_search"
 _NO_POOLING = "Quire generates text only"
 _NO_MEDIA = "Quire reads and writes text only"
 _NO_TOOLS = "Quire parses no tool calls or reasoning yet"
@@ -231,7 +231,7 @@ SERVER = _table(
 SAMPLING = _table(
     {
         _NEW_GRAMMAR_NAME: "guided_decoding",
-        _NO_BEAMS: "use_beam_search=false length_penalty=1|1.0 early_stopping=false beam_width=1",
+        _BEAMS_APART: "use_beam_search=false length_penalty=1|1.0 early_stopping=false beam_width=1",
         "Quire gives all that it makes: set n to as many": "best_of=1",
         _NO_PLUGINS: "logits_processors=[] extra_args={}",
         _NO_TOOLS: "thinking_token_budget=-1",
@@ -243,6 +243,22 @@ SAMPLING = _table(
         _NO_EXPERTS: "routed_experts_prompt_start=0",
         "Quire forces no tokens: use allowed_token_ids": "trace_decode_token_ids",
         "params are checked once, and copied": "skip_clone=false|true",
+    }
+)
+
+# Arguments of BeamSearchParams.
+BEAMS = _table(
+    {
+        "beams are ranked by their logprobs, and nothing is drawn": """
+            top_p=1|1.0 top_k=0|-1 min_p=0|0.0 seed presence_penalty=0|0.0 frequency_penalty=0|0.0
+            repetition_penalty=1|1.0 logit_bias={} allowed_token_ids=[] bad_words=[] min_tokens=0
+            structured_outputs""",
+        "an end token is shown with include_stop_str_in_output": """
+            skip_special_tokens=true spaces_between_special_tokens=true""",
+        "set beam_width": "n best_of",
+        "a beam's text may still be given up: use stop_token_ids": "stop=[]",
+        "a beam has the logprob of each of its own tokens": "logprobs=0 prompt_logprobs",
+        "beams are told at the end": "output_kind",
     }
 )
 
@@ -265,6 +281,7 @@ CALL = _table(
         _ONE_DEVICE: "data_parallel_rank=0",
         "Quire parses no tool calls or reasoning yet; a model's own switches go into chat_template_kwargs": """
             reasoning_effort reasoning_ended reasoning_parser_kwargs={}""",
+        "the engine runs as many prompts at once as fit": "concurrency_limit",
         "the prompt itself may hold it: {'prompt': text, 'prompt_token_ids': ids}": "prompt_text",
     }
 )
@@ -274,7 +291,7 @@ _NO_SAMPLER = "Quire has temperature, top_p, top_k, min_p and the penalties"
 FIELDS = {
     name: (SAMPLING | CALL)[name]
     for name in (
-        *("use_beam_search", "length_penalty", "logits_processors", "truncate_prompt_tokens"),
+        *("logits_processors", "truncate_prompt_tokens"),
         *("lora_request", "data_parallel_rank", "mm_processor_kwargs", "prompt_embeds"),
     )
 } | _table(
@@ -316,7 +333,6 @@ _ENGINE_METHODS = {
 METHODS = {
     "LLM": _table(
         {
-            _NO_BEAMS: "beam_search",
             _NO_POOLING: _POOLED,
             "hand all prompts to generate": "enqueue enqueue_chat wait_for_completion",
             "render with get_tokenizer().apply_chat_template": "preprocess_chat",
@@ -324,7 +340,7 @@ METHODS = {
             **_ENGINE_METHODS,
         }
     ),
-    "AsyncLLM": _table({_NO_BEAMS: "beam_search", _NO_POOLING: "encode", **_ENGINE_METHODS}),
+    "AsyncLLM": _table({_NO_POOLING: "encode", **_ENGINE_METHODS}),
     "LLMEngine": _table({_NO_POOLING: "encode", **_ENGINE_METHODS}),
 }
 
@@ -333,7 +349,6 @@ CLASSES = _table(
     {
         _NO_ADAPTERS: "LoRARequest",
         _NEW_GRAMMAR_NAME: "GuidedDecodingParams",
-        _NO_BEAMS: "BeamSearchParams",
         _NO_POOLING: "PoolingParams",
     }
 )

@@ -62,6 +62,14 @@ def cache_scope(cache_salt: str | None, tenant: str = "") -> str | None:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BeamSpec:
+    """How the continuations of a beam search are compared. See BeamSearchParams."""
+
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False  # or "never"
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """What a user asked for. Made by the engine, which has already checked it."""
@@ -73,6 +81,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()  # those of end_token_ids that have no stop_reason of their own
     spec: SamplingSpec = field(default_factory=SamplingSpec)  # of the first sequence
     n: int = 1  # sequences
+    beams: BeamSpec | None = None  # its sequences are beams: ranked together, not sampled
     priority: int = 0  # lower runs first
     arrival_s: float = 0.0
     salt: str | None = None  # of `cache_scope`; enters the hash of every cached block: other salts never match
@@ -101,8 +110,9 @@ class Request:
                 param="prompt",
             )
         if max_num_seqs is not None and self.n > max_num_seqs:
+            name = "n" if self.beams is None else "beam_width"
             raise BadRequestError(
-                f"n is {self.n}, but at most max_num_seqs={max_num_seqs} sequences run at once", param="n"
+                f"{name} is {self.n}, but at most max_num_seqs={max_num_seqs} sequences run at once", param=name
             )
 
     def spec_of(self, index: int) -> SamplingSpec:

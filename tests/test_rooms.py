@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent / "quire"
 
 FOUNDATION = {
     "errors",
+    "beams",
     "config",
     "params",
     "request",

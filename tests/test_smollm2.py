@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
 
 pytestmark = pytest.mark.model
 
@@ -82,6 +82,32 @@ def test_batched_together_they_are_the_same(llm: LLM, greedy: list[tuple[list[in
     llm.reset_prefix_cache()
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == [tokens for _, tokens in greedy]
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_beams_are_transformers(llm: LLM, oracle: Any, width: int) -> None:
+    """Texts, order and scores; benchmarks/beams.py compares more."""
+    ends = sorted(llm.llm_engine.built.inputs.eos_token_ids)
+    for prompt in PROMPTS[3:6]:
+        params = BeamSearchParams(beam_width=width, max_tokens=10, include_stop_str_in_output=True)
+        (ours,) = llm.beam_search(prompt, params)
+        ids = torch.tensor([llm.get_tokenizer().encode(prompt)])
+        with torch.inference_mode():
+            theirs = oracle.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                num_beams=width,
+                num_return_sequences=width,
+                max_new_tokens=10,
+                do_sample=False,
+                eos_token_id=ends,
+                pad_token_id=ends[0],
+                output_scores=True,
+                return_dict_in_generate=True,
+            )
+        for one, line, score in zip(ours.sequences, theirs.sequences.tolist(), theirs.sequences_scores, strict=True):
+            assert one.tokens == line[: len(one.tokens)] and set(line[len(one.tokens) :]) <= {ends[0]}
+            assert one.score == pytest.approx(float(score), abs=1e-4)
 
 
 @pytest.mark.gpu

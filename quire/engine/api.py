@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from quire.beams import BeamSearchParams
 from quire.engine.stats import Metric
 from quire.inputs import Prompt
 from quire.outputs import RequestOutput
@@ -113,7 +114,7 @@ class ServingEngine(Protocol):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         tenant: str = "",

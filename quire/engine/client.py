@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from quire.beams import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
 from quire.engine.launch import ChildProcess, EngineProcessOptions, describe_exit
@@ -234,7 +235,7 @@ class EngineClient:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
         tenant: str = "",

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from functools import lru_cache
 from typing import Any
 
+from quire.beams import BeamSearchParams
 from quire.engine.api import PreparedRequest
 from quire.errors import BadRequestError, ConfigError
 from quire.grammar import GrammarCompiler, lower
@@ -62,7 +63,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         arrival_s: float,
         priority: int = 0,
@@ -73,6 +74,9 @@ class InputProcessor:
 
         `cache_tenant`: the tenant whose cached prefixes it may find, where tenants do not share them.
         """
+        beams = None
+        if isinstance(params, BeamSearchParams):
+            beams, params = params.to_spec(), params.to_sampling()
         text, token_ids, salt = self.read_prompt(prompt)
         self._check_tokens(token_ids, "prompt")
         priority = plain(priority)
@@ -94,6 +98,7 @@ class InputProcessor:
             eos_token_ids=eos_ids - stop_ids,
             spec=self._spec(params, eos_ids | stop_ids),
             n=params.n,
+            beams=beams,
             priority=priority,
             arrival_s=arrival_s,
             salt=cache_scope(salt, cache_tenant),
@@ -102,6 +107,11 @@ class InputProcessor:
             skip_prefix_cache_read=bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None,
         )
         request.check_limits(self.max_model_len, self.max_num_seqs)
+        if beams is not None and (2 + len(request.end_token_ids)) * request.n > self.vocab_size:
+            raise BadRequestError(
+                f"beam_width={request.n} is too much for a vocabulary of {self.vocab_size} tokens: lower it",
+                param="beam_width",
+            )
         return PreparedRequest(request, params, text)
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:

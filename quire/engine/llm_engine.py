@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from quire.beams import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.api import PreparedRequest
 from quire.engine.build import BuiltEngine, build_engine
@@ -67,7 +68,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -86,7 +87,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         arrival_time: float | None = None,
         priority: int = 0,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch
-from quire.plan import Spans, StepPlan
+from quire.plan import BeamGroup, Spans, StepPlan
 from quire.sampling.transfer import to_device
 
 Ints = npt.NDArray[np.int64]
@@ -100,6 +100,26 @@ class PersistentBatch:
         self.host_tables[:, row] = self.host_tables[:, source]
         for lengths in self.table_lengths:
             lengths[row] = lengths[source]
+
+    def place_beams(self, group: BeamGroup) -> None:
+        """Each beam's row becomes what its parent's was, with a token more."""
+        if not group.parents:
+            return
+        length = int(self.num_computed[group.rows[0]])
+        assert (self.num_computed[group.rows] == length).all(), "beams of one request have different lengths"
+        moved = [(row, parent) for row, parent in zip(group.rows, group.parents, strict=True) if row != parent]
+        if moved:
+            host = np.array(moved, dtype=np.int64).T.copy()
+            rows, parents = to_device(host, self.device)
+            self.tokens[rows, :length] = self.tokens[parents, :length]
+            self.block_tables[:, rows] = self.block_tables[:, parents]
+            self.host_tables[:, host[0]] = self.host_tables[:, host[1]]
+            for lengths in self.table_lengths:
+                for row, before in zip(host[0].tolist(), [lengths[parent] for _, parent in moved], strict=True):
+                    lengths[row] = before
+            self.version += 1
+        new = to_device(np.array([group.rows, group.tokens], dtype=np.int64), self.device)
+        self.tokens[new[0], length] = new[1]
 
     def _take(self, row: int) -> None:
         assert not self._is_held[row], f"row {row} is given out while it is held"

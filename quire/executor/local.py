@@ -14,11 +14,11 @@ import torch
 
 from quire.executor.clock import StepClock
 from quire.executor.precompile import Precompile
-from quire.executor.worker import ForwardPass, Worker
+from quire.executor.worker import ForwardPass, Sampled, Worker
 from quire.grammar import ConstrainedLine
 from quire.plan import StepPlan, StepResult
 from quire.request import FinishReason
-from quire.sampling import SampledBatch, TokenMasks, VerifiedBatch
+from quire.sampling import RankedBatch, TokenMasks
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Submitted:
 
     plan: StepPlan
     done: ForwardPass
-    sampled: SampledBatch | VerifiedBatch | None
+    sampled: Sampled | None
     clock: StepClock
     constrained: list[ConstrainedLine] = field(default_factory=list)
     is_followed: bool = False  # whether their constraints know its tokens
@@ -110,6 +110,8 @@ class LocalExecutor:
         self._judge(step)
         if step.sampled is not None:
             result.tokens, result.logprobs, result.failed = step.sampled.to_lists()
+            if isinstance(step.sampled, RankedBatch):
+                result.candidates = step.sampled.candidates()
         for line in step.constrained if result.failed else ():
             if line.index in result.failed and result.failed[line.index][0] is FinishReason.BANNED:
                 result.failed[line.index] = (FinishReason.BANNED, line.constraint.why_stuck())

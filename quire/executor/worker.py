@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,19 @@ from quire.grammar import ConstrainedLine, RowConstraints
 from quire.models.decoder import Decoder
 from quire.params import SamplingSpec
 from quire.plan import StepPlan, TokenLogprobs
-from quire.sampling import SampledBatch, Sampler, TokenMasks, VerifiedBatch, prompt_logprobs, verify_drafts
+from quire.sampling import (
+    RankedBatch,
+    SampledBatch,
+    Sampler,
+    TokenMasks,
+    VerifiedBatch,
+    prompt_logprobs,
+    rank_beams,
+    verify_drafts,
+)
+from quire.sampling.transfer import to_device
+
+Sampled = SampledBatch | VerifiedBatch | RankedBatch
 
 # Rows of logits held at once for prompt logprobs: a long prompt over a large vocabulary would not fit.
 _PROMPT_LOGPROB_ROWS = 128
@@ -99,6 +112,8 @@ class Worker:
                 self.constraints.admit(new.row, new.sampling, new.token_ids[new.num_prompt_tokens :])
             if new.sampling.prompt_logprobs is not None:
                 self._prompt_logprob_rows[new.row] = (new.sampling, new.token_ids[: new.num_prompt_tokens])
+        for group in plan.beams:
+            self.batch.place_beams(group)
         self.batch.apply_table_diffs(plan)
 
     def forward(self, plan: StepPlan, clock: StepClock) -> ForwardPass:
@@ -140,16 +155,43 @@ class Worker:
             places = [firsts[p] + i for p, some in zip(places, drafts, strict=True) for i in range(1 + len(some))]
         return TokenMasks(places, self.constraints.masks(lines, drafts))
 
-    def sample(
-        self, plan: StepPlan, done: ForwardPass, masks: TokenMasks | None = None
-    ) -> SampledBatch | VerifiedBatch | None:
-        """The next tokens of the rows that sample, stored where the next step reads them. None where no row does."""
+    def sample(self, plan: StepPlan, done: ForwardPass, masks: TokenMasks | None = None) -> Sampled | None:
+        """The next tokens of the rows that sample, stored where the next step reads them. None where no row does.
+        Beams are ranked, and the next plan says what becomes of them."""
         for fork in plan.forks:
             self.batch.fork(fork.source_row, fork.row)
             self.sampler.fork(fork.source_row, fork.row, fork.sampling)
         if done.logits is None:
             return None  # no row samples, or another rank does it
-        assert isinstance(self.sampler, Sampler)
+        return self._rank(plan, done, masks) if plan.beams else self._draw(done, masks)
+
+    def _rank(self, plan: StepPlan, done: ForwardPass, masks: TokenMasks | None) -> RankedBatch:
+        """Split a step's logits between its beams and the other rows."""
+        assert done.logits is not None and isinstance(self.sampler, Sampler)
+        drafts = {each.row: len(each.drafts) for each in done.unjudged}
+        firsts = np.cumsum([0] + [1 + drafts.get(row, 0) for row in done.rows]).tolist()
+        line_of = {row: firsts[i] for i, row in enumerate(done.rows)}
+        beams = [row for group in plan.beams for row in group.rows]
+        temperatures = [self.sampler.spec_of(group.rows[0]).temperature for group in plan.beams]
+        ranking = rank_beams(self._lines(done.logits, [line_of[row] for row in beams]), plan.beams, temperatures)
+        others = [i for i, row in enumerate(done.rows) if row not in set(beams)]
+        sampled = None
+        if others:
+            lines = [line for i in others for line in range(firsts[i], firsts[i + 1])]
+            rows, positions = [done.rows[i] for i in others], [done.positions[i] for i in others]
+            if masks is not None:
+                masks = masks.select(lines)
+            alone = ForwardPass(rows, positions, self._lines(done.logits, lines), unjudged=done.unjudged)
+            sampled = self._draw(alone, masks)
+        return RankedBatch(done.rows, others, sampled, plan.beams, ranking)
+
+    def _lines(self, logits: Tensor, lines: list[int]) -> Tensor:
+        if lines == list(range(len(logits))):
+            return logits
+        return logits.index_select(0, to_device(np.array(lines, dtype=np.int64), logits.device))
+
+    def _draw(self, done: ForwardPass, masks: TokenMasks | None) -> SampledBatch | VerifiedBatch:
+        assert done.logits is not None and isinstance(self.sampler, Sampler)
         if done.unjudged:
             drafts = {each.row: each.drafts for each in done.unjudged}
             of_rows = [drafts.get(row, []) for row in done.rows]

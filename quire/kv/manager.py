@@ -14,6 +14,7 @@ Every call that takes blocks is all or nothing: None means that there was no roo
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigError
@@ -122,6 +123,30 @@ class KVManager:
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether the pool could hold them with nothing else in it. Pins are not considered: they can be lifted."""
         return self.num_blocks_for(num_tokens) <= self.num_blocks
+
+    def num_blocks_for_beams(self, num_prompt_tokens: int, num_tokens: int, width: int) -> int:
+        """Blocks that so many sequences of one prompt hold at most, and the watermark, which those that come back after
+        a preemption must leave. They share the prompt's full blocks where they can be found again."""
+        num_shared = num_prompt_tokens // self.block_size if self.enable_prefix_caching else 0
+        num_shared *= self.windows.count(None)
+        num_own = self.num_blocks_for(num_tokens) - num_shared
+        return num_shared + width * num_own + self.num_watermark_blocks
+
+    def num_blocks_to_write(self, seq_ids: Sequence[int], position: int) -> int:
+        """Blocks that these sequences take together when each writes its token at a position: new ones, and copies of
+        those that are shared, of which the last to write keeps the original."""
+        index, num_blocks = position // self.block_size, 0
+        writers: Counter[int] = Counter()
+        for seq_id in seq_ids:
+            for group in self.tables[seq_id].groups:
+                if index < group.end:
+                    writers[group.block_ids[index - group.first]] += 1
+                else:
+                    num_blocks += 1
+        for block_id, count in writers.items():
+            block = self.pool.blocks[block_id]
+            num_blocks += count - (block.ref_count == count and block.block_hash is None)
+        return num_blocks
 
     def block_ids(self, seq_id: int) -> list[int]:
         return list(self.tables[seq_id].block_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.sampling.beams import RankedBatch, rank_beams
 from quire.sampling.logprobs import PendingLogprobs, compute_logprobs, prompt_logprobs
 from quire.sampling.masks import TokenMasks
 from quire.sampling.sampler import SampledBatch, Sampler
@@ -9,11 +10,13 @@ from quire.sampling.verification import VerifiedBatch, verify_drafts
 
 __all__ = [
     "PendingLogprobs",
+    "RankedBatch",
     "SampledBatch",
     "Sampler",
     "TokenMasks",
     "VerifiedBatch",
     "compute_logprobs",
     "prompt_logprobs",
+    "rank_beams",
     "verify_drafts",
 ]

@@ -66,13 +66,18 @@ def _fill(logits: Tensor, num_top: int, integers: Tensor, floats: Tensor, scratc
     integers[:, 1] = torch.gt(logits, target, out=work).sum(1).add_(1)
     floats[:, :1] = target
     if num_top:
-        floats[:, 1:], integers[:, 2:] = _top(logits, num_top)
+        floats[:, 1:], integers[:, 2:] = top_tokens(logits, num_top)
+    floats.sub_(log_totals(logits, work))
+
+
+def log_totals(logits: Tensor, work: Tensor | None = None) -> Tensor:
+    """The logarithm of each row's total weight: a logit less this is a logprob. [rows, 1]"""
     largest = logits.amax(1, keepdim=True)
-    log_total = torch.sub(logits, largest, out=work).exp_().sum(1, keepdim=True).log_().add_(largest)
-    floats.sub_(log_total)
+    return torch.sub(logits, largest, out=work).exp_().sum(1, keepdim=True).log_().add_(largest)
 
 
-def _top(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+def top_tokens(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """The largest logits of each row and whose they are, the largest first."""
     if num_top > logits.shape[1] // 8:
         values, token_ids = torch.sort(logits, dim=1, descending=True, stable=True)
     elif logits.device.type == "cpu" and num_top <= max_top_k(logits.shape[1]):

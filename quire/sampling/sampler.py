@@ -31,8 +31,9 @@ from quire.sampling.transfer import HostCopy, to_device
 
 _NOT_FINITE = -1
 _ALL_BANNED = -2
+NOT_FINITE = (FinishReason.ERROR, "the model's logits are not finite (NaN or infinity)")
 _FAILURES = {
-    _NOT_FINITE: (FinishReason.ERROR, "the model's logits are not finite (NaN or infinity)"),
+    _NOT_FINITE: NOT_FINITE,
     _ALL_BANNED: (
         FinishReason.BANNED,
         "no token is left to sample: allowed_token_ids, bad_words and min_tokens together ban all of them",
@@ -142,6 +143,11 @@ class Sampler:
         """Whether the row's tokens change the logits of those after them."""
         return self._penalties.has(row) or self._edits.has_phrases(row)
 
+    def spec_of(self, row: int) -> SamplingSpec:
+        spec = self._specs[row]
+        assert spec is not None, f"row {row} is not held"
+        return spec
+
     def state_bytes(self) -> int:
         """Device memory that the rows' state takes now."""
         return self._fixed_bytes() + self._edits.num_bytes + self._penalties.num_bytes
@@ -217,7 +223,7 @@ class Sampler:
 
     def _new_plan(self, rows: npt.NDArray[np.int64], bans_ends: list[bool]) -> _BatchPlan:
         held = rows.tolist()
-        specs = [self._spec(row) for row in held]
+        specs = [self.spec_of(row) for row in held]
         methods = self._methods[rows]
         draw_groups, drawn_indices, num_drawn = [], [], 0
         for method in DRAWN_METHODS if self._kernel is None else ():
@@ -247,11 +253,6 @@ class Sampler:
                 if group
             ],
         )
-
-    def _spec(self, row: int) -> SamplingSpec:
-        spec = self._specs[row]
-        assert spec is not None, f"row {row} is not held"
-        return spec
 
     def _places(self, indices: npt.NDArray[np.int64], num_rows: int) -> Tensor | None:
         return None if len(indices) == num_rows else to_device(indices, self._device)

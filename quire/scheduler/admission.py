@@ -26,7 +26,16 @@ def refuse_if_it_never_fits(request: Request, config: SchedulerConfig, kv: KVMan
         )
     # The last token that is sampled needs no KV.
     num_tokens = min(num_prompt + request.max_tokens, config.max_model_len) - 1
-    if not kv.can_ever_fit(num_tokens):
+    if request.beams is not None:
+        num_blocks = kv.num_blocks_for_beams(num_prompt, num_tokens, request.n)
+        if num_blocks > kv.num_blocks:
+            raise BadRequestError(
+                f"{request.n} beams of {num_prompt} prompt tokens and max_tokens={request.max_tokens} may need "
+                f"{num_blocks} blocks of {kv.block_size} tokens, the KV cache has {kv.num_blocks}: lower beam_width or "
+                f"max_tokens",
+                param="beam_width",
+            )
+    elif not kv.can_ever_fit(num_tokens):
         param = "max_tokens" if kv.can_ever_fit(num_prompt) else "prompt"
         raise BadRequestError(
             f"{num_prompt} prompt tokens with max_tokens={request.max_tokens} need {kv.num_blocks_for(num_tokens)} "

@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from quire.kv import KVManager, TableSlices
-from quire.plan import Admission, Fork, Move, StepPlan
+from quire.plan import Admission, BeamCandidate, Fork, Move, StepPlan
 from quire.request import FinishReason, Request, Sequence, SequenceState
+from quire.scheduler.beams import BeamSearch
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.preemption import PreemptionKind
 from quire.scheduler.queue import FairQueue, OrderedSequences, place
@@ -100,6 +101,7 @@ class Lifecycle:
         self.lost_tokens: dict[int, int] = {}  # by seq_id: tokens whose KV a preemption dropped
         # By seq_id, until they are computed again: tokens that its tenant was charged for before the KV was dropped.
         self.paid_tokens: dict[int, int] = {}
+        self.beams: dict[str, BeamSearch] = {}  # by request_id, from the end of its prompt on
         self.stats = SchedulerStats()
         self.config = config
         self._kv = kv
@@ -151,7 +153,8 @@ class Lifecycle:
 
     def _take_row(self, seq: Sequence) -> None:
         seq.row, *reserved = self.rows.take(self.num_rows_for(seq))
-        if reserved:
+        is_lone_beam = seq.request.beams is not None and seq.request.request_id not in self.beams
+        if reserved or is_lone_beam:  # a search of one beam has none to fork, and its prompt's end is no plain decode
             self.reserved_rows[seq.seq_id] = reserved
         self.queue.on_run(seq)
         self.queue.drop(seq)
@@ -194,6 +197,24 @@ class Lifecycle:
             plan.forks.append(Fork(seq.row, row, request.spec_of(index)))
             children.append(child)
         return children
+
+    def place_beams(self, search: BeamSearch, placed: list[BeamCandidate]) -> None:
+        """Each of the request's sequences becomes a candidate: its parent's tokens and blocks, and a token more."""
+        seqs = search.request.sequences
+        lines = [[*seqs[each.parent].token_ids, each.token_id] for each in placed]
+        for i, (seq, each) in enumerate(zip(seqs, placed, strict=True)):
+            if each.parent != i:
+                self._kv.free(seq.seq_id)
+                self._kv.fork(seqs[each.parent].seq_id, seq.seq_id)
+        for seq, line in zip(seqs, lines, strict=True):
+            seq.token_ids = line
+
+    def preempt_beams(self, search: BeamSearch, plan: StepPlan) -> None:
+        """All beams of a request that run. They are computed again: a swap would copy what they share for each."""
+        search.parents = []  # whoever comes back brings its tokens
+        for seq in search.request.sequences:
+            if seq.state is SequenceState.RUNNING:
+                self.preempt(seq, PreemptionKind.RECOMPUTE, plan)
 
     def charge_chunk(self, seq: Sequence, start: int, end: int) -> None:
         """Charge its tenant for tokens [start, end), less what was computed and paid for before a preemption."""
@@ -265,6 +286,7 @@ class Lifecycle:
         request = seq.request
         if all(one.state is SequenceState.FINISHED for one in request.sequences):
             request.is_finished = True
+            self.beams.pop(request.request_id, None)
             del self.requests[request.request_id]
 
     def check(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.kv import KVManager
 from quire.request import Sequence
+from quire.scheduler.beams import is_ranked
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.step import StepBuilder
 
@@ -24,7 +25,7 @@ class PreemptionKind(StrEnum):
 
 def pick_victim(running: list[Sequence], is_scheduled: Callable[[Sequence], bool]) -> Sequence | None:
     """The lowest priority, then the latest arrival, of those that this step does not run. `running` is in order."""
-    return next((seq for seq in reversed(running) if not is_scheduled(seq)), None)
+    return next((seq for seq in reversed(running) if not is_scheduled(seq) and not is_ranked(seq)), None)
 
 
 def pick_victim_between_tenants(
@@ -38,7 +39,7 @@ def pick_victim_between_tenants(
         counter = counter_of(seq)
         # Of one tenant the last; between tenants with equal counters the last as well.
         is_more = counter > most or (counter == most and victim is asking)
-        if is_more and seq not in scheduled:
+        if is_more and seq not in scheduled and not is_ranked(seq):
             victim, most = seq, counter
     return victim
 
@@ -86,5 +87,7 @@ def pick_victim_for_fairness(
     if not others or not fits_share:
         return None
     most_served = max(others, key=attrgetter("counter")).name
-    # None where all of its sequences wait for their blocks to come back.
-    return next((seq for seq in reversed(life.running) if seq.request.tenant == most_served), None)
+    # None where all of its sequences wait for their blocks to come back, or for a ranking.
+    return next(
+        (seq for seq in reversed(life.running) if seq.request.tenant == most_served and not is_ranked(seq)), None
+    )

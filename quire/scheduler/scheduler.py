@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable
 
 from quire.errors import BadRequestError
 from quire.kv import UNCHANGED, Allocation, KVManager, PrefixMatch
-from quire.plan import StepPlan, StepResult
+from quire.plan import BeamCandidate, StepPlan, StepResult
 from quire.request import CacheOutcome, FinishReason, Request, Sequence, SequenceState
 from quire.scheduler.admission import BlockedHead, refuse_if_it_never_fits
+from quire.scheduler.beams import BeamSearch
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.preemption import (
@@ -218,18 +219,25 @@ class Scheduler:
                 return self._issue(step)
             if self._in_flight or not self._life.queue:
                 return None
-            self._give_up_head()
+            if not self._preempt_waiting_beams(step):
+                self._give_up_head()
 
     def _schedule_decodes(self, step: StepBuilder) -> None:
         """Every running sequence that lacks just its last token. The one loop that runs for thousands each step."""
         grow, unforked = self._kv.grow, self._life.reserved_rows
         decodes, catching_up = step.decodes, step.catching_up
+        beams = self._life.beams
         has_drafter = self.drafter is not None
         if self.drafter is not None and self._life.running:
-            self.drafter.begin_step(self._life.running, step.budget - len(self._life.running))
+            running = self._life.running
+            drafted = [seq for seq in running if not self._is_beam(seq)] if beams else running
+            self.drafter.begin_step(drafted, step.budget - len(running))
         # A preemption inside takes the list's last sequence away, which iteration over a list allows. With several
         # tenants it may be any.
         for seq in self._still_running() if self._life.queue.is_shared else self._life.running:
+            if beams and (search := beams.get(seq.request.request_id)) is not None:
+                self._schedule_beam(seq, search, step)
+                continue
             start = seq.num_computed_tokens
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens
             if start != num_tokens - 1 or (unforked and seq.seq_id in unforked):
@@ -264,6 +272,33 @@ class Scheduler:
             backlog = self._life.queue.num_waiting_tokens
             backlog += sum(len(seq.token_ids) - seq.num_computed_tokens for seq in catching_up)
             step.budget = min(step.budget, max(self._smooth_tokens(len(served)), backlog // _BACKLOG_STEPS))
+
+    def _schedule_beam(self, seq: Sequence, search: BeamSearch, step: StepBuilder) -> None:
+        """A beam that has computed less than the others catches up. With the first of them all run, once all can."""
+        if seq.num_computed_tokens < len(seq.token_ids) - 1:
+            step.catching_up.append(seq)
+            return
+        seqs = search.request.sequences
+        if seq is not seqs[0] or not search.is_ready:
+            return
+        ids, position = [each.seq_id for each in seqs], seq.num_computed_tokens
+        while (num_needed := self._kv.num_blocks_to_write(ids, position)) > self._kv.num_free_blocks:
+            step.short_of_blocks = True
+            if step.num_coming_blocks > step.num_sitting_out:
+                step.num_sitting_out += num_needed
+                return
+            victim = self._pick_victim(seq, step)
+            self._preempt(victim, step)
+            if victim.request is seq.request:
+                return
+        for each in seqs:
+            allocation = self._kv.grow(each.seq_id, position + 1, position)
+            assert allocation is not None, "there was room for all beams"
+            self._enter_blocks(each, allocation, step.plan)
+            each.num_computed_tokens = position + 1
+            each.num_pending_tokens = 1
+        step.decodes.extend(seqs)
+        step.beams.append(search)
 
     def _schedule_verification(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> bool:
         """A decode with drafts, if there are any. Nobody waits for a guess: it takes what budget the others' decodes
@@ -302,7 +337,8 @@ class Scheduler:
                 continue  # preempted above
             if is_shared:  # a tenant's long prompt is not before another's that has had less
                 self._admit(step, below=queue.counter_of(seq))
-            size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, step)
+            num_wanted = len(seq.token_ids) - seq.num_computed_tokens - self._is_beam(seq)
+            size = self._chunk_size(num_wanted, step)
             if not size:
                 continue
             # A prompt has its blocks. Only one that caught several new tokens at once may have to grow.
@@ -331,6 +367,9 @@ class Scheduler:
             seq.num_pending_tokens = 1
             if seq.seq_id in self._life.reserved_rows:
                 step.forked.extend(self._life.fork(seq, step.plan))
+            if seq.request.beams is not None:
+                search = self._life.beams[seq.request.request_id] = BeamSearch(seq.request)
+                step.beams.append(search)
 
     def _take_room(self, seq: Sequence, num_tokens: int, allocation: Allocation | None, step: StepBuilder) -> bool:
         """Enter what `grow` changed into the plan; where it found no room, make some at the cost of later sequences."""
@@ -368,7 +407,14 @@ class Scheduler:
         assert victim is not None, "the caller is itself running, so there is always at least one victim"
         return victim
 
+    def _is_beam(self, seq: Sequence) -> bool:
+        """Whether it is one of several: its last token runs with theirs, and not before."""
+        return bool(self._life.beams) and seq.request.request_id in self._life.beams
+
     def _preempt(self, victim: Sequence, step: StepBuilder) -> None:
+        if self._is_beam(victim):
+            self._life.preempt_beams(self._life.beams[victim.request.request_id], step.plan)
+            return
         kind = choose_kind(victim, self.config, self._kv.block_size, self.costs.prefill_tokens_per_s)
         step.num_coming_blocks += self._life.preempt(victim, kind, step.plan)
 
@@ -398,6 +444,8 @@ class Scheduler:
                 self._blocked_on = WaitReason.BUDGET
             elif self._life.rows.num_free < self._life.num_rows_for(seq):
                 self._blocked_on = WaitReason.ROWS
+            elif self._waits_for_first_beam(seq):
+                self._blocked_on = WaitReason.BEAMS
             elif self._refusal is not None and self._refusal.holds(seq, self._kv, self.stats):
                 self._blocked_on = WaitReason.BLOCKS
             elif seq.state is SequenceState.SWAPPED:
@@ -405,11 +453,18 @@ class Scheduler:
             else:
                 self._blocked_on = self._start(seq, step)
 
+    def _waits_for_first_beam(self, seq: Sequence) -> bool:
+        """Beams that come back after a preemption find what they share in the cache when one of them has it."""
+        if not self._is_beam(seq):
+            return False
+        first = seq.request.sequences[0]
+        return seq is not first and first.num_computed_tokens < len(first.token_ids) - 1
+
     def _start(self, seq: Sequence, step: StepBuilder) -> WaitReason | None:
         """Blocks for all tokens of a new or preempted sequence, less what the prefix cache has."""
         match = self._match(seq)
         num_cached = match.num_tokens if match else 0
-        size = self._chunk_size(len(seq.token_ids) - num_cached, step)
+        size = self._chunk_size(len(seq.token_ids) - num_cached - self._is_beam(seq), step)
         if not size:
             return WaitReason.BUDGET
         request = seq.request
@@ -437,7 +492,9 @@ class Scheduler:
             return None
         refusal = self._refusal
         previous = refusal.match if refusal and refusal.seq_id == seq.seq_id else None
-        return self._kv.match(seq.token_ids, salt=request.salt, adapter=request.adapter, previous=previous)
+        # A beam's last token runs with the others', and so that it has any before that, its last but one runs too.
+        token_ids = seq.token_ids[:-1] if self._is_beam(seq) else seq.token_ids
+        return self._kv.match(token_ids, salt=request.salt, adapter=request.adapter, previous=previous)
 
     def _swap_in(self, seq: Sequence, step: StepBuilder) -> WaitReason | None:
         """Blocks for a swapped sequence, and the move that fills them. It runs when they have arrived."""
@@ -465,16 +522,26 @@ class Scheduler:
         self._refusal = BlockedHead(seq.seq_id, match, self._kv.num_free_blocks, self.stats.num_prefill_tokens)
         return WaitReason.BLOCKS
 
+    def _preempt_waiting_beams(self, step: StepBuilder) -> bool:
+        """Nothing can be scheduled: what runs are beams that wait for the rest of theirs, which the head of the queue
+        is before. True where some of them made way for it."""
+        head = self._life.queue.head
+        victim = next((seq for seq in reversed(self._life.running) if seq.request is not head.request), None)
+        if victim is not None:
+            assert self._is_beam(victim), "sequences run, nothing is in flight, and yet nothing can be scheduled"
+            self._preempt(victim, step)
+        return victim is not None
+
     def _give_up_head(self) -> None:
         """Nothing runs and yet the head does not fit, though `add` saw that it would: pinned blocks are in the way."""
-        assert not self._life.running, "sequences run, nothing is in flight, and yet nothing can be scheduled"
         seq = self._life.queue.head
         num_needed = self._kv.num_blocks_for(len(seq.token_ids))
         error = (
             f"{len(seq.token_ids)} tokens need {num_needed} blocks, but only {self._kv.num_free_blocks} of "
             f"{self._kv.num_blocks} can be had though nothing else runs: unpin prefixes that hold the others"
         )
-        self._failures.append(self._end(seq, FinishReason.ERROR, error))
+        together = seq.request.sequences if self._is_beam(seq) else [seq]
+        self._failures += [self._end(each, FinishReason.ERROR, error) for each in together]
 
     def check(self) -> None:
         """Prove that every sequence is in one place and holds what it should there. Costs a look at each."""
@@ -501,6 +568,10 @@ class Scheduler:
             if seq.state is _FINISHED:
                 continue  # it ended while this step was in flight
             seq.num_pending_tokens -= 1
+            if memory.beams and seq.request.beams is not None:
+                if failed and i in failed:
+                    updates.append(self._end(seq, *failed[i]))
+                continue
             if drafts and i in drafts:
                 self._count_accepted(seq, drafts[i], len(new_token_ids) - 1)
             taken = append_until_stop(seq, new_token_ids)
@@ -520,6 +591,29 @@ class Scheduler:
                 update.prompt_logprobs = prompts.pop(seq, None)
             updates.append(update)
         updates.extend(SequenceUpdate(seq, [], prompt_logprobs=piece) for seq, piece in prompts.items())
+        for search, candidates in zip(memory.beams, result.candidates, strict=True):
+            if not search.request.is_finished:
+                updates += self._rank_beams(search, candidates, now)
+        return updates
+
+    def _rank_beams(self, search: BeamSearch, candidates: list[BeamCandidate], now: float) -> list[SequenceUpdate]:
+        """Beams are told at the end of their search, each with all of its tokens; until then any may be given up."""
+        seqs = search.request.sequences
+        placed = search.rank(candidates)
+        for seq in seqs:
+            seq.last_token_s = now
+            if seq.first_token_s is None:
+                seq.first_token_s = now
+        if placed is not None:
+            self._life.place_beams(search, placed)
+            return []
+        updates = []
+        for seq, best in zip(seqs, search.ended, strict=True):
+            seq.stop_reason = best.stop_reason
+            update = self._end(seq, best.reason, new_token_ids=best.token_ids)
+            update.logprobs = best.logprobs
+            seq.token_ids = [*search.request.prompt_token_ids, *best.token_ids]
+            updates.append(update)
         return updates
 
     def _count_accepted(self, seq: Sequence, drafts: SubmittedDrafts, num_accepted: int) -> None:
@@ -550,8 +644,12 @@ class Scheduler:
     def _end(
         self, seq: Sequence, reason: FinishReason, error: str | None = None, *, new_token_ids: list[int] | None = None
     ) -> SequenceUpdate:
+        update = SequenceUpdate(seq, new_token_ids or [], finished=True, error=error)
+        if new_token_ids is None and self._is_beam(seq):  # nobody has heard of its tokens
+            update.new_token_ids = seq.output_token_ids
+            update.logprobs = self._life.beams[seq.request.request_id].logprobs[seq.index]
         self._life.end(seq, reason)
         self._prompt_logprobs.forget(seq)
-        if self.drafter is not None:
+        if self.drafter is not None and seq.request.beams is None:
             self.drafter.ended(seq)
-        return SequenceUpdate(seq, new_token_ids or [], finished=True, error=error)
+        return update

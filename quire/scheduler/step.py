@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 
 from quire.plan import Spans, StepPlan
 from quire.request import Sequence
+from quire.scheduler.beams import BeamSearch
 
 
 class SubmittedDrafts(NamedTuple):
@@ -31,6 +32,7 @@ class StepBuilder:
     chunk_sizes: list[int] = field(default_factory=list)
     chunk_samples: list[bool] = field(default_factory=list)
     forked: list[Sequence] = field(default_factory=list)
+    beams: list[BeamSearch] = field(default_factory=list)  # whose beams run and are ranked
     catching_up: list[Sequence] = field(default_factory=list)  # running sequences with more than one token to compute
     num_coming_blocks: int = 0  # being swapped out: free when their bytes are on the host
     num_sitting_out: int = 0  # sequences that wait for one of those
@@ -78,6 +80,7 @@ class StepBuilder:
         if self.chunks:
             sampled = sampled + [s for s, samples in zip(self.chunks, self.chunk_samples, strict=True) if samples]
         plan.released, plan.trimmed = released, trimmed
+        plan.beams = [search.to_group() for search in self.beams]
         plan.spans = Spans(
             rows=cast("list[int]", rows + [seq.row for seq in self.chunks]),  # whoever runs has a row
             num_tokens=one_token + self.chunk_sizes,
@@ -93,6 +96,7 @@ class StepBuilder:
             step=plan.step,
             sampled=sampled + self.forked,
             drafts=submitted,
+            beams=self.beams,
             prompts=prompts,
             num_decodes=len(one_token),
             num_prefill_tokens=sum(self.chunk_sizes),
@@ -108,6 +112,7 @@ class InFlight:
     step: int
     sampled: list[Sequence]  # in the order of plan.sampled_rows()
     drafts: dict[int, SubmittedDrafts]  # by index into sampled
+    beams: list[BeamSearch]  # in the order of plan.beams
     prompts: list[tuple[int, Sequence, int]]  # row, sequence, first position: spans that want prompt logprobs
     num_decodes: int
     num_prefill_tokens: int

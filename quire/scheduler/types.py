@@ -47,6 +47,7 @@ class WaitReason(StrEnum):
     BLOCKS = "blocks"  # its tokens do not fit in the free blocks
     BUDGET = "budget"  # the step's token budget is spent
     IN_FLIGHT = "in_flight"  # it was preempted while a step that samples for it runs
+    BEAMS = "beams"  # it is a beam, and the first of its request is still computing what they share
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from quire.server.text_work import request_deadline
 async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
     served, model = exchange.context.find(body.model)
     engine = served.engine
-    prompts = read_prompts(body.prompt, body.n or 1)
+    prompts = read_prompts(body.prompt, max(body.n or 1, (body.best_of or 1) if body.use_beam_search else 1))
     params = completion_params(body, engine.default_sampling)
     priority = priority_of(body, engine.info)
     deadline = request_deadline(exchange, body.timeout)
@@ -46,7 +46,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
                 raise
         check_room(body, prepared, engine.info.max_model_len)
         check_logprobs(prepared, engine.info.max_model_len)
-        return prepared, _Shown(engine, body, params, prepared)
+        return prepared, _Shown(engine, body, prepared[0].params, prepared)
 
     # A request of its own costs as much as a hundred characters.
     num_chars = sum(map(len, prompts)) + 100 * (len(prompts) - 1) + sum(map(len, body.bad_words or ()))
@@ -152,7 +152,7 @@ def _whole(head: dict[str, Any], body: CompletionBody, shown: _Shown, outputs: d
         output = outputs[prompt]
         usage.prompt_tokens += len(output.prompt_token_ids)
         usage.prompt_tokens_details.cached_tokens += output.num_cached_tokens
-        for completion in output.outputs:
+        for completion in output.outputs[: body.n or 1]:  # of best_of beams
             text, finish_reason = completion.text, completion.finish_reason
             if shown.is_echo_only:
                 text, finish_reason = "", "length"

@@ -124,6 +124,14 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    use_beam_search: Annotated[
+        bool | None, Meta(description="The n likeliest answers instead of n that are drawn. Not in a stream.")
+    ] = None
+    length_penalty: Annotated[
+        Annotated[float, Meta(ge=-10.0, le=10.0)] | None,
+        Meta(description="Beams are compared by their logprob divided by their length raised to this; 1 if left out."),
+    ] = None
+    early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -159,8 +167,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # See refusals.FIELDS.
-    use_beam_search: Raw = _LEFT_OUT
-    length_penalty: Raw = _LEFT_OUT
     logits_processors: Raw = _LEFT_OUT
     truncate_prompt_tokens: Raw = _LEFT_OUT
     kv_transfer_params: Raw = _LEFT_OUT
@@ -192,7 +198,9 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Annotated[Count | None, Meta(description="16 if left out. 0 with echo: the prompt alone.")] = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
-    best_of: Annotated[int | None, Meta(description="Only as many as n: Quire gives all that it makes.")] = None
+    best_of: Annotated[
+        int | None, Meta(description="As many as n; with use_beam_search the number of beams, of which n are given.")
+    ] = None
     suffix: Raw = _LEFT_OUT
     prompt_embeds: Raw = _LEFT_OUT
 

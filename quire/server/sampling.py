@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.beams import BeamSearchParams
 from quire.engine.api import EngineInfo, PreparedRequest
 from quire.errors import BadRequestError, ContextLengthError
 from quire.params import OutputKind, SamplingParams
@@ -44,10 +45,18 @@ _PLAIN = (
 )
 
 
-def completion_params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
+# Fields that only make sense without beams, or have no meaning for them that Quire serves.
+_NOT_FOR_BEAMS = ("response_format", "structured_outputs", "tools", "functions", "prompt_logprobs")
+_OF_BEAMS = ("temperature", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "length_penalty")
+
+
+def completion_params(body: CompletionBody, defaults: SamplingParams) -> SamplingParams | BeamSearchParams:
     """The engine makes at least one token; with max_tokens=0 the caller drops it."""
     check_options(body)
     _check_lists(body)
+    if body.use_beam_search:
+        max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        return _beam_params(body, max_tokens=max_tokens, width=body.best_of, logprobs=body.logprobs)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request(
             f"best_of={body.best_of} is not supported: Quire gives every text that it makes, so it must equal "
@@ -69,7 +78,7 @@ def completion_params(body: CompletionBody, defaults: SamplingParams) -> Samplin
     )
 
 
-def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
+def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams | BeamSearchParams:
     check_options(body)
     max_tokens = body.max_completion_tokens
     if max_tokens is None:
@@ -82,6 +91,8 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    if body.use_beam_search:
+        return _beam_params(body, max_tokens=max_tokens, width=None, logprobs=logprobs)
     return _params(body, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
 
 
@@ -142,6 +153,9 @@ def check_options(body: GenerationBody) -> None:
                 "stream_options.include_obfuscation",
                 "unsupported",
             )
+    for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+        if not body.use_beam_search and getattr(body, name) not in (None, neutral):
+            raise bad_request(f"{name} needs use_beam_search=true", name)
     if body.stream and body.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs are not given in a stream: set stream=false", "prompt_logprobs")
 
@@ -162,6 +176,37 @@ def _check_lists(body: CompletionBody) -> None:
             f"them along: with it send at most {max(1, _MAX_LISTED // sum(sizes.values())):,} prompts in a request",
             longest,
         )
+
+
+def _beam_params(
+    body: GenerationBody, *, max_tokens: int | None, width: int | None, logprobs: int | None
+) -> BeamSearchParams:
+    """As vLLM has it, n is the number of beams. The model's own defaults are for sampling: they are not asked."""
+    n = body.n or 1
+    if body.stream:
+        raise bad_request("use_beam_search has no stream: which beam is the best is known at the end", "stream")
+    if width is not None and width < n:
+        raise bad_request(f"best_of={width} beams are fewer than n={n}: raise best_of, or leave it out", "best_of")
+    if body.cache_prompt is False:
+        raise bad_request("use_beam_search reads the prefix cache: leave cache_prompt out", "cache_prompt")
+    for name in _NOT_FOR_BEAMS:
+        if getattr(body, name, None) is not None:
+            raise bad_request(f"{name} is not supported with use_beam_search: leave it out", name, "unsupported")
+    if logprobs or getattr(body, "echo", None):
+        name = "echo" if not logprobs else "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+        raise bad_request(
+            f"{name} is not supported with use_beam_search: a beam has the logprob of each of its own tokens, without "
+            f"others. Leave it out" + (", or set it to 0" if logprobs else ""),
+            name,
+            "unsupported",
+        )
+    values = {name: getattr(body, name) for name in (*_PLAIN, *_OF_BEAMS) if getattr(body, name) is not None}
+    values.pop("n", None)
+    if body.early_stopping is not None:
+        values["early_stopping"] = body.early_stopping
+    if max_tokens is None:
+        raise bad_request("use_beam_search needs max_tokens", "max_tokens")
+    return BeamSearchParams(beam_width=width or n, max_tokens=max_tokens, **values)
 
 
 def _params(

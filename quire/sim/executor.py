@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.params import SamplingSpec
-from quire.plan import Admission, Fork, Move, StepPlan, StepResult, StepTimings, TokenLogprobs
+from quire.plan import Admission, BeamCandidate, BeamGroup, Fork, Move, StepPlan, StepResult, StepTimings, TokenLogprobs
 from quire.request import FinishReason
 from quire.sim.cost import CostModel, SimClock
 from quire.sim.language import ToyLanguage
@@ -27,6 +27,7 @@ class _Row:
     sampling: SamplingSpec
     root: int
     fingerprints: list[int] = field(default_factory=list)  # of each prefix: [p] covers tokens 0..p
+    is_ranked: bool = False  # a beam that has not been put in its place since: what it was may be others' by now
 
     def __str__(self) -> str:
         return f"row {self.number}"
@@ -141,6 +142,8 @@ class SimExecutor:
         self.memory.copy(plan.copies)
         for admission in plan.admitted:
             self._admit(admission)
+        for beams in plan.beams:
+            self._place_beams(beams)
         for number, num_blocks in plan.trimmed:
             for table in self._row(number).tables:
                 del table.block_ids[max(0, num_blocks - table.first) :]
@@ -192,6 +195,21 @@ class SimExecutor:
             )
         )
 
+    def _place_beams(self, group: BeamGroup) -> None:
+        before = {parent: self._row(parent) for parent in group.parents}
+        for number, parent, token in zip(group.rows, group.parents, group.tokens, strict=False):
+            source = before[parent]
+            assert source.num_computed == len(source.token_ids), f"{source} was ranked before it had its logits"
+            row = self.rows[number] = replace(
+                source,
+                number=number,
+                token_ids=[*source.token_ids, token],
+                tables=[table.copy() for table in source.tables],
+                fingerprints=list(source.fingerprints),
+                is_ranked=False,
+            )
+            self.language.extend(row.fingerprints, row.root, row.token_ids)
+
     def _spans(self, plan: StepPlan) -> list[_Span]:
         """What runs, from where each row is."""
         found, spans = [], plan.spans
@@ -217,7 +235,7 @@ class SimExecutor:
         assert len(set(numbers)) == len(numbers), f"a row has two spans: {numbers}"
         holders: dict[int, list[_Row]] = {}
         for row in self.rows:
-            if row is not None:
+            if row is not None and not row.is_ranked:
                 for table in row.tables:
                     for block in table.readable(row.num_computed, size):
                         holders.setdefault(block, []).append(row)
@@ -266,8 +284,29 @@ class SimExecutor:
         for fork in plan.forks:
             self._fork(fork)
         drafts = {span.row.number: span.drafts for span in spans}
+        beams = {number for group in plan.beams for number in group.rows}
         for index, number in enumerate(plan.sampled_rows()):
+            if number in beams:
+                result.tokens.append([])
+                error = self._fault(self._row(number).token_ids) if self._fault else None
+                if error is not None:
+                    result.failed[index] = (FinishReason.ERROR, error)
+                continue
             result.tokens.append(self._sample_row(self._row(number), drafts.get(number, []), index, result))
+
+        result.candidates = [self._rank(group) for group in plan.beams]
+        for number in beams:
+            self._row(number).is_ranked = True
+
+    def _rank(self, group: BeamGroup) -> list[BeamCandidate]:
+        found = [
+            BeamCandidate(i, token, score + logprob, logprob, rank)
+            for i, (number, score) in enumerate(zip(group.rows, group.scores, strict=True))
+            for rank, (token, logprob) in enumerate(
+                self.language.likeliest(self._row(number).fingerprints[-1], group.num_candidates), start=1
+            )
+        ]
+        return sorted(found, key=lambda one: -one.score)[: group.num_candidates]
 
     def _sample_row(self, row: _Row, drafts: list[int], index: int, result: StepResult) -> list[int]:
         """The token after the row's last one, and as long as drafts agree with it, the next."""

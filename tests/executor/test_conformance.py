@@ -1,8 +1,8 @@
 """What every executor has to keep of the contract in quire/plan.py, whatever it runs on.
 
 The real scheduler and block manager drive each of them through random work: prompts in chunks, shared prefixes, forks,
-preemption by both ways, aborts, drafts that are right or wrong, several steps in flight. Each request must get the
-tokens that it gets alone, and blocks and sequences are checked after every step.
+beams, preemption by both ways, aborts, drafts that are right or wrong, several steps in flight. Each request must get
+the tokens that it gets alone, and blocks and sequences are checked after every step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from quire.config import EngineConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.executor import decode_graphs, mixed_graphs
 from quire.executor.base import Executor
-from quire.request import Request, Sequence
+from quire.params import SamplingSpec
+from quire.request import BeamSpec, Request, Sequence
 from quire.scheduler import Drafter
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, NUM_ROWS = 72, 4, 100, 6
@@ -92,7 +93,7 @@ def requests(seed: int, count: int) -> list[Request]:
     """The same ones at each call."""
     rng = random.Random(seed)
     head = [rng.randrange(VOCAB) for _ in range(17)]
-    return [
+    made = [
         make_request(
             (head if rng.random() < 0.5 else []) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))],
             max_tokens=rng.randint(1, 30),
@@ -104,6 +105,10 @@ def requests(seed: int, count: int) -> list[Request]:
         )
         for i in range(count)
     ]
+    for request in made[3::6]:
+        request.n, request.beams, request.max_tokens = 3, BeamSpec(), min(request.max_tokens, 12)
+        request.spec = SamplingSpec()
+    return made
 
 
 def run(rig: Rig, work: list[Request], rng: random.Random) -> set[str]:
@@ -124,7 +129,18 @@ def check_results(rig: Rig) -> None:
     for plan, result in zip(rig.history, rig.results, strict=True):
         rows = plan.sampled_rows()
         assert result.step == plan.step and len(result.tokens) == len(rows)
+        beams = {row for group in plan.beams for row in group.rows}
+        assert beams <= set(rows)
+        for group, candidates in zip(plan.beams, result.candidates, strict=True):
+            assert len(candidates) == len({(one.parent, one.token_id) for one in candidates}) == group.num_candidates
+            scores = [one.score for one in candidates]
+            assert scores == sorted(scores, reverse=True)
+            for one in candidates:
+                assert one.score == pytest.approx(group.scores[one.parent] + one.logprob, abs=1e-5)
         for i, (row, tokens) in enumerate(zip(rows, result.tokens, strict=True)):
+            if row in beams:
+                assert not tokens and i not in result.logprobs
+                continue
             drafts = plan.spans.drafts.get(row, [])
             most = 1 + (drafts if isinstance(drafts, int) else len(drafts))
             assert 1 <= len(tokens) <= most or i in result.failed
@@ -164,9 +180,12 @@ def test_a_real_executor(weights: Path, name: str, preemption: str) -> None:
     crowd.check_idle()
     check_results(crowd)
     stats = crowd.scheduler.stats
+    assert any(group.parents for plan in crowd.history for group in plan.beams)
     assert stats.num_preemptions > 0 and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     for request in work:
         ours = crowd.outputs(request)
+        if request.beams is not None and request.request_id in aborted:
+            continue  # which beams there are before the end says nothing of it
         theirs = [lines[request.request_id, i] for i in range(request.n)]
         if request.request_id in aborted:
             assert all(a == b[: len(a)] for a, b in zip(ours, theirs, strict=False))

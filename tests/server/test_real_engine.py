@@ -155,3 +155,20 @@ def test_numbers_at_the_edge(real: Server, field: str, value: float) -> None:
         reply = real.post("/v1/completions", {"prompt": "x", "max_tokens": 3, field: value, "logprobs": logprobs})
         assert reply.status in (200, 400), reply.text
     assert real.get("/health").status == 200
+
+
+def test_beams_are_the_likeliest_answers_and_the_best_comes_first(real: Server) -> None:
+    body = {"prompt": "Hello", "max_tokens": 12, "use_beam_search": True, "logprobs": 0}
+    wide = real.post("/v1/completions", body | {"n": 4}).json()
+    sums = [sum(choice["logprobs"]["token_logprobs"]) for choice in wide["choices"]]
+    assert len(sums) == 4 and sums == sorted(sums, reverse=True)
+    assert wide["usage"]["completion_tokens"] == 48
+    some = real.post("/v1/completions", body | {"n": 2, "best_of": 4}).json()
+    assert [one["text"] for one in some["choices"]] == [one["text"] for one in wide["choices"][:2]]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "use_beam_search": True, "n": 3}
+    answer = real.post("/v1/chat/completions", chat).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    refused = real.post("/v1/completions", body | {"n": 17})
+    assert (refused.status, refused.json()["error"]["param"]) == (400, "beam_width")
+    refused = real.post("/v1/completions", body | {"stream": True})
+    assert (refused.status, refused.json()["error"]["param"]) == (400, "stream")

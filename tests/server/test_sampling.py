@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from observing_fakes import INFO
 
+from quire.beams import BeamSearchParams
 from quire.errors import BadRequestError
 from quire.params import OutputKind, SamplingParams
 from quire.server.errors import ApiError
@@ -17,11 +18,11 @@ DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=50, repetition_penal
 MESSAGES = [Message(role="user", content="hi")]
 
 
-def completion(**fields: Any) -> SamplingParams:
+def completion(**fields: Any) -> Any:
     return completion_params(CompletionBody(**({"prompt": "x"} | fields)), DEFAULTS)
 
 
-def chat(**fields: Any) -> SamplingParams:
+def chat(**fields: Any) -> Any:
     return chat_params(ChatBody(messages=MESSAGES, **fields), DEFAULTS)
 
 
@@ -122,6 +123,46 @@ def test_contradictions_are_refused_by_name(make: Any, fields: dict[str, Any], p
 def test_best_of_that_means_nothing_is_taken() -> None:
     assert completion(best_of=1).n == 1
     assert completion(best_of=3, n=3).n == 3
+
+
+def test_beams() -> None:
+    params = completion(use_beam_search=True, n=3, best_of=5, length_penalty=0.5, early_stopping="never", logprobs=0)
+    assert isinstance(params, BeamSearchParams)
+    # The model's defaults are for sampling.
+    assert (params.beam_width, params.max_tokens, params.temperature) == (5, 16, 0.0)
+    assert (params.length_penalty, params.early_stopping) == (0.5, "never")
+    fields = {"temperature": 0.7, "stop_token_ids": [4], "ignore_eos": True, "include_stop_str_in_output": True}
+    params = chat(use_beam_search=True, n=2, max_tokens=9, **fields)
+    assert isinstance(params, BeamSearchParams)
+    assert {name: getattr(params, name) for name in fields} == fields and params.beam_width == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "param"),
+    [
+        (completion, {"stream": True}, "stream"),
+        (completion, {"n": 4, "best_of": 2}, "best_of"),
+        (completion, {"best_of": 1000}, "beam_width"),
+        (completion, {"logprobs": 2}, "logprobs"),
+        (completion, {"echo": True}, "echo"),
+        (completion, {"prompt_logprobs": 1}, "prompt_logprobs"),
+        (completion, {"max_tokens": 0}, "max_tokens"),
+        (completion, {"top_p": 0.5}, "top_p"),
+        (completion, {"presence_penalty": 1.0}, "presence_penalty"),
+        (completion, {"stop": "x"}, "stop"),
+        (completion, {"seed": 1}, "seed"),
+        (completion, {"cache_prompt": False}, "cache_prompt"),
+        (completion, {"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
+        (chat, {"use_beam_search": None, "early_stopping": True}, "early_stopping"),
+        (chat, {"max_tokens": None}, "max_tokens"),
+        (chat, {"max_tokens": 5, "logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        (chat, {"max_tokens": 5, "logit_bias": {"1": 1.0}}, "logit_bias"),
+    ],
+)
+def test_what_makes_no_sense_with_beams_is_refused_by_name(make: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises((ApiError, BadRequestError)) as caught:
+        make(**{"use_beam_search": True, **fields})
+    assert caught.value.param == param
 
 
 def test_a_priority_is_refused_where_it_would_mean_nothing() -> None:
