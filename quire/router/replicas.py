@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quire.beams import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
 from quire.engine.client import EngineClient, SharedText
@@ -344,7 +345,13 @@ class ReplicaSet:
     # -- requests
 
     def prepare(
-        self, request_id: str, prompt: UserPrompt, params: SamplingParams, *, priority: int = 0, tenant: str = ""
+        self,
+        request_id: str,
+        prompt: UserPrompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> PreparedRequest:
         """Tokenize and check. Any thread may call it."""
         if self._death_reason or self._is_closing:
