@@ -18,7 +18,7 @@ from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.server.models import fingerprint
 from quire.server.protocol import ChatBody, TokenizeBody
 from quire.server.replies import AnswerMessage, CachedTokens, ChatChoice, ChatCompletion, ChatLogprobs, Usage
-from quire.server.sampling import chat_params, check_logprobs, check_room, param_of, priority_of
+from quire.server.sampling import chat_params, check_logprobs, check_room, has_grammar, param_of, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 from quire.server.text_work import request_deadline
 from quire.text.chat_template import NOT_SWITCHES
@@ -51,7 +51,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
         prepare,
         exchange.num_body_bytes,
         is_chat=True,
-        compiles=params.structured_outputs is not None,
+        compiles=has_grammar(params),
     )
     check_room(body, [prepared], engine.info.max_model_len)
     check_logprobs([prepared], engine.info.max_model_len)

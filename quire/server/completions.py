@@ -19,7 +19,7 @@ from quire.server.logprobs import TextOffsets, TokenNames, completion_logprobs, 
 from quire.server.models import fingerprint
 from quire.server.protocol import MAX_ANSWERS, CompletionBody
 from quire.server.replies import CachedTokens, Completion, CompletionChoice, CompletionLogprobs, Usage
-from quire.server.sampling import check_logprobs, check_room, completion_params, param_of, priority_of
+from quire.server.sampling import check_logprobs, check_room, completion_params, has_grammar, param_of, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 from quire.server.text_work import request_deadline
 
@@ -51,7 +51,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
     # A request of its own costs as much as a hundred characters.
     num_chars = sum(map(len, prompts)) + 100 * (len(prompts) - 1) + sum(map(len, body.bad_words or ()))
     prepared, shown = await exchange.context.text_work.run(
-        exchange, deadline, prepare, num_chars, compiles=params.structured_outputs is not None
+        exchange, deadline, prepare, num_chars, compiles=has_grammar(params)
     )
     head: dict[str, Any] = {
         "id": f"cmpl-{exchange.request_id}",

@@ -46,7 +46,7 @@ _PLAIN = (
 
 
 # Fields that only make sense without beams, or have no meaning for them that Quire serves.
-_NOT_FOR_BEAMS = ("response_format", "structured_outputs", "tools", "functions", "prompt_logprobs")
+_NOT_FOR_BEAMS = ("structured_outputs", "tools", "functions", "prompt_logprobs", *_GUIDED)
 _OF_BEAMS = ("temperature", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "length_penalty")
 
 
@@ -94,6 +94,10 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams | Be
     if body.use_beam_search:
         return _beam_params(body, max_tokens=max_tokens, width=None, logprobs=logprobs)
     return _params(body, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+
+
+def has_grammar(params: SamplingParams | BeamSearchParams) -> bool:
+    return isinstance(params, SamplingParams) and params.structured_outputs is not None
 
 
 def check_room(body: CompletionBody | ChatBody, prepared: Sequence[PreparedRequest], max_model_len: int) -> None:
@@ -189,7 +193,9 @@ def _beam_params(
         raise bad_request(f"best_of={width} beams are fewer than n={n}: raise best_of, or leave it out", "best_of")
     if body.cache_prompt is False:
         raise bad_request("use_beam_search reads the prefix cache: leave cache_prompt out", "cache_prompt")
-    for name in _NOT_FOR_BEAMS:
+    response_format = body.response_format
+    is_free = response_format is None or response_format.type == "text"
+    for name in _NOT_FOR_BEAMS if is_free else ("response_format",):
         if getattr(body, name, None) is not None:
             raise bad_request(f"{name} is not supported with use_beam_search: leave it out", name, "unsupported")
     if logprobs or getattr(body, "echo", None):

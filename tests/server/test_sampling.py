@@ -11,7 +11,7 @@ from quire.beams import BeamSearchParams
 from quire.errors import BadRequestError
 from quire.params import OutputKind, SamplingParams
 from quire.server.errors import ApiError
-from quire.server.protocol import ChatBody, CompletionBody, Message, StreamOptions
+from quire.server.protocol import ChatBody, CompletionBody, Message, ResponseFormat, StreamOptions
 from quire.server.sampling import chat_params, completion_params, priority_of
 
 DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=50, repetition_penalty=1.1)
@@ -152,6 +152,8 @@ def test_beams() -> None:
         (completion, {"stop": "x"}, "stop"),
         (completion, {"seed": 1}, "seed"),
         (completion, {"cache_prompt": False}, "cache_prompt"),
+        (completion, {"guided_choice": ["a", "b"]}, "guided_choice"),
+        (completion, {"response_format": ResponseFormat(type="json_object")}, "response_format"),
         (completion, {"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
         (chat, {"use_beam_search": None, "early_stopping": True}, "early_stopping"),
         (chat, {"max_tokens": None}, "max_tokens"),
