@@ -168,7 +168,7 @@ class StepCosts:
                 self._learn_token_cost(kind.num_decodes, kind.num_prompt_tokens + kind.num_draft_tokens, total_s)
 
     def _learn_draft_cost(self, num_decodes: int, num_drafts: int, total_s: float) -> None:
-        rows, drafts = _rounded(num_decodes), _rounded(num_drafts)
+        rows, drafts = rounded(num_decodes), rounded(num_drafts)
         plain_s = self._decodes_s.get(rows)
         if not drafts:
             most_s = total_s if plain_s is None else min(total_s, _OUTLIER * plain_s)
@@ -228,13 +228,13 @@ class StepCosts:
 
     def plain_s(self, num_decodes: int) -> float | None:
         """About how long a step of so many decodes and nothing else takes; None while none was seen."""
-        return self._decodes_s.get(_rounded(num_decodes))
+        return self._decodes_s.get(rounded(num_decodes))
 
     def drafts_s(self, num_decodes: int, num_drafts: int) -> float:
         """About how many seconds so many drafts add to a step of so many decodes. Between what was seen it is a line;
         beyond it, each draft costs as much as a prompt's token."""
-        drafts = _rounded(num_drafts)
-        rows = _rounded(num_decodes)
+        drafts = rounded(num_drafts)
+        rows = rounded(num_decodes)
         if self._drafts_s and rows not in self._drafts_s:
             rows = min(self._drafts_s, key=lambda known: max(known, rows) / min(known, rows))
         below, above = (0, 0.0), None
@@ -277,7 +277,7 @@ def _planning(has_prompts: bool) -> str:
     return "planning prompts" if has_prompts else "planning decodes"
 
 
-def _rounded(count: int) -> int:
+def rounded(count: int) -> int:
     """Up, to four binary digits: small counts, where a token more or less shows in a kernel's tiles, stay apart."""
     shift = max(0, (count - 1).bit_length() - 4) if count else 0
     return -(-count // (1 << shift)) << shift

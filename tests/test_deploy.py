@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 FROM_PROMETHEUS = {"up", "process_start_time_seconds", "process_resident_memory_bytes"}
 # vLLM's names that the documents name to say so.
-NOT_THERE = ("vllm:spec_decode_", "vllm:lora_requests_info", "vllm:engine_sleep_state")
+NOT_THERE = ("vllm:lora_requests_info", "vllm:engine_sleep_state")
 FUNCTIONS = {
     *("sum", "max", "rate", "increase", "changes", "histogram_quantile", "time"),
     *("by", "on", "and", "or"),

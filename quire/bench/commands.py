@@ -168,6 +168,20 @@ def startup(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) 
     yield measure_startup(config, repeats=args.repeats)
 
 
+def speculate(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
+    from quire.bench.speculate import measure_speculation
+
+    check_counts(args, repeats=1, output_len=2)
+    yield from measure_speculation(
+        shelf.engine(config),
+        loads=args.loads,
+        methods=args.methods,
+        texts=args.texts,
+        num_out=args.output_len,
+        repeats=args.repeats,
+    )
+
+
 def profile(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
     from quire.bench.profile import profile_workload
 

@@ -45,6 +45,8 @@ def plot(path: str | Path, benchmark: str, runs: Sequence[RunReport], *, is_swee
             for kind, split in profile_parts(run).items()
         }
         charts = [part_chart("Where a step's time goes", parts, "ms a step", as_shares=True)]
+    elif benchmark == "speculate":
+        charts = [speculation_chart(good)]
     else:
         charts = sweep_charts(good) if is_sweep else run_charts(good)
     write_charts(path, charts, f"quire bench {'sweep ' if is_sweep else ''}{benchmark}: {model_name(good[0])}")
@@ -106,6 +108,17 @@ def sweep_charts(runs: Sequence[RunReport]) -> list[Chart]:
             is_log = xs is not None and min(xs) > 0 and max(xs) >= 4 * min(xs)
             charts.append(Chart(kind, title, flag, unit, series, log_x=is_log))  # type: ignore[arg-type]
     return charts
+
+
+def speculation_chart(runs: Sequence[RunReport]) -> Chart:
+    """Speed against load, as a multiple of plain decoding."""
+    lines: dict[str, tuple[list[float], list[float | None]]] = {}
+    for run in runs:
+        if "times_plain" in run.values:
+            xs, ys = lines.setdefault(f"{run.workload}, {run.point['drafts']}", ([], []))
+            xs.append(float(run.point["load"]))
+            ys.append(run.values["times_plain"])
+    return line_chart("Drafting against plain decoding", "sequences at once", "times the speed", lines, log="x")
 
 
 def part_chart(title: str, parts: dict[str, dict[str, float]], unit: str, *, as_shares: bool = False) -> Chart:

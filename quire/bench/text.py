@@ -31,6 +31,8 @@ def show(benchmark: str, runs: Sequence[RunReport], *, is_sweep: bool = False) -
         blocks = [_startup(run) for run in good]
     elif benchmark == "profile":
         blocks = [_profile(run) for run in good]
+    elif benchmark == "speculate":
+        blocks = [_speculation(good)]
     elif benchmark == "latency":
         blocks = [_latency(good), *([] if is_sweep else [details(run) for run in good])]
     elif is_sweep:
@@ -65,6 +67,23 @@ def _latency(runs: Sequence[RunReport]) -> str:
     for run in runs:
         values = [ms(run.values.get(f"batch_{p}_s")) for p in ("p50", "p95", "p99", "mean", "max")]
         rows.append([run.label, str(len(run.repeats)), *values, number(run.output_tok_s)])
+    return table(heads, rows)
+
+
+def _speculation(runs: Sequence[RunReport]) -> str:
+    """Speed against plain decoding: the median of the repeats' ratios, and their range."""
+    heads = ["text", "sequences", "drafts", "tok/s", "x plain", "lowest", "highest", "accepted", "a step"]
+    rows = []
+    for run in runs:
+        ratios, drafted = run.repeat_values.get("times_plain", []), run.values.get("draft_tokens", 0.0)
+        accepted = f"{100 * run.values['accepted_tokens'] / drafted:.0f} %" if drafted else "-"
+        marks = (
+            [f"{run.values['times_plain']:.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}"] if ratios else ["-"] * 3
+        )
+        a_step = f"{run.values['tokens_per_step']:.2f}"
+        rows.append(
+            [run.workload, run.point["load"], run.point["drafts"], number(run.output_tok_s), *marks, accepted, a_step]
+        )
     return table(heads, rows)
 
 

@@ -78,6 +78,18 @@ def _add_offline(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="processes (default 3)")
     add_engine_flags(parser)
 
+    text = "drafting against plain decoding, on text that copies and text that does not, at several loads"
+    parser = _command(commands, "speculate", text, has_workloads=False)
+    parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16, 64], metavar="N",
+                        help="sequences at once (default 1 4 16 64)")  # fmt: skip
+    parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"], metavar="METHOD",
+                        help="what drafts (default ngram suffix; with --spec-model also that)")  # fmt: skip
+    parser.add_argument("--texts", nargs="+", default=["code", "quotes", "free"], metavar="TEXT",
+                        help="code and quotes copy, free does not (default all three)")  # fmt: skip
+    parser.add_argument("--output-len", type=int, default=96, metavar="N", help="tokens of an answer (default 96)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs, in turn (default 3)")
+    add_engine_flags(parser)
+
     parser = _command(commands, "profile", "where a step's time goes")
     add_workload_flags(parser, default="lab16")
     add_engine_flags(parser)
@@ -206,7 +218,7 @@ def _encoder(config: EngineConfig) -> Callable[[str], list[int]]:
     return Tokenizer.from_directory(path).encode
 
 
-_OFFLINE = ("throughput", "latency", "prefix", "startup", "profile")
+_OFFLINE = ("throughput", "latency", "prefix", "startup", "speculate", "profile")
 
 
 def _collect(produced: Iterator[Any]) -> _Found:

@@ -10,10 +10,10 @@ import heapq
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from quire.step_costs import StepCosts
+from quire.step_costs import StepCosts, rounded
 
 # By how many tokens agreed before it, the chance that a guess is right, before anything was seen.
-_FIRST_CHANCES = (0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9)
+_FIRST_CHANCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.75, 0.85)
 _FIRST_WEIGHT, _MAX_WEIGHT = 8, 200  # guesses that a first chance, and a learned one at most, counts as
 _MAX_CHANCE = 0.99
 _MIN_GAIN = 1.05  # of tokens a second: less than that, and noise would decide
@@ -23,7 +23,7 @@ _MAX_LOOKED_AT = 512  # drafts that one step considers
 class Chances:
     """The chance that a guess is right, by how many tokens agreed before it and whether all earlier places agree."""
 
-    __slots__ = ("_chances", "_weights")
+    __slots__ = ("_chances", "_weights")  # by place
 
     def __init__(self) -> None:
         # Uneven places are of guesses that all earlier places agree with.
@@ -32,6 +32,18 @@ class Chances:
 
     def of(self, num_agreed: int, is_unanimous: bool) -> float:
         return self._chances[_place(num_agreed, is_unanimous)]
+
+    def reach(self, num_agreed: int, is_unanimous: bool, ratio: float, most: int, at_least: float) -> list[float]:
+        """The chances that the first guess is right, that the first two are, and so on, as long as they are worth
+        looking at. ratio: how much more often than others this request's guesses are right."""
+        found = []
+        chance = 1.0
+        for agreed in range(num_agreed, num_agreed + most):
+            chance *= min(_MAX_CHANCE, ratio * self._chances[_place(agreed, is_unanimous)])
+            if chance < at_least:
+                break
+            found.append(chance)
+        return found
 
     def learn(self, num_agreed: int, is_unanimous: bool, is_right: bool) -> float:
         """Returns the chance as it was before."""
@@ -61,8 +73,10 @@ class Record:
         self._observed = 0.9 * self._observed + 0.1 * 2.0 + is_right
         self._expected = 0.9 * self._expected + 0.1 * 2.0 + chance
 
-    def adjust(self, chance: float) -> float:
-        return min(_MAX_CHANCE, chance * self._observed / self._expected)
+    @property
+    def ratio(self) -> float:
+        """How much more often its guesses are right."""
+        return self._observed / self._expected
 
 
 class Candidate(NamedTuple):
@@ -99,12 +113,16 @@ def choose(costs: StepCosts, num_decodes: int, candidates: Iterable[Candidate], 
     best_rate, best_number = _MIN_GAIN * num_decodes / plain_s, 0
     taken: list[int] = []
     tokens = float(num_decodes)
+    extra_s: dict[int, float] = {}  # by number of drafts, as the costs tell numbers apart
     for chance, key in _by_chance(candidates):
         if len(taken) >= min(most, _MAX_LOOKED_AT):
             break
         taken.append(key)
         tokens += chance
-        rate = tokens / (plain_s + costs.drafts_s(num_decodes, len(taken)))
+        kind = rounded(len(taken))
+        if kind not in extra_s:
+            extra_s[kind] = costs.drafts_s(num_decodes, kind)
+        rate = tokens / (plain_s + extra_s[kind])
         if rate > best_rate:
             best_rate, best_number = rate, len(taken)
     numbers: dict[int, int] = {}

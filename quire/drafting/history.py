@@ -13,7 +13,7 @@ from typing import NamedTuple
 _MIN_HEADS = 256
 _MAX_CANDIDATES = 8  # places that one lookup compares; the latest come first
 _MAX_INDEXED_AT_ONCE = 8192  # a very long prompt is entered over several steps, so that no step waits for it
-_END_OF_ANSWER = -1
+END_OF_ANSWER = -1
 _MAX_CACHED_TOKENS = 1 << 20
 
 
@@ -159,7 +159,7 @@ class AnswerCache:
                 answers.old, answers.num_old = None, 0
             answers.young, answers.num_young = History([], self.gram), 0
         answers.young.tokens.extend(token_ids)
-        answers.young.tokens.append(_END_OF_ANSWER)
+        answers.young.tokens.append(END_OF_ANSWER)
         answers.young.extend()
         answers.num_young += 1
         self.num_tokens += len(token_ids) + 1
@@ -179,4 +179,4 @@ class AnswerCache:
         older = answers.old.find(context, depth) if answers.old else None
         if best is None or (older is not None and older.length > best.length):
             best = older
-        return best if best is not None and best.tokens[best.position] != _END_OF_ANSWER else None
+        return best if best is not None and best.tokens[best.position] != END_OF_ANSWER else None

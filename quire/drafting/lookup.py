@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quire.drafting.acceptance import Candidate, Chances, Record, can_pay, choose
-from quire.drafting.history import AnswerCache, History, Match
+from quire.drafting.history import END_OF_ANSWER, AnswerCache, History, Match
 from quire.request import Sequence
 from quire.scheduler import Drafter
 from quire.speculation import SpeculativeConfig
 from quire.step_costs import StepCosts
 
 _SUFFIX_GRAM = 2  # the shortest match that suffix looks for
+_MIN_CHANCE = 0.02  # of an ngram's draft: none so unlikely was ever worth its time
 _LOST = 64  # tokens that came while nothing was guessed: their guess is not compared with them
 
 
@@ -63,7 +64,7 @@ class LookupDrafter(Drafter):
                 self._answers = AnswerCache(self._gram, config.suffix_decoding_max_cached_requests)
         else:
             self._gram, self._depth = config.prompt_lookup_min, config.prompt_lookup_max
-            self._factor, self._min_chance = float(self._most), 0.0
+            self._factor, self._min_chance = float(self._most), _MIN_CHANCE
 
     # -- the scheduler's side
 
@@ -149,17 +150,13 @@ class LookupDrafter(Drafter):
         """The chance that each token after those in flight is reached and right. As long as adaptive length allows."""
         num_unknown = _num_unknown(seq)
         most = min(self._most, max(1, int(self._factor * line.num_agreed)))
-        chances = []
-        chance = 1.0
-        for i, token in enumerate(line.guess(num_unknown + most)):
-            if token < 0:
-                break  # the earlier answer ended there
-            chance *= line.record.adjust(self._chances.of(line.num_agreed + i, line.is_unanimous))
-            if chance < self._min_chance:
-                break
-            if i >= num_unknown:
-                chances.append(chance)
-        return chances
+        assert line.source is not None
+        if line.source is not line.history.tokens:  # an earlier answer, which may end before that
+            guess = line.source[line.position : line.position + num_unknown + most]
+            most = (guess.index(END_OF_ANSWER) if END_OF_ANSWER in guess else len(guess)) - num_unknown
+        ratio = line.record.ratio
+        chances = self._chances.reach(line.num_agreed, line.is_unanimous, ratio, num_unknown + most, self._min_chance)
+        return chances[num_unknown:]
 
 
 def _num_unknown(seq: Sequence) -> int:

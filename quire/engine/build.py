@@ -20,7 +20,8 @@ from quire.grammar import GrammarCompiler
 from quire.kv import KVManager
 from quire.models.spec import ModelSpec
 from quire.params import SamplingParams
-from quire.scheduler import Scheduler, SchedulerConfig
+from quire.scheduler import Drafter, Scheduler, SchedulerConfig
+from quire.speculation import SpeculativeConfig
 from quire.text import Tokenizer
 from quire.weights import Checkpoint, ProgressBar
 
@@ -160,11 +161,15 @@ def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenS
     scheduler = Scheduler(scheduler_config(config, executor), kv)
     if smooth_tokens := config.smooth_prefill_tokens:
         scheduler.smooth_steps(lambda num_decodes: smooth_tokens)
-    if (speculation := config.speculative_config) is not None:
-        if speculation.method == "draft_model":
-            raise ConfigError("speculative_config: draft models are not served yet; use method suffix or ngram")
-        scheduler.drafter = LookupDrafter(speculation, scheduler.costs)
+    if config.speculative_config is not None:
+        scheduler.drafter = make_drafter(config.speculative_config, scheduler)
     return TokenSide(executor, EngineCore(scheduler, executor.executor, kv, executor.grammars))
+
+
+def make_drafter(config: SpeculativeConfig, scheduler: Scheduler) -> Drafter:
+    if config.method == "draft_model":
+        raise ConfigError("speculative_config: draft models are not served yet; use method suffix or ngram")
+    return LookupDrafter(config, scheduler.costs)
 
 
 def scheduler_config(config: EngineConfig, executor: BuiltExecutor) -> SchedulerConfig:

@@ -34,14 +34,13 @@ def test_a_chance_follows_what_is_seen_where_it_is_seen() -> None:
 
 def test_a_request_whose_guesses_miss_is_trusted_less_and_trusted_again() -> None:
     record = Record()
-    assert record.adjust(0.6) == 0.6
+    assert record.ratio == 1
     for _ in range(10):
         record.learn(0.6, is_right=False)
-    assert record.adjust(0.6) < 0.3
+    assert record.ratio < 0.5
     for _ in range(30):
         record.learn(0.6, is_right=True)
-    assert record.adjust(0.6) > 0.7
-    assert record.adjust(0.98) < 1
+    assert record.ratio > 1.1
 
 
 def test_nothing_is_drafted_before_a_plain_step_was_seen() -> None:

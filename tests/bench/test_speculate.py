@@ -1,0 +1,54 @@
+"""quire bench speculate: every load and text with every drafter, against plain decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.bench.plots import plot
+from quire.bench.speculate import make_workload, measure_speculation
+from quire.bench.text import show
+from quire.cli.main import main
+from quire.engine.llm_engine import LLMEngine
+from quire.errors import ConfigError
+
+
+def test_prompts_are_all_different_and_copies_begin_with_what_they_copy() -> None:
+    def encode(text: str) -> list[int]:
+        return list(text.encode())
+
+    for text in ("code", "quotes", "free"):
+        prompts = [tuple(prompt) for prompt, _ in make_workload(text, 64, 9, encode)]
+        assert len(set(prompts)) == 64
+        if text != "free":
+            assert all(prompt[-40:] == prompt[:40] for prompt in prompts)
+
+
+def test_what_is_measured_and_drawn(engine: LLMEngine, tmp_path: Path) -> None:
+    def measure(**fields: object) -> list:  # type: ignore[type-arg]
+        asked = {"loads": [1, 2], "methods": ["ngram"], "texts": ["free"], "num_out": 6, "repeats": 2, **fields}
+        return list(measure_speculation(engine, **asked))  # type: ignore[arg-type]
+
+    runs = measure()
+    assert [(run.point["load"], run.point["drafts"]) for run in runs] == [
+        ("1", "none"),
+        ("1", "ngram"),
+        ("2", "none"),
+        ("2", "ngram"),
+    ]
+    assert all(len(run.repeats) == 2 and run.output_tok_s > 0 for run in runs)
+    assert [len(run.repeat_values.get("times_plain", [])) for run in runs] == [0, 2, 0, 2]
+    assert engine.core.scheduler.drafter is None
+    assert show("speculate", runs).count("ngram") == 2
+    plot(tmp_path / "a.svg", "speculate", runs)
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    for wrong in ({"methods": ["eagle"]}, {"texts": ["poems"]}, {"loads": [0]}):
+        with pytest.raises(ConfigError):
+            measure(**wrong)
+
+
+def test_from_the_command_line(tiny_flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--loads", "1", "--texts", "free", "--output-len", "4", "--repeats", "1", *tiny_flags]
+    assert main(["bench", "speculate", *flags]) == 0
+    assert "x plain" in capsys.readouterr().out
