@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import fakes
 import pytest
 from executor.test_drafts import KINDS, PROMPTS, logprobs, make, seen
 
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncLLM, OutputKind, SamplingParams
 from quire.errors import ConfigError
 
 
-def free_drafts(llm: LLM) -> None:
+def free_drafts(llm: LLM | AsyncLLM) -> None:
     """Whatever is guessed is verified: which drafts would pay is not the question here."""
-    costs = llm.llm_engine.core.scheduler.costs
+    engine = llm.llm_engine if isinstance(llm, LLM) else llm.engine
+    costs = engine.core.scheduler.costs
     costs.plain_s = lambda num_decodes: 1.0  # type: ignore[method-assign]
     costs.drafts_s = lambda num_decodes, num_drafts: 0.0  # type: ignore[method-assign]
 
@@ -104,3 +107,36 @@ def test_rejected_drafts_are_found_by_nobody_in_the_prefix_cache(tiny_model: Pat
 def test_a_draft_model_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="draft models are not served"):
         make(tiny_model, speculative_config={"model": str(tiny_model)})
+
+
+def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
+    """Blocks behind the window are given back while drafts reach ahead of it."""
+    changes = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
+    model = fakes.write_tiny_model(tmp_path / "windowed", **changes)
+    plain, drafting = make(model), make(model, speculative_config={"method": "suffix"})
+    free_drafts(drafting)
+    params = SamplingParams(max_tokens=80, temperature=1.0, seed=3, ignore_eos=True, **FEW)
+    expected = plain.generate(PROMPTS, params, use_tqdm=False)
+    assert seen(drafting.generate(PROMPTS, params, use_tqdm=False)) == seen(expected)
+    assert drafting.llm_engine.core.scheduler.stats.num_accepted_tokens > 20
+    drafting.llm_engine.core.kv.check()
+
+
+def test_a_stream_gets_several_tokens_at_once_and_all_of_them(tiny_model: Path) -> None:
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, output_kind=OutputKind.DELTA, **FEW)
+    expected = make(tiny_model).generate([PROMPTS[0]], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    async def read() -> list[list[int]]:
+        settings: dict[str, Any] = {"block_size": 4, "kv_cache_memory_bytes": 4 << 20, "num_threads": 1, "seed": 2}
+        engine = AsyncLLM(str(tiny_model), load_format="dummy", device="cpu", spec_method="ngram", **settings)
+        free_drafts(engine)
+        try:
+            outputs = [output async for output in engine.generate(PROMPTS[0], params, "a")]
+            assert outputs[-1].metrics is not None and outputs[-1].metrics.num_accepted_tokens > 10
+            return [output.outputs[0].token_ids for output in outputs]
+        finally:
+            engine.shutdown()
+
+    pieces = asyncio.run(read())
+    assert [token for piece in pieces for token in piece] == expected
+    assert max(map(len, pieces)) > 1
