@@ -10,6 +10,7 @@ import importlib
 import inspect
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.drive import run_workload
@@ -75,7 +76,7 @@ def measure_speculation(
         if method not in METHODS[:2]:
             raise ConfigError(f"--methods must be some of {', '.join(METHODS[:2])}; --spec-model adds a draft model")
         config = SpeculativeConfig.read({"method": method})
-        drafters[method] = lambda config=config: make_drafter(config, scheduler)
+        drafters[method] = partial(make_drafter, config, scheduler)
     if own is not None:
         drafters["own"] = lambda: own
     try:
