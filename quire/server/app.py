@@ -12,11 +12,11 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from quire.errors import QuireError
-from quire.server import batches, debug, guards, health, live, load, metrics, models
+from quire.server import batches, debug, guards, health, live, load, messages, metrics, models
 from quire.server.chat import create_chat
 from quire.server.completions import create_completion
 from quire.server.docs_page import docs_page
-from quire.server.endpoint import Handler, JsonEndpoint
+from quire.server.endpoint import JsonEndpoint
 from quire.server.errors import ApiError, any_error, http_error
 from quire.server.openapi import openapi_document
 from quire.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -25,9 +25,11 @@ from quire.server.tokenize import detokenize, tokenize
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
 
-_POSTS: dict[str, tuple[type[msgspec.Struct], Handler]] = {
+_POSTS: dict[str, tuple[Any, ...]] = {
     "/v1/completions": (CompletionBody, create_completion),
     "/v1/chat/completions": (ChatBody, create_chat),
+    "/v1/messages": (messages.MessagesBody, messages.create_message, messages.error_body),
+    "/v1/messages/count_tokens": (messages.CountTokensBody, messages.count_message_tokens, messages.error_body),
     "/tokenize": (TokenizeBody, tokenize),
     "/detokenize": (DetokenizeBody, detokenize),
 }
@@ -36,7 +38,7 @@ _DOCS_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsa
 
 
 def post_endpoints(context: ServerContext) -> dict[str, JsonEndpoint]:
-    return {path: JsonEndpoint(context, body_type, handler) for path, (body_type, handler) in _POSTS.items()}
+    return {path: JsonEndpoint(context, *parts) for path, parts in _POSTS.items()}
 
 
 def create_app(context: ServerContext) -> Starlette:

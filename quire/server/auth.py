@@ -103,11 +103,12 @@ class Auth:
             return
         tenant, sees = "", None
         if self._digests and not is_open(scope["path"], scope["method"]):
-            given = _bearer(scope)
+            given = _given_key(scope)
             key = None if given is None else self.key_of(given)
             if key is None:
                 why = "this API key is not known here"
-                error = UnauthorizedError(why if given else "no API key: send the header Authorization: Bearer KEY")
+                missing = "no API key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
+                error = UnauthorizedError(why if given else missing)
                 if self._on_refused is not None:
                     self._on_refused(error, scope.get("client"))
                 await error.respond(send)
@@ -131,10 +132,12 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _bearer(scope: Scope) -> bytes | None:
-    """The key of the Authorization header; None without one. Two of them are as good as none."""
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(values) != 1:
-        return None
-    scheme, _, key = bytes(values[0]).partition(b" ")
-    return key.strip() or None if scheme.lower() == b"bearer" else None
+def _given_key(scope: Scope) -> bytes | None:
+    """The key of the Authorization header, or of Anthropic's x-api-key; None without one. Two of a kind are as good as
+    none."""
+    bearers = [bytes(value) for name, value in scope["headers"] if name == b"authorization"]
+    keys = [bytes(value) for name, value in scope["headers"] if name == b"x-api-key"]
+    if len(bearers) == 1:
+        scheme, _, key = bearers[0].partition(b" ")
+        return key.strip() or None if scheme.lower() == b"bearer" else None
+    return keys[0].strip() or None if len(keys) == 1 and not bearers else None

@@ -100,10 +100,17 @@ Handler = Callable[[Exchange, Any], Awaitable[None]]
 class JsonEndpoint:
     """An ASGI application for one path."""
 
-    def __init__(self, context: ServerContext, body_type: type[msgspec.Struct], handler: Handler) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        body_type: type[msgspec.Struct],
+        handler: Handler,
+        error_body: Callable[[ApiError], Any] = ApiError.body,
+    ) -> None:
         self._context = context
         self._decoder = BodyDecoder(body_type)
         self._handler = handler
+        self._error_body = error_body  # how this path's clients read errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, arrived_s = self._context, time.monotonic()
@@ -140,7 +147,7 @@ class JsonEndpoint:
                 total_s=time.monotonic() - arrived_s,
             )
         if not exchange.has_begun:
-            await exchange.reply(error.body(), error.headers, status=error.status)
+            await exchange.reply(self._error_body(error), error.headers, status=error.status)
 
 
 def header_of(scope: Scope, name: str) -> str | None:

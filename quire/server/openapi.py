@@ -10,7 +10,7 @@ import msgspec
 
 import quire
 from quire.refusals import FIELDS
-from quire.server import protocol, replies
+from quire.server import messages, protocol, replies
 from quire.server.batches import Batch, BatchBody
 from quire.server.deadline import TIMEOUT_HEADER
 from quire.server.endpoint import REQUEST_ID_HEADER
@@ -86,6 +86,25 @@ OPERATIONS = (
         statuses=(*_ALWAYS, *_WITH_BODY, *_GENERATING),
         parameters=(_ID, _TIMEOUT),
         generates=True,
+    ),
+    Operation(
+        method="post",
+        path="/v1/messages",
+        tag="Anthropic",
+        summary="Answer a conversation, in the shape of Anthropic's Messages API.",
+        body=messages.MessagesBody,
+        statuses=(*_ALWAYS, *_WITH_BODY, *_GENERATING),
+        parameters=(_ID, _TIMEOUT),
+        generates=True,
+    ),
+    Operation(
+        method="post",
+        path="/v1/messages/count_tokens",
+        tag="Anthropic",
+        summary="How many tokens a conversation has.",
+        body=messages.CountTokensBody,
+        statuses=(*_ALWAYS, *_WITH_BODY),
+        parameters=(_ID,),
     ),
     Operation(method="get", path="/v1/models", tag="OpenAI", summary="The names to ask for.", reply=replies.ModelList),
     Operation(

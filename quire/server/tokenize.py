@@ -17,6 +17,11 @@ _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_templat
 
 
 async def tokenize(exchange: Exchange, body: TokenizeBody) -> None:
+    await exchange.reply(await tokens_of(exchange, body))
+
+
+async def tokens_of(exchange: Exchange, body: TokenizeBody) -> Tokens:
+    """The tokens of a text or a chat, made off the event loop where that takes long."""
     engine = exchange.context.find(body.model)[0].engine
     tokenizer = _tokenizer(engine)
     if (body.prompt is None) == (body.messages is None):
@@ -37,9 +42,7 @@ async def tokenize(exchange: Exchange, body: TokenizeBody) -> None:
 
     num_chars = exchange.num_body_bytes if body.prompt is None else len(body.prompt)
     work = exchange.context.text_work
-    await exchange.reply(
-        await work.run(exchange, request_deadline(exchange), make, num_chars, is_chat=body.prompt is None)
-    )
+    return await work.run(exchange, request_deadline(exchange), make, num_chars, is_chat=body.prompt is None)
 
 
 async def detokenize(exchange: Exchange, body: DetokenizeBody) -> None:

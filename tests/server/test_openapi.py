@@ -101,11 +101,19 @@ def test_numbers_in_a_query_are_integers() -> None:
 
 
 def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
-    return of_schema(SCHEMAS[BODIES[path]], SCHEMAS).map(_small)
+    required = SCHEMAS[BODIES[path]].get("required", [])
+    return of_schema(SCHEMAS[BODIES[path]], SCHEMAS).map(lambda body: _small(body, required))
 
 
-def _small(body: dict[str, Any]) -> dict[str, Any]:
-    """Few choices: the engine here is slow, and their number is not the point."""
+def _small(body: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    """Few choices: the engine here is slow, and their number is not the point. And often few fields: among many there
+    is nearly always one that is rightly refused."""
+    if len(body) % 2:
+        kept = {*required, *sorted(body)[len(body) // 2 :][:2]}
+        body = {name: value for name, value in body.items() if name in kept}
+        for message in body.get("messages") or ():
+            message["content"] = message.get("content") or "text"
+            message.pop("tool_calls", None)
     if isinstance(body.get("n"), int):
         body["n"] = min(body["n"], 3)
     body.pop("timeout", None)  # a tiny one is rightly a 504
@@ -121,19 +129,19 @@ def check(server: Server, path: str, body: bytes) -> Reply:
     assert str(reply.status) in DOCUMENT["paths"][path]["post"]["responses"], (body, reply.text)
     if reply.status != 200:
         error = reply.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
+        assert set(error) == ({"message", "type"} if "messages" in path else {"message", "type", "param", "code"})
         assert error["message"]
         assert error["type"] == ("not_found_error" if reply.status == 404 else "invalid_request_error")
     elif reply.headers["content-type"].startswith("text/event-stream"):
-        assert all("error" not in event for event in reply.events()), (body, reply.text)
-    else:
-        assert set(reply.json()) >= set(SCHEMAS[_reply_of(path)]["required"])
+        assert '"error"' not in reply.text if "messages" in path else not any("error" in e for e in reply.events())
+    elif described := _reply_of(path):
+        assert set(reply.json()) >= set(SCHEMAS[described]["required"])
     return reply
 
 
 def _reply_of(path: str) -> str:
     answer = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]
-    return str(answer["schema"]["$ref"].rsplit("/", 1)[1])
+    return str(answer["schema"].get("$ref", "").rsplit("/", 1)[-1])
 
 
 # A batch must name a file that is there.
