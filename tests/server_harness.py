@@ -19,6 +19,7 @@ from event_loop_watch import watched
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest, ServingEngine
 from quire.engine.client import EngineClient
+from quire.router.replicas import ReplicaSet
 from quire.engine.outputs import Job
 from quire.engine.stats import Metric
 from quire.engine.text_side import TextSide, open_model
@@ -241,7 +242,7 @@ def running(engine: ServingEngine, **settings: Any) -> Iterator[Server]:
     made: list[Any] = []
 
     async def serve() -> None:
-        if isinstance(engine, EngineClient):
+        if isinstance(engine, EngineClient | ReplicaSet):
             await engine.start()
             await engine.ready()
         context = make_context(engine, **settings)
@@ -253,7 +254,7 @@ def running(engine: ServingEngine, **settings: Any) -> Iterator[Server]:
             await server.run_on(listener)
             if context.batches is not None:
                 await context.batches.stop()
-        if isinstance(engine, EngineClient):
+        if isinstance(engine, EngineClient | ReplicaSet):
             await engine.close(5.0)
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))

@@ -87,6 +87,10 @@ class PreparedRequest:
         return self.request.num_prompt_tokens
 
 
+def is_replicated(engine: ServingEngine) -> bool:
+    return hasattr(engine, "replicas")
+
+
 def replicas_of(engine: ServingEngine) -> Mapping[str, ServingEngine]:
     """The engines that stand behind one, by the name that metrics and pages show; or itself, as "0"."""
     replicas: Mapping[str, ServingEngine] = getattr(engine, "replicas", None) or {"0": engine}

@@ -275,9 +275,8 @@ class ReplicaSet:
 
     @property
     def replicas(self) -> Mapping[str, EngineClient]:
-        """Those that serve, by name; while none does, those that are being started."""
-        serving = {name: member.client for name, member in self._members.items() if member.is_ready}
-        return serving or {name: member.client for name, member in self._members.items()}
+        """All of them by name, whatever their state."""
+        return {name: member.client for name, member in self._members.items()}
 
     def describe(self) -> list[dict[str, Any]]:
         """Every replica, for who runs the server."""
@@ -413,14 +412,17 @@ class ReplicaSet:
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """An inspection of the first replica; what changes caches is for all of them."""
+        serving = [member.client for member in self._members.values() if member.is_ready]
+        if not serving:
+            raise EngineDeadError(self._death_reason or "no replica is ready")
         if name not in _EVERYWHERE:
-            return await next(iter(self.replicas.values())).call(name, **arguments)
-        results = await asyncio.gather(*(client.call(name, **arguments) for client in self.replicas.values()))
+            return await serving[0].call(name, **arguments)
+        results = await asyncio.gather(*(client.call(name, **arguments) for client in serving))
         return min(results)  # False where one did not, or the fewest tokens pinned
 
     async def metrics(self) -> list[Metric]:
         found = []
-        for name, client in self.replicas.items():
+        for name, client in ((name, m.client) for name, m in self._members.items() if m.is_ready):
             found += [replace(one, labels={"engine": name, **one.labels}) for one in await client.metrics()]
         return found
 

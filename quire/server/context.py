@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.api import ServingEngine
+from quire.engine.api import EngineState, ServingEngine, is_replicated, replicas_of
 from quire.server.admission import Admission
 from quire.server.batches import Batches
 from quire.server.errors import ApiError, shown
 from quire.server.feed import LiveFeed, describe
-from quire.server.life import ServerLife
+from quire.server.life import RETRY_AFTER_S, ServerLife
 from quire.server.logs import RequestLog
 from quire.server.metrics import ServerMetrics
 from quire.server.settings import ServerSettings
@@ -26,18 +26,48 @@ class ServedModel:
     engine: ServingEngine
     admission: Admission
     metrics: ServerMetrics
-    feed: LiveFeed
+    life: ServerLife
+    feeds: dict[str, LiveFeed] = field(default_factory=dict)  # by the engine's name
 
     @classmethod
     def of(cls, names: Sequence[str], engine: ServingEngine, settings: ServerSettings, life: ServerLife) -> ServedModel:
-        metrics = ServerMetrics(engine, names[0])
         return cls(
             names=tuple(names),
             engine=engine,
             admission=Admission(engine, settings),
-            metrics=metrics,
-            feed=LiveFeed(engine, metrics, life, hello=lambda: describe(names[0], engine)),
+            metrics=ServerMetrics(engine, names[0]),
+            life=life,
         )
+
+    def find_engine(self, name: str | None) -> tuple[str, ServingEngine]:
+        """One of its replicas; None: the first. Raises a 404 for one that is not there."""
+        engines = replicas_of(self.engine)
+        if name is None:
+            name = next((one for one in engines if _is_up(engines[one])), next(iter(engines)))
+        if name not in engines:
+            raise ApiError(404, f"there is no engine {shown(name)}: there are {', '.join(engines)}", code="no_engine")
+        if is_replicated(self.engine) and not _is_up(engines[name]):
+            state = engines[name].health().state.value
+            raise ApiError(503, f"engine {name} is {state}", code=state, headers={"retry-after": str(RETRY_AFTER_S)})
+        return name, engines[name]
+
+    def feed_of(self, name: str | None = None) -> LiveFeed:
+        """The live feed of one engine. A replica that was started again has a new one."""
+        name, engine = self.find_engine(name)
+        feed = self.feeds.get(name)
+        if feed is None or feed.engine is not engine:
+            feed = self.feeds[name] = LiveFeed(
+                engine,
+                self.metrics,
+                self.life,
+                hello=lambda: describe(self.names[0], engine) | {"engine": name},
+                engine_names=lambda: list(replicas_of(self.engine)),
+            )
+        return feed
+
+
+def _is_up(engine: ServingEngine) -> bool:
+    return engine.health().state in (EngineState.READY, EngineState.STUCK)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,7 @@ the key whose running request holds it: a prompt is its sender's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quire.engine.api import ServingEngine
 from quire.errors import BadRequestError
 from quire.server.errors import ApiError, bad_request
 from quire.server.prefix_tree import Link, Node, PrefixTree, Shown, block_name
@@ -41,23 +42,12 @@ ANSWER_S = 2.0  # for the engine to answer one question, between two steps
 
 
 class KVDebug:
-    """Answers for one server."""
+    """Answers for one engine: of several replicas, the one that the parameter `engine` names."""
 
-    def __init__(self, context: ServerContext) -> None:
+    def __init__(self, context: ServerContext, engine: ServingEngine) -> None:
         self._context = context
-        self._engine = context.first.engine
+        self._engine = engine
         self._has_tenants = len(context.settings.tenants) > 1
-
-    def routes(self) -> list[Route]:
-        paths = {
-            "": self.index,
-            "/map": self.block_map,
-            "/requests": self.requests,
-            "/sharing": self.sharing,
-            "/tree": self.tree,
-            "/blocks/{block}": self.block,
-        }
-        return [Route(f"/debug/kv{path}", handler, methods=["GET"]) for path, handler in paths.items()]
 
     async def index(self, request: HttpRequest) -> Response:
         asked = _numbers(request, {"full": (0, 1)})
@@ -262,11 +252,11 @@ def _numbers(
     request: HttpRequest, limits: Mapping[str, tuple[int, int | None]], texts: tuple[str, ...] = ()
 ) -> dict[str, int]:
     """The query's parameters, checked: an unknown one, or one given twice, is refused like a wrong one."""
-    known = [*limits, *texts]
+    known = [*limits, *texts, "engine"]
     found = {}
     for name, text in request.query_params.multi_items():
         if name not in known:
-            hint = f"it has {', '.join(known)}" if known else "it has none"
+            hint = f"it has {', '.join(known)}"
             raise bad_request(f"{request.url.path} has no parameter {name}: {hint}", param=name, code="unknown_field")
         if name in found or len(request.query_params.getlist(name)) > 1:
             raise bad_request(f"{name} is given twice", param=name)
@@ -290,5 +280,22 @@ def _json(body: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json", headers={"cache-control": "no-store"})
 
 
+_HANDLERS = {
+    "": KVDebug.index,
+    "/map": KVDebug.block_map,
+    "/requests": KVDebug.requests,
+    "/sharing": KVDebug.sharing,
+    "/tree": KVDebug.tree,
+    "/blocks/{block}": KVDebug.block,
+}
+
+
 def routes(context: ServerContext) -> list[Route]:
-    return KVDebug(context).routes()
+    def endpoint(handler: Callable[[KVDebug, HttpRequest], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+        async def answer(request: HttpRequest) -> Response:
+            _, engine = context.first.find_engine(request.query_params.get("engine"))
+            return await handler(KVDebug(context, engine), request)
+
+        return answer
+
+    return [Route(f"/debug/kv{path}", endpoint(handler), methods=["GET"]) for path, handler in _HANDLERS.items()]

@@ -70,9 +70,11 @@ class LiveFeed:
         life: ServerLife,
         *,
         hello: Callable[[], dict[str, Any]],
+        engine_names: Callable[[], list[str]] = lambda: ["0"],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
+        self._engine_names = engine_names  # of all engines of this model, for a page to choose from
         self._life = life
         self._hello = hello
         self._clock = clock
@@ -90,7 +92,7 @@ class LiveFeed:
         self._last: dict[str, Any] | None = None  # what the engine told of its requests
         self._chart: deque[dict[str, Any]] = deque(maxlen=CHART_POINTS)
         self._charted_s = 0.0
-        self._status: tuple[str, str] = ("", "")
+        self._status: tuple[str, str, list[str]] = ("", "", [])
 
     @property
     def num_viewers(self) -> int:
@@ -167,7 +169,8 @@ class LiveFeed:
             viewer.filled.set()
 
     def _status_line(self) -> bytes:
-        return _line({"type": "status", "state": self._status[0], "reason": self._status[1]})
+        state, reason, engines = self._status
+        return _line({"type": "status", "state": state, "reason": reason, "engines": engines})
 
     # -- what is asked of the engine
 
@@ -194,18 +197,18 @@ class LiveFeed:
         self._chart.clear()
         self._last = None
         self._last_ended = self._metrics.recent[-1] if self._metrics.recent else None
-        self._status = ("", "")
+        self._status = ("", "", [])
 
     def _tell_status(self) -> bool:
         """The engine's state, where it changed. False: it is dead, and nothing will follow."""
-        health = self._engine.health()
+        health = self.engine.health()
         state, reason = health.state.value, health.reason
         if health.state is EngineState.READY and self._life.state is LifeState.DRAINING:
             state = LifeState.DRAINING.value
         if health.state is EngineState.DEAD:
             reason = ""  # its text may name files; the log has it
-        if (state, reason) != self._status:
-            self._status = (state, reason)
+        if (status := (state, reason, self._engine_names())) != self._status:
+            self._status = status
             self._tell(self._status_line())
         return health.state is not EngineState.DEAD
 
@@ -234,7 +237,7 @@ class LiveFeed:
         if tenants != self._tenants:  # tables of those who are new were not kept: a new watch brings every one
             self._tenants, self._watch = tenants, None
         call = asyncio.ensure_future(
-            self._engine.call("kv_changes", watch=self._watch, limit=PIECE_BLOCKS, tenants=tenants, **arguments)
+            self.engine.call("kv_changes", watch=self._watch, limit=PIECE_BLOCKS, tenants=tenants, **arguments)
         )
         try:
             while not (await asyncio.wait({call}, timeout=ANSWER_S))[0]:
@@ -276,7 +279,7 @@ class LiveFeed:
         gauges = found["gauges"]
         if gauges is not None:
             self._charted_s = now_s
-            load = self._engine.load()
+            load = self.engine.load()
             gauges |= self._rolling.read(now_s, gauges) | {"brownout_level": load.brownout_level}
             self._chart.append(gauges)
         self._last = found

@@ -1,6 +1,6 @@
 """`/live`: the stream of lines that the page at `/` draws from. Any client may read it:
 
-curl -N -H "Authorization: Bearer KEY" http://127.0.0.1:8000/live
+curl -N -H "Authorization: Bearer KEY" http://127.0.0.1:8000/live?engine=0
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _MEDIA_TYPE = "application/x-ndjson"
 
 def routes(context: ServerContext) -> list[Route]:
     """The feed, and the page that shows it."""
-    feed = context.first.feed
 
     async def live(request: HttpRequest) -> Response:
         for name in request.query_params:
-            raise bad_request(f"/live has no parameter {name}", param=name)
+            if name != "engine":
+                raise bad_request(f"/live has no parameter {name}: it has engine", param=name)
+        feed = context.first.feed_of(request.query_params.get("engine"))
         if request.method == "HEAD":
             return Response(media_type=_MEDIA_TYPE)
         state = request.scope["state"]

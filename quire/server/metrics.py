@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import quire
-from quire.engine.api import EngineInfo, EngineState, PreparedRequest, ServingEngine
+from quire.engine.api import EngineInfo, EngineState, PreparedRequest, ServingEngine, is_replicated, replicas_of
 from quire.engine.stats import Metric
 from quire.errors import QuireError
 from quire.outputs import RequestOutput
@@ -72,17 +72,40 @@ class RequestSummary:
     output_tokens_by_index: tuple[int, ...] = ()
 
 
-class ServerMetrics(Collector):
-    """Counters of one server, in the event loop's thread."""
+class _Families:
+    """Makes families whose samples say which model and engine they are of."""
+
+    def __init__(self, model_name: str, engine_name: str) -> None:
+        self._labels = (model_name, engine_name)
+
+    def _family(self, name: str, *samples: tuple[tuple[str, ...], float]) -> Family:
+        known = NAMES[name]
+        return self._make(name, known.kind, known.help, known.labels, samples)
+
+    def _make(
+        self, name: str, kind: str, help_: str, extra: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], float]]
+    ) -> Family:
+        labels = ("model_name", "engine", *extra)
+        family: CounterMetricFamily | GaugeMetricFamily
+        if kind == "counter":
+            family = CounterMetricFamily(name, help_, labels=labels)
+        else:
+            family = GaugeMetricFamily(name, help_, labels=labels)
+        for values, value in samples:
+            family.add_metric((*self._labels, *values), value)
+        return family
+
+
+class ServerMetrics(_Families, Collector):
+    """Counters of one server, in the event loop's thread. Of several replicas the requests are counted together, under
+    the engine "all"; what each engine counts has the engine's own name."""
 
     def __init__(self, engine: ServingEngine, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(model_name, "all" if is_replicated(engine) else "0")
         self._engine = engine
-        self._labels = (model_name, "0")
         self._clock = clock
         self._live: dict[str, _Live] = {}
-        self._reading: list[Metric] = []
-        self._read_s: float | None = None
-        self._asking: asyncio.Task[None] | None = None
+        self._engines: dict[str, _EngineMetrics] = {}
         self._process = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._process)
 
@@ -241,29 +264,23 @@ class ServerMetrics(Collector):
         return generate_latest(_Together(shown)) + generate_latest(self._process)
 
     async def _read_engine(self) -> None:
-        if self._read_s is None or self._clock() - self._read_s >= _READING_FRESH_S:
-            if self._asking is None or self._asking.done():
-                self._asking = asyncio.create_task(self._ask())
-            await asyncio.wait([self._asking], timeout=_READING_TIMEOUT_S)
+        self._find_engines()
+        await asyncio.gather(*(engine.read() for engine in self._engines.values()))
 
-    async def _ask(self) -> None:
-        if self._engine.health().state not in (EngineState.READY, EngineState.STUCK):
-            return
-        try:
-            self._reading = await self._engine.metrics()
-        except QuireError:
-            return  # it died meanwhile: engine_state says so
-        self._read_s = self._clock()
+    def _find_engines(self) -> None:
+        """One that was started again is another one, whose counters begin at nothing."""
+        self._engines = {
+            name: known
+            if (known := self._engines.get(name)) is not None and known.engine is engine
+            else _EngineMetrics(engine, self._labels[0], name, self._clock)
+            for name, engine in replicas_of(self._engine).items()
+        }
 
     def collect(self) -> Iterator[Family]:
         yield from self._server_families()
-        state = self._engine.health().state
-        yield self._family("quire:engine_state", *(((s.value,), float(s is state)) for s in EngineState))
-        if state not in (EngineState.READY, EngineState.STUCK):
-            return  # what a dead engine counted last is not how things are
-        yield from self._info_families(self._engine.info)
-        if self._read_s is not None:
-            yield from self._engine_families(self._engine.info)
+        if not self._engines:
+            self._find_engines()
+        yield from _Together(self._engines.values()).collect()
 
     def _server_families(self) -> Iterator[Family]:
         for name, histogram in {
@@ -296,6 +313,42 @@ class ServerMetrics(Collector):
             *(((tenant, kind), n) for kind, counts in tokens.items() for tenant, n in counts.items()),
         )
 
+
+class _EngineMetrics(_Families, Collector):
+    """What one engine counts, asked for when somebody scrapes."""
+
+    def __init__(self, engine: ServingEngine, model_name: str, engine_name: str, clock: Callable[[], float]) -> None:
+        super().__init__(model_name, engine_name)
+        self.engine = engine
+        self._clock = clock
+        self._reading: list[Metric] = []
+        self._read_s: float | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    async def read(self) -> None:
+        if self._read_s is None or self._clock() - self._read_s >= _READING_FRESH_S:
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask())
+            await asyncio.wait([self._asking], timeout=_READING_TIMEOUT_S)
+
+    async def _ask(self) -> None:
+        if self.engine.health().state not in (EngineState.READY, EngineState.STUCK):
+            return
+        try:
+            self._reading = await self.engine.metrics()
+        except QuireError:
+            return  # it died meanwhile: engine_state says so
+        self._read_s = self._clock()
+
+    def collect(self) -> Iterator[Family]:
+        state = self.engine.health().state
+        yield self._family("quire:engine_state", *(((s.value,), float(s is state)) for s in EngineState))
+        if state not in (EngineState.READY, EngineState.STUCK):
+            return  # what a dead engine counted last is not how things are
+        yield from self._info_families(self.engine.info)
+        if self._read_s is not None:
+            yield from self._engine_families(self.engine.info)
+
     def _info_families(self, info: EngineInfo) -> Iterator[Family]:
         num_kv_tokens = info.num_blocks * info.block_size
         cache = (
@@ -312,7 +365,7 @@ class ServerMetrics(Collector):
         readings: dict[str, list[Metric]] = {}
         for metric in self._reading:
             readings.setdefault(metric.name, []).append(metric)
-        load = self._engine.load()
+        load = self.engine.load()
         for name, value in (
             ("quire:brownout_level", load.brownout_level),
             ("quire:num_waiting_tokens", load.num_waiting_tokens),
@@ -341,28 +394,11 @@ class ServerMetrics(Collector):
         extra = tuple(metrics[0].labels)
         return self._make(name, kind, help_, extra, ((tuple(m.labels.values()), m.value) for m in metrics))
 
-    def _family(self, name: str, *samples: tuple[tuple[str, ...], float]) -> Family:
-        known = NAMES[name]
-        return self._make(name, known.kind, known.help, known.labels, samples)
-
-    def _make(
-        self, name: str, kind: str, help_: str, extra: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], float]]
-    ) -> Family:
-        labels = ("model_name", "engine", *extra)
-        family: CounterMetricFamily | GaugeMetricFamily
-        if kind == "counter":
-            family = CounterMetricFamily(name, help_, labels=labels)
-        else:
-            family = GaugeMetricFamily(name, help_, labels=labels)
-        for values, value in samples:
-            family.add_metric((*self._labels, *values), value)
-        return family
-
 
 class _Together(Collector):
-    """Several models' metrics: one family of each name, in which every sample says whose it is."""
+    """Several models' or engines' metrics: one family of each name, in which every sample says whose it is."""
 
-    def __init__(self, parts: Iterable[ServerMetrics]) -> None:
+    def __init__(self, parts: Iterable[Collector]) -> None:
         self._parts = parts
 
     def collect(self) -> Iterable[Family]:

@@ -14,6 +14,7 @@ from quire.server import messages, protocol, replies
 from quire.server.batches import Batch, BatchBody
 from quire.server.deadline import TIMEOUT_HEADER
 from quire.server.endpoint import REQUEST_ID_HEADER
+from quire.server.replicas import ReplicasBody
 
 _REF = "#/components/schemas/{name}"
 _TEXT = "text/plain"
@@ -22,6 +23,7 @@ _STREAM = "text/event-stream"
 _ERRORS = {
     400: "A field is wrong, unknown or not supported; `param` names it.",
     401: "No API key, or one that is not known.",
+    403: "For an admin's key.",
     404: "No such model or path.",
     405: "The path does not take this method.",
     409: "It has ended, or is in use.",
@@ -56,6 +58,7 @@ class Operation:
 _NUMBERS = {"limit", "offset", "first", "depth", "full", "block"}
 _LIMIT = ("limit", "query", "How many at most.")
 _OFFSET = ("offset", "query", "How many to pass over.")
+_ENGINE = ("engine", "query", "Which replica; without it the first.")
 _ID = (REQUEST_ID_HEADER, "header", "Up to 128 visible ASCII characters; returned, and in the log.")
 _TIMEOUT = (TIMEOUT_HEADER, "header", "As the field `timeout`, which goes first.")
 
@@ -214,7 +217,8 @@ OPERATIONS = (
         tag="Cache",
         summary="What the page at `/` draws from: one JSON object a line, without end.",
         reply_type="application/x-ndjson",
-        statuses=(*_ALWAYS, 400, 429),
+        statuses=(*_ALWAYS, 400, 404, 429),
+        parameters=(_ENGINE,),
     ),
     Operation(
         method="get",
@@ -222,7 +226,7 @@ OPERATIONS = (
         tag="Cache",
         summary="The KV cache in numbers, and where the rest is.",
         statuses=(*_ALWAYS, 400),
-        parameters=(("full", "query", "1: the first page of the rest too."),),
+        parameters=(("full", "query", "1: the first page of the rest too."), _ENGINE),
     ),
     Operation(
         method="get",
@@ -230,7 +234,7 @@ OPERATIONS = (
         tag="Cache",
         summary="Every block: its state, users and hits.",
         statuses=(*_ALWAYS, 400),
-        parameters=(("first", "query", "The first block."), _LIMIT),
+        parameters=(("first", "query", "The first block."), _LIMIT, _ENGINE),
     ),
     Operation(
         method="get",
@@ -238,7 +242,7 @@ OPERATIONS = (
         tag="Cache",
         summary="Block tables, and why each request hit or missed.",
         statuses=(*_ALWAYS, 400),
-        parameters=(_OFFSET, _LIMIT),
+        parameters=(_OFFSET, _LIMIT, _ENGINE),
     ),
     Operation(
         method="get",
@@ -246,7 +250,7 @@ OPERATIONS = (
         tag="Cache",
         summary="Which blocks which requests share.",
         statuses=(*_ALWAYS, 400),
-        parameters=(_LIMIT,),
+        parameters=(_LIMIT, _ENGINE),
     ),
     Operation(
         method="get",
@@ -254,7 +258,7 @@ OPERATIONS = (
         tag="Cache",
         summary="Cached prefixes with their hit counts.",
         statuses=(*_ALWAYS, 400, 404),
-        parameters=(("node", "query", "Where to begin."), ("depth", "query", "How deep."), _OFFSET, _LIMIT),
+        parameters=(("node", "query", "Where to begin."), ("depth", "query", "How deep."), _OFFSET, _LIMIT, _ENGINE),
     ),
     Operation(
         method="get",
@@ -262,7 +266,22 @@ OPERATIONS = (
         tag="Cache",
         summary="One block: who uses it, and what text it holds.",
         statuses=(*_ALWAYS, 400, 404),
-        parameters=(("block", "path", "Its number."),),
+        parameters=(("block", "path", "Its number."), _ENGINE),
+    ),
+    Operation(
+        method="get",
+        path="/debug/replicas",
+        tag="Cache",
+        summary="The engines behind this server, and how many the load wants. For an admin.",
+        statuses=(*_ALWAYS, 403),
+    ),
+    Operation(
+        method="post",
+        path="/debug/replicas",
+        tag="Cache",
+        summary="Add, drain or remove an engine while serving: no request is lost. For an admin.",
+        body=ReplicasBody,
+        statuses=(*_ALWAYS, 400, 403, 415),
     ),
 )
 

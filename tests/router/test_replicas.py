@@ -138,7 +138,7 @@ def test_streams_go_on_when_their_replica_is_killed_or_drained(tiny_model: Path,
         assert all(o[-1].finished for o in outputs)
         assert group.num_moved > 0
         if how == "kill":
-            await until(lambda: len(group.replicas) == 2)
+            await until(lambda: len(group.router.replicas) == 2)
             assert group.replicas["0"].pid != victim.pid and group.describe()[0]["restarts"] == 1
         else:
             assert not group.router.replicas["0"].num_sequences and victim.health().state is EngineState.READY

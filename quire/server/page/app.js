@@ -30,6 +30,20 @@ state.addEventListener("hello", () => {
   document.title = `${info.model} · Quire`;
 });
 
+// -- the replicas
+
+const engines = byId("engines");
+function showEngines(names) {
+  engines.hidden = names.length < 2;
+  engines.replaceChildren(...names.map((name) => el("button", {
+    type: "button",
+    className: "quiet",
+    "aria-pressed": String(name === state.info?.engine),
+    onclick: () => { state.follow(name); controller?.abort(); wake(); },
+  }, `replica ${name}`)));
+}
+state.addEventListener("status", ({ detail }) => showEngines(detail.engines));
+
 // -- the key
 
 const form = byId("key-form");
@@ -64,14 +78,16 @@ async function follow() {
   for (;;) {
     controller = new AbortController();
     try {
-      const response = await request("/live", { signal: controller.signal });
+      const response = await request(state.engine === null ? "/live" : `/live?engine=${state.engine}`, { signal: controller.signal });
       for await (const line of lines(response)) {
         state.take(JSON.parse(line));
         failures = 0;
       }
       setStatus("offline", "the feed ended");
     } catch (error) {
+      if (error.name === "AbortError" && !document.hidden) continue; // another replica was chosen
       if (error.status === 401) setStatus("offline", "wants an API key");
+      else if (error.code === "no_engine") state.engine = null; // it was removed: the first one is shown
       else if (error.status === 503) setStatus(error.code || "starting", error.code || "starting");
       else if (document.hidden) setStatus("connecting", "paused");
       else setStatus("offline", error.status ? error.message : "not reachable");

@@ -17,6 +17,7 @@ class State extends EventTarget {
   hostTables = new Map();
   gauges = null;
   selected = null; // a seq_id
+  engine = null; // the replica that is shown; null: the first
 
   tell(name, detail) {
     this.dispatchEvent(new CustomEvent(name, { detail }));
@@ -24,6 +25,15 @@ class State extends EventTarget {
 
   take(message) {
     this[`take_${message.type}`]?.(message);
+  }
+
+  /** Show another replica: nothing of the one before is its own. */
+  follow(engine) {
+    this.engine = engine;
+    this.select(null);
+    for (const kept of [this.rows, this.done, this.ends, this.tables, this.hostTables]) kept.clear();
+    this.codes = new Uint8Array(0);
+    this.tell("rows");
   }
 
   take_hello(message) {
