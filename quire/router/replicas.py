@@ -294,6 +294,7 @@ class ReplicaSet:
                     "num_running": load.num_running,
                     "num_waiting": load.num_waiting,
                     "kv_usage": round(load.kv_usage, 4),
+                    "num_sequences": known.num_sequences if known is not None else 0,  # sent there and not ended
                     "num_queued_tokens": known.num_queued_tokens if known is not None else 0,
                     "cached_blocks": self.router.num_blocks_of(name) if known is not None else 0,
                 }

@@ -28,7 +28,7 @@ NUM_STREAMS = 6
 
 def group_of(model: Path) -> ReplicaSet:
     config = EngineConfig(model=str(model), load_format="dummy", device="cpu", block_size=4)
-    return ReplicaSet(config, 2, sim_options(SimSettings(step_s=0.01)))
+    return ReplicaSet(config, 2, sim_options(SimSettings(step_s=0.02)))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def post_body(index: int, stream: bool) -> dict[str, Any]:
     return {
         "model": "tiny",
         "prompt": f"{index} is the number of this prompt",
-        "max_tokens": 80,
+        "max_tokens": 150,
         "ignore_eos": True,
         "temperature": 0.0,
         "stream": stream,
@@ -86,7 +86,7 @@ def test_streams_do_not_notice_that_a_replica_is_killed(server: Server) -> None:
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         streams = [pool.submit(read_stream, server, i, on_chunk) for i in range(NUM_STREAMS)]
         assert all_begun.wait(60)
-        victim = next(one for one in server.get("/debug/replicas").json()["replicas"] if one["num_running"])
+        victim = next(one for one in server.get("/debug/replicas").json()["replicas"] if one["num_sequences"])
         os.kill(victim["pid"], signal.SIGKILL)
         texts = [stream.result(60) for stream in streams]
     assert texts[:2] == expected
