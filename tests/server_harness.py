@@ -19,7 +19,6 @@ from event_loop_watch import watched
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest, ServingEngine
 from quire.engine.client import EngineClient
-from quire.router.replicas import ReplicaSet
 from quire.engine.outputs import Job
 from quire.engine.stats import Metric
 from quire.engine.text_side import TextSide, open_model
@@ -29,6 +28,7 @@ from quire.params import SamplingParams
 from quire.plan import TokenLogprobs
 from quire.request import FinishReason
 from quire.request import Sequence as Line
+from quire.router.replicas import ReplicaSet
 from quire.scheduler import SequenceUpdate
 from quire.server.app import create_app
 from quire.server.batches import Batches
