@@ -88,7 +88,9 @@ def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
     reason = native.unavailable_reason()
     weight_dtype = config.quantization or dtype
     if reason is None:
-        ops = native.CpuOps(weight_dtype=weight_dtype, num_threads=_num_threads(config))
+        # float32 by name is exact; left to us, packed weights are multiplied by activations in 8 bits.
+        exact = config.dtype == "float32"
+        ops = native.CpuOps(weight_dtype=weight_dtype, num_threads=_num_threads(config), exact=exact)
         kernels = f"native {ops.isa} kernels on {ops.num_threads} threads"
         return Backend(device, ops, torch.float32, kv_dtype, weight_dtype, kernels)
     if config.quantization:

@@ -12,6 +12,7 @@ bytes: what swap and copy-on-write move.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -107,42 +108,38 @@ class Rotary:
     eps: float = 1e-6
 
 
-QUANTIZED_BLOCK = 32  # inputs that share a scale
 ALL = slice(None)
 
 
 @dataclass(slots=True, frozen=True)
 class QuantizedRows:
-    """A matrix as a quantized file holds it: weight = code * scale + minimum, exact in float32."""
+    """A matrix as a quantized file packs it: rows of blocks, each of so many inputs and bytes."""
 
-    codes: NDArray[np.int8]  # [rows, in_features]
-    scales: NDArray[np.float32]  # [rows, in_features / QUANTIZED_BLOCK]
-    minima: NDArray[np.float32] | None  # likewise; None: all zero
-    has_4_bits: bool = False  # codes are 0 to 15
+    kind: str  # as GGUF names it: Q4_K
+    blocks: NDArray[np.uint8]  # [rows, blocks, block_bytes]
+    block_values: int
+    unpack: Callable[[NDArray[np.uint8]], NDArray[np.float32]]  # blocks [n, block_bytes] -> [n, block_values]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
+    def shape(self) -> tuple[int, int]:
+        return self.blocks.shape[0], self.blocks.shape[1] * self.block_values
 
     def __getitem__(self, part: tuple[slice, slice]) -> QuantizedRows:
         """rows[a:b, c:d], as a tensor does it. Columns are cut between blocks only."""
         rows, columns = part
         first, last, _ = columns.indices(self.shape[1])
-        if first % QUANTIZED_BLOCK or last % QUANTIZED_BLOCK:
+        size, num_blocks = self.block_values, self.blocks.shape[1]
+        if first % size or last % size:
+            fitting = ", ".join(str(n) for n in range(1, num_blocks + 1) if num_blocks % n == 0 and n <= 64)
             raise WeightsError(
-                f"columns {first} to {last} of a quantized matrix cut a block of {QUANTIZED_BLOCK} that share a scale: "
-                f"split its {self.shape[1] // QUANTIZED_BLOCK} blocks among another number of devices"
+                f"columns {first} to {last} of a matrix in {self.kind} cut a block of {size}, which is packed as one: "
+                f"its {num_blocks} blocks can be split among {fitting} devices"
             )
-        blocks = slice(first // QUANTIZED_BLOCK, last // QUANTIZED_BLOCK)
-        minima = None if self.minima is None else self.minima[rows, blocks]
-        return replace(self, codes=self.codes[rows, columns], scales=self.scales[rows, blocks], minima=minima)
+        return replace(self, blocks=self.blocks[rows, first // size : last // size])
 
     def unpacked(self) -> NDArray[np.float32]:
         """The numbers themselves."""
-        blocks = self.codes.reshape(len(self.codes), -1, QUANTIZED_BLOCK) * self.scales[:, :, None]
-        if self.minima is not None:
-            blocks += self.minima[:, :, None]
-        return blocks.reshape(self.shape)
+        return self.unpack(self.blocks.reshape(-1, self.blocks.shape[2])).reshape(self.shape)
 
 
 class LinearWeight(Protocol):

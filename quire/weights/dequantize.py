@@ -1,4 +1,4 @@
-"""Quantized GGUF blocks to float32.
+"""Quantized GGUF blocks to float32, where no kernel multiplies them as they are packed.
 
 The types of most files (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K) are unpacked here, two to four times faster than by the `gguf`
 package, which does the rest. F32, F16 and BF16 are handed on as they lie in the file. Each function gets its blocks as
@@ -27,9 +27,10 @@ from quire.weights.gguf_file import TENSOR_TYPES
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 UnpackFn = Callable[[Bytes, Floats], None]
-_Read = tuple[NDArray[np.int8], Floats, Floats | None]  # codes, and a scale and minimum for each 32 of them
 
 _TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
+# The types that a kernel may multiply as they are packed; the others (IQ4_NL, ...) are unpacked.
+PACKED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # So many values at a time: what one pass leaves in the cache, the next one finds there. A multiple of every block.
 _CHUNK_VALUES = 1 << 17
@@ -73,18 +74,15 @@ class Dequantizer:
         return torch.from_numpy(values).view(shape)
 
     def rows(self, raw: Bytes, dtype: str, shape: tuple[int, ...]) -> QuantizedRows | None:
-        """The stored numbers of a matrix, where its type has one scale for 32 of them; else None."""
-        read = _READ_BLOCKS.get(dtype)
-        if read is None or len(shape) != 2:
+        """A matrix as it is stored, where its type is one that kernels may keep packed; else None."""
+        if dtype not in PACKED_TYPES or len(shape) != 2:
             return None
-        codes, scales, minima = read(raw.reshape(-1, _TYPES[dtype].block_bytes))
-        num_rows = shape[0]
-        return QuantizedRows(
-            codes.reshape(num_rows, -1),
-            np.ascontiguousarray(scales, np.float32).reshape(num_rows, -1),
-            None if minima is None else np.ascontiguousarray(minima, np.float32).reshape(num_rows, -1),
-            has_4_bits=dtype in _WITH_4_BITS,
-        )
+        kind = _TYPES[dtype]
+
+        def unpack(blocks: Bytes) -> Floats:
+            return self.tensor(blocks.reshape(-1), dtype, (len(blocks), kind.block_values)).numpy()
+
+        return QuantizedRows(dtype, raw.reshape(shape[0], -1, kind.block_bytes), kind.block_values, unpack)
 
     def __enter__(self) -> Dequantizer:
         return self
@@ -156,46 +154,6 @@ def _q6_k(blocks: Bytes, out: Floats) -> None:
 
 
 _UNPACK: dict[str, UnpackFn] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k}
-
-
-def _nibbles(packed: Bytes) -> NDArray[np.int8]:
-    """The low halves of 16 bytes, then the high ones: [blocks, 32]."""
-    codes = np.empty((len(packed), 32), np.int8)
-    codes[:, :16] = packed & 15
-    codes[:, 16:] = packed >> 4
-    return codes
-
-
-def _read_q4_0(blocks: Bytes) -> _Read:
-    """(code - 8) * scale, written as code * scale + minimum: both products and their sum are exact."""
-    scales = _half(blocks, 0)
-    return _nibbles(blocks[:, 2:]), scales, scales * -8
-
-
-def _read_q4_1(blocks: Bytes) -> _Read:
-    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
-
-
-def _read_q8_0(blocks: Bytes) -> _Read:
-    return np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks, 0), None
-
-
-def _read_q4_k(blocks: Bytes) -> _Read:
-    scales, minima = _q4_k_scales(blocks)
-    packed = blocks[:, 16:].reshape(-1, 4, 32)
-    codes = np.empty((len(blocks), 4, 2, 32), np.int8)
-    codes[:, :, 0] = packed & 15
-    codes[:, :, 1] = packed >> 4
-    return codes, scales, -minima
-
-
-_WITH_4_BITS = ("Q4_0", "Q4_1", "Q4_K")
-_READ_BLOCKS: dict[str, Callable[[Bytes], _Read]] = {
-    "Q4_0": _read_q4_0,
-    "Q4_1": _read_q4_1,
-    "Q8_0": _read_q8_0,
-    "Q4_K": _read_q4_k,
-}
 
 
 def _package_unpack(dtype: str) -> UnpackFn:

@@ -7,28 +7,9 @@ import torch
 
 from quire.weights import dequantize as module
 from quire.weights.dequantize import Dequantizer
-from quire.weights.gguf_file import TENSOR_TYPES
+from tests.gguf_blocks import QUANTIZED, by_package, random_blocks
 
-QUANTIZED = [kind for kind in TENSOR_TYPES.values() if kind.block_values > 1]
-# Where each type keeps its float16 scales: random bytes there would be NaN or huge.
-HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-HALVES |= {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
-
-
-def random_blocks(name: str, num_blocks: int) -> np.ndarray:
-    kind = next(kind for kind in QUANTIZED if kind.name == name)
-    rng = np.random.default_rng(3)
-    raw = rng.integers(0, 256, (num_blocks, kind.block_bytes), dtype=np.uint8)
-    for start in HALVES[name]:
-        raw[:, start : start + 2] = rng.normal(size=(num_blocks, 1)).astype(np.float16).view(np.uint8)
-    return raw
-
-
-def by_package(raw: np.ndarray, name: str) -> np.ndarray:
-    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
-
-
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", QUANTIZED.values(), ids=lambda kind: kind.name)
 def test_equals_the_gguf_package(kind):
     raw = random_blocks(kind.name, 96)
     shape = (12, 8 * kind.block_values)
@@ -38,7 +19,7 @@ def test_equals_the_gguf_package(kind):
     np.testing.assert_array_equal(values.numpy().reshape(-1), by_package(raw, kind.name).reshape(-1))
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", QUANTIZED.values(), ids=lambda kind: kind.name)
 def test_block_sizes_are_the_packages(kind):
     assert (kind.block_values, kind.block_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.name]]
 

@@ -19,11 +19,12 @@ SOURCE_DIR = Path(__file__).parent / "native"
 LIBRARY_NAME = "libquire_cpu.so"  # loaded with ctypes, which does not mind the suffix on macOS
 
 SOURCES_ONCE = ("isa.c", "memory.c", "pool.c")
-SOURCES_PER_ISA = ("attention.c", "elementwise.c", "linear.c", "paired.c")
+SOURCES_PER_ISA = ("attention.c", "elementwise.c", "linear.c", "load.c", "paired.c")
 ISA_FLAGS: dict[str, tuple[str, ...]] = {"generic": ()}
 if platform.machine().lower() in ("x86_64", "amd64"):
     ISA_FLAGS["avx2"] = ("-mavx2", "-mfma", "-mf16c")
     ISA_FLAGS["avx512"] = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
+    ISA_FLAGS["avx512vnni"] = (*ISA_FLAGS["avx512"], "-mavx512vnni")  # sums of products of bytes
 
 # No -march=native: the library is built once and may run elsewhere; isa.c asks the processor at load.
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-pthread")

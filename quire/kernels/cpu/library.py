@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError
 
-ISAS = ("avx512", "avx2", "generic")  # best first
+ISAS = ("avx512vnni", "avx512", "avx2", "generic")  # best first
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64),
     "pack": (c_void_p, c_void_p, c_void_p, c_int64, c_int64),
-    "pack_blocks": (*(c_void_p,) * 5, c_int64, c_int64),
+    "pack_gguf": (c_void_p, c_void_p, c_int64, c_void_p, c_int64),
     "embed": (c_void_p, c_void_p, c_void_p, c_int64, c_float),
     "rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
     "add_rms_norm": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
@@ -37,6 +37,8 @@ class NativeFunctions:
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
         self.panel_columns: int = getattr(library, f"quire_{isa}_panel_columns")()
+        self.packed_panel_bytes: Callable[[int, int], int] = getattr(library, f"quire_{isa}_packed_panel_bytes")
+        self.packed_panel_bytes.argtypes, self.packed_panel_bytes.restype = (c_int64, c_int64), c_int64  # type: ignore[attr-defined]
         for name, argtypes in _SIGNATURES.items():
             function = getattr(library, f"quire_{isa}_{name}")
             function.argtypes, function.restype = argtypes, None

@@ -41,12 +41,20 @@ class _NativeSpec(ctypes.Structure):
 
 
 class CpuOps(ComposedOps):
-    """One engine's kernels and threads. `isa` is for tests and benchmarks; the default is the best of this machine."""
+    """One engine's kernels and threads. `isa` is for tests and benchmarks; the default is the best of this machine.
+
+    `exact`: weights packed in 8 bits or fewer are multiplied by float32 activations, not by activations in 8 bits.
+    """
 
     name = "cpu"
 
     def __init__(
-        self, weight_dtype: str = "float32", num_threads: int | None = None, *, isa: str | None = None
+        self,
+        weight_dtype: str = "float32",
+        num_threads: int | None = None,
+        *,
+        exact: bool = False,
+        isa: str | None = None,
     ) -> None:
         if weight_dtype not in WEIGHT_DTYPES:
             raise ConfigError(f"weight_dtype {weight_dtype!r} on a CPU: choose one of {', '.join(WEIGHT_DTYPES)}")
@@ -57,6 +65,7 @@ class CpuOps(ComposedOps):
         assert isinstance(library, ctypes.CDLL)
         self.isa = self.functions.isa
         self.weight_dtype = weight_dtype
+        self.exact = exact
         self.num_threads = num_threads or default_num_threads()
         self._threads = ThreadPool(library, self.num_threads)
         self.pool = self._threads.address

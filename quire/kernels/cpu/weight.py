@@ -5,97 +5,96 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels.composed import ComposedLinear
 from quire.kernels.cpu.library import NativeFunctions
-from quire.kernels.interface import QUANTIZED_BLOCK, AttentionBatch, AttentionSpec, Norm, Normed, QuantizedRows, Rotary
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, QuantizedRows, Rotary
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.ops import CpuOps
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8")
-# enum kind of native/simd.h
-KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "blocks": 4, "blocks_min": 5, "nibbles": 6}
-_BLOCK_KINDS = ("blocks", "blocks_min", "nibbles")
-# Bytes a weight; those of blocks have their shares of a scale, and of a minimum.
-_ITEM_BYTES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int8": 1,
-    "blocks": 1 + 4 / QUANTIZED_BLOCK,
-    "blocks_min": 1 + 8 / QUANTIZED_BLOCK,
-    "nibbles": 0.5 + 8 / QUANTIZED_BLOCK,
-}
+_PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+KINDS = {name: number for number, name in enumerate((*WEIGHT_DTYPES, *_PACKED))}  # enum kind of native/simd.h
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _LOAD_FLOATS = 16 << 20  # converted at a time: a checkpoint tensor never has a second copy of its size
 
 
-class _NativeWeight(ctypes.Structure):
-    """struct weight of native/linear.c."""
+class _NativePart(ctypes.Structure):
+    """struct part of native/weight.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
+        ("kind", ctypes.c_int64),
+        ("first_row", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+    )
+
+
+class _NativeWeight(ctypes.Structure):
+    """struct weight of native/weight.h."""
+
+    _fields_ = (
+        ("parts", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int64),
         ("scale", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("n", ctypes.c_int64),
         ("k", ctypes.c_int64),
-        ("kind", ctypes.c_int64),
+        ("exact", ctypes.c_int64),
     )
 
 
 class CpuLinear(ComposedLinear):
     """One LinearWeight. int8 is symmetric with one scale an output row, chosen from the row's largest weight.
 
-    A float32 matrix whose rows come out of a quantized file keeps the file's integers and scales: the same numbers, a
-    third of the bytes. How it is kept is settled by the first rows that it is given.
+    A float32 matrix whose rows come out of a quantized file keeps them packed, each tensor of the file as a part of its
+    own: a fused matrix may have parts of several types. Unless `ops.exact`, packed weights are multiplied by
+    activations that are rounded to 8 bits, 32 of them with a scale of their own.
     """
 
-    __slots__ = (
-        "_data",
-        "_functions",
-        "_loaded",
-        "_native",
-        "_padded_bias",
-        "_pool",
-        "_scale",
-        "address",
-        "dtype",
-        "kind",
-    )
+    __slots__ = ("_data", "_functions", "_native", "_padded_bias", "_parts", "_pool", "_scale", "address", "dtype")
 
     ops: CpuOps
 
     def __init__(self, ops: CpuOps, out_features: int, in_features: int, *, bias: bool) -> None:
         super().__init__(ops, out_features, in_features)
-        self.kind: str | None = None  # a key of KINDS
         self._functions: NativeFunctions = ops.functions
         self._pool = ops.pool
         self.dtype = ops.weight_dtype
-        self._data: Tensor | None = None
-        self._loaded: list[range] = []  # rows that are held as blocks
-        self._scale = torch.zeros(self._padded_rows) if self.dtype == "int8" else None
-        self._padded_bias = torch.zeros(self._padded_rows) if bias or self.dtype == "int8" else None
+        self._data: list[Tensor] = []  # of each part
+        self._parts: ctypes.Array[_NativePart] = (_NativePart * 0)()
+        # A panel at the end of a part reads past the last output.
+        padded_rows = out_features + self._functions.panel_columns
+        self._scale = torch.zeros(padded_rows) if self.dtype == "int8" else None
+        self._padded_bias = torch.zeros(padded_rows) if bias or self.dtype == "int8" else None
         self.bias = self._padded_bias[:out_features] if bias and self._padded_bias is not None else None
         addresses = (None if part is None else part.data_ptr() for part in (self._scale, self._padded_bias))
-        # No data until the first rows come.
-        self._native = _NativeWeight(None, *addresses, out_features, in_features, KINDS[self.dtype])
+        # No parts until the first rows come.
+        self._native = _NativeWeight(None, 0, *addresses, out_features, in_features, ops.exact)
         self.address = ctypes.addressof(self._native)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self._data, self._scale, self._padded_bias) if tensor is not None)
+        held = (*self._data, self._scale, self._padded_bias)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """How its parts are held: the dtype, or types as GGUF names them."""
+        names = tuple(KINDS)
+        return tuple(names[part.kind] for part in self._parts)
 
     @property
     def keeps_quantized(self) -> bool:
         return self.dtype == "float32"
 
     def _load(self, first_row: int, rows: Tensor) -> None:
-        if self.kind is None:
-            self._allocate(self.dtype)
-        elif self.kind in _BLOCK_KINDS:
+        if not self._parts:
+            self._allocate_plain()
+        elif self.kinds[0] not in WEIGHT_DTYPES:
             self._unpack()
         step = max(1, _LOAD_FLOATS // self.in_features)
         for at in range(0, len(rows), step):
@@ -103,23 +102,22 @@ class CpuLinear(ComposedLinear):
             self._functions.pack(self._pool, self.address, piece.data_ptr(), first_row + at, len(piece))
 
     def _load_packed(self, first_row: int, rows: QuantizedRows) -> bool:
-        if not self.keeps_quantized:
+        if not self.keeps_quantized or rows.kind not in _PACKED or (self._parts and self.kinds[0] in WEIGHT_DTYPES):
             return False
-        if self.kind is None:
-            self._allocate("nibbles" if rows.has_4_bits else "blocks" if rows.minima is None else "blocks_min")
-        if self.kind == "nibbles":
-            fits = rows.has_4_bits
+        blocks = rows.blocks
+        if blocks.strides[1:] != (blocks.shape[2], 1):
+            blocks = blocks.copy()
+        where = (KINDS[rows.kind], first_row, len(blocks))
+        held = [(part.kind, part.first_row, part.num_rows) for part in self._parts]
+        if where in held:  # loaded again
+            number = held.index(where)
+        elif any(first < first_row + len(blocks) and first_row < first + num for _, first, num in held):
+            return False
         else:
-            fits = self.kind == "blocks_min" or (self.kind == "blocks" and rows.minima is None)
-        if not fits:
-            return False
-        codes, scales = np.ascontiguousarray(rows.codes), np.ascontiguousarray(rows.scales)
-        minima = None if rows.minima is None else np.ascontiguousarray(rows.minima)
-        self._functions.pack_blocks(
-            self._pool, self.address, codes.ctypes.data, scales.ctypes.data,
-            None if minima is None else minima.ctypes.data, first_row, len(codes),
-        )  # fmt: skip
-        self._loaded.append(range(first_row, first_row + len(codes)))
+            columns = self._functions.panel_columns
+            panel_bytes = self._functions.packed_panel_bytes(where[0], self.in_features)
+            number = self._add_part(*where, -(-len(blocks) // columns) * panel_bytes)
+        self._functions.pack_gguf(self._pool, self.address, number, blocks.ctypes.data, blocks.strides[0])
         return True
 
     def randomize(self, std: float, seed: int) -> None:
@@ -192,30 +190,38 @@ class CpuLinear(ComposedLinear):
         )  # fmt: skip
         return q
 
-    @property
-    def _padded_rows(self) -> int:
+    def _allocate_plain(self) -> None:
         columns = self._functions.panel_columns
-        return -(-self.out_features // columns) * columns
-
-    def _allocate(self, kind: str) -> None:
-        self.kind = kind
-        columns = self._functions.panel_columns
-        row_bytes = int(self.in_features * _ITEM_BYTES[kind])
-        self._data = self.ops.arena.allocate(self._padded_rows * row_bytes)
+        row_bytes = self.in_features * _ITEM_BYTES[self.dtype]
+        padded_rows = -(-self.out_features // columns) * columns
+        self._add_part(KINDS[self.dtype], 0, self.out_features, padded_rows * row_bytes)
         # Rows past the last output are never loaded, yet multiplied along: they must be zero.
-        self._data[self.out_features // columns * columns * row_bytes :].zero_()
-        self._native.data = self._data.data_ptr()
-        self._native.kind = KINDS[kind]
+        self._data[0][self.out_features // columns * columns * row_bytes :].zero_()
+
+    def _add_part(self, kind: int, first_row: int, num_rows: int, num_bytes: int) -> int:
+        data = self.ops.arena.allocate(num_bytes)
+        self._data.append(data)
+        added = _NativePart(data.data_ptr(), kind, first_row, num_rows)
+        self._set_parts([*self._parts, added])
+        return len(self._data) - 1
+
+    def _set_parts(self, parts: list[_NativePart]) -> None:
+        self._parts = (_NativePart * len(parts))(*parts)
+        self._native.parts = ctypes.addressof(self._parts)
+        self._native.num_parts = len(parts)
 
     def _unpack(self) -> None:
-        """Other rows come as plain numbers: those held as blocks become such too."""
-        blocks, loaded = self._data, self._loaded
-        assert blocks is not None and self.kind is not None
-        was = _NativeWeight(blocks.data_ptr(), None, None, self.out_features, self.in_features, KINDS[self.kind])
-        self._allocate("float32")
-        self._loaded = []
-        for part in loaded:
-            ids = torch.arange(part.start, part.stop)
-            rows = torch.empty((len(part), self.in_features))
-            self._functions.embed(ctypes.addressof(was), ids.data_ptr(), rows.data_ptr(), len(part), 1.0)
-            self.load_rows(part.start, rows)
+        """Other rows come as plain numbers: those that are packed become such too."""
+        packed, data = list(self._parts), self._data
+        was = _NativeWeight(None, 0, None, None, self.out_features, self.in_features, 1)
+        held = (_NativePart * len(packed))(*packed)
+        was.parts, was.num_parts = ctypes.addressof(held), len(packed)
+        self._data = []
+        self._set_parts([])
+        self._allocate_plain()
+        for part in packed:
+            ids = torch.arange(part.first_row, part.first_row + part.num_rows)
+            rows = torch.empty((part.num_rows, self.in_features))
+            self._functions.embed(ctypes.addressof(was), ids.data_ptr(), rows.data_ptr(), len(ids), 1.0)
+            self._load(part.first_row, rows)
+        del data  # lived until here, since `was` points into it

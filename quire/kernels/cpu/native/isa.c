@@ -7,7 +7,8 @@ int quire_isa_runs(const char *name) {
     __builtin_cpu_init();
     if (strcmp(name, "avx2") == 0)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (strcmp(name, "avx512") == 0)
+    const int has_vnni = __builtin_cpu_supports("avx512vnni");
+    if (strcmp(name, "avx512") == 0 || (strcmp(name, "avx512vnni") == 0 && has_vnni))
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #endif

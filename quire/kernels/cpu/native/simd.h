@@ -6,7 +6,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__F16C__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -44,9 +44,8 @@ typedef uint16_t vh VECTOR(uint16_t);
 typedef int8_t vb VECTOR(int8_t);
 typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 
-/* How weights and KV are stored. BLOCKS are runs of BLOCK integers with a scale, with a minimum too in BLOCKS_MIN, and of 4
- * bits each in NIBBLES: weights as a quantized file holds them, see blocks.h. */
-enum kind { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, BLOCKS = 4, BLOCKS_MIN = 5, NIBBLES = 6 };
+/* How weights and KV are stored; from Q4_0 on as a GGUF file packs weights, see quantized.h. */
+enum kind { F32, BF16, F16, I8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K };
 
 INLINE long kind_bytes(int kind) { return kind == F32 ? 4 : kind == I8 ? 1 : 2; }
 INLINE vf load(const float *p) { return *(const vf *)p; }
