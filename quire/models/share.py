@@ -17,8 +17,9 @@ from quire.errors import ConfigError
 from quire.models.kv_layout import KVLayout
 from quire.models.spec import ModelSpec
 
-# Columns of the MLP are divided in units of a quantized file's blocks, words in units of a kernel's panels.
-_COLUMN_UNIT = 32
+# Columns of the MLP are divided in units of a quantized file's blocks: of 256, where shares are nearly equal then (even
+# shares of many are whole blocks anyway), or of 32. Words are divided in units of a kernel's panels.
+_COLUMN_UNIT, _LONG_COLUMN_UNIT, _NEARLY_EQUAL = 32, 256, 16
 _WORD_UNIT = 64
 
 
@@ -119,7 +120,7 @@ def share_of(spec: ModelSpec, rank: int, tensor_size: int = 1, num_stages: int =
         num_stages=num_stages,
         heads=heads,
         kv_heads=kv_heads,
-        columns=Cut.part(spec.intermediate_size, index, tensor_size, _COLUMN_UNIT),
+        columns=_columns_cut(spec.intermediate_size, index, tensor_size),
         words=Cut.part(spec.vocab_size, index, tensor_size, _WORD_UNIT),
         layers=Cut.part(spec.num_layers, rank // tensor_size, num_stages),
     )
@@ -148,6 +149,11 @@ def largest_share(spec: ModelSpec, tensor_size: int = 1, num_stages: int = 1) ->
     """Of the rank that needs most memory, as shapes tell it."""
     shares = [share_of(spec, rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
     return max(shares, key=lambda share: (len(share.kv_heads) * len(share.layers), len(share.heads), share.is_last))
+
+
+def _columns_cut(columns: int, index: int, count: int) -> Cut:
+    has_long_units = columns // _LONG_COLUMN_UNIT >= _NEARLY_EQUAL * count
+    return Cut.part(columns, index, count, _LONG_COLUMN_UNIT if has_long_units else _COLUMN_UNIT)
 
 
 def _attention_cut(spec: ModelSpec, index: int, count: int) -> tuple[Cut, Cut]:

@@ -153,7 +153,7 @@ def write_one_tensor(path, type_id, dims=(256,), num_dims=None):
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + info + b"\0" * 2048)
 
 
-@pytest.mark.parametrize(("type_id", "name"), [(16, "IQ2_XXS"), (39, "MXFP4"), (999, "unknown type 999")])
+@pytest.mark.parametrize(("type_id", "name"), [(9, "Q8_1"), (40, "NVFP4"), (999, "unknown type 999")])
 def test_unknown_quantization_is_named_with_the_known_ones(tmp_path, type_id, name):
     path = tmp_path / "iq.gguf"
     write_one_tensor(path, type_id)

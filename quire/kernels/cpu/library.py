@@ -38,7 +38,7 @@ class NativeFunctions:
         self.isa = isa
         self.panel_columns: int = getattr(library, f"quire_{isa}_panel_columns")()
         self.packed_panel_bytes: Callable[[int, int], int] = getattr(library, f"quire_{isa}_packed_panel_bytes")
-        self.packed_panel_bytes.argtypes, self.packed_panel_bytes.restype = (c_int64, c_int64), c_int64  # type: ignore[attr-defined]
+        self.packed_panel_bytes.argtypes, self.packed_panel_bytes.restype = (c_int64, c_int64), c_int64
         for name, argtypes in _SIGNATURES.items():
             function = getattr(library, f"quire_{isa}_{name}")
             function.argtypes, function.restype = argtypes, None

@@ -41,7 +41,7 @@ typedef struct {
 
 int EXPORT(panel_columns)(void) { return NR; }
 
-/* The first output of a panel, which all of its part's parts before it have filled. */
+/* Where a panel of the matrix lies, and which outputs it gives. */
 typedef struct {
     const part *part;
     long panel;              /* in the part */

@@ -69,12 +69,12 @@ INLINE vi splat_word(const void *p) {
 
 /* sum + the dot products of each lane's four unsigned bytes of `weights` and four signed bytes of x. */
 INLINE vi dot4(int kind, vi sum, vu weights, vi x) {
+    (void)kind;
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)x);
 #else
     const vu even = weights & 0x00ff00ff, odd = weights >> 8 & 0x00ff00ff;
     const vi x_even = x << 8, x_odd = x; /* the signed byte in the upper half of each 16 bits */
-    (void)even, (void)odd, (void)x_even, (void)x_odd;
 #if defined(__AVX512BW__)
     const __m512i ones = _mm512_set1_epi16(1);
     /* Pairs of products of codes of up to 6 bits fit into 16 bits; of 8 bits they would not. */
