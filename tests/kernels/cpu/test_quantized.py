@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 from quire.errors import WeightsError
 from quire.kernels.cpu import CpuOps
 from quire.kernels.interface import QuantizedRows
-from tests.gguf_blocks import PACKED, random_rows, unpacked
+from tests.gguf_blocks import PACKED, QUANTIZED, random_rows, unpacked
 
 
 def new_linear(ops, rows, *, exact=False, bias=None):
@@ -43,18 +42,18 @@ def eight_bits(x):
 
 
 @pytest.mark.parametrize("kind", PACKED)
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 13, 41])
-def test_exact_products_are_those_of_the_unpacked_matrix_bit_for_bit(ops, kind, num_rows):
+def test_exact_products_are_those_of_the_unpacked_matrix_bit_for_bit(ops, kind):
     rows = random_rows(kind, 70, 512)
     packed, plain = new_linear(ops, rows, exact=True), plain_linear(ops, unpacked(rows))
-    x = activations(num_rows, 512)
-    assert torch.equal(packed.multiply(x), plain.multiply(x))
+    for num_rows in (1, 2, 7, 13, 41):
+        x = activations(num_rows, 512)
+        assert torch.equal(packed.multiply(x), plain.multiply(x))
 
 
 @pytest.mark.parametrize("kind", PACKED)
-@pytest.mark.parametrize(("n", "num_blocks"), [(64, 1), (50, 3), (7, 2)])
+@pytest.mark.parametrize(("n", "num_blocks"), [(64, 1), (39, 3)])
 def test_products_by_8_bits_differ_by_the_rounding_alone(ops, kind, n, num_blocks):
-    width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] * num_blocks
+    width = QUANTIZED[kind].block_values * num_blocks
     rows = random_rows(kind, n, width)
     packed, weight = new_linear(ops, rows, bias=torch.linspace(-1, 1, n)), unpacked(rows).double()
     for num_rows in (1, 2, 3, 5, 6, 7, 13, 41):

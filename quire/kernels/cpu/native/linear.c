@@ -276,6 +276,7 @@ static char *buffer_of(size_t bytes) {
 }
 
 void EXPORT(linear)(quire_pool *pool, const weight *w, const float *x, float *out, int64_t rows) {
+    if (rows <= 0) return;
     linear_job job;
     job.w = w;
     job.x = x;
@@ -300,5 +301,5 @@ void EXPORT(linear)(quire_pool *pool, const weight *w, const float *x, float *ou
         job.quantized_x = buffer_of((size_t)(rows * quantized_row_bytes(w->k)));
         quire_parallel(pool, rows, quantize_item, &job);
     }
-    if (rows > 0) quire_parallel(pool, job.num_spans, linear_item, &job);
+    quire_parallel(pool, job.num_spans, linear_item, &job);
 }
