@@ -114,6 +114,17 @@ class Move:
     pairs: list[tuple[int, int]]  # (device block, block on the host)
 
 
+@dataclass(slots=True, frozen=True)
+class KeyedMove:
+    """Blocks on their way between the device and a store that knows them by their hashes. As with `Move`, what goes out
+    is read after all earlier steps, and what comes in is written after them. They may be over in any order."""
+
+    ticket: int
+    level: int  # which store
+    is_load: bool
+    pairs: list[tuple[int, bytes]]  # (device block, its hash)
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step. An executor applies the parts in the order in which they stand here, then samples.
@@ -124,6 +135,7 @@ class StepPlan:
     step: int
     released: list[int] = field(default_factory=list)  # rows whose sequences ended or were preempted
     moves: list[Move] = field(default_factory=list)
+    keyed_moves: list[KeyedMove] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) device blocks: copy-on-write
     admitted: list[Admission] = field(default_factory=list)
     beams: list[BeamGroup] = field(default_factory=list)  # put in their places here, ranked after the forward pass
@@ -142,7 +154,8 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """True when an executor would have nothing at all to do."""
-        return not (self.spans.rows or self.released or self.moves or self.copies or self.admitted)
+        moves = self.moves or self.keyed_moves
+        return not (self.spans.rows or self.released or moves or self.copies or self.admitted)
 
 
 @dataclass(slots=True, frozen=True)
@@ -181,5 +194,7 @@ class StepResult:
     # happened. Without drafts it has no token then.
     failed: dict[int, tuple[FinishReason, str]] = field(default_factory=dict)
     moved: list[int] = field(default_factory=list)  # tickets of moves that are over, each told once
+    # By ticket in `moved`: the entries of a keyed move whose blocks did not come, or were not stored.
+    missing: dict[int, list[int]] = field(default_factory=dict)
     timings: StepTimings = field(default_factory=StepTimings)
     ended_s: float | None = None  # perf_counter() when the wait for it ended; None: it had ended before

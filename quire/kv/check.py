@@ -72,6 +72,10 @@ def _check_transfers(kv: KVManager) -> None:
         assert len(moves.device_ids) == len(moves.host_ids) > 0, f"move {ticket}: blocks do not pair up"
         moving_device_ids.update(moves.device_ids)
         moving_host_ids.extend(moves.host_ids)
+    tiers = kv.tiers
+    if tiers is not None:
+        tiers.check()
+        moving_device_ids.update(block_id for move in tiers.moves.values() for block_id, _ in move.pairs)
     for block in kv.pool.blocks:
         assert block.num_transfers == moving_device_ids[block.block_id], (
             f"block {block.block_id} says {block.num_transfers} transfers, {moving_device_ids[block.block_id]} move it"
@@ -83,4 +87,8 @@ def _check_transfers(kv: KVManager) -> None:
                 < swapped.num_computed
                 <= (first + len(host_ids)) * kv.block_size
             ), f"swapped sequence {seq_id}: {len(host_ids)} host blocks from block {first} on"
-    kv.host.check([host_id for swapped in kv.swapped.values() for host_id in swapped.host_ids], moving_host_ids)
+    held_ids = [host_id for swapped in kv.swapped.values() for host_id in swapped.host_ids]
+    if tiers is not None and tiers.host is not None:
+        held_ids += tiers.host.held_ids
+        moving_host_ids += tiers.host.moving_ids
+    kv.host.check(held_ids, moving_host_ids)

@@ -21,24 +21,22 @@ from quire.errors import ConfigError
 from quire.kv.blocks import BLOCK_SIZES, Block
 from quire.kv.cache_log import CacheLog
 from quire.kv.check import check_manager
-from quire.kv.hashing import BlockHash, root_hash
+from quire.kv.hashing import BlockHash, in_group, root_hash
+from quire.kv.host_pool import HostPool
+from quire.kv.matching import longest_match, match_below, slices_of
 from quire.kv.pool import BlockPool
 from quire.kv.prefix_cache import PrefixCache, PrefixMatch
 from quire.kv.snapshot import KVSnapshot, take_snapshot
 from quire.kv.stats import Counters, KVStats, RateMeter, read_stats
-from quire.kv.swap import Arrival, HostPool, Moves, SwappedSequence
-from quire.kv.table import (
-    NEVER,
-    UNCHANGED,
-    Allocation,
-    BlockTable,
-    GroupTable,
-    TableSlices,
-    first_seen_block,
-)
+from quire.kv.swap import Arrival, Moves, SwappedSequence
+from quire.kv.table import NEVER, UNCHANGED, Allocation, BlockTable, GroupTable, TableSlices
+from quire.kv.tiers import HostLevel, Level, Origin, Store, StoreLevel, TakeTicket, Tiers
 from quire.kv.watch import KVWatch
-from quire.plan import max_window_blocks
+from quire.plan import KeyedMove, Move, max_window_blocks
 from quire.request import CacheOutcome
+
+# Outcomes of a lookup that may go on below the device.
+_LOOKED_UP = (CacheOutcome.COLD, CacheOutcome.PARTIAL, CacheOutcome.EVICTED)
 
 
 class KVManager:
@@ -46,6 +44,9 @@ class KVManager:
 
     `windows` has an entry for each KV group (see table.py): its sliding window, or None. A step computes at most
     `max_span_tokens` of one sequence: a windowed group has no more blocks than the window and such a span take.
+
+    `host_block_s` makes host blocks a level of the prefix cache too, and says how long a copy of one takes. `stores` are
+    levels below it; plans name them by their places here.
 
     `watermark` is the share of blocks that an admission or a swap-in must leave free for the growth of what runs
     already; it is waived when nothing is in use, so that a sequence that needs every block can have them.
@@ -57,6 +58,8 @@ class KVManager:
         num_blocks: int,
         block_size: int,
         num_host_blocks: int = 0,
+        host_block_s: float | None = None,
+        stores: Sequence[Store] = (),
         windows: Sequence[int | None] = (None,),
         max_span_tokens: int = 1 << 30,
         enable_prefix_caching: bool = True,
@@ -89,6 +92,9 @@ class KVManager:
         self.swapped: dict[int, SwappedSequence] = {}
         self.moves: dict[int, Moves] = {}  # under way, by ticket
         self.counters = Counters()
+        levels: list[Level] = [] if host_block_s is None else [HostLevel(self.host, host_block_s)]
+        levels += [StoreLevel(number, store) for number, store in enumerate(stores)]
+        self.tiers = Tiers(levels, self.pool) if levels and enable_prefix_caching else None
         self.clock = clock
         self.rates = RateMeter(clock(), num_totals=2)
         self.watch: KVWatch | None = None  # while somebody looks at the block map
@@ -173,44 +179,29 @@ class KVManager:
         if num_matchable <= 0:
             return PrefixMatch.nothing(CacheOutcome.TOO_SHORT)
         hashes = list(previous.hashes) if previous is not None else []
-        slices, num_matched = self._longest_match(hashes, root_hash(salt, adapter), token_ids, num_matchable)
+        num_matched = longest_match(self, hashes, root_hash(salt, adapter), token_ids, num_matchable)
         if num_matched == num_matchable:
             outcome = CacheOutcome.HIT
         elif self.cache.was_lost(hashes[num_matched]):
             outcome = CacheOutcome.EVICTED
         else:
             outcome = CacheOutcome.PARTIAL if num_matched else CacheOutcome.COLD
-        return PrefixMatch(slices, num_matched * self.block_size, outcome, hashes)
+        return PrefixMatch(slices_of(self, hashes, num_matched), num_matched * self.block_size, outcome, hashes)
 
-    def _longest_match(
-        self, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int
-    ) -> tuple[TableSlices, int]:
-        """The blocks of each group that the longest cached prefix of at most `num_blocks` blocks needs, and its length
-        in blocks. A windowed group needs only those that the token after it sees."""
-        cache, num_matched = self.cache, num_blocks
-        if None not in self.windows:
-            cache.extend_chain(hashes, root, token_ids, num_blocks)
-        for group, window in enumerate(self.windows):
-            if window is None:
-                num_matched = len(cache.longest_prefix(hashes, root, token_ids, num_matched, group))
-        # By windowed group: how many cached blocks in a row end with each index.
-        runs = [
-            (window, cache.runs(hashes[:num_matched], group))
-            for group, window in enumerate(self.windows)
-            if window is not None
-        ]
-        while num_matched and any(
-            run[num_matched - 1]
-            < num_matched - first_seen_block(num_matched * self.block_size, window, self.block_size)
-            for window, run in runs
-        ):
-            num_matched -= 1
-        slices: TableSlices = []
-        for group, window in enumerate(self.windows):
-            first = 0 if window is None else first_seen_block(num_matched * self.block_size, window, self.block_size)
-            blocks = [cache.lookup(block_hash, group) for block_hash in hashes[first:num_matched]]
-            slices.append((first, [block.block_id for block in blocks if block is not None]))
-        return slices, num_matched
+    def match_below(
+        self,
+        match: PrefixMatch,
+        token_ids: Sequence[int],
+        *,
+        salt: str | None = None,
+        adapter: str | None = None,
+        prefill_tokens_per_s: float,
+    ) -> PrefixMatch | None:
+        """A match that is longer than what the device has, because blocks of levels below are loaded; None where there
+        is none, or where computing is cheaper. Whoever admits it must also `start_loads` of it."""
+        if self.tiers is None or match.outcome not in _LOOKED_UP:
+            return None
+        return match_below(self, self.tiers, match, root_hash(salt, adapter), token_ids, prefill_tokens_per_s)
 
     def admit(
         self,
@@ -236,22 +227,30 @@ class KVManager:
         assert len(match.hashes) >= num_matched, "the match is not one of match()'s"
         matched: list[Block] = []
         num_idle = 0  # of the matched blocks, those that leave the free queue
+        num_holes = 0  # blocks that a level below has
         for group, (first, block_ids) in enumerate(match.slices):
             for block_id, block_hash in zip(block_ids, match.hashes[first:num_matched], strict=True):
+                if block_id is None:
+                    num_holes += 1
+                    continue
                 block = self.pool.blocks[block_id]
-                assert self.cache.lookup(block_hash, group) is block, f"the match is stale at block {block_id}"
+                assert self._is_or_will_be(block, block_hash, group), f"the match is stale at block {block_id}"
                 num_idle += block in self.pool.queue
                 matched.append(block)
-        tables = self._new_groups(match.slices, len(token_ids))
-        num_new = [end - table.end for table, end in tables]
-        if not self._has_room(sum(num_new) + num_idle):
+        firsts: TableSlices = [(first, []) for first, _ in match.slices]
+        tables = self._new_groups(firsts, len(token_ids))
+        num_new = sum(end - table.first for table, end in tables) - len(matched) - num_holes
+        if not self._has_room(num_new + num_holes + num_idle):
             return None
         # Matched blocks first: once in use, they cannot be evicted to make the new ones.
         for block in matched:
             self.pool.acquire(block)
-            block.num_hits += 1
-        for (table, _), num in zip(tables, num_new, strict=True):
-            table.block_ids += self.pool.allocate(num)
+            block.num_hits += block.block_hash is not None
+        new_ids = iter(self.pool.allocate(num_new + num_holes))
+        for group, (table, end) in enumerate(tables):
+            known = match.slices[group][1] if match.slices else []
+            table.block_ids = [next(new_ids) if each is None else each for each in known]
+            table.block_ids += [next(new_ids) for _ in range(end - table.end)]
         groups = [table for table, _ in tables]
         self._add_table(seq_id, root_hash(salt, adapter), groups, len(token_ids), match.hashes[:num_matched])
         counters = self.counters.recompute if recompute else self.counters.prefix
@@ -259,6 +258,33 @@ class KVManager:
         if self.watch is not None:
             self.watch.took(seq_id, self.tables[seq_id].block_ids)
         return [(group.first, list(group.block_ids)) for group in groups]
+
+    def _is_or_will_be(self, block: Block, block_hash: BlockHash, group: int) -> bool:
+        """Whether the block holds this content, or does once a load is over."""
+        if self.cache.lookup(block_hash, group) is block:
+            return True
+        coming = None if self.tiers is None else self.tiers.incoming.get(in_group(block_hash, group))
+        return coming is not None and coming.block is block
+
+    def start_loads(
+        self, seq_id: int, match: PrefixMatch, token_ids: Sequence[int], take_ticket: TakeTicket
+    ) -> list[Move | KeyedMove]:
+        """The moves that fill what `match` lacks, for a sequence that was just admitted with it. It must not run before
+        they, and those of `match.tickets`, are done. Their tickets are added to these."""
+        assert self.tiers is not None
+        table, wanted, keys = self.tables[seq_id], [], []
+        for number, (first, block_ids) in enumerate(match.slices):
+            for index, block_id in enumerate(block_ids, start=first):
+                if block_id is None:
+                    block = self.pool.blocks[table.groups[number].block_ids[index - first]]
+                    parent = in_group(match.hashes[index - 1], number) if index else table.root
+                    packed = self.cache.pack_tokens(token_ids, index)
+                    wanted.append(Origin(block, 0, parent, index, packed))
+                    keys.append(in_group(match.hashes[index], number))
+        moves = self.tiers.start_loads(wanted, keys, take_ticket)
+        self.tiers.counters.num_joined += len(match.tickets) > 0
+        match.tickets.update(move.ticket for move in moves)
+        return moves
 
     def _new_groups(self, slices: TableSlices, num_tokens: int) -> list[tuple[GroupTable, int]]:
         """Tables that begin with these slices, for a sequence of so many tokens, and where each shall end."""
@@ -346,6 +372,9 @@ class KVManager:
             self.pool.release_table(group.block_ids)
             if distrust:
                 self.pool.forget_cached(self.cache.lookup(each, number) for each in table.hashes[: group.first])
+                if self.tiers is not None:
+                    keys = [in_group(each, number) for each in table.hashes]
+                    self.tiers.forget([key for key in keys if self.cache.lookup(key) is None])
         if self.watch is not None:
             self.watch.left(seq_id, table.block_ids)
 
@@ -434,11 +463,18 @@ class KVManager:
         for host_id in self.swapped.pop(seq_id).host_ids:
             self.host.release(host_id)
 
-    def moves_done(self, ticket: int) -> None:
-        """Every byte of a swap-out or swap-in has arrived. A ticket without any is fine."""
+    def moves_done(self, ticket: int, missing: Sequence[int] = ()) -> bool:
+        """A move is over: every byte has arrived, but for the entries of a keyed one that are `missing`. A ticket
+        without any is fine. Returns whether nothing is missing."""
+        if self.tiers is not None and ticket in self.tiers.moves:
+            moved = [self.pool.blocks[block_id] for block_id, _ in self.tiers.moves[ticket].pairs]
+            is_complete = self.tiers.done(ticket, missing)
+            if self.watch is not None:
+                self.watch.touched(moved)
+            return is_complete
         moves = self.moves.pop(ticket, None)
         if moves is None:
-            return
+            return True
         moved = [self.pool.blocks[device_id] for device_id in moves.device_ids]
         for block in moved:
             self.pool.transfer_finished(block)
@@ -448,6 +484,7 @@ class KVManager:
             self._enter_cache(*moves.arrival)
         if self.watch is not None:
             self.watch.touched(moved)
+        return True
 
     def _enter_cache(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """A sequence is back, unless it has ended meanwhile: others may find its full blocks."""
@@ -473,8 +510,8 @@ class KVManager:
         root = root_hash(salt, adapter)
         hashes: list[BlockHash] = []
         self.cache.extend_chain(hashes, root, token_ids, num_full)
-        slices, _ = self._longest_match(hashes, root, token_ids, num_full)
-        blocks = [self.pool.blocks[block_id] for _, block_ids in slices for block_id in block_ids]
+        slices = slices_of(self, hashes, longest_match(self, hashes, root, token_ids, num_full))
+        blocks = [self.pool.blocks[each] for _, block_ids in slices for each in block_ids if each is not None]
         self.pool.pin(self.cache.pin(hashes[-1], blocks))
         if self.watch is not None:
             self.watch.touched(blocks)

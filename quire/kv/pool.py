@@ -1,8 +1,9 @@
 """The device's blocks and their changes of state.
 
 allocate           FREE, CACHED (evicted first)  ->  IN_USE
-acquire            CACHED                        ->  IN_USE, or one more user
+acquire            CACHED, IN_TRANSIT            ->  IN_USE, or one more user
 release            IN_USE  ->  one user fewer; the last: FREE, CACHED, or IN_TRANSIT while its bytes move
+transfer_started   CACHED                        ->  IN_TRANSIT; IN_USE and IN_TRANSIT stay what they are
 transfer_finished  IN_TRANSIT                    ->  FREE, CACHED
 """
 
@@ -69,14 +70,13 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block: Block) -> None:
-        """One more user of a block that is in use or cached."""
+        """One more user of a block that is in use, cached, or in transit: one that goes out is only read, and one that
+        comes in is not read before it is there."""
         if not block.ref_count:
-            assert block.block_hash is not None and not block.num_transfers, f"{block} cannot be acquired"
-            if not block.num_pins:
-                self.queue.remove(block)
-                if self.queue.num_blocks < self.min_free_blocks:
-                    self.min_free_blocks = self.queue.num_blocks
-            self.num_cached_blocks -= 1
+            if block.num_transfers:
+                self.num_in_transit_blocks -= 1
+            else:
+                self._take_cached(block)
             self.num_allocated_blocks += 1
         block.ref_count += 1
 
@@ -96,6 +96,20 @@ class BlockPool:
         blocks = self.blocks
         for block_id in reversed(block_ids):
             self.release(blocks[block_id])
+
+    def _take_cached(self, block: Block) -> None:
+        assert block.block_hash is not None, f"block {block.block_id} holds nothing"
+        if not block.num_pins:
+            self.queue.remove(block)
+            if self.queue.num_blocks < self.min_free_blocks:
+                self.min_free_blocks = self.queue.num_blocks
+        self.num_cached_blocks -= 1
+
+    def transfer_started(self, block: Block) -> None:
+        if block.is_idle:
+            self._take_cached(block)
+            self.num_in_transit_blocks += 1
+        block.num_transfers += 1
 
     def transfer_finished(self, block: Block) -> None:
         assert block.num_transfers, f"block {block.block_id} has no transfer under way"

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 
 from quire.kv.blocks import Block
 from quire.kv.hashing import BlockHash, block_hasher, in_group, token_packer
-from quire.kv.table import TableSlices
 from quire.request import CacheOutcome
+
+
+# As TableSlices; None: a level below has the block.
+MatchedSlices = list[tuple[int, list[int | None]]]
+
+HasBelow = Callable[[BlockHash], bool]
 
 
 @dataclass(slots=True)
@@ -17,10 +22,11 @@ class PrefixMatch:
     """The cached blocks that a sequence could start from. It is a reading, not a claim: `admit()` it before any other
     call that changes the manager, or match again (`previous=` saves the hashing)."""
 
-    slices: TableSlices
+    slices: MatchedSlices
     num_tokens: int
     outcome: CacheOutcome
     hashes: list[BlockHash] = field(default_factory=list, repr=False)  # of its tokens, and of the first miss
+    tickets: set[int] = field(default_factory=set)  # of loads that bring some of the blocks
 
     @classmethod
     def nothing(cls, outcome: CacheOutcome) -> PrefixMatch:
@@ -28,8 +34,8 @@ class PrefixMatch:
 
     @property
     def block_ids(self) -> list[int]:
-        """The matched blocks of all groups."""
-        return [block_id for _, block_ids in self.slices for block_id in block_ids]
+        """The matched blocks of all groups that the device has, or will have from another's load."""
+        return [block_id for _, block_ids in self.slices for block_id in block_ids if block_id is not None]
 
 
 class PrefixCache:
@@ -50,6 +56,7 @@ class PrefixCache:
         "log",
         "num_evictions",
         "num_pinned_blocks",
+        "on_insert",
     )
 
     def __init__(self, block_size: int, *, max_evicted: int) -> None:
@@ -68,16 +75,14 @@ class PrefixCache:
         self.num_pinned_blocks = 0
         # Told of every hash that comes (True) or goes (False), where somebody outside wants to know (`cache_log`).
         self.log: Callable[[BlockHash, bool], None] | None = None
+        self.on_insert: Callable[[Block], None] | None = None  # told of each block whose content became known
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def lookup(self, block_hash: BlockHash, group: int = 0) -> Block | None:
-        """The block with this content, unless it is in transit and so belongs to nobody."""
-        block = self._blocks.get(in_group(block_hash, group))
-        if block is not None and not block.ref_count and block.num_transfers:
-            return None
-        return block
+        """The block with this content. It may be in transit: then its bytes are being read, and it can be shared."""
+        return self._blocks.get(in_group(block_hash, group))
 
     def extend_chain(self, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int) -> None:
         """Append to `hashes` until it names the first `num_blocks` blocks of the tokens."""
@@ -87,33 +92,40 @@ class PrefixCache:
             parent = self._hash_block(parent, token_ids[index * block_size : (index + 1) * block_size])
             hashes.append(parent)
 
-    def longest_prefix(
-        self, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int, group: int = 0
-    ) -> list[Block]:
-        """Those of the first `num_blocks` blocks of the tokens that stand before the first that is not cached.
+    def count_prefix(
+        self,
+        hashes: list[BlockHash],
+        root: BlockHash,
+        token_ids: Sequence[int],
+        num_blocks: int,
+        group: int = 0,
+        below: HasBelow | None = None,
+    ) -> int:
+        """How many of the first `num_blocks` blocks of the tokens stand before the first that is neither cached here
+        nor `below`.
 
         `hashes` has the chain as far as it is known, and gets what had to be computed: up to the first miss.
         """
-        blocks: list[Block] = []
+        blocks = self._blocks
         for index in range(num_blocks):
             if index == len(hashes):
                 self.extend_chain(hashes, root, token_ids, index + 1)
-            block = self.lookup(hashes[index], group)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+            key = in_group(hashes[index], group)
+            if key not in blocks and not (below and below(key)):
+                return index
+        return num_blocks
 
-    def runs(self, hashes: list[BlockHash], group: int) -> list[int]:
-        """For each of these blocks, how many cached ones in a row end with it."""
+    def runs(self, hashes: list[BlockHash], group: int, below: HasBelow | None = None) -> list[int]:
+        """For each of these blocks, how many in a row end with it that are cached here or `below`."""
         found, length = [], 0
         for block_hash in hashes:
-            length = length + 1 if self.lookup(block_hash, group) is not None else 0
+            key = in_group(block_hash, group)
+            length = length + 1 if key in self._blocks or (below and below(key)) else 0
             found.append(length)
         return found
 
     def was_lost(self, block_hash: BlockHash) -> bool:
-        """It was cached once, and was evicted lately or is being moved to the host."""
+        """It was cached once, and was evicted lately; or only another KV group's block of the same tokens was."""
         return block_hash in self._evicted or block_hash in self._blocks
 
     def insert(self, block_hash: BlockHash, block: Block) -> bool:
@@ -142,12 +154,17 @@ class PrefixCache:
         group: int = 0,
     ) -> None:
         """Name blocks of one sequence: `blocks[0]` is block `first` of the tokens, whose chain is `hashes`."""
-        block_size = self.block_size
         for index, block in enumerate(blocks, start=first):
             if self.insert(in_group(hashes[index], group), block):
                 block.parent_hash = in_group(hashes[index - 1], group) if index else root
                 block.chain_index = index
-                block.packed_tokens = self._pack_tokens(*token_ids[index * block_size : (index + 1) * block_size])
+                block.packed_tokens = self.pack_tokens(token_ids, index)
+                if self.on_insert is not None:
+                    self.on_insert(block)
+
+    def pack_tokens(self, token_ids: Sequence[int], index: int) -> bytes:
+        """The tokens of one block."""
+        return self._pack_tokens(*token_ids[index * self.block_size : (index + 1) * self.block_size])
 
     def evict(self, block: Block) -> None:
         block_hash = self.forget(block)

@@ -8,17 +8,21 @@ WAITING ----------> RUNNING ----------> FINISHED        from every state there i
                     v  |  ^ load
              PREEMPTED |  |
                     SWAPPED
+
+WAITING and PREEMPTED sequences load too, where levels below the device have their prefix; if not all of it comes, they
+go back to what they were.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from quire.kv import KVManager, TableSlices
-from quire.plan import Admission, BeamCandidate, Fork, Move, StepPlan
-from quire.request import FinishReason, Request, Sequence, SequenceState
+from quire.plan import Admission, BeamCandidate, Fork, KeyedMove, Move, StepPlan
+from quire.request import CacheOutcome, FinishReason, Request, Sequence, SequenceState
 from quire.scheduler.beams import BeamSearch
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.preemption import PreemptionKind
@@ -73,6 +77,18 @@ class RowPool:
         return list(trimmed.items())
 
 
+@dataclass(slots=True)
+class Loading:
+    """A sequence that waits for its blocks' bytes."""
+
+    seq: Sequence
+    tables: TableSlices
+    tickets: set[int]  # of moves that are not over
+    before: SequenceState
+    outcome: CacheOutcome | None = None  # of the lookup, where blocks come from a level of the prefix cache
+    is_complete: bool = True  # nothing is missing so far
+
+
 class Lifecycle:
     """Where every sequence is, and what it holds there.
 
@@ -93,8 +109,8 @@ class Lifecycle:
         self.num_swapped = 0
         self.next_ticket = 0
         self.moving: dict[int, int] = {}  # by ticket, until a move is over: how many blocks come free then
-        self.loading: dict[int, tuple[Sequence, TableSlices]] = {}  # by ticket
-        self.loaded: list[tuple[Sequence, TableSlices]] = []  # whose blocks have arrived
+        self.loading: list[Loading] = []
+        self.loaded: list[Loading] = []  # whose blocks have arrived
         self.rows = RowPool(config.max_num_seqs)
         # By seq_id, for n > 1 until the prompt is done: the rows of the sequences that will be forked from this one.
         self.reserved_rows: dict[int, list[int]] = {}
@@ -133,23 +149,40 @@ class Lifecycle:
         self._take_row(seq)
         self._start(seq, tables, plan)
 
-    def load(self, seq: Sequence, tables: TableSlices, ticket: int) -> None:
+    def load(
+        self, seq: Sequence, tables: TableSlices, tickets: Iterable[int], outcome: CacheOutcome | None = None
+    ) -> None:
         """From the queue onto a row, where it waits for its blocks' bytes. Nobody behind it waits for them."""
-        assert seq.state is SequenceState.SWAPPED
+        entry = Loading(seq, tables, set(tickets), seq.state, outcome)
         self._take_row(seq)
         seq.state = SequenceState.LOADING
-        self.num_swapped -= 1
-        self.loading[ticket] = (seq, tables)
+        self.num_swapped -= entry.before is SequenceState.SWAPPED
+        (self.loading if entry.tickets else self.loaded).append(entry)
 
-    def on_loaded(self, ticket: int) -> None:
-        loaded = self.loading.pop(ticket, None)
-        if loaded is not None:  # else it has ended meanwhile, or it was a move out
-            self.loaded.append(loaded)
+    def on_loaded(self, ticket: int, is_complete: bool) -> None:
+        """A move is over. Who waited for it last runs on, or begins anew if something did not come."""
+        for entry in [entry for entry in self.loading if ticket in entry.tickets]:
+            entry.tickets.discard(ticket)
+            entry.is_complete &= is_complete
+            if not entry.tickets:
+                self.loading.remove(entry)
+                if entry.is_complete:
+                    self.loaded.append(entry)
+                else:
+                    self._begin_anew(entry)
+
+    def _begin_anew(self, entry: Loading) -> None:
+        """Back into the queue, at its old place. What did come is in the cache."""
+        seq = entry.seq
+        self._kv.free(seq.seq_id)
+        self._give_up_load(seq)
+        seq.state, seq.num_computed_tokens = entry.before, 0
+        self.queue.add(seq)
 
     def resume(self, plan: StepPlan) -> None:
         """The first of those whose blocks have arrived runs on."""
-        seq, tables = self.loaded.pop(0)
-        self._start(seq, tables, plan)
+        entry = self.loaded.pop(0)
+        self._start(entry.seq, entry.tables, plan)
 
     def _take_row(self, seq: Sequence) -> None:
         seq.row, *reserved = self.rows.take(self.num_rows_for(seq))
@@ -254,12 +287,25 @@ class Lifecycle:
         self._leave_row(seq)
         return len(pairs or ())
 
-    def move(self, plan: StepPlan, is_load: bool, pairs: list[tuple[int, int]]) -> None:
-        """Enter a move under the next ticket."""
-        if pairs:
-            self.moving[self.next_ticket] = 0 if is_load else len(pairs)
-            plan.moves.append(Move(self.next_ticket, is_load, pairs))
+    def take_ticket(self) -> int:
         self.next_ticket += 1
+        return self.next_ticket - 1
+
+    def move(self, plan: StepPlan, is_load: bool, pairs: list[tuple[int, int]]) -> None:
+        """Enter a swap under the next ticket."""
+        ticket = self.take_ticket()
+        if pairs:
+            self.moving[ticket] = 0 if is_load else len(pairs)
+            plan.moves.append(Move(ticket, is_load, pairs))
+
+    def enter_moves(self, plan: StepPlan, moves: Iterable[Move | KeyedMove]) -> None:
+        """Moves between the device and levels below it. Nobody counts on the blocks of those that go out."""
+        for move in moves:
+            self.moving[move.ticket] = 0
+            if isinstance(move, KeyedMove):
+                plan.keyed_moves.append(move)
+            else:
+                plan.moves.append(move)
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
         """The one exit: gives back whatever the sequence holds, in whatever state it is."""
@@ -294,7 +340,8 @@ class Lifecycle:
         seqs = [seq for request in self.requests.values() for seq in request.sequences]
         assert self.running == sorted(self.running, key=lambda seq: seq.order), "running sequences are not in order"
         self.queue.check()
-        waiting_for_blocks = [seq for seq, _ in (*self.loading.values(), *self.loaded)]
+        waiting_for_blocks = [entry.seq for entry in (*self.loading, *self.loaded)]
+        assert all(entry.tickets <= self.moving.keys() for entry in self.loading), "someone waits for no move"
         num_running = Counter(seq.request.tenant for seq in (*self.running, *waiting_for_blocks))
         assert all(num_running[t.name] == t.num_running for t in self.queue.tenants.values()), "tenants do not add up"
         places = ((list(self.running), _RUNNING), (list(self.queue), _QUEUED), (waiting_for_blocks, _LOADING))
@@ -315,8 +362,8 @@ class Lifecycle:
     def _give_up_load(self, seq: Sequence) -> None:
         """The executor has not heard of its row yet."""
         assert seq.row is not None
-        self.loading = {ticket: entry for ticket, entry in self.loading.items() if entry[0] is not seq}
-        self.loaded = [entry for entry in self.loaded if entry[0] is not seq]
+        self.loading = [entry for entry in self.loading if entry.seq is not seq]
+        self.loaded = [entry for entry in self.loaded if entry.seq is not seq]
         self.rows.take_back_unused([seq.row])
         self._forget_row(seq)
 

@@ -71,7 +71,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._life.requests or self._in_flight or self._life.moving or self._failures)
+        is_busy = self._life.requests or self._in_flight or self._life.moving or self._failures
+        return bool(is_busy) or (self._kv.tiers is not None and self._kv.tiers.has_stores_waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -207,6 +208,8 @@ class Scheduler:
         while True:
             step = StepBuilder(StepPlan(self._next_step), budget=self.config.max_num_batched_tokens)
             step.num_coming_blocks = sum(self._life.moving.values())
+            if self._kv.tiers is not None:
+                self._life.enter_moves(step.plan, self._kv.tiers.start_stores(self._life.take_ticket))
             if self._life.queue.is_shared and (
                 victim := pick_victim_for_fairness(self._life, self._kv, self._refusal, step)
             ):
@@ -463,28 +466,51 @@ class Scheduler:
     def _start(self, seq: Sequence, step: StepBuilder) -> WaitReason | None:
         """Blocks for all tokens of a new or preempted sequence, less what the prefix cache has."""
         match = self._match(seq)
+        below = self._match_below(seq, match)
         num_cached = match.num_tokens if match else 0
         size = self._chunk_size(len(seq.token_ids) - num_cached - self._is_beam(seq), step)
-        if not size:
+        if below is None and not size:
             return WaitReason.BUDGET
         request = seq.request
         is_back = seq.state is SequenceState.PREEMPTED
         tables = self._kv.admit(
-            seq.seq_id, seq.token_ids, match, salt=request.salt, adapter=request.adapter, recompute=is_back
+            seq.seq_id, seq.token_ids, below or match, salt=request.salt, adapter=request.adapter, recompute=is_back
         )
         if tables is None:
             return self._refuse(seq, match)
+        if below is not None:
+            moves = self._kv.start_loads(seq.seq_id, below, seq.token_ids, self._life.take_ticket)
+            self._life.enter_moves(step.plan, moves)
+            seq.num_computed_tokens = below.num_tokens
+            self._life.load(seq, tables, below.tickets, below.outcome)
+            return None
         seq.num_computed_tokens = num_cached
-        if is_back:
-            num_lost = max(0, self._life.lost_tokens.pop(seq.seq_id) - num_cached)
-            seq.num_recomputed_tokens += num_lost
-            self.stats.num_recomputed_tokens += num_lost
-        else:
-            seq.num_cached_tokens = num_cached
-            seq.cache_outcome = match.outcome if match else CacheOutcome.SKIPPED
+        self._note_cached(seq, match.outcome if match else CacheOutcome.SKIPPED)
         self._life.run(seq, tables, step.plan)
         self._add_chunk(seq, size, step)
         return None
+
+    def _note_cached(self, seq: Sequence, outcome: CacheOutcome) -> None:
+        """A sequence is about to run, with the tokens computed that were found."""
+        num_lost = self._life.lost_tokens.pop(seq.seq_id, None)
+        if num_lost is not None:  # it was preempted
+            num_lost = max(0, num_lost - seq.num_computed_tokens)
+            seq.num_recomputed_tokens += num_lost
+            self.stats.num_recomputed_tokens += num_lost
+        else:
+            seq.num_cached_tokens, seq.cache_outcome = seq.num_computed_tokens, outcome
+
+    def _match_below(self, seq: Sequence, match: PrefixMatch | None) -> PrefixMatch | None:
+        if match is None or self._kv.tiers is None or self._is_beam(seq):  # beams come back together, and compute
+            return None
+        request = seq.request
+        return self._kv.match_below(
+            match,
+            seq.token_ids,
+            salt=request.salt,
+            adapter=request.adapter,
+            prefill_tokens_per_s=self.costs.prefill_tokens_per_s,
+        )
 
     def _match(self, seq: Sequence) -> PrefixMatch | None:
         request = seq.request
@@ -502,19 +528,20 @@ class Scheduler:
         if swapped is None:
             return self._refuse(seq, None)
         pairs, tables = swapped
-        self._life.load(seq, tables, self._life.next_ticket)
-        if not pairs:
-            self._life.on_loaded(self._life.next_ticket)  # it had computed nothing
+        self._life.load(seq, tables, [self._life.next_ticket] if pairs else [])  # it may have computed nothing
         self._life.move(step.plan, True, pairs)
         return None
 
     def _resume_loaded(self, step: StepBuilder) -> None:
         """Sequences whose blocks have arrived go on, before anybody new is admitted."""
         while self._life.loaded:
-            seq = self._life.loaded[0][0]
+            entry = self._life.loaded[0]
+            seq = entry.seq
             size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, step)
             if not size:
                 return
+            if entry.outcome is not None:
+                self._note_cached(seq, entry.outcome)
             self._life.resume(step.plan)
             self._add_chunk(seq, size, step)
 
@@ -555,8 +582,8 @@ class Scheduler:
         assert memory.step == result.step, f"the result of step {result.step} came, that of {memory.step} is due"
         for ticket in result.moved:
             self._life.moving.pop(ticket)
-            self._kv.moves_done(ticket)
-            self._life.on_loaded(ticket)
+            is_complete = self._kv.moves_done(ticket, result.missing.get(ticket, ()))
+            self._life.on_loaded(ticket, is_complete)
         timings = result.timings
         kind = StepKind(memory.num_decodes, memory.num_prefill_tokens, memory.num_draft_tokens)
         self.costs.observe_step(kind, device_s=timings.forward_s + timings.sample_s, total_s=timings.total_s)

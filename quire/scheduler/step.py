@@ -40,7 +40,8 @@ class StepBuilder:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.decodes or self.verifying or self.chunks or self.plan.moves)
+        plan = self.plan
+        return not (self.decodes or self.verifying or self.chunks or plan.moves or plan.keyed_moves)
 
     def has_scheduled(self, seq: Sequence) -> bool:
         return seq in self.decodes or seq in self.verifying or seq in self.chunks or seq in self.forked

@@ -8,11 +8,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.params import SamplingSpec
-from quire.plan import Admission, BeamCandidate, BeamGroup, Fork, Move, StepPlan, StepResult, StepTimings, TokenLogprobs
+from quire.plan import (
+    Admission,
+    BeamCandidate,
+    BeamGroup,
+    Fork,
+    KeyedMove,
+    Move,
+    StepPlan,
+    StepResult,
+    StepTimings,
+    TokenLogprobs,
+)
 from quire.request import FinishReason
 from quire.sim.cost import CostModel, SimClock
 from quire.sim.language import ToyLanguage
-from quire.sim.memory import SimMemory, SimTable
+from quire.sim.memory import SimMemory, SimStore, SimTable
 
 
 @dataclass(slots=True)
@@ -65,6 +76,7 @@ class SimExecutor:
         max_num_seqs: int,
         windows: Sequence[int | None] = (None,),
         num_host_blocks: int = 0,
+        stores: Sequence[SimStore] = (),
         depth: int = 1,
         language: ToyLanguage | None = None,
         cost: CostModel | None = None,
@@ -85,7 +97,8 @@ class SimExecutor:
         self._verify = verify
         self._fault = fault  # given a row's tokens: what is wrong with it, for tests of failing sequences
         self._drafter = drafter  # its own: given a row's tokens and how many at most
-        self._moving: deque[tuple[int, Move]] = deque()  # (step, blocks on their way)
+        self._stores = list(stores)
+        self._moving: deque[tuple[int, Move | KeyedMove]] = deque()  # (step, blocks on their way)
         self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which the step is done
         self._busy_until_s = 0.0
         self._last_step: int | None = None
@@ -101,14 +114,15 @@ class SimExecutor:
         self._apply(plan)
         spans = self._spans(plan)
         counts, starts = [span.num_tokens for span in spans], [span.start for span in spans]
-        total_s = self._cost.step_s(counts, starts, sum(len(move.pairs) for move in plan.moves))
+        num_moved = sum(len(move.pairs) for move in (*plan.moves, *plan.keyed_moves))
+        total_s = self._cost.step_s(counts, starts, num_moved)
         self._busy_until_s = max(self._busy_until_s, self._clock() if self._clock else 0.0) + total_s
         result = StepResult(step=plan.step, timings=StepTimings(forward_s=total_s, total_s=total_s))
         if self._verify:
             self._check_writes(spans)
         self._forward(spans, result)
         self._sample(plan, spans, result)
-        result.moved = self._finish_moves(plan.step - self._transfer_steps)
+        self._finish_moves(plan.step - self._transfer_steps, result)
         self._results.append((result, self._busy_until_s))
         return plan.step
 
@@ -138,7 +152,7 @@ class SimExecutor:
         for number in plan.released:
             self._row(number)
             self.rows[number] = None
-        self._moving.extend((plan.step, move) for move in plan.moves)
+        self._moving.extend((plan.step, move) for move in (*plan.moves, *plan.keyed_moves))
         self.memory.copy(plan.copies)
         for admission in plan.admitted:
             self._admit(admission)
@@ -331,11 +345,14 @@ class SimExecutor:
 
     # -- transfers
 
-    def _finish_moves(self, through_step: int) -> list[int]:
+    def _finish_moves(self, through_step: int, result: StepResult) -> None:
         """Bytes are moved as late as they may be, in the order of tickets."""
-        done = []
         while self._moving and self._moving[0][0] <= through_step:
             move = self._moving.popleft()[1]
-            self.memory.move(move)
-            done.append(move.ticket)
-        return done
+            if isinstance(move, KeyedMove):
+                missing = self._stores[move.level].move(move, self.memory.device)
+                if missing:
+                    result.missing[move.ticket] = missing
+            else:
+                self.memory.move(move)
+            result.moved.append(move.ticket)

@@ -6,9 +6,10 @@ given away too early leave another fingerprint, or none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.plan import Move
+from quire.plan import KeyedMove, Move
 
 
 class SimMemory:
@@ -52,6 +53,40 @@ class SimMemory:
                 at = next(i for i, value in enumerate(expected) if found[i] != value)
                 what = "never written" if found[at] is None else "of another prefix"
                 raise AssertionError(f"{reader} reads position {low + at} in block {block}: {what}")
+
+
+class SimStore:
+    """A store of blocks by hash, below simulated memory. What is in `lost` is told of, and does not come."""
+
+    def __init__(self, name: str = "store", *, block_s: float = 0.0) -> None:
+        self.name = name
+        self.blocks: dict[bytes, list[int | None]] = {}
+        self.lost: set[bytes] = set()
+        self._block_s = block_s
+
+    def contains(self, key: bytes) -> bool:
+        return key in self.blocks
+
+    def load_s(self, num_blocks: int) -> float:
+        return num_blocks * self._block_s
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.blocks.pop(key, None)
+
+    def move(self, move: KeyedMove, device: list[list[int | None]]) -> list[int]:
+        """Returns the entries of a load that did not come."""
+        missing = []
+        for i, (block, key) in enumerate(move.pairs):
+            if not move.is_load:
+                self.blocks[key] = list(device[block])
+            elif key in self.lost or key not in self.blocks:
+                self.blocks.pop(key, None)
+                self.lost.discard(key)
+                missing.append(i)
+            else:
+                device[block] = list(self.blocks[key])
+        return missing
 
 
 @dataclass(slots=True)

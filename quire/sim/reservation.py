@@ -157,6 +157,7 @@ class ReservedKV:
     """
 
     block_size = 1
+    tiers = None  # it has no levels below
 
     def __init__(self, allocator: Allocator, policy: Policy) -> None:
         self.allocator = allocator

@@ -55,7 +55,7 @@ def test_acquire_takes_a_cached_block_out_of_the_queue() -> None:
     pool.acquire(pool.blocks[1])
     assert queue_of(pool) == [2, 3, 4, 5]
     assert [pool.blocks[i].ref_count for i in (0, 1)] == [1, 1]
-    with pytest.raises(AssertionError, match="cannot be acquired"):
+    with pytest.raises(AssertionError, match="holds nothing"):
         pool.acquire(pool.blocks[5])  # nothing is known of it
 
 
@@ -70,6 +70,23 @@ def test_a_block_whose_bytes_move_waits_for_the_last_transfer() -> None:
     assert queue_of(pool) == [1]
     pool.transfer_finished(pool.blocks[0])
     assert (pool.num_in_transit_blocks, queue_of(pool)) == (0, [0, 1])
+    pool.check()
+
+
+def test_a_cached_block_whose_bytes_are_read_is_not_evicted_and_can_be_shared() -> None:
+    pool = make_pool(3)
+    pool.allocate(2)
+    name(pool, 0, 1)
+    pool.release_table([0, 1])
+    pool.transfer_started(pool.blocks[0])
+    assert pool.blocks[0].state is BlockState.IN_TRANSIT
+    assert (queue_of(pool), pool.num_cached_blocks, pool.num_in_transit_blocks) == ([2, 1], 1, 1)
+    pool.check()
+    pool.acquire(pool.blocks[0])
+    assert (pool.blocks[0].state, pool.num_in_transit_blocks) == (BlockState.IN_USE, 0)
+    pool.transfer_finished(pool.blocks[0])
+    pool.release(pool.blocks[0])
+    assert queue_of(pool) == [2, 1, 0]
     pool.check()
 
 

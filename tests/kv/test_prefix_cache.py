@@ -20,18 +20,21 @@ def filled(num_blocks: int = 4, max_evicted: int = 8) -> tuple[PrefixCache, list
     return cache, blocks, hashes
 
 
-def test_longest_prefix_stops_at_the_first_miss_and_hashes_no_further() -> None:
-    cache, blocks, _ = filled()
+def test_a_prefix_is_counted_to_the_first_miss_and_hashed_no_further() -> None:
+    cache, blocks, all_hashes = filled()
     cache.forget(blocks[2])
     hashes: list[bytes] = []
-    assert cache.longest_prefix(hashes, ROOT, TOKENS, 4) == blocks[:2]
+    assert cache.count_prefix(hashes, ROOT, TOKENS, 4) == 2
     assert len(hashes) == 3
+    assert cache.count_prefix(hashes, ROOT, TOKENS, 4, below=lambda key: key == all_hashes[2]) == 4
+    assert cache.runs(all_hashes, 0) == [1, 2, 0, 1]
+    assert cache.runs(all_hashes, 0, below=lambda key: key == all_hashes[2]) == [1, 2, 3, 4]
 
 
 def test_known_hashes_are_not_computed_again() -> None:
-    cache, blocks, hashes = filled()
+    cache, _, hashes = filled()
     nonsense = [-1] * 16
-    assert cache.longest_prefix(list(hashes), ROOT, nonsense, 4) == blocks
+    assert cache.count_prefix(list(hashes), ROOT, nonsense, 4) == 4
 
 
 def test_the_first_block_keeps_a_hash() -> None:
@@ -43,15 +46,6 @@ def test_the_first_block_keeps_a_hash() -> None:
     cache.insert(hashes[0], blocks[0])  # again, by a fork: nothing changes
     with pytest.raises(AssertionError, match="disagree"):
         cache.insert(b"other", blocks[0])
-
-
-def test_blocks_in_transit_are_not_found() -> None:
-    cache, blocks, hashes = filled()
-    blocks[0].num_transfers = 1
-    assert cache.lookup(hashes[0]) is blocks[0]  # somebody uses it besides
-    blocks[0].ref_count = 0
-    assert cache.lookup(hashes[0]) is None
-    assert cache.was_lost(hashes[0])
 
 
 def test_evictions_are_remembered_up_to_a_bound() -> None:

@@ -12,6 +12,7 @@ from quire.plan import StepPlan, StepResult
 from quire.request import Request, Sequence, SequenceState
 from quire.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
 from quire.sim import CostModel, SimClock, SimExecutor, ToyLanguage
+from quire.sim.memory import SimStore
 
 _ids = itertools.count()
 
@@ -68,6 +69,8 @@ class Rig:
         fault: Any = None,
         verify: bool = True,
         executor: Any = None,
+        host_block_s: float | None = None,
+        stores: tuple[SimStore, ...] = (),
         **config: Any,
     ) -> None:
         self.clock = SimClock()
@@ -76,6 +79,8 @@ class Rig:
             num_blocks=num_blocks,
             block_size=block_size,
             num_host_blocks=num_host_blocks,
+            host_block_s=host_block_s,
+            stores=stores,
             windows=windows,
             max_span_tokens=config["max_num_batched_tokens"],
             watermark=watermark,
@@ -89,6 +94,7 @@ class Rig:
             num_blocks=num_blocks,
             block_size=block_size,
             num_host_blocks=num_host_blocks,
+            stores=stores,
             max_num_seqs=self.config.max_num_seqs,
             windows=windows,
             depth=depth,

@@ -140,7 +140,7 @@ def test_blocks_and_sequences_hold_after_every_step(
     life, aborted = rig.scheduler._life, set()
     while rig.scheduler.has_work:
         if rng.random() < 0.1:
-            loading = [seq.request for seq, _ in (*life.loading.values(), *life.loaded)]
+            loading = [entry.seq.request for entry in (*life.loading, *life.loaded)]
             victim = rng.choice(loading or requests)
             aborted.update(update.seq.request for update in rig.abort(victim.request_id))
         if rng.random() < 0.1:

@@ -144,7 +144,7 @@ def test_a_request_may_be_given_up_while_its_blocks_come_back() -> None:
     until_preempted(rig)
     while not rig.scheduler._life.loading:
         rig.step()
-    seq, _ = next(iter(rig.scheduler._life.loading.values()))
+    seq = rig.scheduler._life.loading[0].seq
     rig.abort(seq.request.request_id)
     rig.kv.check()
     rig.run()

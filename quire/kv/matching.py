@@ -1,0 +1,113 @@
+"""How long a prefix is there already: on the device, and with what levels below it have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.kv.hashing import BlockHash, in_group
+from quire.kv.prefix_cache import HasBelow, MatchedSlices, PrefixMatch
+from quire.kv.table import first_seen_block
+from quire.request import CacheOutcome
+
+if TYPE_CHECKING:
+    from quire.kv.manager import KVManager
+    from quire.kv.tiers import Tiers
+
+_MAX_CUTS = 16  # lengths at which loading may stop, that are weighed against each other
+
+
+def longest_match(
+    kv: KVManager,
+    hashes: list[BlockHash],
+    root: BlockHash,
+    token_ids: Sequence[int],
+    num_blocks: int,
+    below: HasBelow | None = None,
+) -> int:
+    """The longest prefix of at most `num_blocks` blocks that the device has, or that is `below`. A windowed group needs
+    only the blocks that the token after it sees. `hashes` is the chain as far as it is known, and is extended."""
+    cache, num_matched = kv.cache, num_blocks
+    if None not in kv.windows:
+        cache.extend_chain(hashes, root, token_ids, num_blocks)
+    for group, window in enumerate(kv.windows):
+        if window is None:
+            num_matched = cache.count_prefix(hashes, root, token_ids, num_matched, group, below)
+    # By windowed group: how many known blocks in a row end with each index.
+    runs = [
+        (window, cache.runs(hashes[:num_matched], group, below))
+        for group, window in enumerate(kv.windows)
+        if window is not None
+    ]
+    while num_matched and any(
+        run[num_matched - 1] < num_matched - first_seen_block(num_matched * kv.block_size, window, kv.block_size)
+        for window, run in runs
+    ):
+        num_matched -= 1
+    return num_matched
+
+
+def slices_of(kv: KVManager, hashes: list[BlockHash], num_blocks: int) -> MatchedSlices:
+    """The blocks of each group that a prefix of so many blocks needs; None where the device has not got it."""
+    slices: MatchedSlices = []
+    for group, window in enumerate(kv.windows):
+        first = 0 if window is None else first_seen_block(num_blocks * kv.block_size, window, kv.block_size)
+        blocks = [kv.cache.lookup(block_hash, group) for block_hash in hashes[first:num_blocks]]
+        slices.append((first, [None if block is None else block.block_id for block in blocks]))
+    return slices
+
+
+def match_below(
+    kv: KVManager,
+    tiers: Tiers,
+    match: PrefixMatch,
+    root: BlockHash,
+    token_ids: Sequence[int],
+    prefill_tokens_per_s: float,
+) -> PrefixMatch | None:
+    """A longer match, with blocks that are to be loaded; None where there is none, or computing is cheaper.
+
+    Loading may end wherever the level changes: what is quick to load is loaded, and the rest computed.
+    """
+    num_here, block_size = match.num_tokens // kv.block_size, kv.block_size
+    num_most = longest_match(kv, match.hashes, root, token_ids, (len(token_ids) - 1) // block_size, tiers.has)
+    if num_most <= num_here:
+        return None
+    block_s = block_size / prefill_tokens_per_s
+    best, best_s = None, (num_most - num_here) * block_s
+    for cut in _cuts(kv, tiers, match.hashes, num_here, num_most):
+        length = longest_match(kv, match.hashes, root, token_ids, cut, tiers.has)
+        if length <= num_here:
+            continue
+        slices = slices_of(kv, match.hashes, length)
+        holes: Counter[int] = Counter()
+        tickets: set[int] = set()
+        for group, (first, block_ids) in enumerate(slices):
+            for index, block_id in enumerate(block_ids, start=first):
+                if block_id is not None:
+                    continue
+                key = in_group(match.hashes[index], group)
+                if (origin := tiers.incoming.get(key)) is not None:
+                    block_ids[index - first] = origin.block.block_id
+                    tickets.add(origin.ticket)
+                else:
+                    holes[next(n for n, level in enumerate(tiers.levels) if level.contains(key))] += 1
+        load_s = sum(tiers.levels[number].load_s(num_blocks) for number, num_blocks in holes.items())
+        total_s = load_s + (num_most - length) * block_s
+        if total_s < best_s:
+            outcome = CacheOutcome.HIT if length == (len(token_ids) - 1) // block_size else CacheOutcome.PARTIAL
+            best, best_s = PrefixMatch(slices, length * block_size, outcome, match.hashes, tickets), total_s
+    return best
+
+
+def _cuts(kv: KVManager, tiers: Tiers, hashes: list[BlockHash], num_here: int, num_most: int) -> list[int]:
+    """Lengths after which blocks come from another level, the longest first."""
+    cuts, before = [num_most], None
+    for index in range(num_here, num_most):
+        key = in_group(hashes[index], 0)
+        source = None if kv.cache.lookup(key) is not None or key in tiers.incoming else tiers.source(key)
+        if index > num_here and source is not before:
+            cuts.append(index)
+        before = source
+    return sorted(cuts, reverse=True)[:_MAX_CUTS]

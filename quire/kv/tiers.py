@@ -1,0 +1,339 @@
+"""Levels below the device: which blocks go down, which come back, and what is on its way. Numbers and hashes only.
+
+A level is asked four things: whether it has a block, how long loading would take, and to start a load or a store.
+The host level's blocks are numbers of the host pool. A store level's are hashes: what it has, only it knows.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from quire.kv.blocks import Block
+from quire.kv.hashing import BlockHash
+from quire.kv.host_pool import HostPool
+from quire.kv.pool import BlockPool
+from quire.plan import KeyedMove, Move
+
+TakeTicket = Callable[[], int]
+Pairs = list[tuple[int, BlockHash]]  # (device block, its hash in its group)
+
+_MAX_STORING_BLOCKS = 64  # on their way down at once: these cannot be evicted
+_STORING_SHARE = 8  # and no more than one in so many of all
+_HOST_LATENCY_S = 0.2e-3
+
+
+class Store(Protocol):
+    """What the scheduler's side asks of a store. None of these may wait."""
+
+    @property
+    def name(self) -> str: ...
+
+    def contains(self, key: BlockHash) -> bool: ...
+
+    def load_s(self, num_blocks: int) -> float:
+        """About how long a load of so many would take, with what is queued before it."""
+        ...
+
+    def forget(self, keys: Sequence[BlockHash]) -> None:
+        """Also what is on its way to it."""
+        ...
+
+
+class Level(Protocol):
+    """A level below the device."""
+
+    @property
+    def name(self) -> str: ...
+
+    def contains(self, key: BlockHash) -> bool: ...
+
+    def load_s(self, num_blocks: int) -> float: ...
+
+    def start_load(self, ticket: int, pairs: Pairs) -> Move | KeyedMove: ...
+
+    def start_store(self, ticket: int, pairs: Pairs) -> Move | KeyedMove | None:
+        """None: there is no room for any of them."""
+        ...
+
+    def done(self, ticket: int) -> None:
+        """A load or store is over."""
+        ...
+
+    def forget(self, keys: Sequence[BlockHash]) -> None: ...
+
+
+@dataclass(slots=True)
+class _HostMove:
+    host_ids: list[int]
+    keys: list[BlockHash] | None  # of a store: what they will hold; None: a load
+
+
+class HostLevel:
+    """Cached blocks in host memory. The pool is shared with swap, whose sequences come first."""
+
+    name = "host"
+
+    def __init__(self, pool: HostPool, block_s: float) -> None:
+        self.pool = pool
+        self._block_s = block_s
+        self.moves: dict[int, _HostMove] = {}
+        self._forgotten: set[BlockHash] = set()  # while a store of them is under way
+
+    def contains(self, key: BlockHash) -> bool:
+        return self.pool.lookup(key) is not None
+
+    def load_s(self, num_blocks: int) -> float:
+        return _HOST_LATENCY_S + num_blocks * self._block_s
+
+    def start_load(self, ticket: int, pairs: Pairs) -> Move:
+        host_ids = [self.pool.use(key) for _, key in pairs]
+        self._start(ticket, _HostMove(host_ids, None))
+        return Move(ticket, True, [(block_id, host_id) for (block_id, _), host_id in zip(pairs, host_ids, strict=True)])
+
+    def start_store(self, ticket: int, pairs: Pairs) -> Move | None:
+        pairs = pairs[: self.pool.num_free_blocks]
+        if not pairs:
+            return None
+        host_ids = self.pool.allocate(len(pairs))
+        self._start(ticket, _HostMove(host_ids, [key for _, key in pairs]))
+        return Move(
+            ticket, False, [(block_id, host_id) for (block_id, _), host_id in zip(pairs, host_ids, strict=True)]
+        )
+
+    def _start(self, ticket: int, move: _HostMove) -> None:
+        self.moves[ticket] = move
+        for host_id in move.host_ids:
+            self.pool.transfer_started(host_id)
+
+    def done(self, ticket: int) -> None:
+        move = self.moves.pop(ticket)
+        for host_id in move.host_ids:
+            self.pool.transfer_finished(host_id)
+        for host_id, key in zip(move.host_ids, move.keys or (), strict=False):
+            if key in self._forgotten:
+                self._forgotten.discard(key)
+                self.pool.release(host_id)
+            else:
+                self.pool.keep(host_id, key)
+
+    def forget(self, keys: Sequence[BlockHash]) -> None:
+        storing = {key for move in self.moves.values() for key in move.keys or ()}
+        for key in keys:
+            self.pool.forget(key)
+            if key in storing:
+                self._forgotten.add(key)
+
+    @property
+    def held_ids(self) -> list[int]:
+        """Host blocks that stores under way hold."""
+        return [host_id for move in self.moves.values() if move.keys is not None for host_id in move.host_ids]
+
+    @property
+    def moving_ids(self) -> list[int]:
+        return [host_id for move in self.moves.values() for host_id in move.host_ids]
+
+
+class StoreLevel:
+    """A store that the executor writes to and reads from by hash: disk, or somebody's own."""
+
+    def __init__(self, number: int, store: Store) -> None:
+        self._number = number  # by which plans name it
+        self.store = store
+
+    @property
+    def name(self) -> str:
+        return self.store.name
+
+    def contains(self, key: BlockHash) -> bool:
+        return self.store.contains(key)
+
+    def load_s(self, num_blocks: int) -> float:
+        return self.store.load_s(num_blocks)
+
+    def start_load(self, ticket: int, pairs: Pairs) -> KeyedMove:
+        return KeyedMove(ticket, self._number, True, pairs)
+
+    def start_store(self, ticket: int, pairs: Pairs) -> KeyedMove:
+        return KeyedMove(ticket, self._number, False, pairs)
+
+    def done(self, ticket: int) -> None:
+        pass
+
+    def forget(self, keys: Sequence[BlockHash]) -> None:
+        self.store.forget(keys)
+
+
+class Origin(NamedTuple):
+    """A block on its way to the device: what it will hold, for people to look at once it has come."""
+
+    block: Block
+    ticket: int
+    parent: BlockHash
+    chain_index: int
+    packed_tokens: bytes
+
+
+@dataclass(slots=True)
+class TierMove:
+    """One ticket's blocks."""
+
+    level: Level
+    is_load: bool
+    pairs: Pairs
+
+
+@dataclass(slots=True)
+class LevelCounters:
+    """Totals since the start, in blocks."""
+
+    num_stored: int = 0
+    num_loaded: int = 0
+    num_missing: int = 0  # that a load did not bring
+
+
+@dataclass(slots=True)
+class TierCounters:
+    num_queries: int = 0  # tokens of admitted prompts that the device did not have
+    num_hits: int = 0  # of these, tokens that came from below
+    num_lost: int = 0  # blocks that were evicted before they were written down
+    num_joined: int = 0  # blocks that a sequence waited for because another was loading them
+    levels: dict[str, LevelCounters] = field(default_factory=dict)
+
+
+class Tiers:
+    """The levels in the order in which they are asked, blocks on their way, and blocks that wait to go down.
+
+    Invariants, proved by `check()`: a block that is being loaded has no hash and is known by the one that it will get;
+    the tickets here move exactly the blocks that they say.
+    """
+
+    def __init__(self, levels: Sequence[Level], pool: BlockPool) -> None:
+        self.levels = list(levels)
+        self.moves: dict[int, TierMove] = {}
+        self.incoming: dict[BlockHash, Origin] = {}
+        self.counters = TierCounters(levels={level.name: LevelCounters() for level in levels})
+        self._pool = pool
+        self._cache = pool.cache
+        self._fresh: OrderedDict[BlockHash, Block] = OrderedDict()  # cached and not looked at yet, the oldest first
+        self._max_storing = max(1, min(_MAX_STORING_BLOCKS, len(pool.blocks) // _STORING_SHARE))
+        self._num_storing = 0
+        self._cache.on_insert = self._note_fresh
+
+    @property
+    def has_stores_waiting(self) -> bool:
+        return bool(self._fresh)
+
+    @property
+    def host(self) -> HostLevel | None:
+        return next((level for level in self.levels if isinstance(level, HostLevel)), None)
+
+    def source(self, key: BlockHash) -> Level | None:
+        """The nearest level that has it."""
+        return next((level for level in self.levels if level.contains(key)), None)
+
+    def has(self, key: BlockHash) -> bool:
+        """Whether it is below, or on its way up."""
+        return key in self.incoming or self.source(key) is not None
+
+    # -- up
+
+    def start_loads(self, wanted: Sequence[Origin], keys: Sequence[BlockHash], take_ticket: TakeTicket) -> list[
+        Move | KeyedMove
+    ]:
+        """Moves that bring these blocks, each from the nearest level that has it."""
+        by_level: dict[int, list[int]] = {}
+        for i, key in enumerate(keys):
+            source = next(n for n, level in enumerate(self.levels) if level.contains(key))
+            by_level.setdefault(source, []).append(i)
+        moves = []
+        for number, chosen in by_level.items():
+            ticket, level = take_ticket(), self.levels[number]
+            pairs = [(wanted[i].block.block_id, keys[i]) for i in chosen]
+            moves.append(level.start_load(ticket, pairs))
+            self._start(ticket, TierMove(level, True, pairs))
+            for i in chosen:
+                self.incoming[keys[i]] = wanted[i]._replace(ticket=ticket)
+        return moves
+
+    # -- down
+
+    def _note_fresh(self, block: Block) -> None:
+        assert block.block_hash is not None
+        self._fresh[block.block_hash] = block
+        if len(self._fresh) > len(self._pool.blocks):  # some have been evicted meanwhile: the oldest, as a rule
+            self._fresh.popitem(last=False)
+            self.counters.num_lost += 1
+
+    def start_stores(self, take_ticket: TakeTicket) -> list[Move | KeyedMove]:
+        """Moves that write blocks down. Everything that was noted must have been computed by the steps before the one
+        whose plan these go into."""
+        by_level: dict[int, Pairs] = {}
+        room = self._max_storing - self._num_storing
+        while self._fresh and room > 0:
+            key, block = self._fresh.popitem(last=False)
+            if block.block_hash != key:
+                self.counters.num_lost += not self.has(key)
+                continue
+            lacking = [n for n, level in enumerate(self.levels) if not level.contains(key)]
+            for number in lacking:
+                by_level.setdefault(number, []).append((block.block_id, key))
+            room -= bool(lacking)
+        moves = []
+        for number, pairs in by_level.items():
+            ticket, level = take_ticket(), self.levels[number]
+            move = level.start_store(ticket, pairs)
+            if move is not None:
+                moves.append(move)
+                self._start(ticket, TierMove(level, False, pairs[: len(move.pairs)]))
+                self._num_storing += len(move.pairs)
+        return moves
+
+    def _start(self, ticket: int, move: TierMove) -> None:
+        self.moves[ticket] = move
+        for block_id, _ in move.pairs:
+            self._pool.transfer_started(self._pool.blocks[block_id])
+
+    # -- done
+
+    def done(self, ticket: int, missing: Iterable[int]) -> bool:
+        """A move is over. `missing`: the entries of a load that did not come. Returns whether all came."""
+        move = self.moves.pop(ticket)
+        lost = set(missing)
+        counters = self.counters.levels[move.level.name]
+        # The tail first: the order in which blocks go back to the free queue.
+        for i, (block_id, key) in reversed(list(enumerate(move.pairs))):
+            block = self._pool.blocks[block_id]
+            if move.is_load:
+                origin = self.incoming.pop(key)
+                if i not in lost and self._cache.insert(key, block):
+                    block.parent_hash, block.chain_index = origin.parent, origin.chain_index
+                    block.packed_tokens = origin.packed_tokens
+                    self._note_fresh(block)  # levels above the one it came from may want it
+            self._pool.transfer_finished(block)
+        move.level.done(ticket)
+        if move.is_load:
+            counters.num_loaded += len(move.pairs) - len(lost)
+            counters.num_missing += len(lost)
+        else:
+            counters.num_stored += len(move.pairs) - len(lost)
+            self._num_storing -= len(move.pairs)
+        return not lost
+
+    def forget(self, keys: Sequence[BlockHash]) -> None:
+        for level in self.levels:
+            level.forget(keys)
+
+    def check(self) -> None:
+        coming = {key: block_id for move in self.moves.values() if move.is_load for block_id, key in move.pairs}
+        assert coming == {key: origin.block.block_id for key, origin in self.incoming.items()}, (
+            "blocks on their way up do not add up"
+        )
+        for key, origin in self.incoming.items():
+            move = self.moves[origin.ticket]
+            assert (origin.block.block_id, key) in move.pairs, f"block {origin.block.block_id} comes with another move"
+            assert origin.block.block_hash is None, f"block {origin.block.block_id} has a hash before its bytes"
+        num_storing = sum(len(move.pairs) for move in self.moves.values() if not move.is_load)
+        assert num_storing == self._num_storing, f"{num_storing} blocks go down, counted {self._num_storing}"
