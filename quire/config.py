@@ -7,6 +7,7 @@ ledger shows what was chosen.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,6 +125,10 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None  # the blocks of the KV cache, on any device
     gpu_memory_utilization: float = 0.92
     swap_space_gb: float = 0.0
+    kv_offloading_size: float = 0.0  # GiB of host memory for cached blocks; on a GPU
+    kv_disk_path: str | None = None  # a directory for cached blocks
+    kv_disk_size: int | None = None  # bytes that they may take there, or text such as 50GiB
+    kv_transfer_config: Mapping[str, Any] | None = None  # a store of the user's own: docs/tiers.md
     pinned_prefixes: tuple[str | tuple[int, ...], ...] = ()
     watermark: float = 0.01
     # The scheduler
@@ -147,13 +152,20 @@ class EngineConfig:
         names = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
         return next((name for name in names if getattr(self, name) is not None), None)
 
+    @property
+    def has_kv_stores(self) -> bool:
+        return self.kv_disk_path is not None or bool(self.kv_transfer_config)
+
     def __post_init__(self) -> None:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise ConfigError(f"hf_overrides must map names of config.json to values, got {self.hf_overrides!r}")
         if isinstance(self.kv_cache_memory_bytes, str):
             self._set("kv_cache_memory_bytes", _size(self.kv_cache_memory_bytes, "kv_cache_memory_bytes"))
-        if isinstance(self.swap_space_gb, str):
-            self._set("swap_space_gb", _gib(self.swap_space_gb))
+        if isinstance(self.kv_disk_size, str):
+            self._set("kv_disk_size", _size(self.kv_disk_size, "kv_disk_size"))
+        for name in ("swap_space_gb", "kv_offloading_size"):
+            if isinstance(getattr(self, name), str):
+                self._set(name, _gib(getattr(self, name), name))
         self._set("dtype", _choice(_dtype_name(self.dtype), "dtype", _DTYPES))
         self._set("kv_cache_dtype", _choice(_dtype_name(self.kv_cache_dtype), "kv_cache_dtype", _KV_DTYPES))
         _one_of(self.load_format, "load_format", _LOAD_FORMATS)
@@ -178,6 +190,20 @@ class EngineConfig:
             raise ConfigError("kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: give one")
         if self.pinned_prefixes and not self.enable_prefix_caching:
             raise ConfigError("pinned_prefixes need enable_prefix_caching=True")
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        if self.kv_transfer_config is not None:
+            self._set("kv_transfer_config", _mapping(self.kv_transfer_config, "kv_transfer_config"))
+        if self.kv_disk_path is not None and (not isinstance(self.kv_disk_path, str) or not self.kv_disk_path):
+            raise ConfigError(f"kv_disk_path must be a directory, got {self.kv_disk_path!r}")
+        if (self.kv_disk_path is None) != (self.kv_disk_size is None):
+            raise ConfigError("kv_disk_path and kv_disk_size go together: where blocks are kept, and how much of it")
+        if (self.kv_offloading_size or self.has_kv_stores) and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offloading_size, kv_disk_path and kv_transfer_config keep the prefix cache's blocks: they need "
+                "enable_prefix_caching=True"
+            )
 
     def _check_numbers(self) -> None:
         for name in (
@@ -189,6 +215,7 @@ class EngineConfig:
             "long_prefill_token_threshold",
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",
+            "kv_disk_size",
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -200,6 +227,7 @@ class EngineConfig:
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
         _between(self.gpu_memory_utilization, "gpu_memory_utilization", 0.0, 1.0, open_low=True)
         _between(self.swap_space_gb, "swap_space_gb", 0.0, 1 << 20)
+        _between(self.kv_offloading_size, "kv_offloading_size", 0.0, 1 << 20)
         _between(self.watermark, "watermark", 0.0, 0.5)
         _between(self.priority_ageing_s, "priority_ageing_s", 0.0, 1e9, open_low=True)
         if self.target_step_ms is not None:
@@ -237,12 +265,24 @@ def _size(value: str, name: str) -> int:
         raise ConfigError(f"{name} must be {error}, got {value!r}") from None
 
 
-def _gib(value: str) -> float:
-    """A number alone is GiB, as the argument's name says; 512M is a size."""
+def _gib(value: str, name: str) -> float:
+    """A number alone is GiB, as vLLM has it; 512M is a size."""
     try:
         return float(value)
     except ValueError:
-        return _size(value, "swap_space_gb") / GIB
+        return _size(value, name) / GIB
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """A mapping, or its JSON as command lines have it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a mapping, or one as JSON")
+    return value
 
 
 def _dtype_name(value: Any) -> str:

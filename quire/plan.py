@@ -151,6 +151,9 @@ class StepPlan:
         rows.extend(fork.row for fork in self.forks)
         return rows
 
+    def all_moves(self) -> list[Move | KeyedMove]:
+        return [*self.moves, *self.keyed_moves]
+
     @property
     def is_empty(self) -> bool:
         """True when an executor would have nothing at all to do."""

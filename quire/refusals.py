@@ -119,8 +119,8 @@ ENGINE = _table(
         _NO_OFFLOAD: """
             cpu_offload_gb=0|0.0 cpu_offload_params offload_backend="auto" offload_group_size=0 offload_num_in_group=1
             offload_prefetch_step=1 offload_params""",
-        "use swap_space_gb for host memory": 'kv_offloading_size kv_offloading_backend="native"',
-        _NO_TRANSFER: "kv_transfer_config={} kv_events_config={} weight_transfer_config={}",
+        "kv_offloading_size has one way to do it": 'kv_offloading_backend="native"',
+        _NO_TRANSFER: "kv_events_config={} weight_transfer_config={}",
         _NO_SLEEP: "enable_sleep_mode=false enable_cumem_allocator=false",
         _NO_REMOTE_CODE: "trust_remote_code=false code_revision",
         _NO_PLUGINS: """

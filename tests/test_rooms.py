@@ -33,6 +33,7 @@ FOUNDATION = {
 # Room -> rooms it may import, besides itself and the foundation.
 MAY_IMPORT = {
     "kv": set(),
+    "tiers": set(),
     "text": set(),
     "kernels": set(),
     "scheduler": {"kv"},
@@ -43,7 +44,7 @@ MAY_IMPORT = {
     "sampling": {"kernels"},
     "grammar": {"text", "weights", "models"},
     "weights": {"models", "layers", "kernels"},
-    "executor": {"grammar", "sampling", "weights", "models", "layers", "parallel", "kernels"},
+    "executor": {"tiers", "grammar", "sampling", "weights", "models", "layers", "parallel", "kernels"},
     "engine": {"grammar", "text", "drafting", "scheduler", "kv", "executor", "weights", "models"},
     "router": {"engine", "kv", "text"},
     "server": {"engine", "text", "router"},
@@ -58,7 +59,7 @@ MAY_IMPORT = {
     "bench": {"llm", "engine", "weights", "router"},
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = {"kv", "drafting", "scheduler", "text", "grammar", "sim"} | FOUNDATION
+WITHOUT_TORCH = {"kv", "tiers", "drafting", "scheduler", "text", "grammar", "sim"} | FOUNDATION
 
 
 def modules() -> list[Path]:

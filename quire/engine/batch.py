@@ -19,6 +19,9 @@ from quire.request import Request
 # a model of some billion weights.
 _STEPS_A_SLICE = 8
 
+# After a batch, for blocks to be written to levels below the device.
+_SETTLE_S = 0.5
+
 # Gives the engine the request of that index.
 Add = Callable[[int], Request]
 
@@ -56,6 +59,7 @@ def run_batch(
             yield outputs
             if stop.is_set:
                 raise KeyboardInterrupt
+        engine.core.settle(_SETTLE_S)
 
 
 class Intake:

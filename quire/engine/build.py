@@ -153,6 +153,8 @@ def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenS
         num_blocks=executor.ledger.num_blocks,
         block_size=config.block_size,
         num_host_blocks=executor.ledger.num_host_blocks,
+        host_block_s=_host_block_s(executor) if config.kv_offloading_size else None,
+        stores=executor.executor.worker.stores.stores,
         windows=executor.ledger.windows,
         max_span_tokens=executor.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
@@ -170,6 +172,10 @@ def make_drafter(config: SpeculativeConfig, scheduler: Scheduler) -> Drafter:
     if config.method == "draft_model":
         raise ConfigError("speculative_config: draft models are not served yet; use method suffix or ngram")
     return LookupDrafter(config, scheduler.costs)
+
+
+def _host_block_s(executor: BuiltExecutor) -> float:
+    return executor.ledger.block_bytes / (executor.swap_bytes_per_s or _FIRST_SWAP_BYTES_PER_S)
 
 
 def scheduler_config(config: EngineConfig, executor: BuiltExecutor) -> SchedulerConfig:

@@ -43,6 +43,7 @@ class _Flight:
 
 
 _COMPILING_S = 0.005  # that a loop without other work sleeps: a command may come meanwhile
+_SETTLE_S = 5.0  # at the end of an engine
 _MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for nobody
 
 
@@ -217,5 +218,12 @@ class EngineCore:
         if self._failure is not None:
             raise EngineDeadError(f"the engine failed earlier and stopped: {self._failure!r}") from self._failure
 
+    def settle(self, within_s: float) -> None:
+        """With no request left, write to the levels below what waits for it, for so long at most."""
+        until_s = time.perf_counter() + within_s
+        while self.has_work and not self.scheduler.requests and not self.is_dead and time.perf_counter() < until_s:
+            self.step()
+
     def close(self) -> None:
+        self.settle(_SETTLE_S)
         self.executor.close()

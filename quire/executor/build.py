@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ from quire.executor.profile import (
     measure_activation_bytes,
 )
 from quire.executor.sizing import batch_limits
+from quire.executor.stores import build_stores, describe_blocks
 from quire.executor.timeline import Timeline
 from quire.executor.worker import ElsewhereSampled, Worker
 from quire.grammar import GrammarCompiler, RowConstraints
@@ -45,6 +46,7 @@ from quire.models.kv_layout import kv_layout
 from quire.models.share import ModelShare
 from quire.models.spec import ModelSpec
 from quire.sampling import Sampler
+from quire.tiers.sealed import SealedStore
 from quire.weights import Checkpoint, ProgressFn
 
 if TYPE_CHECKING:
@@ -95,6 +97,8 @@ def build_executor(
     loaded = load_model(config, spec, checkpoint, progress, precompile=precompile, timeline=timeline)
     backend, ledger, timeline = loaded.backend, loaded.ledger, loaded.timeline
     cache = make_cache(loaded, ledger)
+    description = describe_blocks(config, checkpoint, backend, loaded.decoder) if config.has_kv_stores else ""
+    stores = build_stores(config, description, ledger.block_bytes)
     timeline.mark("cache")
     if loaded.precompile is not None:
         loaded.precompile.wait(START)
@@ -112,6 +116,7 @@ def build_executor(
         has_graphs=_has_graphs(config, backend),
         precompile=loaded.precompile,
         constraints=RowConstraints(grammars),
+        stores=stores,
     )
     if executor.worker.graphs is not None:
         timeline.mark("graphs")
@@ -253,6 +258,7 @@ def assemble_executor(
     has_graphs: bool,
     precompile: Precompile | None,
     constraints: RowConstraints | None = None,
+    stores: Sequence[SealedStore] = (),
 ) -> LocalExecutor:
     """Everything that depends on how the cache is cut into blocks; with graphs, the common ones captured."""
     batch = PersistentBatch(
@@ -273,7 +279,9 @@ def assemble_executor(
         memory.held_bytes = ledger.activation_bytes  # from now on, also after captures that failed
     let_go_of_held_memory(backend.device)  # by captures
     hold_activation_memory(ledger.activation_bytes, backend.device)
-    worker = Worker(decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, constraints=constraints)
+    worker = Worker(
+        decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, constraints=constraints, stores=stores
+    )
     return LocalExecutor(worker, single_threaded_torch=backend.is_native_cpu, precompile=precompile)
 
 

@@ -8,7 +8,9 @@ blocks of it. On the host the block comes first.
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -66,6 +68,7 @@ class KVCache:
         self._device_words = self.device_blocks.view(torch.int32)
         self._host_words = self.host_blocks.view(torch.int32)
         self._transfers = Transfers(device) if on_gpu else None
+        self._threads = threading.local()
         self._moved: list[int] = []  # of a CPU, whose moves are over at once
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
@@ -84,6 +87,63 @@ class KVCache:
         with self._transfers.after_computing():
             staged = copy(move.pairs)
         self._transfers.track(move.ticket, staged)
+
+    # -- blocks as bytes, for stores below: begun in the order of plans, carried out on other threads
+
+    def payloads(self, block_ids: list[int], room_bytes: int) -> Callable[[], list[memoryview]]:
+        """A function that gives these blocks' bytes as earlier steps left them, each with so much room behind."""
+        staged: Tensor | None = None
+        ready: torch.cuda.Event | None = None
+        if self._transfers is not None:
+            with self._transfers.after_computing():
+                ids = to_device(np.array(block_ids, dtype=np.int64), self.device_blocks.device)
+                gathered = self._device_words.index_select(1, ids).transpose(0, 1).contiguous()
+                staged = torch.empty(gathered.shape, dtype=torch.int32, pin_memory=True)
+                staged.copy_(gathered, non_blocking=True)
+                gathered.record_stream(torch.cuda.current_stream())
+                ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                ready.record()
+
+        def read() -> list[memoryview]:
+            if ready is not None:
+                ready.synchronize()
+            rows = np.empty((len(block_ids), self.block_bytes + room_bytes), dtype=np.uint8)
+            for i, block_id in enumerate(block_ids):
+                words = self._device_words[:, block_id] if staged is None else staged[i]
+                into = rows[i, : self.block_bytes].view(np.int32).reshape(words.shape)
+                np.copyto(into, words.numpy())
+            return [row.data for row in rows]
+
+        return read
+
+    def fillers(self, block_ids: list[int]) -> Callable[[int, memoryview], None]:
+        """A function that writes the bytes of one of these blocks, by its place, once earlier steps are over."""
+        before: torch.cuda.Event | None = None
+        if self._transfers is not None:
+            before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            before.record()
+
+        def fill(place: int, payload: memoryview) -> None:
+            target = self._device_words[:, block_ids[place]]
+            words = np.frombuffer(payload, dtype=np.int32).reshape(target.shape)
+            if before is None:
+                np.copyto(target.numpy(), words)
+                return
+            stream = self._loading_stream()
+            stream.wait_event(before)
+            with torch.cuda.stream(stream):
+                target.copy_(torch.from_numpy(words.copy()))  # from pageable memory: it returns when it is done
+            stream.synchronize()
+
+        return fill
+
+    def _loading_stream(self) -> torch.cuda.Stream:
+        """One for each thread that loads."""
+        stream: torch.cuda.Stream | None = getattr(self._threads, "stream", None)
+        if stream is None:
+            stream = torch.cuda.Stream(self.device_blocks.device)  # type: ignore[no-untyped-call]
+            self._threads.stream = stream
+        return stream
 
     def take_finished(self) -> list[int]:
         """Tickets of moves that are over, each told once."""

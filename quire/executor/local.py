@@ -117,9 +117,15 @@ class LocalExecutor:
                 result.failed[line.index] = (FinishReason.BANNED, line.constraint.why_stuck())
         self._follow(step)
         result.timings = step.clock.read()
-        if not step.plan.spans.rows:
-            self.worker.cache.wait_for_a_move()  # nobody runs: without it, the loop would spin until one is over
-        result.moved = self.worker.cache.take_finished()
+        cache, stores = self.worker.cache, self.worker.stores
+        if not step.plan.spans.rows:  # nobody runs: without waiting, the loop would spin until a move is over
+            cache.wait_for_a_move()
+            stores.wait_a_moment()
+        result.moved = cache.take_finished()
+        for moved, missing in stores.take_finished():
+            result.moved.append(moved)
+            if missing:
+                result.missing[moved] = missing
         return result
 
     def _judge(self, step: _Submitted) -> None:
@@ -159,6 +165,7 @@ class LocalExecutor:
 
     def close(self) -> None:
         self._submitted.clear()
+        self.worker.stores.close()
 
     @contextlib.contextmanager
     def _torch_threads(self) -> Iterator[None]:

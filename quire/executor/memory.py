@@ -62,7 +62,7 @@ class MemoryLedger:
                 self.kv_bytes,
                 f" ({self.num_blocks:,} blocks of {self.block_size} = {self.num_tokens:,} tokens)",
             ),
-            ("swap", self.swap_bytes, f" ({self.num_host_blocks:,} blocks on the host)"),
+            ("host memory", self.swap_bytes, f" ({self.num_host_blocks:,} blocks)"),
         ]
         return ", ".join(f"{name} {_size(size)}{text}" for name, size, text in entries if size)
 
@@ -99,7 +99,14 @@ def plan_memory(
             f"max_model_len={max_model_len} needs a KV cache of {_size(need)} ({need} bytes), and "
             f"{_size(kv_budget_bytes)} are there for it: lower max_model_len to {capacity}, or raise {kv_budget_flag}"
         )
-    num_host_blocks = int(config.swap_space_gb * GIB) // block_bytes
+    if config.kv_offloading_size and device == "cpu":
+        raise ConfigError(
+            "kv_offloading_size: on a CPU host memory is the KV cache's own memory: raise kv_cache_memory_bytes "
+            "instead, or keep blocks on disk with kv_disk_path and kv_disk_size"
+        )
+    num_host_blocks = int((config.swap_space_gb + config.kv_offloading_size) * GIB) // block_bytes
+    if config.kv_offloading_size and not num_host_blocks:
+        raise MemoryBudgetError(f"kv_offloading_size={config.kv_offloading_size} GiB holds no block: raise it")
     if config.swap_space_gb and not num_host_blocks:
         raise MemoryBudgetError(
             f"swap_space_gb={config.swap_space_gb} holds no block: one takes {_size(block_bytes)}, "

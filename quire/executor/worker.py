@@ -21,6 +21,7 @@ from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.kv_cache import KVCache
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.mixed_step import MixedShape
+from quire.executor.store_moves import StoreMoves
 from quire.grammar import ConstrainedLine, RowConstraints
 from quire.models.decoder import Decoder
 from quire.params import SamplingSpec
@@ -36,6 +37,7 @@ from quire.sampling import (
     verify_drafts,
 )
 from quire.sampling.transfer import to_device
+from quire.tiers.sealed import SealedStore
 
 Sampled = SampledBatch | VerifiedBatch | RankedBatch
 
@@ -81,9 +83,11 @@ class Worker:
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
         constraints: RowConstraints | None = None,
+        stores: Sequence[SealedStore] = (),
     ) -> None:
         self.decoder = decoder
         self.cache = cache
+        self.stores = StoreMoves(cache, stores)
         self.batch = batch
         self.sampler = sampler
         self.graphs = graphs
@@ -103,6 +107,8 @@ class Worker:
                 self.constraints.release(row)
         for move in plan.moves:
             self.cache.move(move)
+        for keyed in plan.keyed_moves:
+            self.stores.move(keyed)
         self.cache.copy(plan.copies)
         for new in plan.admitted:
             self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.tables)
@@ -213,6 +219,7 @@ class Worker:
         if self.constraints is not None:
             self.constraints.clear()
         self.cache.forget_moves()
+        self.stores.forget_moves()
         for row in self.batch.release_all():
             self.sampler.release(row)
 

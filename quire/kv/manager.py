@@ -45,8 +45,8 @@ class KVManager:
     `windows` has an entry for each KV group (see table.py): its sliding window, or None. A step computes at most
     `max_span_tokens` of one sequence: a windowed group has no more blocks than the window and such a span take.
 
-    `host_block_s` makes host blocks a level of the prefix cache too, and says how long a copy of one takes. `stores` are
-    levels below it; plans name them by their places here.
+    `host_block_s` makes host blocks a level of the prefix cache too, and says how long a copy of one takes. `stores`
+    are levels below it; plans name them by their places here.
 
     `watermark` is the share of blocks that an admission or a swap-in must leave free for the growth of what runs
     already; it is waived when nothing is in use, so that a sequence that needs every block can have them.

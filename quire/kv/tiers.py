@@ -240,9 +240,9 @@ class Tiers:
 
     # -- up
 
-    def start_loads(self, wanted: Sequence[Origin], keys: Sequence[BlockHash], take_ticket: TakeTicket) -> list[
-        Move | KeyedMove
-    ]:
+    def start_loads(
+        self, wanted: Sequence[Origin], keys: Sequence[BlockHash], take_ticket: TakeTicket
+    ) -> list[Move | KeyedMove]:
         """Moves that bring these blocks, each from the nearest level that has it."""
         by_level: dict[int, list[int]] = {}
         for i, key in enumerate(keys):

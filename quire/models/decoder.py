@@ -164,6 +164,11 @@ class Decoder:
         for layer, (k_scale, v_scale) in zip(self._layers, scales, strict=True):
             layer.attention.spec = replace(layer.attention.spec, k_scale=k_scale, v_scale=v_scale)
 
+    @property
+    def kv_scales(self) -> list[tuple[float, float]]:
+        """(k_scale, v_scale) of each layer."""
+        return [(layer.attention.spec.k_scale, layer.attention.spec.v_scale) for layer in self._layers]
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """A slot for every tensor that the checkpoint must hold, by its name there."""
         spec, words = self.spec, self.share.words

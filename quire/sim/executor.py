@@ -114,7 +114,7 @@ class SimExecutor:
         self._apply(plan)
         spans = self._spans(plan)
         counts, starts = [span.num_tokens for span in spans], [span.start for span in spans]
-        num_moved = sum(len(move.pairs) for move in (*plan.moves, *plan.keyed_moves))
+        num_moved = sum(len(move.pairs) for move in plan.all_moves())
         total_s = self._cost.step_s(counts, starts, num_moved)
         self._busy_until_s = max(self._busy_until_s, self._clock() if self._clock else 0.0) + total_s
         result = StepResult(step=plan.step, timings=StepTimings(forward_s=total_s, total_s=total_s))
@@ -152,7 +152,7 @@ class SimExecutor:
         for number in plan.released:
             self._row(number)
             self.rows[number] = None
-        self._moving.extend((plan.step, move) for move in (*plan.moves, *plan.keyed_moves))
+        self._moving.extend((plan.step, move) for move in plan.all_moves())
         self.memory.copy(plan.copies)
         for admission in plan.admitted:
             self._admit(admission)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fakes
+import pytest
 import torch
 
 from quire.executor.kv_cache import KVCache
@@ -70,3 +71,26 @@ def test_swap_rate_is_measured() -> None:
     assert rate is not None
     assert rate > 0
     assert make(num_host_blocks=0).measure_swap_rate() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_blocks_as_bytes_and_back(dtype: torch.dtype) -> None:
+    cache = KVCache(
+        SPEC,
+        kv_layout(SPEC, None),
+        num_blocks=6,
+        num_host_blocks=0,
+        block_size=4,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    words = cache.device_blocks.view(torch.int32)
+    words.random_()
+    before = words.clone()
+    blocks = cache.payloads([4, 1], 16)()
+    assert [len(block) for block in blocks] == [cache.block_bytes + 16] * 2
+    fill = cache.fillers([0, 5])
+    for place, block in enumerate(blocks):
+        fill(place, block[: cache.block_bytes])
+    assert torch.equal(words[:, [0, 5]], before[:, [4, 1]])
+    assert torch.equal(words[:, 1:5], before[:, 1:5])

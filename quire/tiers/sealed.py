@@ -1,0 +1,176 @@
+"""A connector as the engine uses it: keys with the engine's identity in front, sealed blocks, threads, and numbers.
+
+A sealed block is the payload and a digest of key and payload. It is made when the block goes out and checked when it
+comes back, so that no store can make the engine read bytes that are not this block's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from quire.log import get_logger
+from quire.tiers.connector import Bytes, Connector, HasUsage
+
+SEAL_BYTES = 16
+_READERS = 2
+_FIRST_BYTES_PER_S = 500e6  # before a load was measured
+_LATENCY_S = 1e-3  # a step has to end before a load is noticed
+_SMOOTHING = 0.3
+_TELL_EVERY_S = 60.0
+
+
+def seal_of(key: bytes, payload: Bytes) -> bytes:
+    digest = hashlib.sha256(key)
+    digest.update(payload)
+    return digest.digest()[:SEAL_BYTES]
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """Totals since the start, in blocks."""
+
+    num_loaded: int = 0
+    num_stored: int = 0
+    num_missing: int = 0  # were said to be there, and were not
+    num_rejected: int = 0  # came, and were not what they should be
+    num_errors: int = 0  # calls that raised
+
+
+class SealedStore:
+    """One store level. `contains`, `load_s` and `forget` are the scheduler's, `load` and `store` the executor's."""
+
+    def __init__(self, name: str, connector: Connector, *, identity: bytes, block_bytes: int) -> None:
+        self.name = name
+        self.connector = connector
+        self.block_bytes = block_bytes
+        self.counters = StoreCounters()
+        self._identity = identity
+        self._block_s = block_bytes / _FIRST_BYTES_PER_S
+        self._num_queued = 0  # blocks whose loads have begun and are not over
+        self._lock = threading.Lock()
+        self._forgotten: set[bytes] = set()  # until the writer has told the connector
+        self._writer = ThreadPoolExecutor(1, f"kv-{name}-store")
+        self._readers = ThreadPoolExecutor(_READERS, f"kv-{name}-load")
+        self._told_s = -_TELL_EVERY_S
+
+    # -- the scheduler's side: nothing here waits
+
+    def contains(self, key: bytes) -> bool:
+        if key in self._forgotten:
+            return False
+        try:
+            return self.connector.contains(self._identity + key)
+        except Exception as error:
+            self._note_error("contains", error)
+            return False
+
+    def load_s(self, num_blocks: int) -> float:
+        return _LATENCY_S + (self._num_queued + num_blocks) * self._block_s
+
+    @property
+    def block_s(self) -> float:
+        """Seconds that a block takes to load, as measured."""
+        return self._block_s
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Behind the stores that are queued: they are forgotten too."""
+        if keys:
+            self._forgotten.update(keys)
+            self._writer.submit(self._forget, list(keys))
+
+    def _forget(self, keys: list[bytes]) -> None:
+        try:
+            self.connector.forget([self._identity + key for key in keys])
+        except Exception as error:
+            self._note_error("forget", error)
+        finally:
+            self._forgotten.difference_update(keys)
+
+    # -- the executor's side
+
+    def start_load(self, keys: Sequence[bytes], use: Callable[[int, memoryview], None], done: Done) -> None:
+        """Calls `use` with the place and the payload of each block that came and is right, then `done` with the places
+        of the others; both on another thread."""
+        with self._lock:
+            self._num_queued += len(keys)
+        self._readers.submit(self._load, [self._identity + key for key in keys], use, done)
+
+    def start_store(self, keys: Sequence[bytes], read: Callable[[], Sequence[memoryview]], done: Done) -> None:
+        """`read` gives the blocks, each with room for the seal behind its payload. It is called on another thread."""
+        self._writer.submit(self._store, [self._identity + key for key in keys], read, done)
+
+    def _load(self, keys: list[bytes], use: Callable[[int, memoryview], None], done: Done) -> None:
+        missing = list(range(len(keys)))
+        rejected = []
+        started = time.perf_counter()
+        try:
+            for i, (key, block) in enumerate(zip(keys, self.connector.load(keys), strict=True)):
+                if block is None:
+                    continue
+                if (payload := self._open(key, block)) is None:
+                    rejected.append(key)
+                    continue
+                use(i, payload)
+                missing.remove(i)
+            if rejected:
+                self.connector.forget(rejected)
+        except Exception as error:
+            self._note_error("load", error)
+        finally:
+            with self._lock:
+                self._num_queued -= len(keys)
+                self.counters.num_loaded += len(keys) - len(missing)
+                self.counters.num_missing += len(missing) - len(rejected)
+                self.counters.num_rejected += len(rejected)
+                if not missing:
+                    block_s = (time.perf_counter() - started) / len(keys)
+                    self._block_s += _SMOOTHING * (block_s - self._block_s)
+            done(missing)
+
+    def _open(self, key: bytes, block: Bytes) -> memoryview | None:
+        """The payload, if the block is what was stored under this key."""
+        view = memoryview(block).cast("B")
+        if len(view) != self.block_bytes + SEAL_BYTES:
+            return None
+        payload = view[: self.block_bytes]
+        return payload if seal_of(key, payload) == view[self.block_bytes :] else None
+
+    def _store(self, keys: list[bytes], read: Callable[[], Sequence[memoryview]], done: Done) -> None:
+        missing = list(range(len(keys)))
+        try:
+            blocks = read()
+            for key, block in zip(keys, blocks, strict=True):
+                block[self.block_bytes :] = seal_of(key, block[: self.block_bytes])
+            self.connector.store(keys, blocks)
+            self.counters.num_stored += len(keys)
+            missing = []
+        except Exception as error:
+            self._note_error("store", error)
+        finally:
+            done(missing)
+
+    def _note_error(self, call: str, error: Exception) -> None:
+        self.counters.num_errors += 1
+        now = time.monotonic()
+        if now - self._told_s >= _TELL_EVERY_S:
+            self._told_s = now
+            get_logger().warning(
+                "the KV store %s failed in %s: %s (counted; blocks are computed)", self.name, call, error
+            )
+
+    def usage(self) -> dict[str, float]:
+        return dict(self.connector.usage()) if isinstance(self.connector, HasUsage) else {}
+
+    def close(self) -> None:
+        """Finishes the stores that are under way."""
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._writer.shutdown(wait=True)
+        self.connector.close()
+
+
+Done = Callable[[list[int]], None]
