@@ -62,7 +62,7 @@ class MemoryLedger:
                 self.kv_bytes,
                 f" ({self.num_blocks:,} blocks of {self.block_size} = {self.num_tokens:,} tokens)",
             ),
-            ("host memory", self.swap_bytes, f" ({self.num_host_blocks:,} blocks)"),
+            ("host memory", self.swap_bytes, f" ({self.num_host_blocks:,} blocks on the host)"),
         ]
         return ", ".join(f"{name} {_size(size)}{text}" for name, size, text in entries if size)
 

@@ -10,7 +10,6 @@ from quire.kv.blocks import Block
 from quire.kv.hashing import BlockHash, block_hasher, in_group, token_packer
 from quire.request import CacheOutcome
 
-
 # As TableSlices; None: a level below has the block.
 MatchedSlices = list[tuple[int, list[int | None]]]
 

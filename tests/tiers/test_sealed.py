@@ -67,9 +67,8 @@ def test_what_is_stored_is_loaded_and_measured() -> None:
 def test_forgetting_comes_after_the_stores_before_it() -> None:
     level = sealed(MemoryStore())
     gate = threading.Event()
-    level.start_store(
-        [b"1"], lambda: [memoryview(bytearray(BLOCK + SEAL_BYTES))][: gate.wait(60)], lambda missing: None
-    )
+    block = memoryview(bytearray(BLOCK + SEAL_BYTES))
+    level.start_store([b"1"], lambda: [block][: gate.wait(60)], lambda missing: None)
     level.forget([b"1"])
     assert not level.contains(b"1")
     gate.set()
