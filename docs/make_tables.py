@@ -49,6 +49,8 @@ VLLM_FLAGS: dict[str, str] = {
     "num_gpu_blocks_override": "",
     "gpu_memory_utilization": "",
     "swap_space_gb": "vLLM had it as --swap-space, which is taken too",
+    "kv_offloading_size": "on a GPU; a CPU's host memory is its KV cache's",
+    "kv_transfer_config": "kv_connector and kv_connector_extra_config, of a class of Quire's protocol: docs/tiers.md",
     "max_num_seqs": "",
     "max_num_batched_tokens": "",
     "long_prefill_token_threshold": "",
