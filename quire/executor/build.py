@@ -279,9 +279,7 @@ def assemble_executor(
         memory.held_bytes = ledger.activation_bytes  # from now on, also after captures that failed
     let_go_of_held_memory(backend.device)  # by captures
     hold_activation_memory(ledger.activation_bytes, backend.device)
-    worker = Worker(
-        decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, constraints=constraints, stores=stores
-    )
+    worker = Worker(decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, constraints=constraints, stores=stores)
     return LocalExecutor(worker, single_threaded_torch=backend.is_native_cpu, precompile=precompile)
 
 
