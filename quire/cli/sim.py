@@ -12,7 +12,7 @@ from quire.cli.parser import WideHelp
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.sim.devices import DEVICES, Device, read_devices
-from quire.sim.fleet import POLICIES
+from quire.sim.policies import POLICIES
 
 
 def add_parser(subparsers: Any) -> None:
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     where.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices a layer")
     where.add_argument("-pp", "--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of layers")
     where.add_argument("-dp", "--replicas", "--data-parallel-size", type=int, default=1, metavar="N", help="replicas")
-    where.add_argument("--policy", default="least-loaded", metavar="NAME", help=f"of the router: {', '.join(POLICIES)}")
+    where.add_argument("--policy", default="first-token", metavar="NAME", help=f"of the router: {', '.join(POLICIES)}")
     where.add_argument("--front-ms", type=float, metavar="MS", help="HTTP and tokenizing before and behind the engine")
     add_workload_flags(parser, default="sharegpt")
     traffic = parser.add_argument_group("more traffic")

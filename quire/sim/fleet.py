@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import heapq
-import random
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,70 +13,12 @@ from quire.errors import ConfigError
 from quire.params import SamplingSpec
 from quire.request import Request
 from quire.sim.cost import StepCost
+from quire.sim.policies import POLICIES, Policy
 from quire.sim.replica import Replica, ReplicaConfig, TokenTimes
 from quire.sim.traffic import SimRequest
 
 _NUM_SAMPLES = 200  # readings over a run
 _GREEDY = SamplingSpec(temperature=0.0)
-
-
-class Policy(ABC):
-    """Which replica a request goes to."""
-
-    def __init__(self, replicas: Sequence[Replica], clock: Callable[[], float]) -> None:
-        self.replicas = replicas
-
-    @abstractmethod
-    def choose(self, request: Request) -> int:
-        """The index of a replica, which is given the request at once."""
-
-    def on_end(self, index: int, request: Request) -> None:  # noqa: B027 - most do not care
-        """The request has ended there."""
-
-
-class RoundRobin(Policy):
-    _last = -1
-
-    def choose(self, request: Request) -> int:
-        self._last = (self._last + 1) % len(self.replicas)
-        return self._last
-
-
-class Random(Policy):
-    def __init__(self, replicas: Sequence[Replica], clock: Callable[[], float]) -> None:
-        super().__init__(replicas, clock)
-        self._rng = random.Random(0)
-
-    def choose(self, request: Request) -> int:
-        return self._rng.randrange(len(self.replicas))
-
-
-class LeastLoaded(Policy):
-    """The fewest requests under way; of equals, the one that was chosen or done longest ago."""
-
-    def __init__(self, replicas: Sequence[Replica], clock: Callable[[], float]) -> None:
-        super().__init__(replicas, clock)
-        self._counts = [0] * len(replicas)
-        self._turn = len(replicas)
-        self._heap = [(0, index, index) for index in range(len(replicas))]  # with entries that are out of date
-
-    def choose(self, request: Request) -> int:
-        while True:
-            count, _, index = heapq.heappop(self._heap)
-            if count == self._counts[index]:
-                self._count(index, 1)
-                return index
-
-    def on_end(self, index: int, request: Request) -> None:
-        self._count(index, -1)
-
-    def _count(self, index: int, change: int) -> None:
-        self._counts[index] += change
-        self._turn += 1
-        heapq.heappush(self._heap, (self._counts[index], self._turn, index))
-
-
-POLICIES: dict[str, type[Policy]] = {"round-robin": RoundRobin, "random": Random, "least-loaded": LeastLoaded}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +28,7 @@ class Fleet:
     config: ReplicaConfig
     cost: StepCost
     num_replicas: int = 1
-    policy: str = "least-loaded"
+    policy: str = "first-token"
     front_s: float = 0.0
     replicas: list[Replica] = field(default_factory=list)
     times: TokenTimes = field(default_factory=TokenTimes)
@@ -110,6 +50,7 @@ class Fleet:
         started = time.perf_counter()
         policy = POLICIES[self.policy](self.replicas, lambda: self.now_s)
         for number, replica in enumerate(self.replicas):
+            replica.on_first_token = partial(policy.on_first_token, number)
             replica.on_end = partial(self._on_end, policy, number)
         self.first_arrival_s = requests[0].arrival_s if requests else 0.0
         num_samples = max(20, min(_NUM_SAMPLES, 20_000 // self.num_replicas))

@@ -8,7 +8,8 @@ import pytest
 from quire.errors import ConfigError
 from quire.scheduler import SchedulerConfig
 from quire.sim import CostModel
-from quire.sim.fleet import POLICIES, Fleet, weighted_percentiles
+from quire.sim.fleet import Fleet, weighted_percentiles
+from quire.sim.policies import POLICIES
 from quire.sim.replica import ReplicaConfig
 from quire.sim.traffic import SimRequest
 
@@ -48,6 +49,18 @@ def test_replicas_share_the_traffic_and_a_prefix_is_found_where_it_was() -> None
     one, two = (serve(requests, count, "round-robin").report("", 40) for count in (1, 2))
     assert one.kv and two.kv
     assert one.kv.prefix_hit_tokens == 39 * 64 and two.kv.prefix_hit_tokens == 38 * 64
+
+
+def test_the_products_router_finds_prefixes_that_no_single_cache_holds() -> None:
+    """24 prefixes of 20 blocks, where each replica's cache holds about three of them."""
+    order = [(7 * i) % 24 for i in range(240)]
+    requests = [SimRequest(0.1 * i, 330, 4, ((f"prefix {one}", 320),)) for i, one in enumerate(order)]
+    hits = {}
+    for policy in POLICIES:
+        kv = serve(requests, 10, policy).report("", 240).kv
+        assert kv is not None
+        hits[policy] = kv.prefix_hit_rate
+    assert hits["first-token"] > 0.8 > 0.3 > max(rate for name, rate in hits.items() if name != "first-token")
 
 
 def test_what_cannot_be_a_fleet_is_refused() -> None:
