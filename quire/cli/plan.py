@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
+import sys
 from typing import Any
 
 from quire.cli.plan_text import render
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.gpu_record import GpuRecord, recall_gpu
+from quire.lab.capacity import Limits
 from quire.lab.planner import make_plan
 from quire.lab.shapes import GPU_BYTES, SHAPES, gguf_file_bytes, read_model_spec
 from quire.lab.traffic import Kind
+from quire.sim.devices import DEVICES, read_devices
 from quire.sizes import read_size
 
 _ENGINE_FLAGS: dict[str, tuple[Any, str]] = {
@@ -39,7 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         epilog="examples:\n"
         "  quire plan\n"
         "  quire plan llama-3.1-8b --gpu h100 --prompt-len 1024 --output-len 256\n"
-        "  quire plan ./my-model --memory 24GiB --mix 200:400:3 --mix 6000:300:1 --concurrency 64\n\n"
+        "  quire plan ./my-model --memory 24GiB --mix 200:400:3 --mix 6000:300:1 --concurrency 64\n"
+        "  quire plan llama-3.1-8b --rate 1000000/min --slo ttft=500ms,itl=50ms\n\n"
         f"shapes known by name: {', '.join(SHAPES)}\nGPUs known by name: {', '.join(GPU_BYTES)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -69,6 +74,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="one kind of request and its share of all; may be repeated",
     )
     traffic.add_argument("--concurrency", type=int, metavar="N", help="how many should run at once")
+    fleet = parser.add_argument_group("how many devices serve a rate of requests")
+    fleet.add_argument("--rate", metavar="N/UNIT", help="requests: 50/s, 1000000/min or 2e6/h; needs --slo")
+    fleet.add_argument("--slo", metavar="LIMITS", help="for 99 of 100 requests, such as ttft=500ms,itl=50ms")
+    fleet.add_argument("--devices", metavar="FILE", help="JSON: prices, other GPUs, or other numbers for known ones")
+    fleet.add_argument("--plot", metavar="FILE", help="cost against rate (.svg, .html, .png, .pdf)")
     engine = parser.add_argument_group("engine settings to plan with")
     for name, (kind, text) in _ENGINE_FLAGS.items():
         engine.add_argument("--" + name.replace("_", "-"), type=kind, metavar=name.upper(), help=text)
@@ -79,6 +89,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     mix = _mix(args)
+    if args.rate is not None or args.slo is not None:
+        return _run_capacity(args, mix)
+    for name in ("devices", "plot"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} belongs to --rate and --slo: give them too, or leave it out")
     device, memory_bytes, where, record = _device(args)
     values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, "enforce_eager")}
     config = EngineConfig(model=args.model, **values)
@@ -95,6 +110,78 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(render(plan, where=where, hub_id=SHAPES[args.model].hub_id if args.model in SHAPES else args.model))
     return 0 if plan.chosen.ledger is not None else 1
+
+
+def _run_capacity(args: argparse.Namespace, mix: list[Kind]) -> int:
+    from quire.bench.plots import check_plot, write_charts
+    from quire.lab import capacity
+
+    if args.rate is None or args.slo is None:
+        raise ConfigError("--rate and --slo belong together: such as --rate 100/s --slo ttft=500ms,itl=50ms")
+    if args.memory is not None or args.concurrency is not None or args.device == "cpu":
+        raise ConfigError(
+            "--rate chooses among GPUs: leave --memory, --concurrency and --device out, or name one by --gpu"
+        )
+    rate, limits = read_rate(args.rate), read_limits(args.slo)
+    devices = read_devices(args.devices) if args.devices else DEVICES
+    if args.gpu is not None:
+        name = args.gpu.lower().replace("_", "-")
+        if name not in devices:
+            raise ConfigError(f"--gpu {args.gpu} is not known: there are {', '.join(devices)}")
+        devices = {name: devices[name]}
+    if args.plot:
+        check_plot(args.plot)
+    values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, "enforce_eager")}
+    spec = read_model_spec(args.model)
+    longest = max((kind.prompt_len + kind.output_len for kind in mix), default=4096)
+    if values["max_model_len"] is None:  # longer ones would take memory that nobody asked for
+        values["max_model_len"] = min(spec.max_position, max(4096, longest))
+    config = EngineConfig(model=args.model, **values)
+    _check_mix(mix, config.max_model_len or spec.max_position)
+    found = capacity.plan_capacity(
+        config,
+        spec,
+        list(devices.values()),
+        rate=rate,
+        limits=limits,
+        mix=mix,
+        tell=lambda text: print(f"quire: {text}", file=sys.stderr),
+    )
+    print(json.dumps(found.to_data(), indent=2) if args.json else capacity.as_text(found))
+    if args.plot:
+        chart = capacity.cost_chart(found)
+        write_charts(args.plot, [chart], chart.title)
+    return 0
+
+
+_PER_SECOND = {"s": 1, "sec": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400}
+
+
+def read_rate(text: str) -> float:
+    """Requests a second."""
+    value, _, unit = text.replace(",", "").replace("_", "").partition("/")
+    try:
+        rate = float(value) / _PER_SECOND[unit.strip() or "s"]
+    except (ValueError, KeyError):
+        rate = 0.0
+    if not 0 < rate < 1e9:
+        raise ConfigError(f"--rate must be requests over a time, such as 50/s, 1000000/min or 2e6/h; got {text!r}")
+    return rate
+
+
+def read_limits(text: str) -> Limits:
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        match = re.fullmatch(r"([0-9.]+)\s*(ms|s)", value.strip())
+        if name not in ("ttft", "itl") or match is None or not float(match[1]) > 0:
+            raise ConfigError(
+                f"--slo must name ttft and itl, such as ttft=500ms,itl=50ms or ttft=2s,itl=0.1s; got {text!r}"
+            )
+        found[name] = float(match[1]) / (1e3 if match[2] == "ms" else 1.0)
+    if len(found) < 2:
+        raise ConfigError(f"--slo needs both ttft and itl, such as ttft=500ms,itl=50ms; got {text!r}")
+    return Limits(found["ttft"], found["itl"])
 
 
 def _device(args: argparse.Namespace) -> tuple[str, int | None, str, GpuRecord | None]:

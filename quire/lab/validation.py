@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from quire.bench.report import RunReport
+from quire.bench.profile import STEP_COLUMNS
+from quire.bench.report import Percentiles, RunReport
 from quire.bench.text import table
 from quire.bench.units import number
 from quire.bench.workloads import WORKLOADS, Workload, arrival_times, even_lengths, sharegpt, usable_vocab
@@ -21,10 +24,14 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.lab.shapes import read_model_spec
 from quire.lab.simulated import SimulatedEngine, engine_by_arithmetic, engine_by_profile
+from quire.request import Sequence as TokenSequence
 from quire.sim.devices import DEVICES
 from quire.sim.fleet import Fleet
 from quire.sim.profile import RecordedProfile, fit_steps
 from quire.sim.traffic import SimRequest, from_workload
+
+if TYPE_CHECKING:
+    from quire import LLMEngine
 
 WANTED_PERCENT = 10.0
 
@@ -137,17 +144,20 @@ def _latency_rows(run: str, measured_ms: Sequence[float], predicted_ms: Sequence
 
 # -- this machine, now
 
-_ROUNDS = 8
-_NUM_LIVE = 8  # requests of a batch
+_ROUNDS = 6
+_NUM_LIVE = 12  # requests of a batch
 _SHARE_OF_CAPACITY = 0.5  # of the requests/s that a batch is served with
 
 
 def measured_live(config: EngineConfig) -> list[Row]:
-    """Rounds of profile, offline batch and timed arrivals, so that drift falls on all of them."""
-    from quire import LLMEngine
-    from quire.bench.measure import measure
-    from quire.bench.profile import profile_workload
+    """Rounds of steps to learn from, a batch, and timed arrivals, so that drift falls on all of them.
 
+    With one thread the clock is that of the thread itself, which stands still while other programs have the core.
+    """
+    from quire import LLMEngine
+    from quire.bench.machine import describe_engine, describe_machine
+
+    clock = time.process_time if config.num_threads == 1 else time.perf_counter
     engine = LLMEngine.from_config(config)
     vocab = usable_vocab(engine.spec.vocab_size)
 
@@ -157,16 +167,15 @@ def measured_live(config: EngineConfig) -> list[Row]:
     def batch(seed: int) -> Workload:
         return even_lengths(vocab, 1_000 + seed, _NUM_LIVE, (32, 200), (16, 48))
 
-    profile_workload(engine, learn(99)[:8], name="warm-up")
+    _drive(engine, from_workload(learn(99)[:4], None), clock)  # to warm up
     recorded, at_once, timed, times = [], [], [], []
     for seed in range(_ROUNDS):
-        recorded.append(profile_workload(engine, learn(seed), name="learn")[0])
-        at_once.append(measure(engine, batch(seed), name="batch"))
-        rate = _SHARE_OF_CAPACITY * at_once[0].requests / at_once[0].seconds
+        recorded.append(_drive(engine, from_workload(learn(seed), None), clock))
+        at_once.append(_drive(engine, from_workload(batch(seed), None), clock))
+        rate = _SHARE_OF_CAPACITY * _NUM_LIVE / at_once[0].seconds
         times.append(arrival_times(_NUM_LIVE, rate, seed=seed))
-        timed.append(measure(engine, batch(500 + seed), name="timed", arrivals=times[-1]))
-        engine.reset_prefix_cache()
-    profile = RecordedProfile(fit_steps(recorded), recorded[0].settings, recorded[0].machine)
+        timed.append(_drive(engine, from_workload(batch(500 + seed), times[-1]), clock))
+    profile = RecordedProfile(fit_steps(recorded), describe_engine(engine), describe_machine())
     simulated = engine_by_profile(profile, is_read_along=False)
     engine.close()
     predicted = [_run(simulated, from_workload(batch(seed), None)) for seed in range(_ROUNDS)]
@@ -176,8 +185,58 @@ def measured_live(config: EngineConfig) -> list[Row]:
     rows = [Row(f"{_NUM_LIVE} at once", "output tokens/s", *totals)]
     rows += _latency_rows(f"{_NUM_LIVE} at once", *(_medians(runs) for runs in (at_once, predicted)))
     predicted = [_run(simulated, from_workload(batch(500 + seed), times[seed])) for seed in range(_ROUNDS)]
-    return rows + _latency_rows(
-        f"{_NUM_LIVE}, Poisson at half of that", *(_medians(runs) for runs in (timed, predicted))
+    name = f"{_NUM_LIVE}, Poisson at half of that"
+    return rows + _latency_rows(name, *(_medians(runs) for runs in (timed, predicted)))
+
+
+def _drive(engine: LLMEngine, requests: list[SimRequest], clock: Callable[[], float]) -> RunReport:
+    """Serve them by a clock of its own, in which an engine that waits for the next arrival need not wait for it."""
+    from quire.bench.drive import forced_length
+    from quire.bench.steps import watch_steps
+
+    engine.reset_prefix_cache()
+    steps: dict[str, list[float]] = {column: [] for column in ("seconds", *STEP_COLUMNS)}
+    first_s: list[float] = []
+    between_s: list[float] = []
+    last_s: dict[int, tuple[int, float]] = {}  # by request: its tokens so far, and when the last came
+    lines: dict[int, TokenSequence] = {}
+    num_added, skipped_s = 0, -clock()
+    with watch_steps(engine.core, every_step=False) as watch:
+        while num_added < len(requests) or engine.has_unfinished_requests():
+            now_s = clock() + skipped_s
+            if num_added < len(requests) and not engine.has_unfinished_requests():
+                skipped_s += max(0.0, requests[num_added].arrival_s - now_s)
+                now_s = max(now_s, requests[num_added].arrival_s)
+            while num_added < len(requests) and requests[num_added].arrival_s <= now_s:
+                request = requests[num_added]
+                assert request.prompt is not None
+                added = engine.add_request(str(num_added), request.prompt, forced_length(request.output_len))
+                lines[num_added] = added.sequences[0]
+                num_added += 1
+            began_s, num_before = clock(), len(watch.steps)
+            engine.step()
+            now_s = clock() + skipped_s
+            if len(watch.steps) > num_before:
+                steps["seconds"].append(clock() - began_s)
+                for column in STEP_COLUMNS:
+                    steps[column].append(float(getattr(watch.steps[-1].load, column)))
+            for index, line in list(lines.items()):
+                before = last_s.get(index)
+                if line.num_output_tokens > (before[0] if before else 0):
+                    if before is None:
+                        first_s.append(now_s - requests[index].arrival_s)
+                    else:
+                        between_s.append(now_s - before[1])
+                    last_s[index] = (line.num_output_tokens, now_s)
+                if line.finish_reason is not None:
+                    del lines[index]
+    return RunReport(
+        workload="live",
+        steps=steps,
+        seconds=clock() + skipped_s,
+        output_tokens=sum(request.output_len for request in requests),
+        ttft_s=Percentiles.of(first_s),
+        itl_s=Percentiles.of(between_s),
     )
 
 

@@ -45,8 +45,8 @@ class Fleet:
             raise ConfigError(f"unknown policy {self.policy!r}: there are {', '.join(POLICIES)}")
         self.replicas = [Replica(self.config, self.cost, self.times) for _ in range(self.num_replicas)]
 
-    def run(self, requests: Sequence[SimRequest], *, until_s: float | None = None) -> None:
-        """Serve them all, or as far as they get until then."""
+    def run(self, requests: Sequence[SimRequest], *, from_s: float | None = None, until_s: float | None = None) -> None:
+        """Serve them all, or as far as they get until `until_s`; of what comes before `from_s` no times are kept."""
         started = time.perf_counter()
         policy = POLICIES[self.policy](self.replicas, lambda: self.now_s)
         for number, replica in enumerate(self.replicas):
@@ -69,6 +69,9 @@ class Fleet:
             if until_s is not None and now_s > until_s:
                 break
             self.now_s = now_s
+            if from_s is not None and now_s >= from_s:
+                self.times.forget()
+                from_s = None
             while now_s >= next_sample_s:
                 self.samples.append(self._sample(next_sample_s - self.first_arrival_s))
                 next_sample_s += sample_s

@@ -53,6 +53,12 @@ class TokenTimes:
     num_prompt_tokens: int = 0
     errors: dict[str, int] = field(default_factory=dict)
 
+    def forget(self) -> None:
+        """Begin anew: what came before was the way to a steady state."""
+        for times in (self.first_s, self.whole_s, self.between_s, self.between_counts):
+            del times[:]
+        self.num_output_tokens = self.num_prompt_tokens = 0
+
     def between(self, seconds: float, count: float) -> None:
         self.between_s.append(seconds)
         self.between_counts.append(count)
