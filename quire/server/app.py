@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from quire.errors import QuireError
-from quire.server import batches, debug, guards, health, live, load, messages, metrics, models, replicas
+from quire.server import batches, debug, guards, health, live, load, messages, metrics, models, replicas, responses
 from quire.server.chat import create_chat
 from quire.server.completions import create_completion
 from quire.server.docs_page import docs_page
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _POSTS: dict[str, tuple[Any, ...]] = {
     "/v1/completions": (CompletionBody, create_completion),
     "/v1/chat/completions": (ChatBody, create_chat),
+    "/v1/responses": (responses.ResponsesBody, responses.create_response),
     "/v1/messages": (messages.MessagesBody, messages.create_message, messages.error_body),
     "/v1/messages/count_tokens": (messages.CountTokensBody, messages.count_message_tokens, messages.error_body),
     "/tokenize": (TokenizeBody, tokenize),
@@ -44,7 +45,7 @@ def post_endpoints(context: ServerContext) -> dict[str, JsonEndpoint]:
 def create_app(context: ServerContext) -> Starlette:
     endpoints = post_endpoints(context)
     posts = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    parts: tuple[Any, ...] = (models, health, metrics, load, live, debug, replicas)
+    parts: tuple[Any, ...] = (models, health, metrics, load, live, debug, replicas, responses)
     return Starlette(
         routes=[
             *posts,

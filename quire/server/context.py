@@ -13,6 +13,7 @@ from quire.server.feed import LiveFeed, describe
 from quire.server.life import RETRY_AFTER_S, ServerLife
 from quire.server.logs import RequestLog
 from quire.server.metrics import ServerMetrics
+from quire.server.responses import ResponseStore
 from quire.server.settings import ServerSettings
 from quire.server.text_work import TextWork
 from quire.server.tracing import Tracer
@@ -78,6 +79,7 @@ class ServerContext:
     life: ServerLife
     text_work: TextWork = field(default_factory=TextWork)
     batches: Batches | None = None  # None: no folder for them was given
+    responses: ResponseStore = field(default_factory=ResponseStore)
     tracer: Tracer | None = None  # None: nobody wants traces
 
     @property

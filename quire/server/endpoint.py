@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import time
 import uuid
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, bad_request, shown, to_api_error
 from quire.server.protocol import LONG_BODY_BYTES, BodyDecoder, check_shape
@@ -66,6 +67,18 @@ class Exchange:
             parts.append(message.get("body", b""))
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+    def detached(self) -> Exchange:
+        """The same request for work that outlives its answer: what it sends goes nowhere, and it never hangs up."""
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError("nobody sets it")
+
+        async def send(_: Message) -> None:
+            pass
+
+        return dataclasses.replace(self, receive=receive, send=send, has_begun=False)
 
     def take_request_id(self, given: str | None) -> None:
         """The body's own id, where no header named one."""

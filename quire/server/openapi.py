@@ -10,7 +10,7 @@ import msgspec
 
 import quire
 from quire.refusals import FIELDS
-from quire.server import messages, protocol, replies
+from quire.server import messages, protocol, replies, responses
 from quire.server.batches import Batch, BatchBody
 from quire.server.deadline import TIMEOUT_HEADER
 from quire.server.endpoint import REQUEST_ID_HEADER
@@ -65,6 +65,7 @@ _TIMEOUT = (TIMEOUT_HEADER, "header", "As the field `timeout`, which goes first.
 _PAGE = (("after", "query", "Begin behind this id."), _LIMIT)
 _FILE = (("id", "path", "The file's id."),)
 _BATCH = (("id", "path", "The batch's id."),)
+_RESPONSE = (("id", "path", "The response's id."),)
 _KEPT = (*_ALWAYS, 400, 404, 501)
 
 OPERATIONS = (
@@ -89,6 +90,40 @@ OPERATIONS = (
         statuses=(*_ALWAYS, *_WITH_BODY, *_GENERATING),
         parameters=(_ID, _TIMEOUT),
         generates=True,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses",
+        tag="OpenAI",
+        summary="Answer a conversation, in the shape of OpenAI's Responses API.",
+        body=responses.ResponsesBody,
+        statuses=(*_ALWAYS, *_WITH_BODY, *_GENERATING),
+        parameters=(_ID, _TIMEOUT),
+        generates=True,
+    ),
+    Operation(
+        method="get",
+        path="/v1/responses/{id}",
+        tag="OpenAI",
+        summary="A response that is remembered.",
+        statuses=(*_ALWAYS, 404),
+        parameters=_RESPONSE,
+    ),
+    Operation(
+        method="delete",
+        path="/v1/responses/{id}",
+        tag="OpenAI",
+        summary="Forget it.",
+        statuses=(*_ALWAYS, 404),
+        parameters=_RESPONSE,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses/{id}/cancel",
+        tag="OpenAI",
+        summary="End one that runs in the background.",
+        statuses=(*_ALWAYS, 404, 409),
+        parameters=_RESPONSE,
     ),
     Operation(
         method="post",

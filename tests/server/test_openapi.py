@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,10 @@ def check(server: Server, path: str, body: bytes) -> Reply:
         assert error["message"]
         assert error["type"] == ("not_found_error" if reply.status == 404 else "invalid_request_error")
     elif reply.headers["content-type"].startswith("text/event-stream"):
-        assert '"error"' not in reply.text if "messages" in path else not any("error" in e for e in reply.events())
+        if path.startswith(("/v1/messages", "/v1/responses")):
+            assert not re.search(r"^event: (error|response.failed)", reply.text, re.M), (body, reply.text)
+        else:
+            assert not any("error" in event for event in reply.events()), (body, reply.text)
     elif described := _reply_of(path):
         assert set(reply.json()) >= set(SCHEMAS[described]["required"])
     return reply
