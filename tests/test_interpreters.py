@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.engine.launch import child_environment
+from quire.child import child_environment
 
 PACKAGE = Path(quire.__file__).parent
 

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent / "quire"
 FOUNDATION = {
     "errors",
     "beams",
+    "child",
+    "wire",
     "config",
     "params",
     "request",

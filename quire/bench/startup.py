@@ -14,7 +14,7 @@ from typing import Any
 from quire import EngineConfig
 from quire.bench.machine import describe_machine
 from quire.bench.report import RunReport
-from quire.engine.launch import child_environment
+from quire.child import child_environment
 from quire.errors import QuireError
 
 

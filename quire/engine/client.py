@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from quire.beams import BeamSearchParams
+from quire.child import describe_exit
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
-from quire.engine.launch import ChildProcess, EngineProcessOptions, describe_exit
+from quire.engine.launch import EngineProcess, EngineProcessOptions
 from quire.engine.link import EngineLink, encode_launch
 from quire.engine.messages import CacheReport, EngineMessage, Failed, Heartbeat, Hello, Launch, LoadReport, Ready, Stop
 from quire.engine.metrics import request_metrics
@@ -82,7 +83,7 @@ class EngineClient:
         self._stuck_reason = ""
         self._death_reason = ""
         self._on_death: list[Callable[[str], None]] = []
-        self._child: ChildProcess | None = None
+        self._child: EngineProcess | None = None
         self._failure: QuireError | None = None  # what the engine said before it ended
         self._is_closing = False
         self._load = EngineLoad()
@@ -112,7 +113,7 @@ class EngineClient:
             brownout=self.options.brownout,
             publishes_cache=self.options.publishes_cache,
         )
-        self._child = ChildProcess(self.options, encode_launch(launch), self._on_exit)
+        self._child = EngineProcess(self.options, encode_launch(launch), self._on_exit)
         self._readying = asyncio.create_task(self._become_ready())
         # Whoever awaits ready() gets the error; nobody has to.
         self._readying.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -6,27 +6,20 @@ or its parent is gone.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import faulthandler
-import json
-import logging
-import os
 import select
 import signal
-import struct
 import sys
-import threading
 import time
 from collections.abc import Callable
-from typing import BinaryIO
 
 import zmq
 
+from quire.child import die_with_parent, log_to_parent, read_launch
 from quire.engine.api import EngineInfo
 from quire.engine.brownout import Brownout
 from quire.engine.core import EngineCore
-from quire.engine.launch import LOG_MARK, settle_for_serving
+from quire.engine.launch import settle_for_serving
 from quire.engine.link import commands as command_codec
 from quire.engine.link import decode_launch
 from quire.engine.link import messages as message_codec
@@ -36,8 +29,6 @@ from quire.engine.text_side import open_model
 from quire.engine.watchdog import Watchdog, write_dump
 from quire.errors import QuireError
 from quire.log import get_logger
-
-_PR_SET_PDEATHSIG = 1
 
 
 def build_core(launch: Launch) -> tuple[EngineCore, EngineInfo]:
@@ -82,9 +73,9 @@ def main(build: Callable[[Launch], tuple[EngineCore, EngineInfo]] = build_core) 
     faulthandler.enable()
     if hasattr(signal, "SIGUSR1"):  # stacks on demand, even while a call holds the interpreter
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-    launch = read_launch(sys.stdin.buffer)
-    _log_to_parent(launch.log_level)
-    _die_with_parent(launch)
+    launch = decode_launch(read_launch(sys.stdin.buffer))
+    log_to_parent(launch.log_level)
+    die_with_parent(launch.parent_pid, with_its_thread=launch.dies_with_parent_thread)
     context = zmq.Context()
     outputs = _connect(context, launch.outputs_address)
     commands = context.socket(zmq.PULL)
@@ -138,11 +129,6 @@ def _serve(
         core.close()
 
 
-def read_launch(stream: BinaryIO) -> Launch:
-    (size,) = struct.unpack("<Q", stream.read(8))
-    return decode_launch(stream.read(size))
-
-
 def receiver(commands: zmq.Socket[bytes]) -> Receive:
     """Reads the socket without waiting, or waits for it."""
     descriptor = commands.FD
@@ -171,40 +157,6 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socke
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.connect(address)
     return socket
-
-
-class _ParentHandler(logging.Handler):
-    """Log lines go to the parent as what they are, and it formats them like its own."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if record.exc_info:
-            text = f"{text}\n{logging.Formatter().formatException(record.exc_info)}"
-        sys.stderr.write(f"{LOG_MARK}{json.dumps([record.levelno, text])}\n")
-        sys.stderr.flush()
-
-
-def _log_to_parent(level: int) -> None:
-    logger = logging.getLogger("quire")
-    logger.addHandler(_ParentHandler())
-    logger.setLevel(level)
-    logger.propagate = False
-
-
-def _die_with_parent(launch: Launch) -> None:
-    """Twice: the kernel's own way where there is one, and the end of standard input, which works everywhere."""
-    if launch.dies_with_parent_thread and sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launch.parent_pid:  # it was gone before the kernel was asked
-            os._exit(1)
-
-    def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, name="quire-parent-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ import threading
 
 import pytest
 
-from quire.engine.launch import LOG_MARK, ChildProcess, EngineProcessOptions, describe_exit
+from quire.child import LOG_MARK, describe_exit
+from quire.engine.launch import EngineProcess, EngineProcessOptions
 
 
-def launch(code: str, data: bytes = b"data") -> tuple[ChildProcess, int]:
+def launch(code: str, data: bytes = b"data") -> tuple[EngineProcess, int]:
     """Runs it to its end; its exit status too."""
     statuses: list[int] = []
     ended = threading.Event()
@@ -23,7 +24,7 @@ def launch(code: str, data: bytes = b"data") -> tuple[ChildProcess, int]:
         statuses.append(status)
         ended.set()
 
-    child = ChildProcess(EngineProcessOptions(command=(sys.executable, "-c", code)), data, on_exit)
+    child = EngineProcess(EngineProcessOptions(command=(sys.executable, "-c", code)), data, on_exit)
     assert ended.wait(20)
     child.release()
     assert len(statuses) == 1
@@ -72,10 +73,10 @@ def test_no_log_that_fails_and_no_broken_line_keeps_the_engine_from_being_read(
 def test_without_a_server_its_words_are_shown_on_stderr() -> None:
     code = """
 import sys, threading
-from quire.engine.launch import ChildProcess, EngineProcessOptions
+from quire.engine.launch import EngineProcess, EngineProcessOptions
 ended = threading.Event()
 command = (sys.executable, "-c", "import sys; print('out of luck', file=sys.stderr)")
-child = ChildProcess(EngineProcessOptions(command=command), b"", lambda status: ended.set())
+child = EngineProcess(EngineProcessOptions(command=command), b"", lambda status: ended.set())
 ended.wait(20)
 child.release()
 """

@@ -18,12 +18,12 @@ import psutil
 import pytest
 from sim_engine import SimSettings, sim_options
 
+from quire.child import read_launch
 from quire.config import EngineConfig
 from quire.engine.brownout import BrownoutSettings
 from quire.engine.client import EngineClient
-from quire.engine.link import encode_launch
+from quire.engine.link import decode_launch, encode_launch
 from quire.engine.messages import Launch
-from quire.engine.process import read_launch
 from quire.params import SamplingParams
 
 _PARENT = """
@@ -131,6 +131,6 @@ def test_what_to_run_is_read_from_standard_input() -> None:
         brownout=BrownoutSettings(),
     )
     data = encode_launch(launch)
-    assert read_launch(io.BytesIO(struct.pack("<Q", len(data)) + data + b"more")) == launch
+    assert decode_launch(read_launch(io.BytesIO(struct.pack("<Q", len(data)) + data + b"more"))) == launch
     with pytest.raises(struct.error):
         read_launch(io.BytesIO(b""))

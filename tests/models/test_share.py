@@ -161,10 +161,10 @@ def test_dummy_weights_are_parts_of_the_same_matrices(name: str) -> None:
         assert torch.equal(qkv.weight, torch.cat(cuts))  # type: ignore[attr-defined]
         mine = part._layers[1].mlp.down._part.weight  # type: ignore[attr-defined]
         assert torch.equal(mine, down[:, share.columns.slice])
-        bias = qkv.bias  # type: ignore[attr-defined]
+        bias, whole_bias = qkv.bias, whole._layers[0].attention.qkv.bias  # type: ignore[attr-defined]
         if bias is not None:
-            whole_bias = whole._layers[0].attention.qkv.bias[:q_rows]  # type: ignore[attr-defined]
-            assert torch.equal(bias[: len(share.heads) * head_dim], whole_bias[(share.heads * head_dim).slice])
+            rows = (share.heads * head_dim).slice
+            assert torch.equal(bias[: len(share.heads) * head_dim], whole_bias[:q_rows][rows])
 
 
 def test_a_stage_needs_its_own_layers_only() -> None:
