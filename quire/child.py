@@ -75,6 +75,9 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
     def stderr_tail(self) -> str:
         """The last lines that were no log lines: a traceback, or what a library had to say."""
         return "\n".join(self._tail)

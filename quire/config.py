@@ -117,6 +117,10 @@ class EngineConfig:
     num_threads: int | None = None  # of each replica
     data_parallel_size: int = 1  # engines behind one server
     enforce_eager: bool = False
+    # Among how many devices the model is split
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: str | None = None  # mp: processes of this machine; ray: where Ray puts them
     # The cache
     block_size: int = 16
     enable_prefix_caching: bool = True
@@ -145,6 +149,11 @@ class EngineConfig:
 
     # What the user wrote, for messages; not part of the meaning.
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+    @property
+    def num_ranks(self) -> int:
+        """Among which the model is split."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def kv_size_flag(self) -> str | None:
@@ -184,6 +193,13 @@ class EngineConfig:
         if self.download_dir is not None and (not isinstance(self.download_dir, str) or not self.download_dir):
             raise ConfigError(f"download_dir must be a folder, got {self.download_dir!r}")
         self._check_numbers()
+        if self.distributed_executor_backend is not None:
+            _one_of(self.distributed_executor_backend, "distributed_executor_backend", ("mp", "ray", "uni"))
+            if self.distributed_executor_backend == "uni" and self.num_ranks > 1:
+                raise ConfigError(
+                    "distributed_executor_backend='uni' is one process, and tensor_parallel_size and "
+                    f"pipeline_parallel_size ask for {self.num_ranks}: use 'mp' or 'ray'"
+                )
         if self.preemption == "swap" and not self.swap_space_gb:
             raise ConfigError("preemption='swap' needs a host pool: set swap_space_gb to its size, e.g. 4")
         if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
@@ -216,6 +232,8 @@ class EngineConfig:
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",
             "kv_disk_size",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

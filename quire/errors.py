@@ -11,12 +11,15 @@
     ├── MemoryBudgetError    weights or KV cache do not fit; says which value would (also a MemoryError)
     ├── BadRequestError      a request's field; `.param` names it (also a ValueError)
     │   └── ContextLengthError       a prompt, with the answer asked for, that does not fit into max_model_len
-    └── EngineDeadError      the engine stopped after an internal failure; `__cause__` has it
+    ├── EngineDeadError      the engine stopped after an internal failure; `__cause__` has it
+    └── RankError            a rank of a split model died, hangs or does not fit the others: names rank, host and cause
 
 Our own bugs are `assert` or built-in exceptions, never one of these.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 
 def install_hint(extra: str) -> str:
@@ -83,3 +86,29 @@ class ContextLengthError(BadRequestError):
 
 class EngineDeadError(QuireError):
     """The engine stopped after an internal failure and takes no more requests."""
+
+
+class RankError(QuireError):
+    """A rank of a model that is split among several ended, or cannot work with the others."""
+
+
+@dataclass(slots=True, frozen=True)
+class ErrorInfo:
+    """An error on its way to the other side."""
+
+    kind: str  # a class of quire.errors by name; anything else arrives as a plain QuireError
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorInfo:
+        if isinstance(error, QuireError):
+            return cls(type(error).__name__, str(error), getattr(error, "param", None))
+        return cls("", f"{type(error).__name__}: {error}")
+
+    def to_error(self) -> QuireError:
+        kind: type[QuireError] = globals().get(self.kind, QuireError)
+        assert issubclass(kind, QuireError)
+        if issubclass(kind, BadRequestError):
+            return kind(self.message, param=self.param)
+        return kind(self.message)

@@ -72,8 +72,7 @@ _ALWAYS_COUNTED = "statistics are always on and cost nothing"
 ENGINE = _table(
     {
         _ONE_DEVICE: """
-            tensor_parallel_size=1 pipeline_parallel_size=1 prefill_context_parallel_size=1
-            decode_context_parallel_size=1 distributed_executor_backend="uni"|"mp" disable_custom_all_reduce=false|true
+            prefill_context_parallel_size=1 decode_context_parallel_size=1 disable_custom_all_reduce=false|true
             data_parallel_rank=0 data_parallel_start_rank=0 data_parallel_size_local=1 data_parallel_address
             data_parallel_rpc_port data_parallel_backend="mp" data_parallel_hybrid_lb=false
             data_parallel_external_lb=false data_parallel_multi_port_external_lb=false master_addr="127.0.0.1"

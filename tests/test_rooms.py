@@ -18,6 +18,7 @@ FOUNDATION = {
     "beams",
     "child",
     "wire",
+    "socket_folder",
     "config",
     "params",
     "request",

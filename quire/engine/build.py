@@ -12,7 +12,7 @@ from quire.engine.inputs import InputProcessor
 from quire.engine.launch import keep_what_is_built
 from quire.engine.outputs import OutputProcessor
 from quire.engine.text_side import OpenedModel, TextSide, open_model
-from quire.errors import ConfigError
+from quire.errors import ConfigError, install_hint
 from quire.executor.precompile import Precompile
 from quire.executor.sizing import smooth_prompt_tokens
 from quire.executor.timeline import Timeline
@@ -26,7 +26,7 @@ from quire.text import Tokenizer
 from quire.weights import Checkpoint, ProgressBar
 
 if TYPE_CHECKING:
-    from quire.executor.build import BuiltExecutor
+    from quire.executor.base import BuiltExecutor
     from quire.executor.memory import MemoryLedger
 
 # Before anything is measured. The scheduler refines the prefill rate with every step.
@@ -100,7 +100,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
     timeline = Timeline()
     opened = open_model(config)
     timeline.mark("open")
-    precompile = Precompile.start(config, opened.spec)
+    precompile = Precompile.start(config, opened.spec) if config.num_ranks == 1 else None
     text = TextSide(config, opened)
     timeline.mark("tokenizer")
     tokens = build_token_side(
@@ -128,6 +128,8 @@ def build_token_side(
     grammars: GrammarCompiler | None = None,
 ) -> TokenSide:
     """Weights, KV cache, scheduler and loop."""
+    if config.num_ranks > 1 or config.distributed_executor_backend == "ray":
+        return assemble_token_side(config, _build_ranks(config, opened))
     precompile = precompile or Precompile.start(config, opened.spec)
     timeline = Timeline()
     # Only now: torch takes seconds to import, and the helper works meanwhile.
@@ -145,6 +147,15 @@ def build_token_side(
             grammars=grammars,
         )
     return assemble_token_side(config, executor)
+
+
+def _build_ranks(config: EngineConfig, opened: OpenedModel) -> BuiltExecutor:
+    """In processes of their own: torch is not imported here."""
+    try:
+        from quire.executor.rank_executor import build_rank_executor
+    except ImportError as error:
+        raise ConfigError(f"ranks need pyzmq and msgspec to talk to each other: {install_hint('server')}") from error
+    return build_rank_executor(config, opened)
 
 
 def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenSide:

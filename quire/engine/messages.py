@@ -11,35 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire import errors
 from quire.config import EngineConfig
 from quire.engine.api import EngineInfo, EngineLoad
 from quire.engine.brownout import BrownoutSettings
-from quire.errors import BadRequestError, QuireError
+from quire.errors import ErrorInfo as ErrorInfo
 from quire.plan import TokenLogprobs
 from quire.request import Request
-
-
-@dataclass(slots=True, frozen=True)
-class ErrorInfo:
-    """An error on its way to the other side."""
-
-    kind: str  # a class of quire.errors by name; anything else arrives as a plain QuireError
-    message: str
-    param: str | None = None
-
-    @classmethod
-    def of(cls, error: BaseException) -> ErrorInfo:
-        if isinstance(error, QuireError):
-            return cls(type(error).__name__, str(error), getattr(error, "param", None))
-        return cls("", f"{type(error).__name__}: {error}")
-
-    def to_error(self) -> QuireError:
-        kind: type[QuireError] = getattr(errors, self.kind, QuireError) if self.kind else QuireError
-        assert issubclass(kind, QuireError)
-        if issubclass(kind, BadRequestError):
-            return kind(self.message, param=self.param)
-        return kind(self.message)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

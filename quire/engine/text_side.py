@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -15,11 +14,11 @@ from quire.engine.outputs import OutputProcessor
 from quire.errors import BadRequestError, TokenizerError
 from quire.grammar import GrammarCompiler, end_token_ids, open_tokenizer
 from quire.log import get_logger
-from quire.models.architectures import spec_from_config
-from quire.models.spec import ModelSpec
 from quire.params import SamplingParams
 from quire.text import ChatTemplate, read_chat_template
-from quire.weights import Checkpoint, open_checkpoint, resolve_model
+from quire.weights import open_checkpoint, resolve_model
+from quire.weights.model import OpenedModel as OpenedModel
+from quire.weights.model import open_model as open_model
 
 # Fields of generation_config.json that set a model's own sampling defaults, and what they are called here.
 _GENERATION_DEFAULTS = {
@@ -32,25 +31,6 @@ _GENERATION_DEFAULTS = {
 }
 
 _NUM_KEPT_TEMPLATES = 8
-
-
-@dataclass(slots=True, frozen=True)
-class OpenedModel:
-    """A model's config and headers; no tensor has been read."""
-
-    checkpoint: Checkpoint
-    spec: ModelSpec
-
-
-def open_model(config: EngineConfig) -> OpenedModel:
-    """Find the model, fetching it where it has to be, and read what it says of itself."""
-    path = resolve_model(
-        config.model, revision=config.revision, load_format=config.load_format, download_dir=config.download_dir
-    )
-    checkpoint = open_checkpoint(path, load_format=config.load_format, hf_overrides=config.hf_overrides)
-    spec = spec_from_config(checkpoint.config, source=str(path))
-    checkpoint.check(spec)
-    return OpenedModel(checkpoint, spec)
 
 
 class TextSide:

@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 from quire.executor.precompile import Precompile
 
 if TYPE_CHECKING:
-    from quire.executor.build import BuiltExecutor
+    from quire.executor.base import BuiltExecutor
 
 
 @dataclass(slots=True)
@@ -92,9 +92,13 @@ class EngineVariants:
     def _with_block_size(self, built: BuiltExecutor, block_size: int) -> BuiltExecutor:
         """The same weights, with a cache of as many bytes in blocks of another size; none of them on the host."""
         from quire.executor.build import assemble_executor
+        from quire.executor.device import Backend
         from quire.executor.kv_cache import KVCache
+        from quire.executor.local import LocalExecutor
         from quire.executor.profile import let_go_of_held_memory
 
+        if not isinstance(built.executor, LocalExecutor) or not isinstance(built.backend, Backend):
+            raise ConfigError("another block size needs a model in one process: leave tensor_parallel_size at 1")
         spec, backend, ledger = self.base().spec, built.backend, built.ledger
         if precompile := Precompile.start(self.config.replace(block_size=block_size), spec):
             precompile.wait()  # on all cores; else each kernel would be compiled where it is launched first

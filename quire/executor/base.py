@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from quire.plan import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.executor.device import Backend
+    from quire.executor.local import LocalExecutor
+    from quire.executor.memory import MemoryLedger
+    from quire.executor.rank_executor import RankBackend, RankExecutor
+    from quire.grammar import GrammarCompiler
 
 
 class Executor(Protocol):
@@ -31,3 +39,17 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give memory and threads back. Nothing may be submitted afterwards."""
+
+
+@dataclass(slots=True, frozen=True)
+class BuiltExecutor:
+    """An executor and the numbers that were settled while it was built."""
+
+    executor: LocalExecutor | RankExecutor
+    backend: Backend | RankBackend
+    ledger: MemoryLedger
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    swap_bytes_per_s: float | None
+    timeline_s: dict[str, float]
+    grammars: GrammarCompiler | None = None  # None: it follows no grammars, and requests that have one are refused

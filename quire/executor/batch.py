@@ -73,6 +73,10 @@ class PersistentBatch:
         self._is_held[row] = False
         self.version += 1
 
+    def occupant(self, row: int) -> int:
+        """A number that changes when another sequence takes the row."""
+        return self._occupants[row]
+
     def release_all(self) -> list[int]:
         """Every row that is held; returns them."""
         held = [row for row, is_held in enumerate(self._is_held) if is_held]

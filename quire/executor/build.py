@@ -12,6 +12,7 @@ import torch
 from quire.config import GIB, EngineConfig
 from quire.errors import MemoryBudgetError
 from quire.executor import sizing
+from quire.executor.base import BuiltExecutor
 from quire.executor.batch import PersistentBatch
 from quire.executor.captured import GraphMemory, StepParts, is_out_of_memory
 from quire.executor.decode_graphs import DecodeGraphs
@@ -21,6 +22,7 @@ from quire.executor.kv_cache import KVCache
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import (
     MemoryLedger,
+    available_host_bytes,
     check_max_model_len,
     cpu_kv_budget,
     cuda_kv_budget,
@@ -51,20 +53,6 @@ from quire.weights import Checkpoint, ProgressFn
 
 if TYPE_CHECKING:
     from quire.parallel.ranks import Ranks
-
-
-@dataclass(slots=True, frozen=True)
-class BuiltExecutor:
-    """An executor and the numbers that were settled while it was built."""
-
-    executor: LocalExecutor
-    backend: Backend
-    ledger: MemoryLedger
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    swap_bytes_per_s: float | None
-    timeline_s: dict[str, float]
-    grammars: GrammarCompiler | None = None  # None: it follows no grammars, and requests that have one are refused
 
 
 @dataclass(slots=True)
@@ -140,10 +128,12 @@ def load_model(
     *,
     share: ModelShare | None = None,
     ranks: Ranks | None = None,
+    num_ranks_on_host: int = 1,
     precompile: Precompile | None = None,
     timeline: Timeline | None = None,
 ) -> LoadedModel:
-    """Load the weights, and draw up the ledger. `share`: what this rank holds, where the model is split."""
+    """Load the weights, and draw up the ledger. `share`: what this rank holds, where the model is split; ranks on one
+    host share its memory."""
     check_max_model_len(config, spec)
     backend = choose_backend(config, spec)
     timeline = timeline or Timeline()
@@ -196,7 +186,7 @@ def load_model(
                     block_size=config.block_size,
                 )
             )
-        ledger = _plan(config, held, backend, decoder, max_num_seqs, max_num_batched_tokens)
+        ledger = _plan(config, held, backend, decoder, max_num_seqs, max_num_batched_tokens, num_ranks_on_host)
     timeline.mark("memory")
     return LoadedModel(
         config, spec, backend, decoder, ledger, max_num_seqs, max_num_batched_tokens, precompile, timeline
@@ -284,7 +274,13 @@ def assemble_executor(
 
 
 def _plan(
-    config: EngineConfig, spec: ModelSpec, backend: Backend, decoder: Decoder, max_num_seqs: int, max_tokens: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    backend: Backend,
+    decoder: Decoder,
+    max_num_seqs: int,
+    max_tokens: int,
+    num_ranks_on_host: int,
 ) -> MemoryLedger:
     device = backend.device.type
     kv_size_flag = config.kv_size_flag
@@ -319,7 +315,10 @@ def _plan(
     else:
         whole_logits = replace(spec, vocab_size=decoder.spec.vocab_size)  # the rank that samples gathers them
         activation_bytes = sizing.cpu_step_bytes(whole_logits, max_num_seqs, max_tokens)
-        budget = cpu_kv_budget(config, activation_bytes)
+        free_bytes = available_host_bytes()
+        if free_bytes is not None:
+            free_bytes //= num_ranks_on_host
+        budget = cpu_kv_budget(config, activation_bytes, free_bytes=free_bytes)
         flag = "kv_cache_memory_bytes"
     return plan_memory(
         config,

@@ -40,6 +40,12 @@ class Backend:
 def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
     """Raises ConfigError, naming what can be chosen instead, where device, dtypes and block size do not go together."""
     device = _device(config.device)
+    if device.type == "cuda" and config.num_ranks > 1:
+        # The code is the same but for NCCL and the sums inside captured steps, and nobody has proven it on GPUs yet.
+        raise ConfigError(
+            "tensor_parallel_size and pipeline_parallel_size above 1 are served on CPUs so far: set device='cpu', or "
+            "run one engine on each GPU"
+        )
     dtype = activation_dtype(config, spec, device.type)
     kv_dtype = _kv_dtype(config, dtype, device)
     backend = _cuda(config, dtype, kv_dtype, device) if device.type == "cuda" else _cpu(config, dtype, kv_dtype)

@@ -51,7 +51,7 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan) -> int:
         worker = self.worker
-        with torch.inference_mode(), self._torch_threads():
+        with torch.inference_mode(), torch_threads(single=self._single_threaded_torch):
             for step in self._submitted:
                 self._judge(step)  # where its drafts are not judged, the next step would not know where to start
             clock = StepClock(on_gpu=worker.is_gpu)
@@ -167,15 +167,16 @@ class LocalExecutor:
         self._submitted.clear()
         self.worker.stores.close()
 
-    @contextlib.contextmanager
-    def _torch_threads(self) -> Iterator[None]:
-        """Native kernels have threads of their own; torch's would spin on the same cores beside them."""
-        before = torch.get_num_threads()
-        if not self._single_threaded_torch or before == 1:
-            yield
-            return
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+
+@contextlib.contextmanager
+def torch_threads(*, single: bool) -> Iterator[None]:
+    """Native kernels have threads of their own; torch's would spin on the same cores beside them."""
+    before = torch.get_num_threads()
+    if not single or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

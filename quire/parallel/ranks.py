@@ -6,6 +6,7 @@ is sent, and nothing is pickled.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from datetime import timedelta
 
@@ -34,6 +35,7 @@ class Ranks:
         self._first = rank // tensor_size * tensor_size  # of this stage
         self.sampler = self._world_size - tensor_size  # the rank that samples: the first of the last stage
         self._max_unsent = (4 * num_stages + 8) * self._world_size  # no receiver is so many steps behind
+        self.waited_s = 0.0  # for hidden states and tokens that were not there yet
         self._unsent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     @property
@@ -68,8 +70,7 @@ class Ranks:
         self._send(hidden, self._rank + self._tensor_size)
 
     def receive_hidden(self, into: Tensor) -> Tensor:
-        dist.recv(into, self._rank - self._tensor_size)
-        return into
+        return self._receive(into, self._rank - self._tensor_size)
 
     def send_tokens(self, tokens: Tensor) -> None:
         """From the rank that samples to all others. Does not wait for them."""
@@ -79,11 +80,16 @@ class Ranks:
                 self._send(tokens, rank)
 
     def receive_tokens(self, into: Tensor) -> Tensor:
-        dist.recv(into, self.sampler)
-        return into
+        return self._receive(into, self.sampler)
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+    def _receive(self, into: Tensor, rank: int) -> Tensor:
+        began_s = time.perf_counter()
+        dist.recv(into, rank)
+        self.waited_s += time.perf_counter() - began_s
+        return into
 
     def _send(self, x: Tensor, rank: int) -> None:
         """x must not be changed afterwards."""

@@ -1,0 +1,380 @@
+"""The executor of a model that is split among ranks: processes of this machine, or of others.
+
+    engine ── plans, once for all ──▶ every rank: apply, forward; one of them samples
+           ◀── results ────────────── that one
+           ◀── heartbeats ─────────── all
+
+The scheduler knows nothing of it: a block is a block, of which each rank holds its part. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import zmq
+
+from quire import __version__
+from quire.child import ChildProcess, describe_exit
+from quire.config import EngineConfig
+from quire.errors import RankError
+from quire.executor.base import BuiltExecutor
+from quire.executor.memory import MemoryLedger
+from quire.executor.rank_messages import (
+    Allocate,
+    FromRank,
+    Hello,
+    Loaded,
+    Meet,
+    RankFailed,
+    RankLaunch,
+    Ready,
+    Reset,
+    Result,
+    Run,
+    Stop,
+    ToRank,
+    encode_launch,
+    from_rank,
+    to_rank,
+)
+from quire.executor.rank_watch import Cause, RankUse, RankWatch
+from quire.log import get_logger
+from quire.models.share import check_degrees
+from quire.plan import StepPlan, StepResult
+from quire.socket_folder import SocketFolder
+from quire.weights.model import OpenedModel
+
+_LOOK_MS = 100  # at whether the ranks live, while a result is waited for
+_STOP_S = 5.0
+
+T = TypeVar("T", Hello, Loaded, Ready)
+
+
+@dataclass(slots=True, frozen=True)
+class RankDevice:
+    """What stands for a device of another process."""
+
+    type: str
+
+
+@dataclass(slots=True, frozen=True)
+class RankBackend:
+    """Where and with what a split model runs, as its ranks told."""
+
+    device: RankDevice
+    weight_dtype: str
+    kv_dtype: str
+    kernels: str
+    note: str | None
+
+
+class Hosts(Protocol):
+    """What starts ranks and ends them."""
+
+    def start(self, launches: list[RankLaunch], watch: RankWatch) -> None: ...
+
+    def stop(self, within_s: float) -> None:
+        """Wait for ranks that were told to stop; end those that do not."""
+
+    def kill(self) -> None: ...
+
+
+class LocalRanks:
+    """Ranks as processes of this machine."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._children: list[ChildProcess] = []
+        self._is_closing = False
+
+    def start(self, launches: list[RankLaunch], watch: RankWatch) -> None:
+        # What torch's own threads may be, before it is imported; ranks of one machine meet on its own interface.
+        environment = {"OMP_NUM_THREADS": str(self._num_threads)} | _loopback()
+        for launch in launches:
+            self._children.append(
+                ChildProcess(
+                    (sys.executable, "-P", "-m", "quire.executor.rank_process"),
+                    encode_launch(launch),
+                    lambda status, rank=launch.rank: self._on_exit(watch, rank, status),  # type: ignore[misc]
+                    name=f"rank {launch.rank}",
+                    environment=environment,
+                )
+            )
+
+    def stop(self, within_s: float) -> None:
+        self._is_closing = True
+        until_s = time.monotonic() + within_s
+        while any(child.is_running for child in self._children) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        self.kill()
+
+    def kill(self) -> None:
+        self._is_closing = True
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.release()
+        self._children.clear()
+
+    def _on_exit(self, watch: RankWatch, rank: int, status: int) -> None:
+        if self._is_closing:
+            return
+        tail = self._children[rank].stderr_tail() if rank < len(self._children) else ""
+        text = describe_exit(status, "").strip() + (f"; its last words:\n{tail}" if tail else "")
+        watch.report(rank, Cause.KILLED if status < 0 else Cause.ENDED, text)
+
+
+class RankExecutor:
+    """Runs plans on all ranks, as the executor's contract says."""
+
+    def __init__(self, config: EngineConfig, hosts: Hosts, *, host: str | None = None) -> None:
+        """host: the address under which ranks on other machines reach this one; None: all are on this one."""
+        self._num_stages = config.pipeline_parallel_size
+        self._num_ranks = config.tensor_parallel_size * self._num_stages
+        self._hosts = hosts
+        self._folder = SocketFolder()
+        self._context = zmq.Context()
+        self._keys = None if host is None else zmq.curve_keypair()
+        self._plans, self.plans_address = self._bind(zmq.XPUB, "plans", host)
+        self._plans.setsockopt(zmq.XPUB_VERBOSE, 1)  # each rank's subscription is told, not only the first
+        self._results, self.results_address = self._bind(zmq.PULL, "results", host)
+        beats, self.beats_address = self._bind(zmq.PULL, "beats", host)
+        self._hellos: list[Hello] = []
+        self._watch = RankWatch(self._num_ranks, beats, hosts.kill)
+        self._submitted: deque[int] = deque()
+        self._arrived: dict[int, StepResult] = {}
+        parts = (self._watch, self._hosts, self._plans, self._results, self._context, self._folder)
+        self._close = weakref.finalize(self, _end, *parts)
+
+    # -- start
+
+    def start(self, launches: list[RankLaunch], opened: OpenedModel) -> tuple[MemoryLedger, list[Ready]]:
+        """Until every rank is ready for plans; the ledger that all of them keep."""
+        self._hosts.start(launches, self._watch)
+        self._hellos = self._from_all(Hello)
+        places = [f"{hello.host} (process {hello.pid})" for hello in self._hellos]
+        self._watch.describe_with(places.__getitem__)
+        self._check_alike(opened.fingerprint())
+        for _ in range(self._num_ranks):
+            self._wait(self._plans)
+            self._plans.recv()  # a rank hears us
+        if (store := self._hellos[0].store) is not None:
+            self._tell(Meet(store))
+        ledger = agreed([loaded.ledger for loaded in self._from_all(Loaded)])
+        self._tell(Allocate(ledger))
+        return ledger, self._from_all(Ready)
+
+    def _check_alike(self, fingerprint: str) -> None:
+        """Ranks on other machines may have another Quire, torch or copy of the model."""
+        first = self._hellos[0]
+        for hello in self._hellos:
+            for what, theirs, ours, remedy in (
+                ("Quire", hello.quire_version, __version__, "install the same version on every machine"),
+                ("torch", hello.torch_version, first.torch_version, "install the same version on every machine"),
+                ("the model's files", hello.fingerprint, fingerprint, "give every machine the same copy of the model"),
+            ):
+                if theirs != ours:
+                    where = f"rank {hello.rank} on {hello.host} (process {hello.pid})"
+                    raise RankError(f"{where} has other {what}: {theirs}, and here it is {ours}: {remedy}")
+
+    def _from_all(self, kind: type[T]) -> list[T]:
+        found: dict[int, T] = {}
+        while len(found) < self._num_ranks:
+            message = self._receive()
+            assert isinstance(message, kind), f"{message} where {kind.__name__} was expected"
+            found[message.rank] = message
+        return [found[rank] for rank in range(self._num_ranks)]
+
+    # -- the executor's contract
+
+    @property
+    def depth(self) -> int:
+        """Ranks go on to the next step without waiting for us. With stages, each has a step of its own."""
+        return max(2, self._num_stages)
+
+    def submit(self, plan: StepPlan) -> int:
+        self.check()
+        self._tell(Run(plan))
+        self._submitted.append(plan.step)
+        return plan.step
+
+    def collect(self, ticket: int) -> StepResult:
+        assert self._submitted.popleft() == ticket, f"step {ticket} collected out of order"
+        waited = ticket not in self._arrived
+        while ticket not in self._arrived:
+            self._take(self._receive())
+        result = self._arrived.pop(ticket)
+        if waited:
+            result.ended_s = time.perf_counter()
+        return result
+
+    def is_idle(self) -> bool:
+        while self._results.poll(0):
+            self._take(self._receive())
+        return all(step in self._arrived for step in self._submitted)
+
+    def has_time(self) -> bool:
+        return False
+
+    def prepare_more(self) -> bool:
+        return False
+
+    def check(self) -> None:
+        """Raises if a rank has ended."""
+        while self._watch.is_failing:
+            self._watch.raise_if_failed()
+            time.sleep(0.01)  # until it is known which one, and why
+
+    def reset(self) -> None:
+        """Forget every row and every step: the next plan may be another scheduler's first."""
+        while self._submitted:
+            self.collect(self._submitted[0])
+        self._tell(Reset())
+
+    def uses(self) -> list[RankUse]:
+        """What each rank has said last of its time."""
+        return list(self._watch.uses)
+
+    def close(self) -> None:
+        self._close()
+
+    # -- sockets
+
+    def _bind(self, kind: int, name: str, host: str | None) -> tuple[zmq.Socket[bytes], str]:
+        bound = self._context.socket(kind)
+        bound.setsockopt(zmq.RCVHWM, 0)
+        bound.setsockopt(zmq.SNDHWM, 0)
+        if host is None:
+            address = self._folder.address(name)
+            bound.bind(address)
+            return bound, address
+        assert self._keys is not None
+        bound.curve_server = True
+        bound.curve_publickey, bound.curve_secretkey = self._keys
+        port = bound.bind_to_random_port(f"tcp://{host}")
+        return bound, f"tcp://{host}:{port}"
+
+    @property
+    def server_key(self) -> str | None:
+        return None if self._keys is None else self._keys[0].decode()
+
+    @property
+    def folder(self) -> str:
+        return self._folder.path
+
+    def _tell(self, message: ToRank) -> None:
+        self._plans.send(to_rank.encode(message))
+
+    def _take(self, message: FromRank) -> None:
+        assert isinstance(message, Result), f"{message} while running"
+        self._arrived[message.result.step] = message.result
+
+    def _receive(self) -> FromRank:
+        """The next message that is no failure; those end the wait."""
+        while True:
+            self._wait(self._results)
+            message = from_rank.decode(self._results.recv())
+            if not isinstance(message, RankFailed):
+                return message
+            self._watch.report_error(message.rank, message.error)
+
+    def _wait(self, bound: zmq.Socket[bytes]) -> None:
+        while not bound.poll(_LOOK_MS):
+            self._watch.raise_if_failed()
+
+
+def _end(
+    watch: RankWatch,
+    hosts: Hosts,
+    plans: zmq.Socket[bytes],
+    results: zmq.Socket[bytes],
+    context: zmq.Context[zmq.Socket[bytes]],
+    folder: SocketFolder,
+) -> None:
+    """Also when nobody closed it: ranks would stay."""
+    watch.close()
+    with contextlib.suppress(zmq.ZMQError):
+        plans.send(to_rank.encode(Stop()), zmq.NOBLOCK)
+    hosts.stop(_STOP_S)
+    plans.close(linger=0)
+    results.close(linger=0)
+    context.term()
+    folder.close()
+
+
+def agreed(ledgers: list[MemoryLedger]) -> MemoryLedger:
+    """The fewest blocks and the shortest sequences of any rank, in the ledger of the one with the most bytes."""
+    num_blocks = min(ledger.num_blocks for ledger in ledgers)
+    num_host_blocks = min(ledger.num_host_blocks for ledger in ledgers)
+    largest = max(ledgers, key=lambda ledger: (ledger.block_bytes, ledger.weight_bytes))
+    return replace(
+        largest,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        kv_bytes=num_blocks * largest.block_bytes,
+        swap_bytes=num_host_blocks * largest.block_bytes,
+        max_model_len=min(ledger.max_model_len for ledger in ledgers),
+    )
+
+
+def build_rank_executor(config: EngineConfig, opened: OpenedModel) -> BuiltExecutor:
+    """Start the ranks of a split model, here or where Ray puts them, and wait until they are ready."""
+    check_degrees(opened.spec, config.tensor_parallel_size, config.pipeline_parallel_size)
+    started_s = time.perf_counter()
+    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    executor = RankExecutor(config, LocalRanks(config.num_threads or max(1, num_cpus // num_ranks)))
+    launches = [
+        RankLaunch(
+            config=config,
+            rank=rank,
+            num_ranks_on_host=num_ranks,
+            plans_address=executor.plans_address,
+            results_address=executor.results_address,
+            beats_address=executor.beats_address,
+            store=f"file:{executor.folder}/store",
+            server_key=executor.server_key,
+            log_level=get_logger().getEffectiveLevel() or logging.INFO,
+            parent_pid=os.getpid(),
+            dies_with_parent_thread=threading.current_thread() is threading.main_thread(),
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        ledger, ready = executor.start(launches, opened)
+    except BaseException:
+        executor.close()
+        raise
+    first = ready[0]
+    degrees = {"tensor parallel": config.tensor_parallel_size, "stages": config.pipeline_parallel_size}
+    shown = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
+    rates = [each.swap_bytes_per_s for each in ready if each.swap_bytes_per_s]
+    return BuiltExecutor(
+        executor=executor,
+        backend=RankBackend(
+            RankDevice(first.device), first.weight_dtype, first.kv_dtype, f"{first.kernels}, {shown}", first.note
+        ),
+        ledger=ledger,
+        max_num_seqs=first.max_num_seqs,
+        max_num_batched_tokens=first.max_num_batched_tokens,
+        swap_bytes_per_s=min(rates, default=None),
+        timeline_s=ready[0].timeline_s | {"all ranks": time.perf_counter() - started_s},
+    )
+
+
+def _loopback() -> dict[str, str]:
+    """gloo asks the machine's name which interface to use, and not every machine knows its own."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    return next(({"GLOO_SOCKET_IFNAME": name} for name in ("lo", "lo0") if name in names), {})

@@ -1,0 +1,131 @@
+"""What an engine and the ranks of its model tell each other. Plans go to all ranks at once; the rank that samples
+answers. All of it is plain data in msgpack: nothing is pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.errors import ErrorInfo
+from quire.executor.memory import MemoryLedger
+from quire.plan import StepPlan, StepResult
+from quire.wire import Codec, encoder
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RankLaunch:
+    """The first thing that a rank reads."""
+
+    config: EngineConfig
+    rank: int
+    num_ranks_on_host: int
+    plans_address: str  # where the engine listens, and sends to all
+    results_address: str
+    beats_address: str
+    store: str  # where ranks find each other: file:PATH, or tcp: for one that the first of them opens
+    server_key: str | None  # of sockets that leave the machine: whoever has it may connect
+    log_level: int
+    parent_pid: int
+    dies_with_parent_thread: bool
+
+
+# -- to the ranks
+
+
+@dataclass(slots=True, frozen=True)
+class Meet:
+    """Where the first rank's store listens."""
+
+    store: str
+
+
+@dataclass(slots=True, frozen=True)
+class Allocate:
+    """The ledger that all ranks can keep: the fewest blocks of any."""
+
+    ledger: MemoryLedger
+
+
+@dataclass(slots=True, frozen=True)
+class Run:
+    plan: StepPlan
+
+
+@dataclass(slots=True, frozen=True)
+class Reset:
+    """Forget every row."""
+
+
+@dataclass(slots=True, frozen=True)
+class Stop:
+    pass
+
+
+# -- to the engine
+
+
+@dataclass(slots=True, frozen=True)
+class Hello:
+    """A rank is there. What has to be the same everywhere stands in it."""
+
+    rank: int
+    host: str
+    pid: int
+    quire_version: str
+    torch_version: str
+    fingerprint: str  # of the model that it opened
+    store: str | None = None  # of the first rank, where ranks meet over TCP
+
+
+@dataclass(slots=True, frozen=True)
+class Loaded:
+    """Its weights are there; `ledger` is what it could keep."""
+
+    rank: int
+    ledger: MemoryLedger
+
+
+@dataclass(slots=True, frozen=True)
+class Ready:
+    rank: int
+    device: str
+    weight_dtype: str
+    kv_dtype: str
+    kernels: str
+    note: str | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    swap_bytes_per_s: float | None
+    timeline_s: dict[str, float]
+
+
+@dataclass(slots=True, frozen=True)
+class Result:
+    result: StepResult
+
+
+@dataclass(slots=True, frozen=True)
+class RankFailed:
+    rank: int
+    error: ErrorInfo
+
+
+@dataclass(slots=True, frozen=True)
+class Beat:
+    """Sent every so often from a thread of its own. A process that is stopped sends none."""
+
+    rank: int
+    num_steps: int
+    busy_s: float  # computing, since its start
+    waiting_s: float  # for another stage's hidden states or tokens, inside steps
+
+
+ToRank = Meet | Allocate | Run | Reset | Stop
+FromRank = Hello | Loaded | Ready | Result | RankFailed | Beat
+
+to_rank: Codec[ToRank] = Codec(ToRank)
+from_rank: Codec[FromRank] = Codec(FromRank)
+encode_launch = encoder.encode
+decode_launch = msgspec.msgpack.Decoder(RankLaunch).decode

@@ -1,0 +1,260 @@
+"""A rank's own process: `python -m quire.executor.rank_process`, started by an engine whose model is split.
+
+It reads what to load on standard input, meets the other ranks, loads its share, and runs plans until it is told to
+stop or the engine is gone. Ray's actors host the same (`host_rank`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import platform
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, TypeVar
+
+import zmq
+
+from quire import __version__
+from quire.child import die_with_parent, log_to_parent, read_launch
+from quire.errors import ErrorInfo, QuireError
+from quire.executor.rank_messages import (
+    Allocate,
+    Beat,
+    FromRank,
+    Hello,
+    Loaded,
+    Meet,
+    RankFailed,
+    RankLaunch,
+    Ready,
+    Reset,
+    Result,
+    Run,
+    Stop,
+    ToRank,
+    decode_launch,
+    from_rank,
+    to_rank,
+)
+from quire.log import get_logger
+from quire.models.share import share_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from quire.executor.rank_steps import RankSteps
+
+BEAT_S = 1.0
+_T = TypeVar("_T", Meet, Allocate)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when ranks end
+    faulthandler.enable()
+    launch = decode_launch(read_launch(sys.stdin.buffer))
+    log_to_parent(launch.log_level)
+    die_with_parent(launch.parent_pid, with_its_thread=launch.dies_with_parent_thread)
+    return host_rank(launch)
+
+
+def host_rank(launch: RankLaunch) -> int:
+    """Everything that a rank does, from its first word to its last."""
+    link = _Link(launch)
+    try:
+        steps = _build(launch, link)
+        _run(steps, link)
+    except Exception as error:
+        if not isinstance(error, QuireError):
+            get_logger().exception("rank %d stopped", launch.rank)
+        link.send(RankFailed(launch.rank, ErrorInfo.of(error)))
+        return 1
+    finally:
+        link.close()
+    return 0
+
+
+class _Link:
+    """The rank's ends of the sockets, and its heartbeat."""
+
+    def __init__(self, launch: RankLaunch) -> None:
+        self._launch = launch
+        self._context = zmq.Context()
+        self._plans = self._socket(zmq.SUB, launch.plans_address)
+        self._plans.setsockopt(zmq.SUBSCRIBE, b"")
+        self._results = self._socket(zmq.PUSH, launch.results_address)
+        self.steps: RankSteps | None = None
+        self._is_over = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="quire-rank-beat", daemon=True)
+        self._beating.start()
+
+    def send(self, message: FromRank) -> None:
+        self._results.send(from_rank.encode(message))
+
+    def receive(self) -> ToRank:
+        return to_rank.decode(self._plans.recv())
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._beating.join()
+        self._plans.close(linger=0)
+        self._results.close(linger=2000)
+        self._context.term()
+
+    def _beat(self) -> None:
+        socket = self._socket(zmq.PUSH, self._launch.beats_address)
+        while True:
+            steps = self.steps
+            numbers = (0, 0.0, 0.0) if steps is None else (steps.num_steps, steps.busy_s, steps.waiting_s)
+            with contextlib.suppress(zmq.ZMQError):
+                socket.send(from_rank.encode(Beat(self._launch.rank, *numbers)), zmq.NOBLOCK)
+            if self._is_over.wait(BEAT_S):
+                break
+        socket.close(linger=0)
+
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        if self._launch.server_key is not None:
+            public, secret = zmq.curve_keypair()
+            socket.curve_publickey, socket.curve_secretkey = public, secret
+            socket.curve_serverkey = self._launch.server_key.encode()
+        socket.connect(address)
+        return socket
+
+
+def _build(launch: RankLaunch, link: _Link) -> RankSteps:
+    """Load this rank's share, agree with the others on the number of blocks, and put the worker together."""
+    import torch  # only now: the engine has heard from us
+
+    from quire.executor.batch import PersistentBatch
+    from quire.executor.build import load_model, make_cache, make_sampler
+    from quire.executor.rank_steps import RankSteps
+    from quire.executor.timeline import Timeline
+    from quire.executor.worker import ElsewhereSampled, Worker
+    from quire.kernels.cpu.threads import default_num_threads
+    from quire.parallel.ranks import Ranks
+    from quire.weights.model import open_model
+
+    timeline = Timeline()
+    config = launch.config
+    if config.num_threads is None:
+        config = config.replace(num_threads=max(1, default_num_threads() // launch.num_ranks_on_host))
+    torch.set_num_threads(config.num_threads or 1)
+    opened = open_model(config)
+    tensor_size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    store, address = _open_store(launch)
+    link.send(
+        Hello(
+            launch.rank,
+            platform.node(),
+            os.getpid(),
+            __version__,
+            str(torch.__version__),
+            opened.fingerprint(),
+            address,
+        )
+    )
+    if store is None:
+        store = _join_store(_expect(link, Meet).store)
+    shares = [share_of(opened.spec, rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
+    widths = [len(share.words) for share in shares[:tensor_size]]
+    ranks = Ranks(store, launch.rank, tensor_size, num_stages, widths)
+    timeline.mark("ranks")
+    loaded = load_model(
+        config,
+        opened.spec,
+        opened.checkpoint,
+        share=shares[launch.rank],
+        ranks=ranks,
+        num_ranks_on_host=launch.num_ranks_on_host,
+        timeline=timeline,
+    )
+    link.send(Loaded(launch.rank, loaded.ledger))
+    ledger = _expect(link, Allocate).ledger
+    cache = make_cache(loaded, ledger)
+    sampler = make_sampler(loaded, ledger) if ranks.samples else ElsewhereSampled()
+    backend, decoder = loaded.backend, loaded.decoder
+    batch = PersistentBatch(
+        num_rows=loaded.max_num_seqs,
+        max_model_len=ledger.max_model_len,
+        block_size=ledger.block_size,
+        device=backend.device,
+        num_groups=len(decoder.layout.windows),
+        spare_block=cache.spare_block,
+    )
+    timeline.mark("cache")
+    swap_bytes_per_s = cache.measure_swap_rate()
+    link.send(
+        Ready(
+            launch.rank,
+            backend.device.type,
+            backend.weight_dtype,
+            str(backend.kv_dtype).removeprefix("torch."),
+            backend.kernels,
+            backend.note,
+            loaded.max_num_seqs,
+            loaded.max_num_batched_tokens,
+            swap_bytes_per_s,
+            timeline.seconds,
+        )
+    )
+    worker = Worker(decoder, cache, batch, sampler)
+    return RankSteps(worker, ranks, lag=num_stages, single_threaded_torch=backend.is_native_cpu)
+
+
+def _run(steps: RankSteps, link: _Link) -> None:
+    link.steps = steps
+    while True:
+        match link.receive():
+            case Run(plan):
+                result = steps.run(plan)
+                if result is not None:
+                    link.send(Result(result))
+            case Reset():
+                steps.reset()
+            case Stop():
+                return
+            case other:
+                raise AssertionError(f"{other} while running")
+
+
+def _open_store(launch: RankLaunch) -> tuple[Store | None, str | None]:
+    """A store in a file, which all ranks of one machine open; over TCP the first opens one and says where."""
+    from torch._C._distributed_c10d import FileStore, TCPStore
+
+    kind, _, place = launch.store.partition(":")
+    num_ranks = launch.config.tensor_parallel_size * launch.config.pipeline_parallel_size
+    if kind == "file":
+        return FileStore(place, num_ranks), None
+    if launch.rank:
+        return None, None
+    store = TCPStore(place, 0, num_ranks, is_master=True, wait_for_workers=False)
+    return store, f"{place}:{store.port}"
+
+
+def _join_store(address: str) -> Store:
+    from torch._C._distributed_c10d import TCPStore
+
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), is_master=False)
+
+
+def _expect(link: _Link, kind: type[_T]) -> _T:
+    """The next message, which can be no other."""
+    while True:
+        message = link.receive()
+        if isinstance(message, kind):
+            return message
+        if isinstance(message, Stop):
+            raise SystemExit(0)
+        assert isinstance(message, Meet), f"{message} where {kind.__name__} was expected"  # it is for the others
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # gloo would wait for what was sent and nobody will read: the tokens of the last step

@@ -1,0 +1,137 @@
+"""Who of the ranks lives. A rank that ends, fails or is silent ends all of them, with an error that names it.
+
+When one rank dies the others fail too, because they talk to it: so troubles are collected for a moment, and the one
+that explains the rest is told.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import zmq
+
+from quire.errors import ErrorInfo, QuireError, RankError
+from quire.executor.rank_messages import Beat, from_rank
+
+SILENCE_S = 6.0  # without a heartbeat, of which there is one a second: it hangs
+START_S = 300.0  # until the first: an import from a cold disk takes its time
+_GRACE_S = 0.7  # for other causes, once there is one
+_LOOK_S = 0.2
+
+
+class Cause(IntEnum):
+    """What explains more comes first."""
+
+    KILLED = 0
+    SILENT = 1
+    REFUSED = 2  # it said why, in an error of ours
+    FAILED = 3  # an exception, which may be that another rank is gone
+    ENDED = 4
+
+
+@dataclass(slots=True)
+class RankUse:
+    """What a rank has said of itself last."""
+
+    seen_s: float
+    has_beaten: bool = False
+    num_steps: int = 0
+    busy_s: float = 0.0
+    waiting_s: float = 0.0
+
+
+@dataclass(slots=True, order=True)
+class _Trouble:
+    cause: Cause
+    at_s: float
+    rank: int
+    text: str = field(compare=False)
+    error: QuireError | None = field(compare=False, default=None)
+
+
+class RankWatch:
+    """A thread that reads the heartbeats and ends everything when one rank has ended."""
+
+    def __init__(self, num_ranks: int, beats: zmq.Socket[bytes], on_failure: Callable[[], None]) -> None:
+        """`beats` belongs to the thread from now on. on_failure: called once, from the thread."""
+        now_s = time.monotonic()
+        self.uses = [RankUse(now_s) for _ in range(num_ranks)]
+        self._beats = beats
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._troubles: list[_Trouble] = []
+        self._describe: Callable[[int], str] = lambda rank: "a host that has not answered"
+        self._failure: QuireError | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="quire-rank-watch", daemon=True)
+        self._thread.start()
+
+    def describe_with(self, describe: Callable[[int], str]) -> None:
+        self._describe = describe
+
+    def report(self, rank: int, cause: Cause, text: str, error: QuireError | None = None) -> None:
+        """Something is wrong with a rank. From any thread."""
+        with self._lock:
+            if not self._is_over.is_set():
+                self._troubles.append(_Trouble(cause, time.monotonic(), rank, text, error))
+
+    def report_error(self, rank: int, info: ErrorInfo) -> None:
+        error = info.to_error() if info.kind else None
+        self.report(rank, Cause.FAILED if error is None else Cause.REFUSED, info.message, error)
+
+    def raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def is_failing(self) -> bool:
+        return bool(self._troubles)
+
+    def close(self) -> None:
+        """Ranks may end from now on."""
+        with self._lock:
+            self._is_over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        looked_s = time.monotonic()
+        while not self._is_over.is_set():
+            self._beats.poll(int(_LOOK_S * 1e3))
+            now_s = time.monotonic()
+            if now_s - looked_s > 2.0:  # we were stopped ourselves: nobody's fault
+                for use in self.uses:
+                    use.seen_s = now_s
+            looked_s = now_s
+            self._take_beats(now_s)
+            for rank, use in enumerate(self.uses):
+                limit_s = SILENCE_S if use.has_beaten else START_S
+                if now_s - use.seen_s > limit_s and not self._troubles:
+                    self.report(rank, Cause.SILENT, f"hangs: it has sent no heartbeat for {limit_s:g} s")
+            with self._lock:
+                trouble = min(self._troubles, default=None)
+                is_told = trouble is not None and now_s - self._troubles[0].at_s > _GRACE_S
+            if trouble is not None and is_told:
+                self._failure = self._error(trouble)
+                self._is_over.set()
+                self._on_failure()
+        self._beats.close(linger=0)
+
+    def _take_beats(self, now_s: float) -> None:
+        while True:
+            try:
+                beat = from_rank.decode(self._beats.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            assert isinstance(beat, Beat)
+            self.uses[beat.rank] = RankUse(now_s, True, beat.num_steps, beat.busy_s, beat.waiting_s)
+
+    def _error(self, trouble: _Trouble) -> QuireError:
+        where = f"rank {trouble.rank} on {self._describe(trouble.rank)}"
+        if trouble.error is not None:  # of the kind that one process would have raised
+            return type(trouble.error)(f"{where}: {trouble.text}")
+        return RankError(f"{where} {'failed: ' if trouble.cause is Cause.FAILED else ''}{trouble.text}")
