@@ -211,6 +211,17 @@ class EngineCore:
         return self.can_prepare
 
     @property
+    def can_die_idle(self) -> bool:
+        """Whether the executor has processes of its own, which may end while nothing runs: `check` tells."""
+        return hasattr(self.executor, "check")
+
+    def check(self) -> None:
+        """Raises where the executor has ended while nothing ran."""
+        if self.can_die_idle:
+            with self._dying_of_failures():
+                self.executor.check()  # type: ignore[attr-defined]
+
+    @property
     def is_dead(self) -> bool:
         return self._failure is not None
 

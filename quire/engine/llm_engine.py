@@ -186,6 +186,7 @@ class LLMEngine:
         return step_metrics(self.core) + request_metrics(self.request_stats)
 
     def check_health(self) -> None:
+        self.core.check()
         if self.core.is_dead:
             raise EngineDeadError("the engine failed in a step and stopped")
 

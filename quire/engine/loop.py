@@ -125,7 +125,9 @@ class EngineLoop:
                 continue
             # Rates and brownout fall with time alone.
             is_settled = self._last_load is not None and not self._last_load.tokens_per_s and not self._brownout.level
+            is_settled = is_settled and not self.core.can_die_idle
             command = self._receive(None if is_settled else _IDLE_REPORT_S)
+            self.core.check()
             self.progress.step_started_s = time.monotonic()
         while command is not None and not self._is_stopping:
             self._handle(command)

@@ -149,7 +149,7 @@ class RankExecutor:
         self._plans.setsockopt(zmq.XPUB_VERBOSE, 1)  # each rank's subscription is told, not only the first
         self._results, self.results_address = self._bind(zmq.PULL, "results", host)
         beats, self.beats_address = self._bind(zmq.PULL, "beats", host)
-        self._hellos: list[Hello] = []
+        self.members: list[Hello] = []  # by rank: where they are, and what they run
         self._watch = RankWatch(self._num_ranks, beats, hosts.kill)
         self._submitted: deque[int] = deque()
         self._arrived: dict[int, StepResult] = {}
@@ -161,14 +161,14 @@ class RankExecutor:
     def start(self, launches: list[RankLaunch], opened: OpenedModel) -> tuple[MemoryLedger, list[Ready]]:
         """Until every rank is ready for plans; the ledger that all of them keep."""
         self._hosts.start(launches, self._watch)
-        self._hellos = self._from_all(Hello)
-        places = [f"{hello.host} (process {hello.pid})" for hello in self._hellos]
+        self.members = self._from_all(Hello)
+        places = [f"{hello.host} (process {hello.pid})" for hello in self.members]
         self._watch.describe_with(places.__getitem__)
         self._check_alike(opened.fingerprint())
         for _ in range(self._num_ranks):
             self._wait(self._plans)
             self._plans.recv()  # a rank hears us
-        if (store := self._hellos[0].store) is not None:
+        if (store := self.members[0].store) is not None:
             self._tell(Meet(store))
         ledger = agreed([loaded.ledger for loaded in self._from_all(Loaded)])
         self._tell(Allocate(ledger))
@@ -176,8 +176,8 @@ class RankExecutor:
 
     def _check_alike(self, fingerprint: str) -> None:
         """Ranks on other machines may have another Quire, torch or copy of the model."""
-        first = self._hellos[0]
-        for hello in self._hellos:
+        first = self.members[0]
+        for hello in self.members:
             for what, theirs, ours, remedy in (
                 ("Quire", hello.quire_version, __version__, "install the same version on every machine"),
                 ("torch", hello.torch_version, first.torch_version, "install the same version on every machine"),
