@@ -145,9 +145,7 @@ def test_programs_find_what_they_import(module: str, names: str) -> None:
 
 
 def test_engine_args_can_be_spread_into_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = quire.EngineArgs(
-        model="m", tensor_parallel_size=1, max_seq_len=64, max_num_seqs=None, gpu_memory_utilization=0.5
-    )
+    args = quire.EngineArgs(model="m", nnodes=1, max_seq_len=64, max_num_seqs=None, gpu_memory_utilization=0.5)
     again = EngineConfig(**dataclasses.asdict(args))
     assert again == args
     assert again.max_model_len == 64

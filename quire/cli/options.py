@@ -29,6 +29,9 @@ MODEL_FLAGS: dict[str, tuple[Any, str]] = {
 RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "device": (str, "auto, cpu or cuda"),
     "num_threads": (int, "CPU threads (default: the physical cores)"),
+    "tensor_parallel_size": (int, "split every layer among so many processes (CPU)"),
+    "pipeline_parallel_size": (int, "split the layers into so many stages, each with its own processes (CPU)"),
+    "distributed_executor_backend": (str, "mp: processes of this machine (default); ray: where Ray puts them"),
     "block_size": (int, "tokens per KV block: 4, 8, 16, 32, 64 or 128 (default 16)"),
     "kv_cache_dtype": (str, "auto, float32, bfloat16, float16, or fp8 on a GPU"),
     "kv_cache_memory_bytes": (str, "size of the KV cache, such as 4GiB (CPU default 1 GiB)"),
@@ -109,6 +112,9 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-v", "--verbose", action="store_true", help="also where memory and the start-up's time went")
 
 
+SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",)}
+
+
 def metavar_of(kind: Any) -> str:
     return {str: "VALUE", json_value: "JSON"}.get(kind, "N")
 
@@ -119,7 +125,8 @@ def _option(name: str) -> str:
 
 def _add(group: argparse._ArgumentGroup, table: dict[str, tuple[Any, str]]) -> None:
     for name, (kind, text) in table.items():
-        group.add_argument(_option(name), type=kind, default=None, metavar=metavar_of(kind), help=text)
+        names = (*SHORT.get(name, ()), _option(name))
+        group.add_argument(*names, type=kind, default=None, metavar=metavar_of(kind), help=text)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+from quire.cli.options import SHORT
 from quire.cli.plan_text import render
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -26,6 +27,8 @@ _ENGINE_FLAGS: dict[str, tuple[Any, str]] = {
     "quantization": (str, "int8: weights in 8 bits (CPU)"),
     "kv_cache_dtype": (str, "auto, float32, bfloat16, float16 or fp8"),
     "block_size": (int, "tokens per KV block: 4, 8, 16, 32, 64 or 128 (default 16)"),
+    "tensor_parallel_size": (int, "split every layer among so many devices"),
+    "pipeline_parallel_size": (int, "split the layers into so many stages"),
     "max_model_len": (int, "longest sequence"),
     "max_num_seqs": (int, "sequences that run at once"),
     "max_num_batched_tokens": (int, "tokens computed in one step"),
@@ -81,7 +84,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     fleet.add_argument("--plot", metavar="FILE", help="cost against rate (.svg, .html, .png, .pdf)")
     engine = parser.add_argument_group("engine settings to plan with")
     for name, (kind, text) in _ENGINE_FLAGS.items():
-        engine.add_argument("--" + name.replace("_", "-"), type=kind, metavar=name.upper(), help=text)
+        names = (*SHORT.get(name, ()), "--" + name.replace("_", "-"))
+        engine.add_argument(*names, type=kind, metavar=name.upper(), help=text)
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire import refusals
-from quire.cli.options import ENGINE_SWITCHES, MODEL_FLAGS, RUNTIME_FLAGS, json_value, metavar_of
+from quire.cli.options import ENGINE_SWITCHES, MODEL_FLAGS, RUNTIME_FLAGS, SHORT, json_value, metavar_of
 from quire.cli.settings_file import Flag, Gathered, read_count, read_json, read_json_or_text, read_number, read_text
 from quire.errors import ConfigError
 from quire.refusals import Refusal
@@ -26,7 +26,7 @@ _FIELDS = {
     "drain_timeout": "drain_timeout_s",
     "step_timeout": "step_timeout_s",
 }
-_ALIASES = {"quantization": ("-q",), "swap_space_gb": ("--swap-space",), "speculative_config": ("-sc",)}
+_ALIASES = SHORT | {"quantization": ("-q",), "swap_space_gb": ("--swap-space",), "speculative_config": ("-sc",)}
 _READERS: dict[Any, Any] = {int: read_count, float: read_number, str: read_text, json_value: read_json}
 
 
@@ -161,8 +161,6 @@ GROUPS: dict[str, list[Flag]] = {
 }
 
 _SHORT = {
-    "tensor_parallel_size": ("-tp",),
-    "pipeline_parallel_size": ("-pp",),
     "compilation_config": ("-cc",),
     "optimization_level": ("-O",),
 }

@@ -26,7 +26,7 @@ import zmq
 from quire import __version__
 from quire.child import ChildProcess, describe_exit
 from quire.config import EngineConfig
-from quire.errors import RankError
+from quire.errors import ConfigError, RankError
 from quire.executor.base import BuiltExecutor
 from quire.executor.memory import MemoryLedger
 from quire.executor.rank_messages import (
@@ -141,6 +141,7 @@ class RankExecutor:
         """host: the address under which ranks on other machines reach this one; None: all are on this one."""
         self._num_stages = config.pipeline_parallel_size
         self._num_ranks = config.tensor_parallel_size * self._num_stages
+        self._has_drafts = config.speculative_config is not None
         self._hosts = hosts
         self._folder = SocketFolder()
         self._context = zmq.Context()
@@ -199,8 +200,9 @@ class RankExecutor:
 
     @property
     def depth(self) -> int:
-        """Ranks go on to the next step without waiting for us. With stages, each has a step of its own."""
-        return max(2, self._num_stages)
+        """Ranks go on to the next step without waiting for us; with stages, each has a step of its own. A draft has to
+        know the token before it, so that drafts wait."""
+        return self._num_stages if self._num_stages > 1 or self._has_drafts else 2
 
     def submit(self, plan: StepPlan) -> int:
         self.check()
@@ -330,6 +332,10 @@ def agreed(ledgers: list[MemoryLedger]) -> MemoryLedger:
 def build_rank_executor(config: EngineConfig, opened: OpenedModel) -> BuiltExecutor:
     """Start the ranks of a split model, here or where Ray puts them, and wait until they are ready."""
     check_degrees(opened.spec, config.tensor_parallel_size, config.pipeline_parallel_size)
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError("pipeline_parallel_size above 1 is not served yet: use tensor_parallel_size")
+    if config.distributed_executor_backend == "ray":
+        raise ConfigError("distributed_executor_backend='ray' is not served yet: use 'mp'")
     started_s = time.perf_counter()
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

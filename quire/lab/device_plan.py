@@ -25,6 +25,7 @@ from quire.executor.memory import (
 )
 from quire.lab.traffic import Fit, MixNeeds, fit_mix
 from quire.models.kv_layout import KVLayout, kv_layout
+from quire.models.share import largest_share
 from quire.models.spec import ModelSpec
 
 # CUDA's context, the kernels' code and the libraries' workspaces: no shape tells them.
@@ -37,6 +38,7 @@ class DevicePlan:
 
     kv_dtype: str
     tensor_parallel: int
+    num_stages: int
     weight_bytes: int
     step_bytes: int
     graph_bytes: int
@@ -67,16 +69,16 @@ def plan_device(
     device: str,
     memory_bytes: int | None,
     needs: MixNeeds | None = None,
-    tensor_parallel: int = 1,
     record: GpuRecord | None = None,
 ) -> DevicePlan:
-    """One device's ledger, as the engine would draw it up. `record`: of a GPU that one has started on."""
-    shard = shard_spec(spec, tensor_parallel)
-    assert not isinstance(shard, str), shard
+    """One device's ledger, as the engine would draw it up: of a split model, that of the rank with the largest share.
+    `record`: of a GPU that one has started on."""
+    share = largest_share(spec, config.tensor_parallel_size, config.pipeline_parallel_size)
+    shard = share.spec(spec)
     dtype = sizing.activation_dtype(config, spec, device)
     max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
     kv_value_bytes = sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)]
-    layout = kv_layout(shard, config.max_model_len)
+    layout = share.layout(kv_layout(spec, config.max_model_len))
     block_bytes = layout.block_bytes(shard, config.block_size, kv_value_bytes)
     kv_size_flag = config.kv_size_flag
     config = with_kv_bytes(config, block_bytes)
@@ -85,7 +87,7 @@ def plan_device(
         config, spec, layout, block_bytes=block_bytes, max_span_tokens=max_tokens, device_bytes=device_bytes
     )
     held_bytes = sizing.weight_bytes(shard, config.quantization or dtype, max_len)
-    whole_logits = replace(shard, vocab_size=spec.vocab_size)  # every rank gathers all of them
+    whole_logits = replace(shard, vocab_size=spec.vocab_size)  # the rank that samples gathers them
     graph_bytes = batch_bytes = 0
     if device == "cpu":
         step_bytes = sizing.cpu_step_bytes(whole_logits, max_num_seqs, max_tokens)
@@ -122,6 +124,8 @@ def plan_device(
             flag = "gpu_memory_utilization"
         else:
             free = memory_bytes if memory_bytes is not None else available_host_bytes()
+            if free is not None:
+                free //= config.num_ranks  # which are all on this machine
             if free is not None and held_bytes + step_bytes >= free:
                 raise MemoryBudgetError(
                     f"weights of {size(held_bytes)} and a step of {size(step_bytes)} do not fit in {size(free)}: use a "
@@ -149,7 +153,8 @@ def plan_device(
         problem = str(error)
     return DevicePlan(
         kv_dtype=sizing.kv_dtype(config, dtype),
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=config.tensor_parallel_size,
+        num_stages=config.pipeline_parallel_size,
         weight_bytes=held_bytes,
         step_bytes=step_bytes,
         graph_bytes=graph_bytes,
@@ -162,28 +167,6 @@ def plan_device(
         ledger=ledger,
         problem=problem,
         fit=fit,
-    )
-
-
-def shard_spec(spec: ModelSpec, degree: int) -> ModelSpec | str:
-    """One rank's part of a model split by heads and columns; a text says why it cannot be split so.
-
-    Where there are fewer KV heads than ranks, each rank keeps one of them whole.
-    """
-    if degree == 1:
-        return spec
-    if spec.num_heads % degree:
-        return f"{spec.num_heads} heads do not divide by {degree}"
-    if spec.num_kv_heads % degree and degree % spec.num_kv_heads:
-        return f"{spec.num_kv_heads} KV heads do not divide by {degree}"
-    if spec.intermediate_size % degree:
-        return f"an intermediate size of {spec.intermediate_size} does not divide by {degree}"
-    return replace(
-        spec,
-        num_heads=spec.num_heads // degree,
-        num_kv_heads=max(1, spec.num_kv_heads // degree),
-        intermediate_size=spec.intermediate_size // degree,
-        vocab_size=-(-spec.vocab_size // degree),
     )
 
 

@@ -16,9 +16,10 @@ from quire.executor.memory import (
     DEFAULT_CPU_KV_BYTES,
     check_max_model_len,
 )
-from quire.lab.device_plan import DevicePlan, plan_device, shard_spec, size
+from quire.lab.device_plan import DevicePlan, plan_device, size
 from quire.lab.traffic import Kind, MixNeeds, mix_needs
 from quire.models.kv_layout import kv_layout
+from quire.models.share import check_degrees, max_tensor_size
 from quire.models.spec import ModelSpec
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -121,6 +122,7 @@ def make_plan(
     """`memory_bytes`: of the GPU; or of the machine, where None asks the system what is free. `record`: of a GPU that
     an engine has started on."""
     check_max_model_len(config, spec)
+    check_degrees(spec, config.tensor_parallel_size, config.pipeline_parallel_size)
     assert device == "cpu" or memory_bytes is not None, "a GPU's memory has to be told"
     dtype = sizing.activation_dtype(config, spec, device)
     max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
@@ -129,20 +131,19 @@ def make_plan(
     wanted = sizing.kv_dtype(config, dtype)
     chosen = plan_device(config, spec, device=device, memory_bytes=memory_bytes, needs=needs, record=record)
     choices, skipped = [], []
-    for degree in TENSOR_PARALLEL if device == "cuda" else (1,):
-        shard = shard_spec(spec, degree)
-        if isinstance(shard, str):
-            skipped.append(f"TP {degree}: {shard}")
+    degrees = {config.tensor_parallel_size, *(TENSOR_PARALLEL if device == "cuda" else ())}
+    for degree in sorted(degrees):
+        if degree > max_tensor_size(spec):
+            skipped.append(f"TP {degree}: {spec.num_heads} heads are too few")
             continue
         for kv_dtype in _kv_dtypes(wanted, device):
-            changed = config.replace(kv_cache_dtype=kv_dtype)
+            changed = config.replace(kv_cache_dtype=kv_dtype, tensor_parallel_size=degree)
             choice = plan_device(
                 changed,
                 spec,
                 device=device,
                 memory_bytes=memory_bytes,
                 needs=needs,
-                tensor_parallel=degree,
                 record=record,
             )
             choices.append(choice)

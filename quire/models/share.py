@@ -96,6 +96,7 @@ class ModelShare:
             vocab_size=len(self.words),
             num_layers=len(self.layers),
             layers=spec.layers[self.layers.slice],
+            tie_embeddings=spec.tie_embeddings or self.num_stages > 1,  # no stage has more than one of the two
         )
 
     def layout(self, layout: KVLayout) -> KVLayout:

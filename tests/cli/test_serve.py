@@ -113,8 +113,9 @@ def test_help_is_grouped_and_tells_defaults_and_precedence(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size is not supported"),
-        (["-tp", "2"], "--tensor-parallel-size is not supported"),
+        (["--tensor-parallel-size", "0"], "tensor_parallel_size must be a whole number >= 1"),
+        (["-tp", "2", "-pp", "0"], "pipeline_parallel_size must be a whole number >= 1"),
+        (["--nnodes", "2"], "--nnodes is not supported"),
         (["--enable-lora"], "--enable-lora is not supported"),
         (["--lora-modules", "a=b", "c=d"], "--lora-modules is not supported: Quire has no LoRA yet"),
         (["--enable-auto-tool-choice", "--tool-call-parser", "hermes"], "is not supported"),

@@ -12,12 +12,12 @@ import torch
 
 from quire import LLM
 from quire.config import GIB, EngineConfig
-from quire.errors import DownloadError
+from quire.errors import ConfigError, DownloadError
 from quire.executor.memory import cuda_kv_budget
 from quire.executor.sizing import weight_bytes
 from quire.kernels.reference import ReferenceOps
 from quire.lab import shapes
-from quire.lab.device_plan import DRIVER_BYTES, plan_device, shard_spec
+from quire.lab.device_plan import DRIVER_BYTES, DevicePlan, plan_device
 from quire.lab.planner import Plan, make_plan
 from quire.lab.shapes import SHAPES, read_model_spec
 from quire.lab.traffic import Kind
@@ -141,17 +141,20 @@ def test_smaller_kv_values_make_more_blocks_and_ranks_share_heads() -> None:
     assert not plan.is_exact
 
 
-def test_more_ranks_than_kv_heads_keep_one_each_and_what_does_not_divide_is_said() -> None:
-    eight = shard_spec(LLAMA, 8)
-    assert isinstance(eight, ModelSpec)
-    assert eight.num_kv_heads == 1
-    sixteen = shard_spec(LLAMA, 16)
-    assert isinstance(sixteen, ModelSpec)
-    assert sixteen.num_kv_heads == 1
+def test_a_plan_of_a_split_model_is_that_of_its_largest_rank() -> None:
+    def device(spec: ModelSpec, **degrees: int) -> DevicePlan:
+        return plan_device(EngineConfig(num_gpu_blocks_override=100, **degrees), spec, device="cpu", memory_bytes=None)
+
+    for size, heads in ((1, 8), (2, 4), (3, 3), (8, 1), (16, 1)):
+        found = device(LLAMA, tensor_parallel_size=size)
+        assert found.block_bytes * 8 == device(LLAMA).block_bytes * heads and found.tensor_parallel == size
+    assert device(LLAMA, pipeline_parallel_size=2).block_bytes * 2 == device(LLAMA).block_bytes
     smol = spec_from_config(SHAPES["smollm2"].config, source="s")
-    assert shard_spec(smol, 2) == "9 heads do not divide by 2"
-    plan = make_plan(EngineConfig(), smol, device="cuda", memory_bytes=8 * GIB)
-    assert [line.split(":")[0] for line in plan.skipped] == ["TP 2", "TP 4", "TP 8"]
+    assert device(smol, tensor_parallel_size=2).block_bytes * 3 == device(smol).block_bytes * 2
+    plan = make_plan(EngineConfig(tensor_parallel_size=2), smol, device="cuda", memory_bytes=8 * GIB)
+    assert not plan.skipped and {choice.tensor_parallel for choice in plan.choices} == {1, 2, 4, 8}
+    with pytest.raises(ConfigError, match="use 1 to 9"):
+        make_plan(EngineConfig(tensor_parallel_size=10), smol, device="cpu")
 
 
 def with_flags(plan: Plan) -> EngineConfig:
