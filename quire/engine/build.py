@@ -129,7 +129,7 @@ def build_token_side(
 ) -> TokenSide:
     """Weights, KV cache, scheduler and loop."""
     if config.num_ranks > 1 or config.distributed_executor_backend == "ray":
-        return assemble_token_side(config, _build_ranks(config, opened))
+        return assemble_token_side(config, _build_ranks(config, opened, grammars))
     precompile = precompile or Precompile.start(config, opened.spec)
     timeline = Timeline()
     # Only now: torch takes seconds to import, and the helper works meanwhile.
@@ -149,13 +149,13 @@ def build_token_side(
     return assemble_token_side(config, executor)
 
 
-def _build_ranks(config: EngineConfig, opened: OpenedModel) -> BuiltExecutor:
+def _build_ranks(config: EngineConfig, opened: OpenedModel, grammars: GrammarCompiler | None) -> BuiltExecutor:
     """In processes of their own: torch is not imported here."""
     try:
         from quire.executor.rank_executor import build_rank_executor
     except ImportError as error:
         raise ConfigError(f"ranks need pyzmq and msgspec to talk to each other: {install_hint('server')}") from error
-    return build_rank_executor(config, opened)
+    return build_rank_executor(config, opened, grammars)
 
 
 def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenSide:

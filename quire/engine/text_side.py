@@ -16,7 +16,6 @@ from quire.grammar import GrammarCompiler, end_token_ids, open_tokenizer
 from quire.log import get_logger
 from quire.params import SamplingParams
 from quire.text import ChatTemplate, read_chat_template
-from quire.weights import open_checkpoint, resolve_model
 from quire.weights.model import OpenedModel as OpenedModel
 from quire.weights.model import open_model as open_model
 

@@ -48,6 +48,7 @@ from quire.executor.rank_messages import (
     to_rank,
 )
 from quire.executor.rank_watch import Cause, RankUse, RankWatch
+from quire.grammar import GrammarCompiler
 from quire.log import get_logger
 from quire.models.share import check_degrees
 from quire.plan import StepPlan, StepResult
@@ -329,7 +330,9 @@ def agreed(ledgers: list[MemoryLedger]) -> MemoryLedger:
     )
 
 
-def build_rank_executor(config: EngineConfig, opened: OpenedModel) -> BuiltExecutor:
+def build_rank_executor(
+    config: EngineConfig, opened: OpenedModel, grammars: GrammarCompiler | None = None
+) -> BuiltExecutor:
     """Start the ranks of a split model, here or where Ray puts them, and wait until they are ready."""
     check_degrees(opened.spec, config.tensor_parallel_size, config.pipeline_parallel_size)
     if config.pipeline_parallel_size > 1:
@@ -375,6 +378,8 @@ def build_rank_executor(config: EngineConfig, opened: OpenedModel) -> BuiltExecu
         max_num_batched_tokens=first.max_num_batched_tokens,
         swap_bytes_per_s=min(rates, default=None),
         timeline_s=ready[0].timeline_s | {"all ranks": time.perf_counter() - started_s},
+        # Requests are checked here; the rank that samples compiles a grammar again.
+        grammars=grammars or GrammarCompiler.of_model(config, opened.checkpoint, opened.spec),
     )
 
 

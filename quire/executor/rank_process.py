@@ -135,6 +135,7 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     from quire.executor.rank_steps import RankSteps
     from quire.executor.timeline import Timeline
     from quire.executor.worker import ElsewhereSampled, Worker
+    from quire.grammar import GrammarCompiler, RowConstraints
     from quire.kernels.cpu.threads import default_num_threads
     from quire.parallel.ranks import Ranks
     from quire.weights.model import open_model
@@ -202,7 +203,10 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
             timeline.seconds,
         )
     )
-    worker = Worker(decoder, cache, batch, sampler)
+    constraints = None
+    if ranks.samples:
+        constraints = RowConstraints(GrammarCompiler.of_model(config, opened.checkpoint, opened.spec))
+    worker = Worker(decoder, cache, batch, sampler, constraints=constraints)
     return RankSteps(worker, ranks, lag=num_stages, single_threaded_torch=backend.is_native_cpu)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from quire.executor.batch import Unjudged
 from quire.executor.clock import StepClock
-from quire.executor.local import torch_threads
+from quire.executor.local import LocalExecutor, torch_threads
 from quire.executor.worker import Worker
 from quire.parallel.ranks import Ranks
 from quire.plan import StepPlan, StepResult
@@ -35,9 +35,10 @@ class RankSteps:
     """Runs plans on one rank's worker, in order."""
 
     def __init__(self, worker: Worker, ranks: Ranks, *, lag: int, single_threaded_torch: bool) -> None:
-        self.worker = worker
+        self._worker = worker
         self._ranks = ranks
         self._lag = lag
+        self._local = LocalExecutor(worker, single_threaded_torch=single_threaded_torch)  # of the rank that samples
         self._single_threaded_torch = single_threaded_torch
         self._untold: deque[_Untold | None] = deque()
         self.num_steps = 0
@@ -46,33 +47,31 @@ class RankSteps:
     def run(self, plan: StepPlan) -> StepResult | None:
         """The step's result on the rank that samples; None on the others."""
         began_s, waited_s = time.perf_counter(), self._ranks.waited_s
-        worker = self.worker
-        with torch.inference_mode(), torch_threads(single=self._single_threaded_torch):
-            while len(self._untold) >= self._lag:
-                self._hear(self._untold.popleft())
-            clock = StepClock(on_gpu=worker.is_gpu)
-            worker.apply(plan)
-            done = worker.forward(plan, clock)
-            sampled = worker.sample(plan, done)
-            clock.mark("sample")
-            clock.wait()
-            moved = worker.cache.take_finished()
-            width = 1 + max((len(each.drafts) for each in done.unjudged), default=0)
-            result = None
-            if self._ranks.samples:
-                result = StepResult(plan.step, prompt_logprobs=done.prompt_logprobs, moved=moved)
-                if sampled is not None:
-                    result.tokens, result.logprobs, result.failed = sampled.to_lists()
-                    self._tell(result.tokens, width)
-                    self._judge(done.rows, done.unjudged, result.tokens)
-                result.timings = clock.read()
-            else:
-                occupants = [worker.batch.occupant(row) for row in done.rows]
-                untold = _Untold(done.rows, done.positions, occupants, width, done.unjudged)
-                self._untold.append(untold if done.rows else None)
+        drafts = plan.spans.drafts.values()
+        width = 1 + max((len(each) for each in drafts if not isinstance(each, int)), default=0)
+        result = None
+        if self._ranks.samples:
+            result = self._local.collect(self._local.submit(plan))
+            if result.tokens:
+                self._tell(result.tokens, width)
+        else:
+            self._run_untold(plan, width)
         self.num_steps += 1
         self.busy_s += time.perf_counter() - began_s - (self._ranks.waited_s - waited_s)
         return result
+
+    def _run_untold(self, plan: StepPlan, width: int) -> None:
+        worker = self._worker
+        with torch.inference_mode(), torch_threads(single=self._single_threaded_torch):
+            while len(self._untold) >= self._lag:
+                self._hear(self._untold.popleft())
+            worker.apply(plan)
+            done = worker.forward(plan, StepClock(on_gpu=worker.is_gpu))
+            worker.sample(plan, done)  # its forks
+            worker.cache.take_finished()
+            occupants = [worker.batch.occupant(row) for row in done.rows]
+            untold = _Untold(done.rows, done.positions, occupants, width, done.unjudged)
+            self._untold.append(untold if done.rows else None)
 
     @property
     def waiting_s(self) -> float:
@@ -83,7 +82,7 @@ class RankSteps:
         with torch.inference_mode():
             while self._untold:
                 self._hear(self._untold.popleft())
-            self.worker.reset()
+            self._local.reset()
 
     def _tell(self, tokens: list[list[int]], width: int) -> None:
         """A row's tokens behind their number, for the others."""
@@ -96,7 +95,7 @@ class RankSteps:
     def _hear(self, step: _Untold | None) -> None:
         if step is None:
             return  # nothing was sampled in it
-        batch = self.worker.batch
+        batch = self._worker.batch
         shape = (len(step.rows), 1 + step.width)
         lines = self._ranks.receive_tokens(torch.empty(shape, dtype=torch.int64)).tolist()
         tokens = [line[1 : 1 + line[0]] for line in lines]
@@ -109,10 +108,6 @@ class RankSteps:
         if found:
             columns = [list(column) for column in zip(*found, strict=True)]
             batch.store(batch.places(columns[0], columns[1]), torch.tensor(columns[2], device=batch.device))
-        self._judge(step.rows, step.unjudged, tokens)
-
-    def _judge(self, rows: list[int], unjudged: list[Unjudged], tokens: list[list[int]]) -> None:
-        """Tell the batch how many of a step's drafts were accepted."""
-        num_tokens = {row: len(each) for row, each in zip(rows, tokens, strict=True)}
-        for each in unjudged:
-            self.worker.batch.judge(each, max(0, num_tokens[each.row] - 1))
+        num_tokens = {row: len(each) for row, each in zip(step.rows, tokens, strict=True)}
+        for unjudged in step.unjudged:
+            batch.judge(unjudged, max(0, num_tokens[unjudged.row] - 1))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryBudgetError
 from quire.executor import sizing
-from quire.lab.device_plan import DevicePlan, plan_device, shard_spec
+from quire.lab.device_plan import DevicePlan, plan_device
+from quire.models.share import check_degrees
 from quire.models.spec import ModelSpec
 from quire.scheduler import SchedulerConfig
 from quire.sim.cost import StepCost
@@ -29,15 +30,6 @@ class SimulatedEngine:
     plan: DevicePlan | None = None  # of one device; None: from a profile
 
 
-def stage_spec(spec: ModelSpec, num_stages: int) -> ModelSpec | str:
-    """The largest stage of a model cut into so many; a text says why it cannot be. Embedding and head count as if one
-    stage had both, which is a little too much."""
-    if num_stages > spec.num_layers:
-        return f"{spec.num_layers} layers do not make {num_stages} stages"
-    num = -(-spec.num_layers // num_stages)
-    return replace(spec, num_layers=num, layers=spec.layers[:num])
-
-
 def engine_by_arithmetic(
     config: EngineConfig,
     spec: ModelSpec,
@@ -51,17 +43,14 @@ def engine_by_arithmetic(
     """`is_read_along`: a server's steps, which do not let prompts hold up the tokens of others. Raises where it does
     not fit, with the numbers."""
     reached = efficiency or Efficiency()
-    stage = stage_spec(spec, pipeline_parallel)
-    if isinstance(stage, str):
-        raise ConfigError(f"pipeline parallel {pipeline_parallel}: {stage}")
-    if isinstance(problem := shard_spec(spec, tensor_parallel), str):
-        raise ConfigError(f"tensor parallel {tensor_parallel}: {problem}")
+    check_degrees(spec, tensor_parallel, pipeline_parallel)
     if tensor_parallel > device.per_machine:
         raise ConfigError(
             f"tensor parallel {tensor_parallel} is more than the {device.per_machine} {device.name} of one machine: "
             f"its sums need their link"
         )
-    plan = plan_device(config, stage, device="cuda", memory_bytes=device.memory_bytes, tensor_parallel=tensor_parallel)
+    split = config.replace(tensor_parallel_size=tensor_parallel, pipeline_parallel_size=pipeline_parallel)
+    plan = plan_device(split, spec, device="cuda", memory_bytes=device.memory_bytes)
     if plan.ledger is None:
         raise MemoryBudgetError(
             f"{config.model} on {tensor_parallel * pipeline_parallel} × {device.name}: {plan.problem}"
