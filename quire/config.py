@@ -221,6 +221,12 @@ class EngineConfig:
                 "enable_prefix_caching=True"
             )
 
+        if self.has_kv_stores and self.num_ranks > 1:
+            raise ConfigError(
+                "kv_disk_path and kv_transfer_config keep the blocks of one process: leave tensor_parallel_size and "
+                "pipeline_parallel_size at 1"
+            )
+
     def _check_numbers(self) -> None:
         for name in (
             "max_model_len",

@@ -165,7 +165,7 @@ def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenS
         block_size=config.block_size,
         num_host_blocks=executor.ledger.num_host_blocks,
         host_block_s=_host_block_s(executor) if config.kv_offloading_size else None,
-        stores=executor.executor.worker.stores.stores,
+        stores=executor.executor.stores,
         windows=executor.ledger.windows,
         max_span_tokens=executor.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -19,6 +19,7 @@ from quire.grammar import ConstrainedLine
 from quire.plan import StepPlan, StepResult
 from quire.request import FinishReason
 from quire.sampling import RankedBatch, TokenMasks
+from quire.tiers.sealed import SealedStore
 
 
 @dataclass(slots=True)
@@ -48,6 +49,11 @@ class LocalExecutor:
     def depth(self) -> int:
         """On a GPU the next step is prepared while one runs; a CPU has nothing to prepare it on."""
         return 2 if self.worker.is_gpu else 1
+
+    @property
+    def stores(self) -> list[SealedStore]:
+        """Levels below the device that keep blocks."""
+        return self.worker.stores.stores
 
     def submit(self, plan: StepPlan) -> int:
         worker = self.worker

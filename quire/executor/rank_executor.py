@@ -53,6 +53,7 @@ from quire.log import get_logger
 from quire.models.share import check_degrees
 from quire.plan import StepPlan, StepResult
 from quire.socket_folder import SocketFolder
+from quire.tiers.sealed import SealedStore
 from quire.weights.model import OpenedModel
 
 _LOOK_MS = 100  # at whether the ranks live, while a result is waited for
@@ -204,6 +205,11 @@ class RankExecutor:
         """Ranks go on to the next step without waiting for us; with stages, each has a step of its own. A draft has to
         know the token before it, so that drafts wait."""
         return self._num_stages if self._num_stages > 1 or self._has_drafts else 2
+
+    @property
+    def stores(self) -> list[SealedStore]:
+        """None: a store below keeps the blocks of one process."""
+        return []
 
     def submit(self, plan: StepPlan) -> int:
         self.check()
