@@ -52,9 +52,23 @@ def unpin_prefix(core: EngineCore, *, token_ids: list[int], salt: str | None = N
     return core.kv.unpin(token_ids, salt=salt)
 
 
+def cache_changes(core: EngineCore, *, since: str | None = None) -> dict[str, Any]:
+    """Hashes that the prefix cache gained and lost since an earlier answer's `since`; without it, all that it has."""
+    log = core.kv.log_cache()
+    epoch, _, at = (since or "").partition(":")
+    change = log.read(int(at) if epoch == log.epoch and at.isdecimal() else None)
+    return {
+        "since": f"{log.epoch}:{change.at}",
+        "is_snapshot": change.is_snapshot,
+        "filled": b"".join(change.filled),
+        "evicted": b"".join(change.evicted),
+    }
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "reset_prefix_cache": reset_prefix_cache,
     "pin_prefix": pin_prefix,
     "unpin_prefix": unpin_prefix,
+    "cache_changes": cache_changes,
     **INSPECTIONS,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections import deque
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class CacheLog:
     """
 
     def __init__(self, cache: PrefixCache, *, max_changes: int = _MAX_CHANGES) -> None:
+        self.epoch = secrets.token_hex(8)  # numbers of another log, before a restart, mean nothing here
         self.at = 0
         self._cache = cache
         self._changes: deque[tuple[BlockHash, bool]] = deque(maxlen=max_changes)  # (hash, whether it was filled)

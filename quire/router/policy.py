@@ -207,8 +207,8 @@ class Router:
 
     # -- how it went on
 
-    def on_first_token(self, ticket: Ticket) -> None:
-        """Its prompt is computed."""
+    def on_first_token(self, ticket: Ticket, *, is_timed: bool = True) -> None:
+        """Its prompt is computed. is_timed: just now, so that the time tells the prefill rate."""
         if ticket.is_over or ticket.first_token_s is not None:
             return
         ticket.first_token_s = now_s = self._clock()
@@ -216,7 +216,11 @@ class Router:
         if replica is None:
             return
         num_tokens = ticket.num_uncached_tokens
-        if num_tokens >= _MIN_TOKENS_FOR_RATE and (took_s := now_s - max(ticket.routed_s, replica.progress_s)) > 0:
+        if (
+            is_timed
+            and num_tokens >= _MIN_TOKENS_FOR_RATE
+            and (took_s := now_s - max(ticket.routed_s, replica.progress_s)) > 0
+        ):
             replica.measured_rate = _smooth(replica.measured_rate, num_tokens / took_s)
             self._usual_rate = self.tokens_per_s(replica)
         replica.progress_s = now_s

@@ -30,10 +30,11 @@ from quire.engine.streams import Stream
 from quire.engine.text_side import TextSide
 from quire.errors import BadRequestError, ConfigError, EngineDeadError, QuireError
 from quire.inputs import Prompt as UserPrompt
-from quire.kv.hashing import BlockHash, block_hasher, root_hash
+from quire.kv.hashing import BlockHash
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
+from quire.router.hashes import prompt_hashes
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 from quire.text import Tokenizer
 
@@ -97,7 +98,6 @@ class ReplicaSet:
         self._death_reason = ""
         self._is_closing = False
         self._info: EngineInfo | None = None
-        self._hash_block = block_hasher(config.block_size)
         self.num_moved = 0  # requests that went on at another replica
         device_environment(config, num_replicas - 1)  # what does not fit is refused before anything starts
 
@@ -376,12 +376,8 @@ class ReplicaSet:
         request = prepared.request
         if not self.config.enable_prefix_caching or request.skip_prefix_cache_read:
             return []
-        token_ids, block_size = [*request.prompt_token_ids, *output_token_ids], self.config.block_size
-        parent, hashes = root_hash(request.salt, request.adapter), []
-        for first in range(0, len(token_ids) - block_size, block_size):
-            parent = self._hash_block(parent, token_ids[first : first + block_size])
-            hashes.append(parent)
-        return hashes
+        token_ids = [*request.prompt_token_ids, *output_token_ids]
+        return prompt_hashes(token_ids, self.config.block_size, request.salt, request.adapter)
 
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run a request, wherever it is soonest answered, and to its end wherever that is."""

@@ -12,7 +12,20 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from quire.errors import QuireError
-from quire.server import batches, debug, guards, health, live, load, messages, metrics, models, replicas, responses
+from quire.server import (
+    batches,
+    cache_hashes,
+    debug,
+    guards,
+    health,
+    live,
+    load,
+    messages,
+    metrics,
+    models,
+    replicas,
+    responses,
+)
 from quire.server.chat import create_chat
 from quire.server.completions import create_completion
 from quire.server.docs_page import docs_page
@@ -45,7 +58,7 @@ def post_endpoints(context: ServerContext) -> dict[str, JsonEndpoint]:
 def create_app(context: ServerContext) -> Starlette:
     endpoints = post_endpoints(context)
     posts = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    parts: tuple[Any, ...] = (models, health, metrics, load, live, debug, replicas, responses)
+    parts: tuple[Any, ...] = (models, health, metrics, load, live, debug, replicas, cache_hashes, responses)
     return Starlette(
         routes=[
             *posts,

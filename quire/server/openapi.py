@@ -12,6 +12,7 @@ import quire
 from quire.refusals import FIELDS
 from quire.server import messages, protocol, replies, responses
 from quire.server.batches import Batch, BatchBody
+from quire.server.cache_hashes import BlockHashes, HashesBody
 from quire.server.deadline import TIMEOUT_HEADER
 from quire.server.endpoint import REQUEST_ID_HEADER
 from quire.server.replicas import ReplicasBody
@@ -302,6 +303,24 @@ OPERATIONS = (
         summary="One block: who uses it, and what text it holds.",
         statuses=(*_ALWAYS, 400, 404),
         parameters=(("block", "path", "Its number."), _ENGINE),
+    ),
+    Operation(
+        method="get",
+        path="/debug/cache",
+        tag="Cache",
+        summary="Hashes of blocks that the prefix cache gained and lost, for a router. For an admin.",
+        statuses=(*_ALWAYS, 400, 403, 404),
+        parameters=(("since", "query", "As the last answer had it; without it, everything."),),
+    ),
+    Operation(
+        method="post",
+        path="/debug/cache/hashes",
+        tag="Cache",
+        summary="Hashes of the blocks that a prompt would look for in the prefix cache.",
+        body=HashesBody,
+        reply=BlockHashes,
+        statuses=(*_ALWAYS, *_WITH_BODY, 429, 504),
+        parameters=(_ID,),
     ),
     Operation(
         method="get",

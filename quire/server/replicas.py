@@ -41,11 +41,11 @@ def routes(context: ServerContext) -> list[Route]:
         return {"replicas": shown, "num_moved_requests": moved, "desired_replicas": desired_replicas(loads)}
 
     async def read(request: HttpRequest) -> JSONResponse:
-        _check_admin(request)
+        check_admin(request)
         return JSONResponse(report(), headers={"cache-control": "no-store"})
 
     async def change(request: HttpRequest) -> JSONResponse:
-        _check_admin(request)
+        check_admin(request)
         settings = context.settings
         if not settings.api_keys and not settings.is_local:
             raise ApiError(403, "replicas are changed with an API key: start the server with one", code="no_key")
@@ -85,6 +85,6 @@ async def _change(engine: ReplicaSet, body: ReplicasBody) -> str:
     return body.engine
 
 
-def _check_admin(request: HttpRequest) -> None:
+def check_admin(request: HttpRequest) -> None:
     if request.scope["state"]["sees"] is not None:
         raise ApiError(403, "this is for an admin's key: see --api-key-file", code="admin_only")

@@ -1,0 +1,77 @@
+"""quire router: one address in front of servers that run already."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+from typing import Any
+
+from quire.cli.parser import WideHelp
+from quire.errors import ConfigError, install_hint
+
+_EPILOG = """\
+Each request goes to the server whose first token comes soonest: the work queued there, and what of the prompt is not in
+its cache, over its measured speed. Quire servers tell what they have cached, block by block (with API keys: to an
+admin's key, --api-key); of other servers with OpenAI's API it is guessed from what was sent there before.
+
+  quire router http://a:8000 http://b:8000
+  quire router --port 9000 http://10.0.0.1:8000 http://10.0.0.2:8000
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "router",
+        help="route requests to servers by their caches and load",
+        description="One address in front of several servers of the same model.",
+        usage="quire router [flags] URL [URL ...]",
+        epilog=_EPILOG,
+        formatter_class=WideHelp,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("urls", nargs="*", metavar="URL", help="a server, as http://host:port")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)"
+    )
+    parser.add_argument("--port", type=int, default=8080, metavar="N", help="port to listen on (default 8080; 0: any)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key for the router's own questions (default: QUIRE_ROUTER_API_KEY)"
+    )
+    parser.add_argument("--log-level", default="info", metavar="LEVEL", help="debug, info, warning or error")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        from quire.router.servers import Servers
+        from quire.server.http_server import HttpServer
+        from quire.server.listen import address_of, open_socket
+        from quire.server.logs import set_up_logs
+        from quire.server.proxy import create_proxy_app, run_proxy
+        from quire.server.settings import ServerSettings
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] == "quire":
+            raise
+        raise ConfigError(f"quire router needs the package {error.name}: {install_hint('server')}") from None
+    settings = ServerSettings(host=args.host, port=args.port, log_level=args.log_level)
+    listener = open_socket(settings)
+    set_up_logs(settings.log_format, settings.log_level)
+
+    async def serve() -> None:
+        from quire.log import get_logger
+
+        servers = Servers(args.urls, api_key=args.api_key or os.environ.get("QUIRE_ROUTER_API_KEY"))
+        app = create_proxy_app(servers, settings)
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        address = address_of(listener, settings)
+        get_logger().info("routing at %s to %d servers", address, len(servers.all))
+        await run_proxy(servers, listener, HttpServer(app, settings, None), stop)
+
+    try:
+        asyncio.run(serve())
+    finally:
+        listener.close()
+    return 0

@@ -1,0 +1,251 @@
+"""Servers that run already, as a router sees them: which are up, what they serve, and what their caches hold.
+
+A Quire server tells the hashes of its cached blocks (`/debug/cache`), so what it holds is known exactly. Of any other
+server with OpenAI's API it is guessed from what was routed there before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from quire.errors import ConfigError
+from quire.kv.hashing import HASH_BYTES
+from quire.log import get_logger
+from quire.router.hashes import CHARS_PER_TOKEN, text_hashes, text_of
+from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router
+
+LOOK_S = 0.25  # between two looks at a server's cache and health
+_SLOW_LOOK_S = 1.0  # at one that tells nothing, or is down
+_ANSWER_S = 5.0
+_HASH_S = 2.0
+_BLOCK_SIZE = 16  # of guesses, until a Quire server says which
+_MAX_ANSWER_BYTES = 64 << 20
+_TOKENIZED = (
+    *("prompt", "messages", "add_special_tokens", "add_generation_prompt", "continue_final_message"),
+    *("chat_template_kwargs", "cache_salt"),
+)
+
+
+@dataclass(slots=True, eq=False)
+class Upstream:
+    """One server."""
+
+    url: str
+    is_up: bool = False
+    is_exact: bool = False  # it tells what it has cached
+    models: tuple[str, ...] = ()
+    reason: str = "it was not reached yet"  # why it is not up
+    since: str | None = None  # up to where its cache is known
+    num_failures: int = 0
+
+
+class Servers:
+    """Follows every server, and keeps the router's books about them. Belongs to one event loop."""
+
+    def __init__(self, urls: Sequence[str], *, api_key: str | None = None) -> None:
+        if not urls:
+            raise ConfigError("a router needs servers: quire router http://a:8000 http://b:8000")
+        self.all = {url: Upstream(url) for url in map(_checked, urls)}
+        if len(self.all) < len(urls):
+            raise ConfigError("the same server is given twice")
+        self.router = Router(_BLOCK_SIZE)
+        self.models: tuple[str, ...] = ()  # of the first server that answered; the others must serve the same
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._meeting = asyncio.Lock()
+
+    async def start(self) -> None:
+        # No limit on connections: each is a client's. A proxy named in the environment is not for these.
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
+        first_looks = [asyncio.Event() for _ in self.all]
+        self._tasks = [
+            asyncio.create_task(self._follow(upstream, seen))
+            for upstream, seen in zip(self.all.values(), first_looks, strict=True)
+        ]
+        for seen in first_looks:
+            await seen.wait()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.session.close()
+
+    @property
+    def num_up(self) -> int:
+        return sum(upstream.is_up for upstream in self.all.values())
+
+    def mark_down(self, url: str, reason: str) -> None:
+        """A request found it out; the next look that succeeds brings it back."""
+        upstream = self.all[url]
+        upstream.reason = reason
+        upstream.num_failures += 1
+        upstream.since = None
+        if upstream.is_up:
+            upstream.is_up = False
+            self.router.remove(url)
+            get_logger().warning("server %s is left out: %s", url, reason)
+
+    # -- what a request is to a router
+
+    async def prompt_of(self, body: Mapping[str, Any], authorization: str | None) -> Prompt:
+        """With the hashes of its tokens where a Quire server can say them, else with those of its text."""
+        tenant = authorization or ""
+        tokenizer = next((one for one in self.all.values() if one.is_up and one.is_exact), None)
+        if tokenizer is not None:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, KeyError, ValueError):
+                return await self._ask_hashes(tokenizer, body, authorization, tenant)
+        text = text_of(body)
+        block_size = self.router.block_size
+        num_tokens = max(1, len(text) // CHARS_PER_TOKEN)
+        return Prompt(num_tokens, text_hashes(text, block_size), tenant, _num_sequences(body))
+
+    async def _ask_hashes(
+        self, upstream: Upstream, body: Mapping[str, Any], authorization: str | None, tenant: str
+    ) -> Prompt:
+        question = {name: body[name] for name in _TOKENIZED if body.get(name) is not None}
+        prompt = question.get("prompt")
+        if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
+            question = {"token_ids": prompt} | {k: v for k, v in question.items() if k == "cache_salt"}
+        elif isinstance(prompt, list):
+            question["prompt"] = str(prompt[0]) if prompt else ""  # several prompts go together: the first decides
+        headers = {} if authorization is None else {"authorization": authorization}
+        timeout = aiohttp.ClientTimeout(total=_HASH_S)
+        url = f"{upstream.url}/debug/cache/hashes"
+        async with self.session.post(url, json=question, headers=headers, timeout=timeout) as response:
+            if response.status != 200:
+                raise ValueError(f"status {response.status}")
+            found = await response.json()
+        hashes = [bytes.fromhex(one) for one in found["hashes"]]
+        return Prompt(max(1, int(found["num_tokens"])), hashes, tenant, _num_sequences(body))
+
+    # -- looking at one
+
+    async def _follow(self, upstream: Upstream, seen: asyncio.Event) -> None:
+        while True:
+            try:
+                await self._look(upstream)
+            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+                self.mark_down(upstream.url, _words(error))
+            except _OtherModelError as error:
+                self.mark_down(upstream.url, str(error))
+            finally:
+                seen.set()
+            await asyncio.sleep(LOOK_S if upstream.is_exact and upstream.is_up else _SLOW_LOOK_S)
+
+    async def _look(self, upstream: Upstream) -> None:
+        if not upstream.is_up:
+            async with self._meeting:  # one after another: each is compared with those that are up
+                await self._meet(upstream)
+        elif not upstream.is_exact:
+            status, _ = await self._get(upstream, "/health")
+            if status not in (200, 404):
+                raise ValueError(f"/health says {status}")
+            if status == 404:
+                await self._read_models(upstream)
+        else:
+            status, found = await self._get(upstream, f"/debug/cache?since={upstream.since}")
+            if status != 200:
+                raise ValueError(f"/debug/cache says {status}")
+            self._take(upstream, found)
+
+    async def _meet(self, upstream: Upstream) -> None:
+        status, _ = await self._get(upstream, "/health")
+        if status not in (200, 404):
+            raise ValueError(f"/health says {status}")
+        await self._read_models(upstream)
+        status, found = await self._get(upstream, "/debug/cache")
+        upstream.is_exact = status == 200
+        self.router.add(
+            upstream.url,
+            is_exact=upstream.is_exact,
+            max_num_seqs=int(found["max_num_seqs"]) if upstream.is_exact else None,
+        )
+        upstream.is_up, upstream.reason = True, ""
+        if upstream.is_exact:
+            if found["block_size"] != self.router.block_size:
+                others = [one for one in self.all.values() if one.is_up and one.is_exact and one is not upstream]
+                if others:
+                    raise _OtherModelError(
+                        f"its blocks have {found['block_size']} tokens and those of {others[0].url} "
+                        f"{self.router.block_size}: start them with one --block-size"
+                    )
+                self.router.block_size = int(found["block_size"])
+            self._take(upstream, found)
+        kind = "with its exact cache" if upstream.is_exact else "with a guessed cache"
+        get_logger().info("server %s is up, %s", upstream.url, kind)
+
+    async def _read_models(self, upstream: Upstream) -> None:
+        status, found = await self._get(upstream, "/v1/models")
+        if status != 200:
+            hint = ": give the router a key with --api-key" if status in (401, 403) else ""
+            raise ValueError(f"/v1/models says {status}{hint}")
+        upstream.models = tuple(sorted(str(one["id"]) for one in found["data"]))
+        others = [one for one in self.all.values() if one.is_up and one is not upstream]
+        if others and upstream.models != self.models:
+            raise _OtherModelError(
+                f"it serves {', '.join(upstream.models)} and {others[0].url} serves {', '.join(self.models)}: servers "
+                "behind one router serve the same models, under the same names (--served-model-name)"
+            )
+        self.models = upstream.models
+
+    def _take(self, upstream: Upstream, found: Mapping[str, Any]) -> None:
+        changes = CacheChanges(
+            filled=_split(found["filled"]), evicted=_split(found["evicted"]), is_snapshot=bool(found["is_snapshot"])
+        )
+        upstream.since = str(found["since"])
+        self.router.on_cache(upstream.url, changes)
+        self.router.on_load(
+            upstream.url,
+            ReplicaLoad(
+                num_queued_tokens=int(found["num_queued_tokens"]),
+                num_running=int(found["num_running"]),
+                prefill_tokens_per_s=found["prefill_tokens_per_s"],
+                step_s=found["step_s"],
+            ),
+        )
+
+    async def _get(self, upstream: Upstream, path: str) -> tuple[int, Any]:
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        async with self.session.get(upstream.url + path, headers=self._headers, timeout=timeout) as response:
+            if response.status != 200:
+                return response.status, None
+            if (response.content_length or 0) > _MAX_ANSWER_BYTES:
+                raise ValueError(f"the answer of {path} is too long")
+            if response.content_type != "application/json":
+                await response.read()
+                return response.status, None
+            return response.status, await response.json()
+
+
+class _OtherModelError(Exception):
+    """A server that does not belong to the others."""
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+        raise ConfigError(f"a server is given as http://host:port, got {url!r}")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _split(text: str) -> list[bytes]:
+    data = bytes.fromhex(text)
+    return [data[first : first + HASH_BYTES] for first in range(0, len(data), HASH_BYTES)]
+
+
+def _num_sequences(body: Mapping[str, Any]) -> int:
+    n, prompt = body.get("n"), body.get("prompt")
+    num_prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    return num_prompts * (n if isinstance(n, int) and 1 <= n <= 1024 else 1)
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__

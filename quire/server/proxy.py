@@ -1,0 +1,237 @@
+"""`quire router`: one address in front of several servers. Each request goes where its first token comes soonest.
+
+A request whose server fails before the first byte of its answer is sent to another. After that the answer is half with
+the client, in a server's own words, and a second server would word it anew: the stream then ends with an error event.
+(Replicas of one server, `quire serve -dp`, go on in mid-stream.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+
+import aiohttp
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from quire.log import get_logger
+from quire.router.policy import Ticket
+from quire.router.servers import Servers
+from quire.server.errors import ApiError, any_error, bad_request
+from quire.server.hosts import Hosts, allowed_hosts
+from quire.server.http_server import HttpServer
+from quire.server.life import RETRY_AFTER_S
+from quire.server.limits import BodyLimits
+from quire.server.settings import ServerSettings
+
+_CONNECT_S = 5.0
+_ELSEWHERE = (429, 502, 503)  # what another server may do better
+# What belongs to one connection, not to the message.
+_HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers", "transfer-encoding"}
+_HOP |= {"upgrade", "host", "content-length", "accept-encoding", "date", "server"}
+# Kept by the server that took them: another one does not know them.
+_STATEFUL = ("/v1/files", "/v1/batches", "/v1/responses/")
+
+
+class Proxy(Collector):
+    """The application's handlers, and what they count."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+        self._router = servers.router
+        self._answers: Counter[tuple[str, str]] = Counter()  # by server and status
+        self._num_retries = 0
+        self._num_broken = 0
+        self._num_cached_tokens = 0
+        self._num_uncached_tokens = 0
+
+    async def post(self, request: HttpRequest) -> Response:
+        path = request.url.path
+        if path.startswith(_STATEFUL):
+            raise ApiError(404, f"{path} is kept by one server: ask that one itself", code="not_routed")
+        raw = await request.body()
+        try:
+            body = json.loads(raw or b"{}")
+        except ValueError as error:
+            raise bad_request(f"the body is not JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise bad_request("the body must be a JSON object")
+        servers = self._servers
+        if not servers.num_up:
+            raise self._none_left()
+        model = body.get("model")
+        if isinstance(model, str) and model not in servers.models:
+            known = " or ".join(map(repr, servers.models))
+            raise ApiError(404, f"no server has the model {model[:200]!r}: they have {known}", code="model_not_found")
+        prompt = await servers.prompt_of(body, request.headers.get("authorization"))
+        tried: set[str] = set()
+        refused: tuple[int, bytes, dict[str, str]] | None = None
+        while (ticket := self._router.route(prompt, excluding=tried)) is not None:
+            tried.add(ticket.replica)
+            try:
+                response = await self._send(ticket, request, raw)
+                first = await response.content.readany()
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                self._router.on_end(ticket)
+                servers.mark_down(ticket.replica, str(error) or type(error).__name__)
+                self._num_retries += 1
+                continue
+            except BaseException:
+                self._router.on_end(ticket)
+                raise
+            if response.status in _ELSEWHERE:
+                refused = response.status, first + await response.read(), _kept(response)
+                response.close()
+                self._router.on_end(ticket)
+                self._num_retries += 1
+                continue
+            self._num_cached_tokens += ticket.num_cached_tokens
+            self._num_uncached_tokens += ticket.num_uncached_tokens
+            self._answers[ticket.replica, str(response.status)] += 1
+            # An answer in one piece comes when all of it is made.
+            self._router.on_first_token(ticket, is_timed=response.content_type == "text/event-stream")
+            return StreamingResponse(
+                self._pass_on(ticket, response, first), status_code=response.status, headers=_kept(response)
+            )
+        if refused is not None:
+            status, text, headers = refused
+            return Response(text, status, headers)
+        raise self._none_left()
+
+    async def get(self, request: HttpRequest) -> Response:
+        """What every server answers alike."""
+        for upstream in self._servers.all.values():
+            if not upstream.is_up:
+                continue
+            headers = {"authorization": request.headers["authorization"]} if "authorization" in request.headers else {}
+            timeout = aiohttp.ClientTimeout(total=_CONNECT_S)
+            try:
+                url = upstream.url + request.url.path
+                async with self._servers.session.get(url, headers=headers, timeout=timeout) as response:
+                    return Response(await response.read(), response.status, _kept(response))
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self._servers.mark_down(upstream.url, str(error) or type(error).__name__)
+        raise self._none_left()
+
+    async def health(self, _: HttpRequest) -> Response:
+        found = [
+            {"server": one.url, "up": one.is_up, "exact_cache": one.is_exact, "reason": one.reason}
+            for one in self._servers.all.values()
+        ]
+        num_up = self._servers.num_up
+        headers = {"cache-control": "no-store"} | ({} if num_up else {"retry-after": str(RETRY_AFTER_S)})
+        body = {"status": "ok" if num_up else "no server is up", "servers": found}
+        return JSONResponse(body, 200 if num_up else 503, headers)
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        return Response(generate_latest(self), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    def collect(self) -> Iterator[Family]:
+        answers = CounterMetricFamily("quire:router_requests_total", "Answers passed on.", labels=("server", "status"))
+        for labels, count in self._answers.items():
+            answers.add_metric(labels, count)
+        yield answers
+        tokens = CounterMetricFamily("quire:router_tokens_total", "Prompt tokens routed.", labels=("kind",))
+        tokens.add_metric(("cached",), self._num_cached_tokens)
+        tokens.add_metric(("uncached",), self._num_uncached_tokens)
+        yield tokens
+        yield CounterMetricFamily("quire:router_retries_total", "Sent to another server.", value=self._num_retries)
+        yield CounterMetricFamily("quire:router_broken_total", "Answers cut off midway.", value=self._num_broken)
+        known = self._router.replicas
+        gauges: dict[str, tuple[str, dict[str, float]]] = {
+            "server_up": ("Whether it takes requests.", {u.url: float(u.is_up) for u in self._servers.all.values()}),
+            "server_sequences": ("Under way there.", {name: one.num_sequences for name, one in known.items()}),
+            "server_queued_tokens": (
+                "Before their first.",
+                {name: one.num_queued_tokens for name, one in known.items()},
+            ),
+            "server_cached_blocks": ("Known or guessed.", {name: self._router.num_blocks_of(name) for name in known}),
+        }
+        for name, (words, values) in gauges.items():
+            gauge = GaugeMetricFamily(f"quire:router_{name}", words, labels=("server",))
+            for server, value in values.items():
+                gauge.add_metric((server,), value)
+            yield gauge
+
+    async def _send(self, ticket: Ticket, request: HttpRequest, raw: bytes) -> aiohttp.ClientResponse:
+        headers = {name: value for name, value in request.headers.items() if name not in _HOP}
+        # No limit on the whole: answers take what they take. A client that waits no longer hangs up.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        url = ticket.replica + request.url.path
+        return await self._servers.session.post(url, data=raw, headers=headers, timeout=timeout, allow_redirects=False)
+
+    async def _pass_on(self, ticket: Ticket, response: aiohttp.ClientResponse, first: bytes) -> AsyncIterator[bytes]:
+        """A piece is read when the one before it is sent: what a slow client does not take stays at the server."""
+        is_stream = response.content_type == "text/event-stream"
+        is_whole = False
+        try:
+            yield first
+            async for piece in response.content.iter_any():
+                yield piece
+            is_whole = True
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._num_broken += 1
+            self._servers.mark_down(ticket.replica, str(error) or type(error).__name__)
+            get_logger().error("server %s failed in mid-answer: %s", ticket.replica, error)
+            if not is_stream:
+                raise  # the connection closes before the length that was promised
+            message = "the server failed in mid-answer: send the request again"
+            problem = {"message": message, "type": "service_unavailable", "param": None, "code": "server_lost"}
+            yield b"\n\ndata: " + json.dumps({"error": problem}).encode() + b"\n\n"
+        finally:
+            self._router.on_end(ticket)
+            if is_whole:
+                response.release()
+            else:
+                response.close()  # the server notices, and stops
+
+    def _none_left(self) -> ApiError:
+        return ApiError(
+            503,
+            "no server is up: /health says why",
+            type="service_unavailable",
+            code="no_server",
+            headers={"retry-after": str(RETRY_AFTER_S)},
+        )
+
+
+def _kept(response: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: value for name, value in response.headers.items() if name.lower() not in _HOP}
+
+
+def create_proxy_app(servers: Servers, settings: ServerSettings) -> Starlette:
+    proxy = Proxy(servers)
+    limits = Middleware(BodyLimits, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+    names = allowed_hosts(settings)
+    hosts = [] if names is None else [Middleware(Hosts, names=names, on_refused=lambda error, client: None)]
+    return Starlette(
+        routes=[
+            Route("/health", proxy.health, methods=["GET"]),
+            Route("/metrics", proxy.metrics, methods=["GET"]),
+            Route("/v1/models", proxy.get, methods=["GET"]),
+            Route("/version", proxy.get, methods=["GET"]),
+            Route("/{path:path}", proxy.post, methods=["POST"]),
+        ],
+        middleware=[*hosts, limits],
+        exception_handlers={ApiError: any_error, Exception: any_error},
+    )
+
+
+async def run_proxy(servers: Servers, listener: socket.socket, server: HttpServer, stop: asyncio.Event) -> None:
+    """Serve until `stop`; what is under way then ends with its connections."""
+    await servers.start()
+    serving = asyncio.create_task(server.run_on(listener))
+    await stop.wait()
+    server.stop()
+    await serving
+    await servers.close()
