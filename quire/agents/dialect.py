@@ -1,0 +1,31 @@
+"""A model's dialect: how it calls tools and how it thinks, read from its chat template or named by a flag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.agents.formats import FORMATS, ToolFormat, find_format
+from quire.agents.thinking import THINKING_FORMATS, ThinkingFormat, find_thinking
+from quire.errors import ConfigError
+
+
+@dataclass(slots=True, frozen=True)
+class Dialect:
+    tools: ToolFormat | None = None
+    thinking: ThinkingFormat | None = None
+
+
+def find_dialect(template: str | None, tool_call_parser: str | None, reasoning_parser: str | None) -> Dialect:
+    """Raises ConfigError for a name that nobody knows."""
+    tools = find_format(template or "")
+    if tool_call_parser:
+        if tool_call_parser not in FORMATS:
+            raise ConfigError(f"tool_call_parser={tool_call_parser!r} is not one of {', '.join(sorted(FORMATS))}")
+        tools = FORMATS[tool_call_parser]
+    thinking = find_thinking(template or "")
+    if reasoning_parser:
+        if reasoning_parser not in THINKING_FORMATS:
+            known = ", ".join(sorted(THINKING_FORMATS))
+            raise ConfigError(f"reasoning_parser={reasoning_parser!r} is not one of {known}")
+        thinking = THINKING_FORMATS[reasoning_parser]
+    return Dialect(tools, thinking)

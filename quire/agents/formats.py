@@ -1,0 +1,144 @@
+"""The formats in which models call tools: each is data and a reader. Names are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from quire.agents import readers
+from quire.agents.readers import Calls, Reading
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(slots=True, frozen=True)
+class ToolFormat:
+    name: str
+    marks: tuple[str, ...]  # of a chat template: all of these are in it
+    read: Callable[[Calls], Reading]  # what follows `begins`, or `bare`
+    begins: tuple[str, ...] = ()  # markers before a call
+    end: str = ""  # the marker after it, where there is one
+    bare: str = ""  # the character that a call may begin with, at an answer's very beginning
+    dropped: tuple[str, ...] = ()  # markers around calls that say nothing
+    # How a call is written where a grammar forces it: what is before the name, after it, and after the arguments. Where
+    # it is None, forced calls are a list in JSON, whatever the model is used to.
+    written: tuple[str, str, str] | None = None
+    around: tuple[str, str, str] = ("", "", "")  # before all calls, between two, after all
+    id_chars: int = 24
+
+
+def _json(end: str = "") -> Callable[[Calls], Reading]:
+    return partial(readers.json_calls, names=("name",), arguments=_ARGUMENTS, end=end)
+
+
+def _mistral(calls: Calls) -> Reading:
+    """A list in JSON, or since 2025 a name with its arguments."""
+    char = yield from readers.skip_space()
+    if char == "[":
+        yield from readers.json_calls(calls, ("name",), _ARGUMENTS, first=char)
+    else:
+        yield from readers.named_call(calls, ("[ARGS]", "{"), "", first=char)
+
+
+def _glm(calls: Calls) -> Reading:
+    pairs = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+    return readers.whole_call(calls, "</tool_call>", readers.tagged_arguments(pairs, r"\s*([\w.-]+)\s*"))
+
+
+def _qwen_xml(calls: Calls) -> Reading:
+    pairs = r"<parameter=([^>]+)>(.*?)</parameter>"
+    return readers.whole_call(calls, "</tool_call>", readers.tagged_arguments(pairs, r"\s*<function=([^>]+)>"))
+
+
+# In the order in which templates are looked through: the more peculiar first.
+FORMATS = {
+    one.name: one
+    for one in (
+        ToolFormat(
+            "deepseek_v3",
+            ("<｜tool▁calls▁begin｜>", "```json"),
+            partial(
+                readers.named_call,
+                between=("\n```json\n", "\n```json"),
+                end="<｜tool▁call▁end｜>",
+                before="function<｜tool▁sep｜>",
+            ),
+            begins=("<｜tool▁call▁begin｜>",),
+            dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            written=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
+            around=("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
+        ),
+        ToolFormat(
+            "deepseek_v31",
+            ("<｜tool▁calls▁begin｜>",),
+            partial(readers.named_call, between=("<｜tool▁sep｜>",), end="<｜tool▁call▁end｜>"),
+            begins=("<｜tool▁call▁begin｜>",),
+            dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            written=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+            around=("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
+        ),
+        ToolFormat(
+            "mistral",
+            ("[TOOL_CALLS]",),
+            _mistral,
+            begins=("[TOOL_CALLS]",),
+            written=('{"name": "', '", "arguments": ', "}"),
+            around=("[TOOL_CALLS][", ", ", "]"),
+            id_chars=9,  # their templates refuse any other length
+        ),
+        ToolFormat(
+            "functiongemma",
+            ("<start_function_call>",),
+            partial(readers.whole_call, end="<end_function_call>", parse=readers.parse_gemma),
+            begins=("<start_function_call>",),
+        ),
+        ToolFormat("glm45", ("<arg_key>",), _glm, begins=("<tool_call>",)),
+        ToolFormat("qwen3_xml", ("<tool_call>", "<function="), _qwen_xml, begins=("<tool_call>",)),
+        ToolFormat(
+            "granite",
+            ("<|tool_call|>",),
+            _json(),
+            begins=("<|tool_call|>", "<tool_call>"),
+            written=('{"name": "', '", "arguments": ', "}"),
+            around=("<|tool_call|>[", ", ", "]"),
+        ),
+        ToolFormat(
+            "hermes",
+            ("<tool_call>",),
+            _json("</tool_call>"),
+            begins=("<tool_call>",),
+            end="</tool_call>",
+            written=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+            around=("", "\n", ""),
+        ),
+        ToolFormat("pythonic", ("[func_name1(",), readers.python_calls, bare="["),
+        ToolFormat(
+            "llama3_json",
+            ("<|python_tag|>",),
+            _json(),
+            begins=("<|python_tag|>",),
+            bare="{",
+            written=('{"name": "', '", "parameters": ', "}"),
+            around=("", "; ", ""),
+        ),
+    )
+}
+FORMATS["llama4_pythonic"] = FORMATS["pythonic"]
+FORMATS["qwen3_coder"] = FORMATS["qwen3_xml"]
+# What is forced on models whose own format is no JSON.
+LISTED = ToolFormat(
+    "json",
+    (),
+    _json(),
+    bare="[",
+    written=('{"name": "', '", "parameters": ', "}"),
+    around=("[", ", ", "]"),
+)
+
+
+def find_format(template: str) -> ToolFormat | None:
+    """The format that a chat template writes its calls in."""
+    if "tools" not in template:
+        return None
+    return next((one for one in FORMATS.values() if one.marks and all(mark in template for mark in one.marks)), None)
