@@ -40,6 +40,8 @@ VLLM_FLAGS: dict[str, str] = {
     "dtype": "",
     "quantization": "int8 only; GGUF files need no flag",
     "chat_template": "",
+    "tool_call_parser": "needed only where the chat template does not show the format",
+    "reasoning_parser": "likewise",
     "max_model_len": "auto (or -1) takes what model and cache serve, which is also the default",
     "seed": "",
     "hf_overrides": "",

@@ -109,6 +109,8 @@ class EngineConfig:
     quantization: str | None = None
     hf_overrides: Mapping[str, Any] | None = None
     chat_template: str | None = None
+    tool_call_parser: str | None = None  # None: as the chat template has it; likewise the next
+    reasoning_parser: str | None = None
     allow_special_tokens_in_content: bool = False  # in messages of chats
     max_model_len: int | None = None  # None: the longest that model and cache serve
     seed: int = 0

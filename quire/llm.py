@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
+from quire.agents import checked_tools
 from quire.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire.config import EngineConfig
 from quire.engine.api import PreparedRequest
@@ -88,9 +89,10 @@ class LLM:
         """Continue one conversation (a list of messages) or several (a list of such lists).
 
         Special tokens such as <|im_end|> are those that the template writes. In a message they are plain text, unless
-        `allow_special_tokens_in_content` (None: as the engine was made).
+        `allow_special_tokens_in_content` (None: as the engine was made). `tools` are shown to the model; its calls are
+        in the text, as the model writes them, and `quire.agents.AnswerParser` reads them.
         """
-        sift({"lora_request": lora_request, "tools": tools, **others}, CALL)
+        sift({"lora_request": lora_request, **others}, CALL)
         if chat_template_content_format not in ("auto", "string", "openai"):
             raise BadRequestError(
                 f"chat_template_content_format must be auto, string or openai, got {chat_template_content_format!r}",
@@ -112,7 +114,12 @@ class LLM:
             raise BadRequestError(
                 f"chat_template_kwargs must not contain {', '.join(taken)}", param="chat_template_kwargs"
             )
-        sift({"tools": switches.get("tools")}, CALL)
+        if switches.get("tools"):
+            raise BadRequestError("chat_template_kwargs must not contain tools: they have an argument", param="tools")
+        if tools:
+            if not self.llm_engine.built.text.dialect.shows_tools and chat_template is None:
+                raise BadRequestError("this model's chat template has no place for tools", param="tools")
+            options["tools"] = checked_tools(tools)
         template = None if chat_template is None else read_chat_template(chat_template)
         options |= switches
 

@@ -54,7 +54,7 @@ _DRAFTS = 'use speculative_config, e.g. {"method": "suffix"}'
 _BEAMS_APART = "it is BeamSearchParams's, for LLM.beam_search"
 _NO_POOLING = "Quire generates text only"
 _NO_MEDIA = "Quire reads and writes text only"
-_NO_TOOLS = "Quire parses no tool calls or reasoning yet"
+_NO_PARSER_PLUGINS = "Quire runs no code from flags: tool_call_parser and reasoning_parser choose among its own"
 _NO_EXPERTS = "Quire serves no mixture-of-experts models yet"
 _NO_STATE = "Quire serves no models with state-space layers"
 _NO_OFFLOAD = "Quire does not offload weights"
@@ -100,7 +100,7 @@ ENGINE = _table(
             structured_outputs_config={} guided_decoding_backend="auto"|"guidance"
             guided_decoding_disable_fallback=false|true guided_decoding_disable_any_whitespace=false
             guided_decoding_disable_additional_properties=false""",
-        _NO_TOOLS: 'reasoning_parser="" reasoning_parser_plugin="" reasoning_config={}',
+        _NO_PARSER_PLUGINS: 'reasoning_parser_plugin="" reasoning_config={}',
         _NO_POOLING: """
             task="auto"|"generate" runner="auto"|"generate" convert="auto"|"none" pooler_config={}
             override_pooler_config={}""",
@@ -186,9 +186,9 @@ ENGINE = _table(
 SERVER = _table(
     {
         _NO_ADAPTERS: "lora_modules=[]",
-        _NO_TOOLS: """
-            tool_call_parser enable_auto_tool_choice=false tool_parser_plugin="" tool_server
-            exclude_tools_when_tool_choice_none=false|true""",
+        "tools are always served where the model's template has them": "enable_auto_tool_choice=false|true",
+        _NO_PARSER_PLUGINS: 'tool_parser_plugin="" tool_server',
+        "a model is not shown tools that it must not call": "exclude_tools_when_tool_choice_none=true",
         "one process serves HTTP": """
             api_server_count=1 headless=false data_parallel_supervisor_port dp_supervisor_probe_interval_s
             dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold""",
@@ -233,7 +233,6 @@ SAMPLING = _table(
         _BEAMS_APART: "use_beam_search=false length_penalty=1|1.0 early_stopping=false beam_width=1",
         "Quire gives all that it makes: set n to as many": "best_of=1",
         _NO_PLUGINS: "logits_processors=[] extra_args={}",
-        _NO_TOOLS: "thinking_token_budget=-1",
         "Quire does not look for repetition": "repetition_detection",
         "logprobs are lists of dicts": "flat_logprobs=false",
         "use logprobs=-1 and pick": "logprob_token_ids=[] prompt_logprob_token_ids=[] prompt_logprob_start=0",
@@ -274,11 +273,9 @@ CALL = _table(
         _NO_MEDIA: """
             mm_processor_kwargs={} multi_modal_data={} multi_modal_uuids={} prompt_embeds encoder_prompt
             decoder_prompt""",
-        "Quire has no tool calls yet; to tell a model of tools and read its answer yourself, generate from "
-        "get_tokenizer().apply_chat_template(messages, tools=...)": "tools=[]",
         "traces are the server's: quire serve --otlp-traces-endpoint": "trace_headers={}",
         _ONE_DEVICE: "data_parallel_rank=0",
-        "Quire parses no tool calls or reasoning yet; a model's own switches go into chat_template_kwargs": """
+        "a model's own switches go into chat_template_kwargs": """
             reasoning_effort reasoning_ended reasoning_parser_kwargs={}""",
         "the engine runs as many prompts at once as fit": "concurrency_limit",
         "the prompt itself may hold it: {'prompt': text, 'prompt_token_ids': ids}": "prompt_text",
@@ -296,8 +293,8 @@ FIELDS = {
 } | _table(
     {
         _ONE_GRAMMAR_BACKEND: 'guided_decoding_backend="auto"|"guidance"',
-        _NO_TOOLS: """
-            tools=[] tool_choice="none"|"auto" functions=[] function_call="none"|"auto" include_reasoning=true""",
+        "OpenAI calls them tools and tool_choice now": 'functions=[] function_call="none"|"auto"',
+        "tools are for /v1/chat/completions": "tools=[]",
         _NO_MEDIA: 'modalities=["text"] audio media_io_kwargs={}',
         _NO_TRANSFER: "kv_transfer_params",
         _NO_PLUGINS: "vllm_xargs={}",
@@ -312,7 +309,6 @@ FIELDS = {
         "Quire tells no progress of a prompt": "return_progress=false",
         "Quire completes a text at its end only": 'suffix=""',
         "the server's operator chooses it: --chat-template": "chat_template",
-        "a model's own switches go into chat_template_kwargs": "reasoning_effort",
         "say it in a message": 'verbosity="medium"',
         "Quire searches nothing": "web_search_options",
         "a chat's answer holds the answer alone": "echo=false",

@@ -20,6 +20,7 @@ from typing import Any
 
 import sim_engine
 
+from quire.agents import Dialect
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState
 from quire.engine.core import EngineCore
@@ -63,6 +64,7 @@ class CoreEngine:
         self.core = core
         self.tokenizer = tokenizer
         self.default_sampling = SamplingParams()
+        self.dialect = Dialect()
         self.state = EngineState.READY
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.info = EngineInfo(

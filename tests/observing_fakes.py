@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+from quire.agents import Dialect
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
 from quire.engine.stats import Metric
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -41,6 +42,7 @@ class ToldEngine:
     info = INFO
     tokenizer = None
     default_sampling = SamplingParams()
+    dialect = Dialect()
 
     def __init__(self) -> None:
         self.state = EngineState.READY

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from quire.agents import Dialect
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
 from quire.errors import EngineDeadError, QuireError
@@ -61,6 +62,7 @@ class FakeEngine:
         self.info = INFO
         self.tokenizer = None
         self.default_sampling = SamplingParams()
+        self.dialect = Dialect()
         self.state = EngineState.STARTING
         self.current_load = EngineLoad()
         self.num_open_streams = 0

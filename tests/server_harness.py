@@ -57,6 +57,7 @@ class ScriptedEngine:
         assert self.tokenizer is not None
         self.script = self.tokenizer.encode(TEXT, add_special_tokens=False)
         self.default_sampling = SamplingParams()
+        self.dialect = self._text.dialect
         self.info = EngineInfo(
             model=MODEL,
             architecture="LlamaForCausalLM",

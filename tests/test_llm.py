@@ -259,13 +259,20 @@ def test_the_tokenizer_renders_with_the_llms_own_template(tiny_model: Path) -> N
     assert llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt == "Hi!"
 
 
-def test_tools_are_refused_wherever_they_stand(llm: LLM) -> None:
+def test_tools_are_shown_where_the_template_has_a_place_for_them(llm: LLM) -> None:
     messages, tools = [{"role": "user", "content": "Hi"}], [{"type": "function", "function": {"name": "f"}}]
-    for arguments in ({"tools": tools}, {"chat_template_kwargs": {"tools": tools}}):
-        for template in (None, "{{ tools }}"):
-            with pytest.raises(BadRequestError, match="no tool calls yet") as refused:
-                llm.chat(messages, use_tqdm=False, chat_template=template, **arguments)  # type: ignore[arg-type]
-            assert refused.value.param == "tools"
+    for arguments in ({"tools": tools}, {"chat_template_kwargs": {"tools": tools}}, {"tools": [{}]}):
+        with pytest.raises(BadRequestError) as refused:
+            llm.chat(messages, use_tqdm=False, **arguments)  # type: ignore[arg-type]
+        assert (refused.value.param or "").startswith("tools")
+    shown = llm.chat(
+        messages,
+        SamplingParams(max_tokens=1),
+        use_tqdm=False,
+        tools=tools,
+        chat_template="{{ tools[0].function.name }}",
+    )
+    assert shown[0].prompt == "function"
     assert llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, tools=[])
 
 

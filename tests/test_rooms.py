@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "scheduler": {"kv"},
     "drafting": {"scheduler"},
+    "agents": set(),
     "layers": {"kernels"},
     "parallel": {"kernels"},
     "models": {"layers", "parallel", "kernels"},
@@ -48,12 +49,12 @@ MAY_IMPORT = {
     "grammar": {"text", "weights", "models"},
     "weights": {"models", "layers", "kernels"},
     "executor": {"tiers", "grammar", "sampling", "weights", "models", "layers", "parallel", "kernels"},
-    "engine": {"grammar", "text", "drafting", "scheduler", "kv", "executor", "weights", "models"},
-    "router": {"engine", "kv", "text"},
-    "server": {"engine", "text", "router"},
+    "engine": {"agents", "grammar", "text", "drafting", "scheduler", "kv", "executor", "weights", "models"},
+    "router": {"agents", "engine", "kv", "text"},
+    "server": {"agents", "engine", "text", "router"},
     "lab": {"bench", "sim", "engine", "executor", "models", "weights", "scheduler"},
     "sim": {"executor", "kv", "scheduler", "models", "bench", "router"},
-    "llm": {"text", "engine"},
+    "llm": {"agents", "text", "engine"},
     "async_llm": {"text", "engine", "llm"},
     "cli": {
         *("llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench", "server", "lab", "router"),
@@ -62,7 +63,7 @@ MAY_IMPORT = {
     "bench": {"llm", "engine", "weights", "router"},
     "__main__": {"cli"},
 }
-WITHOUT_TORCH = {"kv", "tiers", "drafting", "scheduler", "text", "grammar", "sim"} | FOUNDATION
+WITHOUT_TORCH = {"agents", "kv", "tiers", "drafting", "scheduler", "text", "grammar", "sim"} | FOUNDATION
 
 
 def modules() -> list[Path]:

@@ -48,7 +48,7 @@ class AnswerParser:
         self._tools = tools if names else None
         self._markers = () if self._tools is None else (*self._tools.begins, *self._tools.dropped)
         self.is_thinking = thinking is not None and is_open
-        self._may_think = thinking is not None and not is_open
+        self.may_think = thinking is not None and not is_open
         self._is_new = True  # no content has been shown yet
         self._after_call = False
         self._held = ""  # what may become a marker, or space whose meaning is not known yet
@@ -97,7 +97,7 @@ class AnswerParser:
                 text = self._read_call(text)
             elif self.is_thinking:
                 text = self._read_thought(text)
-            elif self._may_think:
+            elif self.may_think:
                 text = self._read_start(text)
             else:
                 text = self._read_content(text)
@@ -110,7 +110,7 @@ class AnswerParser:
         if begin.startswith(bare) and bare != begin:  # it may come yet
             self._held = whole
             return ""
-        self._held, self._may_think = "", False
+        self._held, self.may_think = "", False
         if not bare.startswith(begin):
             return whole
         self.is_thinking = True

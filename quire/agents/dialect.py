@@ -8,11 +8,18 @@ from quire.agents.formats import FORMATS, ToolFormat, find_format
 from quire.agents.thinking import THINKING_FORMATS, ThinkingFormat, find_thinking
 from quire.errors import ConfigError
 
+_SWITCHES = ("tools", "enable_thinking", "thinking", "reasoning_effort")
+
 
 @dataclass(slots=True, frozen=True)
 class Dialect:
     tools: ToolFormat | None = None
     thinking: ThinkingFormat | None = None
+    switches: frozenset[str] = frozenset()  # names of _SWITCHES that the template reads
+
+    @property
+    def shows_tools(self) -> bool:
+        return "tools" in self.switches
 
 
 def find_dialect(template: str | None, tool_call_parser: str | None, reasoning_parser: str | None) -> Dialect:
@@ -28,4 +35,4 @@ def find_dialect(template: str | None, tool_call_parser: str | None, reasoning_p
             known = ", ".join(sorted(THINKING_FORMATS))
             raise ConfigError(f"reasoning_parser={reasoning_parser!r} is not one of {known}")
         thinking = THINKING_FORMATS[reasoning_parser]
-    return Dialect(tools, thinking)
+    return Dialect(tools, thinking, frozenset(name for name in _SWITCHES if name in (template or "")))

@@ -224,10 +224,18 @@ def _from_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:
         return None
 
 
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+class _Constants(ast.NodeTransformer):
+    """JSON's names of constants, which some models write, as Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+
 def _constant(value: ast.expr) -> Any:
-    if isinstance(value, ast.Name) and value.id in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[value.id]
-    return ast.literal_eval(value)
+    return ast.literal_eval(_Constants().visit(value))
 
 
 def _fail() -> bool:

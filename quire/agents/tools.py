@@ -25,18 +25,18 @@ class ToolChoice:
     def of(cls, given: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
         names = [tool["function"]["name"] for tool in tools]
         match given:
-            case None:
+            case None | "auto":
                 return cls("auto" if names else "none")
             case "none":
                 return cls("none")
-            case "auto" | "required" if names:
+            case "required" if names:
                 return cls(given)
             case {"type": "function", "function": {"name": str(name)}} if set(given) == {"type", "function"}:
                 if name not in names:
                     raise _bad("tool_choice", f"names {name!r:.60}, and tools has {', '.join(names) or 'none'}")
                 return cls("named", name)
-            case "auto" | "required":
-                raise _bad("tool_choice", f"is {given!r}, and there are no tools")
+            case "required":
+                raise _bad("tool_choice", "is required, and there are no tools")
         raise _bad(
             "tool_choice",
             'must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',

@@ -23,6 +23,8 @@ MODEL_FLAGS: dict[str, tuple[Any, str]] = {
     "dtype": (str, "auto, float32, bfloat16 or float16"),
     "quantization": (str, "int8: weights in 8 bits (CPU)"),
     "chat_template": (str, "a template or a file that holds one"),
+    "tool_call_parser": (str, "format of tool calls, such as hermes (default: read from the chat template)"),
+    "reasoning_parser": (str, "format of thinking, such as qwen3 (default: read from the chat template)"),
     "max_model_len": (str, "longest sequence; auto takes what model and cache serve"),
     "seed": (int, "makes a run repeatable (default 0)"),
 }

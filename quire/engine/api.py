@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from quire.agents import Dialect
 from quire.beams import BeamSearchParams
 from quire.engine.stats import Metric
 from quire.inputs import Prompt
@@ -106,6 +107,11 @@ class ServingEngine(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def dialect(self) -> Dialect:
+        """How the model calls tools and thinks."""
+        ...
 
     @property
     def default_sampling(self) -> SamplingParams: ...

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from quire.agents import Dialect
 from quire.beams import BeamSearchParams
 from quire.child import describe_exit
 from quire.config import EngineConfig
@@ -213,6 +214,10 @@ class EngineClient:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._text.tokenizer
+
+    @property
+    def dialect(self) -> Dialect:
+        return self._text.dialect
 
     @property
     def default_sampling(self) -> SamplingParams:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from quire.agents import find_dialect
 from quire.config import EngineConfig
 from quire.engine.inputs import InputProcessor
 from quire.engine.outputs import OutputProcessor
@@ -41,6 +42,8 @@ class TextSide:
         self.tokenizer = open_tokenizer(config, opened.checkpoint, opened.spec)
         # The user's own; without it the tokenizer's.
         self.chat_template = config.chat_template and read_chat_template(config.chat_template)
+        source = self.chat_template or (self.tokenizer.chat_template if self.tokenizer is not None else None)
+        self.dialect = find_dialect(source, config.tool_call_parser, config.reasoning_parser)
         self.default_sampling = _default_sampling(opened.checkpoint.generation_config)
         self.eos_token_ids = end_token_ids(opened.checkpoint, opened.spec, self.tokenizer)
         self.grammars = GrammarCompiler(lambda: (self.tokenizer, self.eos_token_ids), vocab_size=opened.spec.vocab_size)

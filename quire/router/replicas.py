@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quire.agents import Dialect
 from quire.beams import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
@@ -313,6 +314,10 @@ class ReplicaSet:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._text_side.tokenizer
+
+    @property
+    def dialect(self) -> Dialect:
+        return self._text_side.dialect
 
     @property
     def default_sampling(self) -> SamplingParams:

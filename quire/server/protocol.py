@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Raw
 
+from quire.agents.tools import MAX_TOOLS
 from quire.params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
@@ -249,22 +250,27 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None  # see NO_EFFECT
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Meta(description='"auto", "none", "required", or {"type": "function", "function": {"name": ...}}.'),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one call where calls are forced.")] = (
+        None
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: Annotated[bool | None, Meta(description="false: thinking is left out of the answer.")] = None
     # See refusals.FIELDS.
     chat_template: Raw = _LEFT_OUT
-    tools: Raw = _LEFT_OUT
-    tool_choice: Raw = _LEFT_OUT
     functions: Raw = _LEFT_OUT
     function_call: Raw = _LEFT_OUT
     modalities: Raw = _LEFT_OUT
     audio: Raw = _LEFT_OUT
     prediction: Raw = _LEFT_OUT
-    reasoning_effort: Raw = _LEFT_OUT
     verbosity: Raw = _LEFT_OUT
     web_search_options: Raw = _LEFT_OUT
     echo: Raw = _LEFT_OUT
     documents: Raw = _LEFT_OUT
-    include_reasoning: Raw = _LEFT_OUT
     mm_processor_kwargs: Raw = _LEFT_OUT
     media_io_kwargs: Raw = _LEFT_OUT
 
@@ -295,11 +301,10 @@ NO_EFFECT: dict[str, str] = {
     "metadata": "the caller's own notes; Quire keeps no answers",
     "safety_identifier": "as user",
     "prompt_cache_key": "a hint that Quire's prefix cache does not need; cache_salt keeps prefixes apart",
-    "parallel_tool_calls": "means nothing without tools",
 }
 
 # Tools that must not be called are never seen: no answer differs.
-_UNUSED_TOOLS = {"tools": "tool_choice", "functions": "function_call"}
+_UNUSED_TOOLS = {"functions": "function_call"}
 
 
 class FieldState(StrEnum):

@@ -12,11 +12,16 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int
 
 
+class ReasoningTokens(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET  # of models that think
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -65,10 +70,24 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AnswerMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the same, as it was called
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

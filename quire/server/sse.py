@@ -65,7 +65,8 @@ class StreamWriter:
 
     def choice(
         self, index: int, prompt: int, completion: CompletionOutput, output: RequestOutput, *, is_first: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | None:
+        """None: nothing to tell yet."""
         raise AssertionError("a subclass has it")
 
     def extra(self, output: RequestOutput) -> dict[str, Any]:
@@ -114,7 +115,11 @@ class StreamWriter:
         self.usage.completion_tokens += self.num_counted(completion)
         is_first, self._is_fresh[index] = self._is_fresh[index], False
         self._starts[index] = self._later_starts[index]
-        choice = _encode(self.choice(index, prompt, completion, output, is_first=is_first))
+        told = self.choice(index, prompt, completion, output, is_first=is_first)
+        if told is None:
+            self._is_fresh[index] = is_first
+            return b""
+        choice = _encode(told)
         end = self._end
         extra = self.extra(output) if is_first and completion.index == 0 else {}
         if self._continuous_usage:

@@ -118,7 +118,7 @@ def test_help_is_grouped_and_tells_defaults_and_precedence(capsys: pytest.Captur
         (["--nnodes", "2"], "--nnodes is not supported"),
         (["--enable-lora"], "--enable-lora is not supported"),
         (["--lora-modules", "a=b", "c=d"], "--lora-modules is not supported: Quire has no LoRA yet"),
-        (["--enable-auto-tool-choice", "--tool-call-parser", "hermes"], "is not supported"),
+        (["--enable-auto-tool-choice", "--tool-parser-plugin", "x.py"], "is not supported"),
         (["--allowed-origins", '["*"]'], "use --cors-origin"),
         (["--speculative-config", '{"method": "eagle"}'], "method in speculative_config must be one of"),
         (["--speculative-config", "ngram"], "--speculative-config must be JSON"),
