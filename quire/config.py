@@ -64,9 +64,19 @@ def _understood(given: dict[str, Any]) -> dict[str, Any]:
         del values["max_model_len"]
     if values.get("long_prefill_token_threshold") == 0:  # vLLM's "no limit"
         del values["long_prefill_token_threshold"]
+    if "logits_processors" in values:
+        values["logits_processors"] = _processors(values["logits_processors"])
     if "pinned_prefixes" in values:
         values["pinned_prefixes"] = _prefixes(values["pinned_prefixes"])
     return {"given": written, **values}
+
+
+def _processors(given: Any) -> tuple[Any, ...]:
+    """Classes, or their names: in a row, or with commas between."""
+    found = given.split(",") if isinstance(given, str) else [given] if isinstance(given, type) else given
+    if not isinstance(found, (list, tuple)) or not all(isinstance(one, (str, type)) and one for one in found):
+        raise ConfigError(f"logits_processors must be classes or texts such as module:Class, got {given!r}")
+    return tuple(one.strip() if isinstance(one, str) else one for one in found)
 
 
 # vLLM's short spellings -> keys of speculative_config.
@@ -148,6 +158,7 @@ class EngineConfig:
     priority_ageing_s: float = 10.0
     preemption: str = "auto"
     speculative_config: SpeculativeConfig | None = None  # or a mapping with vLLM's keys
+    logits_processors: tuple[Any, ...] = ()  # classes, or texts such as module:Class
 
     # What the user wrote, for messages; not part of the meaning.
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
@@ -206,6 +217,10 @@ class EngineConfig:
             raise ConfigError("preemption='swap' needs a host pool: set swap_space_gb to its size, e.g. 4")
         if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError("kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: give one")
+        if self.logits_processors and self.speculative_config is not None:
+            raise ConfigError("logits_processors see one token at a time: leave out speculative_config")
+        if self.logits_processors and self.num_ranks > 1:
+            raise ConfigError("logits_processors are code, which does not travel to ranks: leave them out")
         if self.pinned_prefixes and not self.enable_prefix_caching:
             raise ConfigError("pinned_prefixes need enable_prefix_caching=True")
         self._check_tiers()

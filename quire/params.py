@@ -85,6 +85,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     skip_reading_prefix_cache: bool | None = None
+    logits_processors: Sequence[Any] | None = None  # callables (output tokens, logits) -> logits; in this process only
+    extra_args: dict[str, Any] | None = None  # for the engine's own logits processors
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +102,7 @@ class SamplingParams:
         self.output_kind = OutputKind(self.output_kind)
         if self.structured_outputs is not None:
             self._check_structured_outputs()
+        self._check_processors()
         if not self.detokenize and self.stop:
             raise BadRequestError("stop strings need detokenize=True", param="stop")
 
@@ -116,6 +119,15 @@ class SamplingParams:
                 "structured_outputs end with the model's end token, which ignore_eos passes over: leave that out",
                 param="ignore_eos",
             )
+
+    def _check_processors(self) -> None:
+        given = self.logits_processors
+        if given is not None and (not isinstance(given, (list, tuple)) or not all(map(callable, given))):
+            raise BadRequestError("logits_processors must be a list of callables", param="logits_processors")
+        self.logits_processors = tuple(given) if given else None
+        if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
+            raise BadRequestError(f"extra_args must map names to values, got {self.extra_args!r}", param="extra_args")
+        self.extra_args = dict(self.extra_args) if self.extra_args else None
 
     def _check_numbers(self) -> None:
         check_integer(self.n, "n", at_least=1)
@@ -231,6 +243,8 @@ class SamplingSpec:
     logprobs: int | None = None  # top-k asked for; -1 is the whole vocabulary
     prompt_logprobs: int | None = None
     grammar: str | None = None  # of `quire.grammar`: which tokens may follow which
+    logits_processors: tuple[Any, ...] = ()  # callables: these alone do not cross to another process
+    extra_args: dict[str, Any] | None = None
 
 
 def plain(value: Any) -> Any:

@@ -179,6 +179,7 @@ class StepTimings:
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
+    processors_s: float = 0.0  # of the host, in logits processors: part of sample_s
     total_s: float = 0.0
 
 

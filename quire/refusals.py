@@ -123,7 +123,7 @@ ENGINE = _table(
         _NO_SLEEP: "enable_sleep_mode=false enable_cumem_allocator=false",
         _NO_REMOTE_CODE: "trust_remote_code=false code_revision",
         _NO_PLUGINS: """
-            logits_processors=[] logits_processor_pattern scheduler_cls worker_cls="auto" worker_extension_cls=""
+            logits_processor_pattern scheduler_cls worker_cls="auto" worker_extension_cls=""
             additional_config={} model_class_overrides={} override_neuron_config={}""",
         _NO_COMPILER: "compilation_config=0|{} optimization_level=0|2 ir_op_priority={}",
         _GRAPH_SIZES: """
@@ -232,7 +232,6 @@ SAMPLING = _table(
         _NEW_GRAMMAR_NAME: "guided_decoding",
         _BEAMS_APART: "use_beam_search=false length_penalty=1|1.0 early_stopping=false beam_width=1",
         "Quire gives all that it makes: set n to as many": "best_of=1",
-        _NO_PLUGINS: "logits_processors=[] extra_args={}",
         "Quire does not look for repetition": "repetition_detection",
         "logprobs are lists of dicts": "flat_logprobs=false",
         "use logprobs=-1 and pick": "logprob_token_ids=[] prompt_logprob_token_ids=[] prompt_logprob_start=0",
@@ -287,7 +286,7 @@ _NO_SAMPLER = "Quire has temperature, top_p, top_k, min_p and the penalties"
 FIELDS = {
     name: (SAMPLING | CALL)[name]
     for name in (
-        *("logits_processors", "truncate_prompt_tokens"),
+        *("truncate_prompt_tokens",),
         *("lora_request", "data_parallel_rank", "mm_processor_kwargs", "prompt_embeds"),
     )
 } | _table(
@@ -297,7 +296,7 @@ FIELDS = {
         "tools are for /v1/chat/completions": "tools=[]",
         _NO_MEDIA: 'modalities=["text"] audio media_io_kwargs={}',
         _NO_TRANSFER: "kv_transfer_params",
-        _NO_PLUGINS: "vllm_xargs={}",
+        "requests bring no code; an operator can: --logits-processors": "logits_processors=[]",
         "the server's own drafter finds what an answer repeats: --speculative-config": "prediction",
         _NO_SAMPLER: """
             typical_p=1|1.0 mirostat=0 dynatemp_range=0|0.0 xtc_probability=0|0.0 dry_multiplier=0|0.0""",

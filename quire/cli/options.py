@@ -54,6 +54,7 @@ RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "priority_ageing_s": (float, "waiting so long counts as one priority (default 10)"),
     "preemption": (str, "auto, recompute or swap"),
     "speculative_config": (json_value, "how to draft tokens: vLLM's keys, such as method and num_speculative_tokens"),
+    "logits_processors": (str, "classes that change logits before a token is drawn: module:Class, commas between"),
     "spec_method": (str, "draft tokens and verify them: ngram, suffix or draft_model (default: off)"),
     "spec_model": (str, "the draft model, of the same vocabulary"),
     "spec_tokens": (int, "drafts of a sequence in one step, at most"),

@@ -46,12 +46,16 @@ class InputProcessor:
         eos_token_ids: Iterable[int],
         seed: int,
         max_num_seqs: int | None = None,
+        has_plugins: bool = False,
+        is_split: bool = False,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.grammars = grammars
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.is_split = is_split  # the model, among ranks
+        self.has_plugins = has_plugins  # logits processors of the engine
         self.max_num_seqs = max_num_seqs  # where it is known here: what asks for more is refused before it costs
         self.eos_token_ids = frozenset(eos_token_ids)
         # An application sends the same bad words with every request, and to tokenize many takes milliseconds.
@@ -81,6 +85,7 @@ class InputProcessor:
         self._check_tokens(token_ids, "prompt")
         priority = plain(priority)
         self._check_params(params)
+        self._check_processors(params, beams is not None)
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         stop_ids = frozenset(params.stop_token_ids or ())
@@ -172,6 +177,23 @@ class InputProcessor:
                     param=param,
                 )
 
+    def _check_processors(self, params: SamplingParams, is_search: bool) -> None:
+        if params.extra_args and not self.has_plugins:
+            raise BadRequestError(
+                "extra_args are for logits processors of the engine, and this one has none: leave them out, or make it "
+                "with logits_processors",
+                param="extra_args",
+            )
+        if params.logits_processors and self.is_split:
+            raise BadRequestError(
+                "logits_processors are code, which does not travel to the ranks of a split model: leave them out",
+                param="logits_processors",
+            )
+        if is_search and self.has_plugins:
+            raise BadRequestError(
+                "this engine has logits processors, and beam search runs none: make one without", param="beam_width"
+            )
+
     def _check_params(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             largest = max(getattr(params, name) or (), default=0)
@@ -212,6 +234,8 @@ class InputProcessor:
             bad_words=bad_words,
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
+            logits_processors=tuple(params.logits_processors or ()),
+            extra_args=params.extra_args,
             grammar=self._grammar(params),
         )
 

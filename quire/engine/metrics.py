@@ -66,6 +66,8 @@ def step_metrics(core: EngineCore) -> list[Metric]:
         )
     ]
     split = {"prepare": stats.prepare_s, "forward": stats.forward_s, "sample": stats.sample_s, "all": stats.busy_s}
+    if stats.processors_s:
+        split["logits_processors"] = stats.processors_s  # part of sample
     found += [Metric("quire:step_seconds_total", "counter", seconds, {"part": part}) for part, seconds in split.items()]
     host = core.host
     loop = {"schedule": host.schedule_s, "submit": host.submit_s, "collect": host.collect_s, "update": host.update_s}

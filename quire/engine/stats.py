@@ -43,6 +43,7 @@ class StepStats:
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
+    processors_s: float = 0.0
     busy_s: float = 0.0
     step_tokens: int = 0  # computed in all steps: prompts' and generated ones
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
@@ -55,6 +56,7 @@ class StepStats:
         self.prepare_s += timings.prepare_s
         self.forward_s += timings.forward_s
         self.sample_s += timings.sample_s
+        self.processors_s += timings.processors_s
         self.busy_s += timings.total_s
         self.step_tokens += num_computed_tokens
         self.steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_computed_tokens)] += 1

@@ -58,6 +58,8 @@ class TextSide:
             eos_token_ids=self.eos_token_ids,
             seed=self.config.seed,
             max_num_seqs=max_num_seqs,
+            has_plugins=bool(self.config.logits_processors),
+            is_split=self.config.num_ranks > 1,
             grammars=self.grammars,
         )
 

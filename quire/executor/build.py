@@ -47,7 +47,7 @@ from quire.models.decoder import Decoder
 from quire.models.kv_layout import kv_layout
 from quire.models.share import ModelShare
 from quire.models.spec import ModelSpec
-from quire.sampling import Sampler
+from quire.sampling import Sampler, load_plugins
 from quire.tiers.sealed import SealedStore
 from quire.weights import Checkpoint, ProgressFn
 
@@ -212,6 +212,7 @@ def make_sampler(loaded: LoadedModel, ledger: MemoryLedger) -> Sampler:
             vocab_size=loaded.spec.vocab_size,
             device=loaded.backend.device,
             max_model_len=ledger.max_model_len,
+            plugins=load_plugins(loaded.config.logits_processors, loaded.config, loaded.backend.device),
         )
 
 

@@ -18,7 +18,7 @@ from quire.executor.worker import ForwardPass, Sampled, Worker
 from quire.grammar import ConstrainedLine
 from quire.plan import StepPlan, StepResult
 from quire.request import FinishReason
-from quire.sampling import RankedBatch, TokenMasks
+from quire.sampling import RankedBatch, Sampler, TokenMasks
 from quire.tiers.sealed import SealedStore
 
 
@@ -123,6 +123,8 @@ class LocalExecutor:
                 result.failed[line.index] = (FinishReason.BANNED, line.constraint.why_stuck())
         self._follow(step)
         result.timings = step.clock.read()
+        if isinstance(sampler := self.worker.sampler, Sampler):
+            result.timings.processors_s = sampler.processors.take_seconds()
         cache, stores = self.worker.cache, self.worker.stores
         if not step.plan.spans.rows:  # nobody runs: without waiting, the loop would spin until a move is over
             cache.wait_for_a_move()

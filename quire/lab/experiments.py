@@ -9,6 +9,7 @@ from quire.lab import (
     baseline,
     batch_width,
     batching,
+    beam_sharing,
     block_size,
     fragmentation,
     kv_accuracy,
@@ -30,6 +31,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     pressure.EXPERIMENT,
     step_budget.EXPERIMENT,
     kv_accuracy.EXPERIMENT,
+    beam_sharing.EXPERIMENT,
 )
 
 

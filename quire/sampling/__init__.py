@@ -5,10 +5,14 @@ from __future__ import annotations
 from quire.sampling.beams import RankedBatch, rank_beams
 from quire.sampling.logprobs import PendingLogprobs, compute_logprobs, prompt_logprobs
 from quire.sampling.masks import TokenMasks
+from quire.sampling.processors import BatchUpdate, LogitsProcessor, MoveDirectionality, load_plugins
 from quire.sampling.sampler import SampledBatch, Sampler
 from quire.sampling.verification import VerifiedBatch, verify_drafts
 
 __all__ = [
+    "BatchUpdate",
+    "LogitsProcessor",
+    "MoveDirectionality",
     "PendingLogprobs",
     "RankedBatch",
     "SampledBatch",
@@ -16,6 +20,7 @@ __all__ = [
     "TokenMasks",
     "VerifiedBatch",
     "compute_logprobs",
+    "load_plugins",
     "prompt_logprobs",
     "rank_beams",
     "verify_drafts",

@@ -26,6 +26,7 @@ from quire.sampling.logprobs import WHOLE_VOCABULARY, PendingLogprobs, compute_l
 from quire.sampling.masks import TokenMasks
 from quire.sampling.noise import sequence_words, step_keys
 from quire.sampling.penalties import Penalties, PenaltyBatch, has_penalties
+from quire.sampling.processors import Failures, LogitsProcessor, LogitsProcessors
 from quire.sampling.select import chunks, row_max
 from quire.sampling.transfer import HostCopy, to_device
 
@@ -56,6 +57,7 @@ class Sampler:
         device: torch.device,
         max_model_len: int,
         kernel: DrawKernel | None = None,
+        plugins: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
@@ -71,12 +73,14 @@ class Sampler:
         self._penalties = Penalties(
             num_rows=num_rows, vocab_size=vocab_size, device=device, max_model_len=max_model_len
         )
+        self.processors = LogitsProcessors(plugins)
         self._last_plan: tuple[tuple[int, ...], bytes, _BatchPlan] | None = None
 
     def admit(self, row: int, spec: SamplingSpec, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Take a row. token_ids: all known tokens, the prompt first, then what was generated before a preemption."""
         self._take(row, spec, num_prompt_tokens)
         self._edits.add(row, spec, token_ids)
+        self.processors.add(row, spec, token_ids, num_prompt_tokens)
         if has_penalties(spec):
             self._penalties.add(row, spec, token_ids, num_prompt_tokens)
 
@@ -85,6 +89,7 @@ class Sampler:
         assert self._specs[source_row] is not None, f"row {source_row} is not held"
         self._take(row, spec, int(self._num_prompt_tokens[source_row]))
         self._edits.fork(source_row, row, spec)
+        self.processors.fork(source_row, row, spec)
         if has_penalties(spec):
             self._penalties.fork(source_row, row, spec)
 
@@ -92,6 +97,7 @@ class Sampler:
         assert self._specs[row] is not None, f"row {row} is not held"
         self._specs[row] = None
         self._edits.release(row)
+        self.processors.release(row)
         self._penalties.release(row)
         self._last_plan = None
 
@@ -115,14 +121,17 @@ class Sampler:
         plan = self._plan(row_array, num_output_tokens < self._min_tokens[row_array])
 
         # Logprobs are the model's own, so they need its logits from before the edits, which are made in place.
-        edits_logits = plan.edits_logits or masks is not None
+        edits_logits = plan.edits_logits or masks is not None or bool(self.processors)
         raw = [_copy(logits, g.indices) if edits_logits else None for g in plan.logprob_groups]
+        failures = self.processors.apply(logits, rows) if self.processors else {}
         if masks is not None:
             masks.apply(logits)
         if plan.edits is not None:
             plan.edits.apply(logits)
         if plan.penalties is not None:
             plan.penalties.apply(logits, self._space)
+        if self.processors.has_last:
+            self.processors.apply_last(logits, rows, plan.params[:, 0], failures)
         if self._kernel is not None:
             token_ids, codes = self._draw_fused(self._kernel, plan, logits, row_array, position_array)
         else:
@@ -131,17 +140,19 @@ class Sampler:
             plan.edits.follow(token_ids)
         if plan.penalties is not None:
             plan.penalties.follow(token_ids)
+        if self.processors:
+            self.processors.follow(rows, token_ids)
 
         logprobs = []
         for asked, kept in zip(plan.logprob_groups, raw, strict=True):
             source = kept if kept is not None else _select(logits, asked.indices)
             targets = _select(token_ids, asked.indices)
             logprobs.append((asked, compute_logprobs(source, targets, asked.max_num_top, self._space)))
-        return SampledBatch(token_ids, codes, logprobs)
+        return SampledBatch(token_ids, codes, logprobs, failures)
 
     def has_history(self, row: int) -> bool:
         """Whether the row's tokens change the logits of those after them."""
-        return self._penalties.has(row) or self._edits.has_phrases(row)
+        return self._penalties.has(row) or self._edits.has_phrases(row) or self.processors.has(row)
 
     def spec_of(self, row: int) -> SamplingSpec:
         spec = self._specs[row]
@@ -273,18 +284,20 @@ class Sampler:
 class SampledBatch:
     """The sampled tokens, on the device; to_lists brings them to the host."""
 
-    __slots__ = ("_codes", "_host_codes", "_logprobs", "token_ids")
+    __slots__ = ("_codes", "_failures", "_host_codes", "_logprobs", "token_ids")
 
     def __init__(
         self,
         token_ids: Tensor,  # [rows] int64; in range for failed rows, too
         codes: Tensor,  # [rows] int64: the token, or why there is none
         logprobs: list[tuple[_LogprobGroup, PendingLogprobs]],
+        failures: Failures | None = None,  # known on the host already
     ) -> None:
         self.token_ids = token_ids
         self._codes = codes
         self._host_codes = HostCopy(codes)
         self._logprobs = logprobs
+        self._failures = failures or {}
 
     @property
     def finite(self) -> Tensor:
@@ -299,8 +312,8 @@ class SampledBatch:
         A failed row has no tokens. Waits for the device.
         """
         codes: list[int] = self._host_codes.wait()[0].tolist()
-        tokens = [[code] if code >= 0 else [] for code in codes]
-        failed = {i: _FAILURES[code] for i, code in enumerate(codes) if code < 0}
+        failed = {i: _FAILURES[code] for i, code in enumerate(codes) if code < 0} | self._failures
+        tokens = [[] if i in failed else [code] for i, code in enumerate(codes)]
         logprobs = {
             i: [entry]
             for group, pending in self._logprobs

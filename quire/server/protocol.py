@@ -133,6 +133,9 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(description="Beams are compared by their logprob divided by their length raised to this; 1 if left out."),
     ] = None
     early_stopping: bool | Literal["never"] | None = None
+    vllm_xargs: Annotated[
+        dict[str, Any] | None, Meta(description="For logits processors that the server was started with.")
+    ] = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -171,7 +174,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logits_processors: Raw = _LEFT_OUT
     truncate_prompt_tokens: Raw = _LEFT_OUT
     kv_transfer_params: Raw = _LEFT_OUT
-    vllm_xargs: Raw = _LEFT_OUT
     lora_request: Raw = _LEFT_OUT
     guided_decoding_backend: Raw = _LEFT_OUT
     data_parallel_rank: Raw = _LEFT_OUT

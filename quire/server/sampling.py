@@ -46,7 +46,7 @@ _PLAIN = (
 
 
 # Fields that only make sense without beams, or have no meaning for them that Quire serves.
-_NOT_FOR_BEAMS = ("structured_outputs", "tools", "functions", "prompt_logprobs", *_GUIDED)
+_NOT_FOR_BEAMS = ("structured_outputs", "vllm_xargs", "tools", "functions", "prompt_logprobs", *_GUIDED)
 _OF_BEAMS = ("temperature", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "length_penalty")
 
 
@@ -230,6 +230,8 @@ def _params(
             values[name] = value
     body.allowed_token_ids = None  # the body lives as long as its answer, and SamplingParams hold it compactly
     values["structured_outputs"] = structured_outputs(body)
+    if body.vllm_xargs:
+        values["extra_args"] = body.vllm_xargs
     if body.cache_prompt is False:
         values["skip_reading_prefix_cache"] = True
     return SamplingParams(

@@ -133,7 +133,7 @@ def test_gpu_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "--list"]) == 0
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == 10 and "fragmentation" in out
+    assert len(out.splitlines()) == 11 and "fragmentation" in out
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from fakes import write_tiny_model
 
 from quire.bench.workloads import even_lengths
 from quire.errors import ConfigError
-from quire.lab import batch_width, block_size, kv_accuracy, prefix_sharing, pressure, step_budget
+from quire.lab import batch_width, beam_sharing, block_size, kv_accuracy, prefix_sharing, pressure, step_budget
 from quire.lab.baseline import static_share
 from quire.lab.context import LabContext, LabSettings
 from quire.lab.experiments import EXPERIMENTS, choose
@@ -169,3 +169,12 @@ def test_baseline_without_transformers(context: LabContext, monkeypatch: pytest.
 def test_the_passage_is_long_enough() -> None:
     assert len(kv_accuracy.PASSAGE) > 3000
     assert Path(kv_accuracy.__file__).parent.joinpath("passage.py").exists()
+
+
+def test_beams_share_more_than_answers_that_are_drawn(context: LabContext) -> None:
+    result = beam_sharing.EXPERIMENT.run(context)
+    rows = result.data["measured"]
+    assert len(rows) == len(result.tables[0].rows) == 12
+    assert all(row["blocks"] < row["entries"] and row["copies"] > 0 for row in rows)
+    assert result.findings[0].holds
+    assert beam_sharing.saved_percent({"blocks": 30, "entries": 40}) == 25.0

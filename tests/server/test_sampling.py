@@ -120,6 +120,11 @@ def test_contradictions_are_refused_by_name(make: Any, fields: dict[str, Any], p
     assert caught.value.param == param
 
 
+def test_arguments_for_plugins_arrive() -> None:
+    assert completion(vllm_xargs={"force": 3}).extra_args == {"force": 3}
+    assert chat().extra_args is None
+
+
 def test_best_of_that_means_nothing_is_taken() -> None:
     assert completion(best_of=1).n == 1
     assert completion(best_of=3, n=3).n == 3
