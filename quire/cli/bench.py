@@ -42,6 +42,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     _add_serve(commands)
     _add_sweep(commands)
     _add_compare(commands)
+    _add_router(commands)
 
 
 def _add_offline(commands: Any) -> None:
@@ -354,3 +355,59 @@ def _write(path: str, name: str, runs: list[Any]) -> None:
     from quire.bench.report import BenchFile
 
     BenchFile(name, runs).write(path)
+
+
+def _add_router(commands: Any) -> None:
+    parser = commands.add_parser(
+        "router",
+        help="routing by cache and load against simpler ways and a peer's router, on servers of a small model",
+        description="Servers of a 15M model with random weights run here; each way of routing gets the same traffic.",
+        formatter_class=WideHelp,
+    )
+    parser.set_defaults(run=_run_router)
+    parser.add_argument("--servers", type=int, default=4, metavar="N", help="servers of one thread each (default 4)")
+    parser.add_argument("--traffic", nargs="+", default=["prefix", "turns", "skewed", "bursty"], metavar="KIND",
+                        help="prefix, turns, skewed, bursty (default all)")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of everything, in turn (default 1)")
+    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="1 is a hundred requests (default 1)")
+    parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests at once (default 16)")
+    parser.add_argument("--output-len", type=int, default=8, metavar="N", help="tokens of an answer (default 8)")
+    parser.add_argument("--peer-python", metavar="PATH", help="a Python that has sglang-router, to compare with it")
+    parser.add_argument("--output-json", metavar="FILE", help="keep every run")
+    parser.add_argument("--plot", metavar="FILE", help="draw charts: .svg, .html or .png")
+
+
+def _run_router(args: argparse.Namespace) -> int:
+    import asyncio
+    import dataclasses
+    import json
+    from pathlib import Path
+
+    from quire.bench.plots import check_plot, write_charts
+    from quire.bench.router import as_table, charts, measure, summarize
+
+    for name in ("servers", "repeats", "concurrency", "output_len"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be a whole number >= 1, got {getattr(args, name)}")
+    if args.plot:
+        check_plot(args.plot)
+    found = asyncio.run(
+        measure(
+            num_servers=args.servers,
+            traffics=args.traffic,
+            repeats=args.repeats,
+            scale=args.scale,
+            concurrency=args.concurrency,
+            num_out=args.output_len,
+            peer_python=args.peer_python,
+            tell=lambda text: print(f"quire: {text}", file=sys.stderr, flush=True),
+        )
+    )
+    rows = summarize(found)
+    print(as_table(rows))
+    if args.output_json:
+        runs = [dataclasses.asdict(one) for one in found]
+        Path(args.output_json).write_text(json.dumps({"rows": rows, "runs": runs}, indent=1))
+    if args.plot:
+        write_charts(args.plot, charts(rows), "quire bench router")
+    return 0

@@ -1,0 +1,443 @@
+"""Routing against its alternatives: the same servers, the same traffic, one way of choosing after another.
+
+Servers of a small model with random weights run on this machine, each with a KV cache that holds a part of what the
+traffic would like to have cached. In front of them stand in turn: `quire router`; four simple policies, chosen in the
+client itself; and, where its Python is given, sglang-router, a peer's program. Every run has prompts of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.bench.charts import Chart, bar_chart
+from quire.errors import ConfigError, QuireError, install_hint
+from quire.router.hashes import text_hashes
+from quire.router.policy import Prompt, Replica, Router, Ticket
+
+TRAFFICS = ("prefix", "turns", "skewed", "bursty")
+OURS, PEER = "quire router", "sglang-router"
+BLOCK_SIZE = 16
+NUM_BLOCKS = 176  # of each server's cache: seven of the sixteen long prefixes
+MAX_LEN = 640
+_READY_S = 300.0
+# About 15 million parameters.
+_SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "torch_dtype": "float32",
+}
+
+Pick = Callable[[Sequence[Replica], Prompt, int], Replica]
+
+
+# -- the alternatives: pure functions of the replicas, the prompt, and how many were routed before
+
+
+def round_robin(among: Sequence[Replica], prompt: Prompt, nth: int) -> Replica:
+    return among[nth % len(among)]
+
+
+def pick_random(among: Sequence[Replica], prompt: Prompt, nth: int) -> Replica:
+    return random.Random(nth).choice(among)
+
+
+def least_loaded(among: Sequence[Replica], prompt: Prompt, nth: int) -> Replica:
+    first = nth % len(among)
+    return min([*among[first:], *among[:first]], key=lambda replica: replica.num_sequences)
+
+
+def consistent_hash(among: Sequence[Replica], prompt: Prompt, nth: int) -> Replica:
+    """By how the prompt begins: the same beginning, the same replica, however busy that is."""
+    key = prompt.hashes[min(3, len(prompt.hashes) - 1)] if prompt.hashes else b""
+    return max(among, key=lambda replica: random.Random(key + replica.name.encode()).random())
+
+
+POLICIES: dict[str, Pick] = {
+    "round robin": round_robin,
+    "random": pick_random,
+    "least loaded": least_loaded,
+    "consistent hash": consistent_hash,
+}
+
+
+class SimpleRouter(Router):
+    """The books of `Router`, with another choice."""
+
+    def __init__(self, pick: Pick) -> None:
+        super().__init__(BLOCK_SIZE)
+        self._pick = pick
+
+    def choose(self, prompt: Prompt, *, excluding: Any = ()) -> Ticket | None:
+        among = [one for one in self.replicas.values() if one.is_open and one.name not in set(excluding)]
+        if not among:
+            return None
+        return Ticket(self._pick(among, prompt, self._num_routed), prompt, 0, 0.0, self._clock())
+
+
+# -- traffic
+
+
+@dataclass(slots=True)
+class Session:
+    """Requests of one client, each after the answer to the one before and with all of it as its beginning."""
+
+    turns: list[str]
+    at_s: float = 0.0  # not before
+
+
+def make_traffic(kind: str, scale: float, seed: int) -> list[Session]:
+    """`scale`: 1 is about a hundred requests."""
+    rng = random.Random(f"{kind} {seed}")
+
+    def text(length: int) -> str:
+        return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=length))
+
+    if kind == "turns":
+        # Conversations outgrow a cache together, and each grows.
+        return [Session([text(112), *(text(40) for _ in range(4))]) for _ in range(max(4, int(24 * scale)))]
+    num = max(8, int(112 * scale))
+    prefixes = [text(384) for _ in range(16)]
+    if kind == "prefix":
+        return [Session([rng.choice(prefixes) + text(24)]) for _ in range(num)]
+    if kind == "skewed":
+        weights = [1 / (rank + 1) ** 1.2 for rank in range(len(prefixes))]
+        return [Session([rng.choices(prefixes, weights)[0] + text(24)]) for _ in range(num)]
+    if kind == "bursty":
+        found = []
+        for nth, burst in enumerate(_batches(num, 14)):
+            few = rng.sample(prefixes, 4)
+            found += [Session([rng.choice(few) + text(24)], at_s=1.5 * nth) for _ in burst]
+        return found
+    raise ConfigError(f"--traffic must be some of {', '.join(TRAFFICS)}, got {kind}")
+
+
+def _batches(num: int, size: int) -> Iterator[range]:
+    return (range(first, min(first + size, num)) for first in range(0, num, size))
+
+
+# -- one run
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A way of choosing on a traffic."""
+
+    traffic: str
+    front: str
+    seconds: float
+    num_requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    first_token_s: list[float] = field(default_factory=list)
+    num_failed: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return (self.prompt_tokens + self.output_tokens) / self.seconds
+
+    def ttft_s(self, share: float) -> float:
+        ordered = sorted(self.first_token_s)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+class Client:
+    """Sends a traffic through one front, so many requests at once."""
+
+    def __init__(self, session: Any, model: str, concurrency: int, num_out: int) -> None:
+        self._session = session
+        self._model = model
+        self._places = asyncio.Semaphore(concurrency)
+        self._num_out = num_out
+
+    async def run(self, traffic: str, front: str, sessions: list[Session], url: str | SimpleRouter) -> Outcome:
+        outcome = Outcome(traffic, front, 0.0, 0, 0, 0, 0)
+        started_s = time.perf_counter()
+        await asyncio.gather(*(self._talk(one, url, outcome, started_s) for one in sessions))
+        outcome.seconds = time.perf_counter() - started_s
+        return outcome
+
+    async def _talk(self, session: Session, url: str | SimpleRouter, outcome: Outcome, started_s: float) -> None:
+        await asyncio.sleep(max(0.0, started_s + session.at_s - time.perf_counter()))
+        said = ""
+        for turn in session.turns:
+            said += turn
+            async with self._places:
+                if isinstance(url, str):
+                    said += await self._ask(url, said, outcome, lambda: None)
+                    continue
+                ticket = url.route(Prompt(len(said), text_hashes(said, BLOCK_SIZE // 4)))
+                assert ticket is not None
+                try:
+                    one = ticket
+                    said += await self._ask(one.replica, said, outcome, lambda one=one: url.on_first_token(one))  # type: ignore[misc]
+                finally:
+                    url.on_end(ticket)
+
+    async def _ask(self, url: str, prompt: str, outcome: Outcome, on_first_token: Callable[[], None]) -> str:
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": self._num_out,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        outcome.num_requests += 1
+        started_s = time.perf_counter()
+        text, first_s, usage = "", 0.0, None
+        async with self._session.post(f"{url}/v1/completions", json=body) as response:
+            async for raw in response.content:
+                line = raw.decode().strip()
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                usage = chunk.get("usage") or usage
+                for choice in chunk.get("choices", ()):
+                    if not first_s:
+                        first_s = time.perf_counter() - started_s
+                        on_first_token()
+                    text += choice["text"]
+        if usage is None or not first_s:
+            outcome.num_failed += 1
+            return text
+        outcome.first_token_s.append(first_s)
+        outcome.prompt_tokens += usage["prompt_tokens"]
+        outcome.output_tokens += usage["completion_tokens"]
+        outcome.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return text.encode("ascii", "replace").decode()  # one token a character, as the prompts are
+
+
+# -- processes
+
+
+def write_model(folder: Path) -> Path:
+    """A model directory with random weights to be, and a tokenizer of one token a byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    (folder / "config.json").write_text(json.dumps(_SHAPE))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|start|>", "<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    return folder
+
+
+@contextlib.asynccontextmanager
+async def process(command: Sequence[str], url: str, session: Any, log: Path) -> AsyncIterator[None]:
+    """Runs it, from when /health says 200."""
+    with log.open("ab") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=out)
+        try:
+            until_s = time.monotonic() + _READY_S
+            while not await _is_well(session, url):
+                if child.poll() is not None or time.monotonic() > until_s:
+                    raise QuireError(f"{' '.join(command[:6])} does not answer: {log.read_text()[-2000:]}")
+                await asyncio.sleep(0.1)
+            yield
+        finally:
+            child.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.to_thread(child.wait, 20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+async def _is_well(session: Any, url: str) -> bool:
+    import aiohttp
+
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+        async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=2)) as response:
+            return bool(response.status == 200)
+    return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+async def measure(
+    *,
+    num_servers: int,
+    traffics: Sequence[str],
+    repeats: int,
+    scale: float,
+    concurrency: int,
+    num_out: int,
+    peer_python: str | None,
+    tell: Callable[[str], None],
+) -> list[Outcome]:
+    """Every front on every traffic, `repeats` times in turn."""
+    try:
+        import aiohttp
+    except ImportError:
+        raise ConfigError(f"quire bench router needs the package aiohttp: {install_hint('server')}") from None
+    for kind in traffics:
+        make_traffic(kind, scale, 0)  # a wrong name is told before anything starts
+    found: list[Outcome] = []
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-")))
+        timeout = aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(limit=0)
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
+        model = write_model(folder)
+        urls = [f"http://127.0.0.1:{_free_port()}" for _ in range(num_servers)]
+        tell(f"starting {num_servers} servers")
+        starting = []
+        for nth, url in enumerate(urls):
+            flags = ["--load-format", "dummy", "--num-gpu-blocks-override", str(NUM_BLOCKS), "--device", "cpu"]
+            flags += ["--max-model-len", str(MAX_LEN), "--num-threads", "1", "--max-num-seqs", "16"]
+            flags += ["--served-model-name", "bench", "--port", url.rsplit(":", 1)[1], "--log-level", "error"]
+            command = [sys.executable, "-m", "quire", "serve", str(model), *flags]
+            starting.append(stack.enter_async_context(process(command, url, session, folder / f"server-{nth}.log")))
+        for one in starting:
+            await one
+        fronts: dict[str, Callable[[], Any]] = {}
+        ours = f"http://127.0.0.1:{_free_port()}"
+        command = [sys.executable, "-m", "quire", "router", *urls, "--port", ours.rsplit(":", 1)[1]]
+        await stack.enter_async_context(
+            process([*command, "--log-level", "error"], ours, session, folder / "router.log")
+        )
+        fronts[OURS] = lambda: ours
+        if peer_python is not None:
+            peer = f"http://127.0.0.1:{_free_port()}"
+            command = [
+                peer_python,
+                "-m",
+                "sglang_router.launch_router",
+                "--worker-urls",
+                *urls,
+                "--policy",
+                "cache_aware",
+            ]
+            command += ["--host", "127.0.0.1", "--port", peer.rsplit(":", 1)[1], "--log-level", "error"]
+            command += ["--prometheus-port", str(_free_port())]
+            await stack.enter_async_context(process(command, peer, session, folder / "peer.log"))
+            fronts[PEER] = lambda: peer
+        for name, pick in POLICIES.items():
+            fronts[name] = lambda pick=pick: _simple(pick, urls)  # type: ignore[misc]
+        for nth, (repeat, kind) in enumerate(itertools.product(range(repeats), traffics)):
+            order = list(fronts)
+            random.Random(nth).shuffle(order)  # nobody always comes first
+            for place, front in enumerate(order):
+                seed = nth * len(order) + place
+                sessions = make_traffic(kind, scale, repeat)
+                mark = f"{seed:08d}" * 2  # a block that no other run has
+                for talk in sessions:
+                    talk.turns[0] = mark + talk.turns[0]
+                client = Client(session, "bench", concurrency, num_out)
+                outcome = await client.run(kind, front, sessions, fronts[front]())
+                ttft = f"{1e3 * outcome.ttft_s(0.5):,.0f} ms, p99 {1e3 * outcome.ttft_s(0.99):,.0f} ms"
+                rate = f"{outcome.tokens_per_s:,.0f} tokens/s, {outcome.hit_rate:.0%} cached"
+                tell(f"{kind}, {front}: {rate}, first token {ttft}")
+                found.append(outcome)
+    return found
+
+
+def _simple(pick: Pick, urls: Sequence[str]) -> SimpleRouter:
+    router = SimpleRouter(pick)
+    for url in urls:
+        router.add(url, is_exact=False)
+    return router
+
+
+# -- what came of it
+
+
+def summarize(found: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Medians over the repeats, by traffic and front, and the throughput over round robin's in the same repeat."""
+    rows = []
+    for traffic in dict.fromkeys(one.traffic for one in found):
+        base = [one.tokens_per_s for one in found if (one.traffic, one.front) == (traffic, "round robin")]
+        for front in dict.fromkeys(one.front for one in found):
+            runs = [one for one in found if (one.traffic, one.front) == (traffic, front)]
+            ratios = [run.tokens_per_s / other for run, other in zip(runs, base, strict=True)]
+            rows.append(
+                {
+                    "traffic": traffic,
+                    "front": front,
+                    "tokens_per_s": statistics.median(run.tokens_per_s for run in runs),
+                    "times_round_robin": statistics.median(ratios),
+                    "hit_rate": statistics.median(run.hit_rate for run in runs),
+                    "ttft_p50_s": statistics.median(run.ttft_s(0.5) for run in runs),
+                    "ttft_p99_s": statistics.median(run.ttft_s(0.99) for run in runs),
+                    "requests": runs[0].num_requests,
+                    "failed": sum(run.num_failed for run in runs),
+                }
+            )
+    fronts = [OURS, PEER, *POLICIES]
+    return sorted(rows, key=lambda row: (TRAFFICS.index(row["traffic"]), fronts.index(row["front"])))
+
+
+def as_table(rows: Sequence[dict[str, Any]]) -> str:
+    from quire.bench.text import table
+
+    heads = ("traffic", "routed by", "tokens/s", "× round robin", "cached", "first token p50", "p99", "failed")
+    lines = [
+        [
+            row["traffic"],
+            row["front"],
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['times_round_robin']:.2f}",
+            f"{row['hit_rate']:.0%}",
+            f"{1e3 * row['ttft_p50_s']:,.0f} ms",
+            f"{1e3 * row['ttft_p99_s']:,.0f} ms",
+            str(row["failed"]),
+        ]
+        for row in rows
+    ]
+    return table(heads, lines)
+
+
+def charts(rows: Sequence[dict[str, Any]]) -> list[Chart]:
+    traffics = list(dict.fromkeys(row["traffic"] for row in rows))
+    fronts = list(dict.fromkeys(row["front"] for row in rows))
+
+    def columns(name: str, factor: float = 1.0) -> dict[str, list[float | None]]:
+        values = {(row["traffic"], row["front"]): factor * row[name] for row in rows}
+        return {front: [values.get((traffic, front)) for traffic in traffics] for front in fronts}
+
+    return [
+        bar_chart("Throughput over round robin's", "times", traffics, columns("times_round_robin")),
+        bar_chart("Prompt tokens found in a cache", "%", traffics, columns("hit_rate", 100)),
+        bar_chart("First token, 99th percentile", "ms", traffics, columns("ttft_p99_s", 1e3)),
+    ]
