@@ -7,7 +7,7 @@ import math
 import sys
 from typing import Any
 
-from quire.cli.options import add_engine_flags, engine_config
+from quire.cli.options import RUNTIME_FLAGS, add_engine_flags, engine_config
 from quire.cli.parser import WideHelp
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -37,8 +37,10 @@ def add_parser(subparsers: Any) -> None:
     where.add_argument("--gpu", metavar="NAME", default="h200", help="a GPU by name (default h200)")
     where.add_argument("--devices", metavar="FILE", help="JSON: other GPUs, or other numbers for known ones")
     where.add_argument("--profile", metavar="FILE", help="the machine that quire bench profile --output-json recorded")
-    where.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices a layer")
-    where.add_argument("-pp", "--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages of layers")
+    # Unless they are among the engine's own flags below.
+    for name, short, text in (("tensor", "-tp", "devices a layer"), ("pipeline", "-pp", "stages of layers")):
+        if f"{name}_parallel_size" not in RUNTIME_FLAGS:
+            where.add_argument(short, f"--{name}-parallel-size", type=int, metavar="N", help=text)
     where.add_argument("-dp", "--replicas", "--data-parallel-size", type=int, default=1, metavar="N", help="replicas")
     where.add_argument("--policy", default="first-token", metavar="NAME", help=f"of the router: {', '.join(POLICIES)}")
     where.add_argument("--front-ms", type=float, metavar="MS", help="HTTP and tokenizing before and behind the engine")
@@ -101,6 +103,8 @@ def _simulate(args: argparse.Namespace) -> Any:
     from quire.sim.profile import read_profile
 
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "replicas"):
+        if getattr(args, name) is None:
+            setattr(args, name, 1)
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     config = engine_config(args)
