@@ -95,6 +95,9 @@ def cpu_step_bytes(spec: ModelSpec, max_num_seqs: int, max_tokens: int) -> int:
     sampling makes a scaled copy and scratch. All in float32."""
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     per_token = 4 * spec.hidden_size + qkv + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
+    if (experts := spec.experts) is not None:  # rows in the order of experts, and one expert's, which may have all
+        per_token += experts.top_k * (spec.hidden_size + 1) + spec.hidden_size + 2 * experts.num_experts
+        per_token += 3 * max(experts.intermediate_size, experts.shared_intermediate_size or 0)
     return max_tokens * per_token * 4 + 3 * logits_bytes(spec, max_num_seqs)
 
 
@@ -167,12 +170,26 @@ def graph_bytes(
 def num_matrix_values(spec: ModelSpec) -> int:
     """Numbers in the matrices, biases included: embedding, head, and each layer's four fused ones."""
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+    hidden = spec.hidden_size
     qkv_width = q_width + 2 * kv_width
-    layer = qkv_width * hidden + hidden * q_width + 2 * inner * hidden + hidden * inner
-    layer += spec.qkv_bias * qkv_width + spec.output_bias * hidden + spec.mlp_bias * (2 * inner + hidden)
+    attention = qkv_width * hidden + hidden * q_width + spec.qkv_bias * qkv_width + spec.output_bias * hidden
+    mlps = sum(_experts_values(spec) if layer.has_experts else _mlp_values(spec) for layer in spec.layers)
     vocabulary = spec.vocab_size * hidden * (1 if spec.tie_embeddings else 2)
-    return vocabulary + spec.num_layers * layer
+    return vocabulary + spec.num_layers * attention + mlps
+
+
+def _mlp_values(spec: ModelSpec, inner: int | None = None) -> int:
+    inner = spec.intermediate_size if inner is None else inner
+    return 3 * inner * spec.hidden_size + spec.mlp_bias * (2 * inner + spec.hidden_size)
+
+
+def _experts_values(spec: ModelSpec) -> int:
+    experts = spec.experts
+    assert experts is not None
+    values = experts.num_experts * (spec.hidden_size + _mlp_values(spec, experts.intermediate_size))
+    if experts.shared_intermediate_size is not None:
+        values += spec.hidden_size + _mlp_values(spec, experts.shared_intermediate_size)
+    return values
 
 
 def num_norm_values(spec: ModelSpec) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from quire.models.config_reader import MAX_INTEGER, ConfigReader, shown
 from quire.models.rope_config import max_position_with_scaling, read_rope, read_rope_by_layer_type
-from quire.models.spec import LayerSpec, ModelSpec, RopeSpec
+from quire.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
 
 LayerTypes = tuple[str, ...]  # full_attention or sliding_attention, by layer
+_MAX_EXPERTS = 4096
 _MAX_LAYERS = 1024  # the deepest published models have some 130
 _MAX_WINDOWED_POSITIONS = 1 << 20
 
@@ -27,6 +29,9 @@ class Architecture:
     is_gemma: bool = False  # 1 + weight in norms, sandwich norms, scaled embedding, tanh GELU, two rotary bases
     head_dim_from_hidden: bool = True  # where head_dim is missing: hidden_size / num_attention_heads
     tied_by_default: bool = False
+    experts: Callable[[ConfigReader], ExpertsSpec] | None = None
+    # Patterns of a checkpoint's names for tensors, and what they are called here.
+    renames: tuple[tuple[str, str], ...] = ()
 
 
 def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
@@ -55,6 +60,8 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
     window = reader.integer("sliding_window") if "sliding_attention" in layer_types else None
     windows = {"full_attention": None, "sliding_attention": window}
 
+    experts = None if architecture.experts is None else architecture.experts(reader)
+    sparse = _sparse_layers(reader, num_layers) if experts is not None else [False] * num_layers
     attention_bias = reader.flag("attention_bias", False)
     return ModelSpec(
         architecture=name,
@@ -67,7 +74,11 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         head_dim=head_dim,
         max_position=_max_position(reader, ropes["full_attention"], layer_types),
         norm_eps=reader.number("rms_norm_eps"),
-        layers=tuple(LayerSpec(rope=ropes[kind], window=windows[kind]) for kind in layer_types),
+        layers=tuple(
+            LayerSpec(rope=ropes[kind], window=windows[kind], has_experts=has_experts)
+            for kind, has_experts in zip(layer_types, sparse, strict=True)
+        ),
+        experts=experts,
         activation=_activation(reader, architecture),
         qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
         output_bias=attention_bias if architecture.output_bias is None else architecture.output_bias,
@@ -84,6 +95,14 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         eos_token_ids=_eos_token_ids(reader),
         dtype=_dtype(reader),
     )
+
+
+def tensor_name(config: Mapping[str, Any], stored_name: str) -> str:
+    """What a tensor of a checkpoint with this config.json is called here."""
+    for name in config.get("architectures") or ():
+        for pattern, replacement in ARCHITECTURES[name].renames if name in ARCHITECTURES else ():
+            stored_name = re.sub(pattern, replacement, stored_name)
+    return stored_name
 
 
 def _max_position(reader: ConfigReader, rope: RopeSpec, layer_types: LayerTypes) -> int:
@@ -116,9 +135,10 @@ def _refuse_unserved(reader: ConfigReader, architecture: Architecture) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") or "quantized"
         raise reader.error(f"quantization_config: {method} weights are not served; use the unquantized model")
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if reader.get(key) not in (None, 0, 1):
-            raise reader.error(f"{key} is {shown(reader.get(key))}: mixture of experts is not served")
+    if architecture.experts is None:
+        for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+            if reader.get(key) not in (None, 0, 1):
+                raise reader.error(f"{key} is {shown(reader.get(key))}: this architecture is served without experts")
     for key in ("use_bidirectional_attention", "is_encoder_decoder"):
         if reader.get(key):
             raise reader.error(f"{key} is set: only causal decoders are served")
@@ -139,6 +159,35 @@ def _activation(reader: ConfigReader, architecture: Architecture) -> str:
     if activation not in served:
         raise reader.error(f"{key} {activation!r} is not served (there are {', '.join(served)})")
     return served[activation]
+
+
+def _mixtral_experts(reader: ConfigReader) -> ExpertsSpec:
+    """All of the MLP is experts; a softmax over the chosen."""
+    return _experts(reader, "num_local_experts", "intermediate_size", normalizes=True)
+
+
+def _qwen_experts(reader: ConfigReader) -> ExpertsSpec:
+    """transformers 5 writes num_experts as num_local_experts. Qwen2 has a shared expert beside them."""
+    count = "num_experts" if reader.get("num_experts") is not None else "num_local_experts"
+    experts = _experts(reader, count, "moe_intermediate_size", normalizes=reader.flag("norm_topk_prob", False))
+    if not reader.get(shared := "shared_expert_intermediate_size"):
+        return experts
+    return replace(experts, shared_intermediate_size=reader.integer(shared))
+
+
+def _experts(reader: ConfigReader, count: str, size: str, *, normalizes: bool) -> ExpertsSpec:
+    num_experts, top_k = reader.integer(count, at_most=_MAX_EXPERTS), reader.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise reader.error(f"num_experts_per_tok is {top_k:,}: more than the {num_experts:,} experts ({count})")
+    return ExpertsSpec(num_experts, top_k, reader.integer(size), normalizes)
+
+
+def _sparse_layers(reader: ConfigReader, num_layers: int) -> list[bool]:
+    """Which layers have experts: every decoder_sparse_step-th, but for those in mlp_only_layers."""
+    step, dense = reader.integer("decoder_sparse_step", 1), reader.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple) or not all(isinstance(index, int) for index in dense):
+        raise reader.error(f"mlp_only_layers is {shown(dense)}: expected a list of layers")
+    return [index not in dense and (index + 1) % step == 0 for index in range(num_layers)]
 
 
 def _bos_token_id(reader: ConfigReader) -> int | None:
@@ -232,6 +281,24 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": Architecture(layer_types=_all_alike, qkv_bias=False, output_bias=False),
     "Qwen2ForCausalLM": Architecture(layer_types=_late_windows, qkv_bias=True, output_bias=False),
     "Qwen3ForCausalLM": Architecture(layer_types=_late_windows, qk_norm=True, head_dim_from_hidden=False),
+    "MixtralForCausalLM": Architecture(
+        layer_types=_all_alike,
+        qkv_bias=False,
+        output_bias=False,
+        experts=_mixtral_experts,
+        renames=(
+            (r"\.block_sparse_moe\.", ".mlp."),
+            (r"\.w1\.weight$", ".gate_proj.weight"),
+            (r"\.w3\.weight$", ".up_proj.weight"),
+            (r"\.w2\.weight$", ".down_proj.weight"),
+        ),
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        layer_types=_late_windows, qkv_bias=True, output_bias=False, experts=_qwen_experts
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        layer_types=_late_windows, qk_norm=True, head_dim_from_hidden=False, experts=_qwen_experts
+    ),
     "Gemma3ForCausalLM": Architecture(
         layer_types=_alternating, qk_norm=True, is_gemma=True, head_dim_from_hidden=False, tied_by_default=True
     ),

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Ops, Rotary
 from quire.layers.rotary import rotary_table
+from quire.models.experts import ExpertsMlp
 from quire.models.kv_layout import KVLayout, kv_layout
-from quire.models.layer import DenseMlp, Layer, SelfAttention
-from quire.models.share import ModelShare
+from quire.models.layer import DenseMlp, Layer, Mlp, SelfAttention
+from quire.models.share import Cut, ModelShare
 from quire.models.slots import WeightSlot, matrix_slots, norm_slot
 from quire.models.spec import ModelSpec, RopeSpec
 from quire.models.tensors import checkpoint_tensors, is_ignored_tensor
@@ -185,7 +186,7 @@ class Decoder:
 
     def _new_layer(self, index: int, group: int) -> Layer:
         spec, share, kind = self.spec, self.share, self.spec.layers[index]
-        hidden, head_dim, inner = spec.hidden_size, spec.head_dim, len(share.columns)
+        hidden, head_dim = spec.hidden_size, spec.head_dim
         q_width, kv_width = len(share.heads) * head_dim, len(share.kv_heads) * head_dim
         attention = SelfAttention(
             AttentionSpec(
@@ -209,14 +210,34 @@ class Decoder:
             heads=share.heads,
             kv_heads=share.kv_heads,
         )
-        mlp = DenseMlp(
-            spec.activation,
-            gate_up=self._new_matrix(2 * inner, hidden, bias=spec.mlp_bias),
-            down=self._new_summed_matrix(hidden, inner, bias=spec.mlp_bias),
-            branch_norm=self._new_norm(hidden) if spec.sandwich_norms else None,
-            columns=share.columns,
-        )
+        mlp: Mlp = self._new_experts() if kind.has_experts else self._new_mlp(share.columns)
+        mlp.branch_norm = self._new_norm(hidden) if spec.sandwich_norms else None
         return Layer(self._new_norm(hidden), attention, self._new_norm(hidden), mlp)
+
+    def _new_mlp(self, columns: Cut, *, is_summed: bool = True) -> DenseMlp:
+        """is_summed: over ranks, by itself."""
+        hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
+        new_down = self._new_summed_matrix if is_summed else self._new_matrix
+        return DenseMlp(
+            self.spec.activation,
+            gate_up=self._new_matrix(2 * inner, hidden, bias=bias),
+            down=new_down(hidden, inner, bias=bias),
+            columns=columns,
+        )
+
+    def _new_experts(self) -> ExpertsMlp:
+        experts, share = self.spec.experts, self.share
+        assert experts is not None and share.expert_columns is not None
+        shared = share.shared_expert_columns
+        return ExpertsMlp(
+            self.ops,
+            experts,
+            router=self._new_matrix(experts.num_experts, self.spec.hidden_size),
+            experts=[self._new_mlp(share.expert_columns, is_summed=False) for _ in range(experts.num_experts)],
+            shared=None if shared is None else self._new_mlp(shared, is_summed=False),
+            shared_gate=None if shared is None else self._new_matrix(1, self.spec.hidden_size),
+            ranks=None if share.tensor_size == 1 else self._ranks,
+        )
 
     def _new_matrix(self, out_features: int, in_features: int, *, bias: bool = False) -> LinearWeight:
         self._matrices.append(self.ops.new_linear(out_features, in_features, bias=bias))

@@ -58,8 +58,7 @@ class SelfAttention:
 class Mlp(Protocol):
     """What follows attention in a layer."""
 
-    @property
-    def branch_norm(self) -> Norm | None: ...
+    branch_norm: Norm | None  # of its result, before that is added
 
     def run(self, x: Normed, residual: Tensor, next_norm: Norm | None) -> Normed: ...
 
@@ -81,6 +80,10 @@ class DenseMlp:
     down: LinearWeight
     branch_norm: Norm | None = None
     columns: Cut | None = None  # which of the model's are here, where not all
+
+    def multiply(self, x: Normed) -> Tensor:
+        """What it would add."""
+        return self.down.multiply(self.gate_up.multiply_act(x, self.activation))
 
     def run(self, x: Normed, residual: Tensor, next_norm: Norm | None) -> Normed:
         gated = self.gate_up.multiply_act(x, self.activation)

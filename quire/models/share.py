@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from quire.errors import ConfigError
 from quire.models.kv_layout import KVLayout
-from quire.models.spec import ModelSpec
+from quire.models.spec import ExpertsSpec, ModelSpec
 
 # Columns of the MLP are divided in units of a quantized file's blocks: of 256, where shares are nearly equal then (even
 # shares of many are whole blocks anyway), or of 32. Words are divided in units of a kernel's panels.
@@ -69,6 +69,8 @@ class ModelShare:
     heads: Cut
     kv_heads: Cut
     columns: Cut  # of the MLP
+    expert_columns: Cut | None = None  # of each expert
+    shared_expert_columns: Cut | None = None
     words: Cut
     layers: Cut
 
@@ -93,10 +95,21 @@ class ModelShare:
             num_heads=len(self.heads),
             num_kv_heads=len(self.kv_heads),
             intermediate_size=len(self.columns),
+            experts=self._experts(spec.experts),
             vocab_size=len(self.words),
             num_layers=len(self.layers),
             layers=spec.layers[self.layers.slice],
             tie_embeddings=spec.tie_embeddings or self.num_stages > 1,  # no stage has more than one of the two
+        )
+
+    def _experts(self, experts: ExpertsSpec | None) -> ExpertsSpec | None:
+        if experts is None or self.expert_columns is None:
+            return None
+        shared = self.shared_expert_columns
+        return replace(
+            experts,
+            intermediate_size=len(self.expert_columns),
+            shared_intermediate_size=None if shared is None else len(shared),
         )
 
     def layout(self, layout: KVLayout) -> KVLayout:
@@ -114,6 +127,8 @@ def share_of(spec: ModelSpec, rank: int, tensor_size: int = 1, num_stages: int =
     check_degrees(spec, tensor_size, num_stages)
     index = rank % tensor_size
     heads, kv_heads = _attention_cut(spec, index, tensor_size)
+    experts = spec.experts
+    shared = None if experts is None else experts.shared_intermediate_size
     return ModelShare(
         tensor_rank=index,
         tensor_size=tensor_size,
@@ -122,6 +137,8 @@ def share_of(spec: ModelSpec, rank: int, tensor_size: int = 1, num_stages: int =
         heads=heads,
         kv_heads=kv_heads,
         columns=_columns_cut(spec.intermediate_size, index, tensor_size),
+        expert_columns=None if experts is None else _columns_cut(experts.intermediate_size, index, tensor_size),
+        shared_expert_columns=None if shared is None else _columns_cut(shared, index, tensor_size),
         words=Cut.part(spec.vocab_size, index, tensor_size, _WORD_UNIT),
         layers=Cut.part(spec.num_layers, rank // tensor_size, num_stages),
     )
@@ -143,7 +160,10 @@ def check_degrees(spec: ModelSpec, tensor_size: int, num_stages: int) -> None:
 
 def max_tensor_size(spec: ModelSpec) -> int:
     """Any degree up to this one fits: shares need not be equal."""
-    return min(spec.num_heads, spec.intermediate_size, spec.vocab_size)
+    columns = [spec.intermediate_size]
+    if spec.experts is not None:
+        columns += [spec.experts.intermediate_size, spec.experts.shared_intermediate_size or spec.num_heads]
+    return min(spec.num_heads, *columns, spec.vocab_size)
 
 
 def largest_share(spec: ModelSpec, tensor_size: int = 1, num_stages: int = 1) -> ModelShare:

@@ -15,11 +15,23 @@ class RopeSpec:
 
 
 @dataclass(slots=True, frozen=True)
+class ExpertsSpec:
+    """A mixture of experts: each token's MLP is the sum of `top_k` out of `num_experts`, weighed by a softmax."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int  # of one expert
+    normalizes: bool  # whether a token's weights are made to sum to 1 (the same as a softmax after the choice)
+    shared_intermediate_size: int | None = None  # of an expert that every token has beside those, weighed by a sigmoid
+
+
+@dataclass(slots=True, frozen=True)
 class LayerSpec:
     """What one layer does differently from its neighbours."""
 
     rope: RopeSpec
     window: int | None = None
+    has_experts: bool = False  # those of ModelSpec.experts, in place of the MLP
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -37,6 +49,7 @@ class ModelSpec:
     max_position: int
     norm_eps: float
     layers: tuple[LayerSpec, ...]
+    experts: ExpertsSpec | None = None
     activation: str = "silu"  # or gelu_tanh
     qkv_bias: bool = False
     output_bias: bool = False

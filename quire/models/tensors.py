@@ -7,37 +7,64 @@ from quire.models.spec import ModelSpec
 
 def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that the decoder needs. Its slots are the same (a test compares)."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    # module in a layer -> rows, columns, whether it has a bias
-    matrices = {
-        "self_attn.q_proj": (q_rows, hidden, spec.qkv_bias),
-        "self_attn.k_proj": (kv_rows, hidden, spec.qkv_bias),
-        "self_attn.v_proj": (kv_rows, hidden, spec.qkv_bias),
-        "self_attn.o_proj": (hidden, q_rows, spec.output_bias),
-        "mlp.gate_proj": (inner, hidden, spec.mlp_bias),
-        "mlp.up_proj": (inner, hidden, spec.mlp_bias),
-        "mlp.down_proj": (hidden, inner, spec.mlp_bias),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if spec.sandwich_norms:
-        norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
-    if spec.qk_norm:
-        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
-    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (width,) for name, width in norms.items()}
-    for name, (rows, columns, has_bias) in matrices.items():
-        layer[f"{name}.weight"] = (rows, columns)
-        if has_bias:
-            layer[f"{name}.bias"] = (rows,)
+    hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not spec.tie_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    for index in range(spec.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    for index, layer in enumerate(spec.layers):
+        matrices = _attention_matrices(spec) | (_experts_matrices(spec) if layer.has_experts else _mlp_matrices(spec))
+        for name, (rows, columns, has_bias) in matrices.items():
+            shapes[f"model.layers.{index}.{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"model.layers.{index}.{name}.bias"] = (rows,)
+        shapes |= {f"model.layers.{index}.{name}.weight": (width,) for name, width in _norms(spec).items()}
     return shapes
+
+
+_Matrices = dict[str, tuple[int, int, bool]]  # module in a layer -> rows, columns, whether it has a bias
+
+
+def _attention_matrices(spec: ModelSpec) -> _Matrices:
+    hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return {
+        "self_attn.q_proj": (q_rows, hidden, spec.qkv_bias),
+        "self_attn.k_proj": (kv_rows, hidden, spec.qkv_bias),
+        "self_attn.v_proj": (kv_rows, hidden, spec.qkv_bias),
+        "self_attn.o_proj": (hidden, q_rows, spec.output_bias),
+    }
+
+
+def _mlp_matrices(spec: ModelSpec, module: str = "mlp", inner: int | None = None) -> _Matrices:
+    hidden, inner = spec.hidden_size, inner or spec.intermediate_size
+    return {
+        f"{module}.gate_proj": (inner, hidden, spec.mlp_bias),
+        f"{module}.up_proj": (inner, hidden, spec.mlp_bias),
+        f"{module}.down_proj": (hidden, inner, spec.mlp_bias),
+    }
+
+
+def _experts_matrices(spec: ModelSpec) -> _Matrices:
+    experts = spec.experts
+    assert experts is not None
+    matrices: _Matrices = {"mlp.gate": (experts.num_experts, spec.hidden_size, False)}
+    for number in range(experts.num_experts):
+        matrices |= _mlp_matrices(spec, f"mlp.experts.{number}", experts.intermediate_size)
+    if experts.shared_intermediate_size is not None:
+        matrices |= _mlp_matrices(spec, "mlp.shared_expert", experts.shared_intermediate_size)
+        matrices["mlp.shared_expert_gate"] = (1, spec.hidden_size, False)
+    return matrices
+
+
+def _norms(spec: ModelSpec) -> dict[str, int]:
+    norms = {"input_layernorm": spec.hidden_size, "post_attention_layernorm": spec.hidden_size}
+    if spec.sandwich_norms:
+        norms |= {"pre_feedforward_layernorm": spec.hidden_size, "post_feedforward_layernorm": spec.hidden_size}
+    if spec.qk_norm:
+        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
+    return norms
 
 
 def is_ignored_tensor(spec: ModelSpec, name: str) -> bool:

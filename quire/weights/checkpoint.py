@@ -29,6 +29,11 @@ class TensorEntry:
     file: Path
     offset: int  # of its first byte in the file
     num_bytes: int
+    view: Callable[[Any], Any] | None = None  # takes it out of the stored tensor; None: it is that tensor
+
+    def of(self, stored: Any) -> Any:
+        """The tensor itself, given the stored one."""
+        return stored if self.view is None else self.view(stored)
 
 
 class Checkpoint(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,13 @@ _IN_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _IN_GEMMA_LAYER = _IN_LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -69,7 +75,7 @@ class GGUFCheckpoint(Checkpoint):
     def tensors(self) -> list[TensorEntry]:
         if self._tensors is None:
             stored = (t for t in self._file.tensors if t.stored_name != ROPE_FACTORS)  # that one is in the config
-            self._tensors = [replace(t, name=hugging_face_name(t.stored_name, self._arch)) for t in stored]
+            self._tensors = [entry for tensor in stored for entry in _entries(tensor, self._arch)]
         return self._tensors
 
     def load_into(
@@ -142,6 +148,23 @@ class GGUFCheckpoint(Checkpoint):
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
         self._file.data.madvise(mmap.MADV_DONTNEED, first, last - first)
         return last
+
+
+def _entries(tensor: TensorEntry, arch: str) -> Iterator[TensorEntry]:
+    """A tensor under its Hugging Face name; one that holds all experts of a layer as a tensor for each."""
+    match = _LAYER_NAME.fullmatch(tensor.stored_name)
+    if match is not None and match[2] in _EXPERTS and len(tensor.shape) == 3:
+        num_experts = tensor.shape[0]
+        num_bytes = tensor.num_bytes // num_experts
+        for number in range(num_experts):
+            name = f"model.layers.{match[1]}.mlp.experts.{number}.{_EXPERTS[match[2]]}.{match[3]}"
+            offset = tensor.offset + number * num_bytes
+            yield replace(tensor, name=name, shape=tensor.shape[1:], offset=offset, num_bytes=num_bytes)
+        return
+    entry = replace(tensor, name=hugging_face_name(tensor.stored_name, arch))
+    if match is not None and match[2] == "ffn_gate_inp_shexp" and len(entry.shape) == 1:
+        entry = replace(entry, shape=(1, *entry.shape))  # a matrix of one row
+    yield entry
 
 
 def hugging_face_name(stored_name: str, arch: str) -> str:

@@ -21,7 +21,10 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
+_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe")
 ROPE_FACTORS = "rope_freqs.weight"
 # general.sampling.* -> generation_config.json
 _SAMPLING = {
@@ -70,9 +73,10 @@ class _ConfigBuilder:
                 f"{file.path}: a GGUF file of {named}; Quire runs {', '.join(ARCHITECTURES)}: use a model of these"
             )
         self._arch = arch
-        if self._get("expert_count", 0):
+        if self._get("expert_count", 0) and arch not in _WITH_EXPERTS:
             raise UnsupportedModelError(
-                f"{file.path}: a mixture of experts, which Quire does not run: use a dense model"
+                f"{file.path}: a mixture of experts of architecture {arch}; Quire runs those of "
+                f"{', '.join(_WITH_EXPERTS)}"
             )
 
     def build(self) -> dict[str, Any]:
@@ -108,7 +112,7 @@ class _ConfigBuilder:
             "rope_scaling": self._rope_scaling(head_dim),
             "sliding_window": self._get("attention.sliding_window", 0) or None,
             # Qwen2 always has biases, on q, k and v alone; this entry means all four projections.
-            "attention_bias": self._arch != "qwen2" and "blk.0.attn_q.bias" in self._tensors,
+            "attention_bias": self._arch not in ("qwen2", "qwen2moe") and "blk.0.attn_q.bias" in self._tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
@@ -117,6 +121,8 @@ class _ConfigBuilder:
         }
         if self._arch == "gemma3":
             config |= self._gemma3(config)
+        elif self._get("expert_count"):
+            config |= self._experts(config)
         elif self._arch == "llama" and config["sliding_window"]:
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
         return config
@@ -141,6 +147,23 @@ class _ConfigBuilder:
             "query_pre_attn_scalar": scale_dim,
             "final_logit_softcapping": self._get("final_logit_softcapping"),
             "attn_logit_softcapping": self._get("attn_logit_softcapping"),
+        }
+
+    def _experts(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """llama.cpp says llama for Mixtral too, and knows by the architecture whether weights are normalized."""
+        count = self._integer("expert_count")
+        experts = {"num_experts_per_tok": self._integer("expert_used_count")}
+        if self._arch == "llama":
+            return experts | {
+                "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": count
+            }  # fmt: skip
+        experts |= {"num_experts": count, "norm_topk_prob": self._arch == "qwen3moe"}
+        gate = self._tensors.get("blk.0.ffn_gate_exps.weight")
+        size = self._get("expert_feed_forward_length", gate.shape[1] if gate is not None else None)
+        shared = self._tensors.get("blk.0.ffn_gate_shexp.weight")
+        return experts | {
+            "moe_intermediate_size": size,
+            "shared_expert_intermediate_size": None if shared is None else shared.shape[0],
         }
 
     def _num_layers(self) -> int:

@@ -10,10 +10,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import WeightsError
+from quire.models.architectures import tensor_name
 from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, check_apart, match_slots
 from quire.weights.json_files import read_json_object
 from quire.weights.regular import open_regular
@@ -41,7 +43,9 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def tensors(self) -> list[TensorEntry]:
         if self._tensors is None:
-            self._tensors = list_tensors(self.path)
+            self._tensors = [
+                replace(entry, name=tensor_name(self.config, entry.stored_name)) for entry in list_tensors(self.path)
+            ]
         return self._tensors
 
     def load_into(
@@ -71,7 +75,11 @@ class SafetensorsCheckpoint(Checkpoint):
                 with safe_open(file, framework="pt", device="cpu") as opened:
                     for entry in sorted(in_file, key=lambda entry: entry.offset):  # the disk's own order
                         slot, name = slots[entry.name], entry.stored_name
-                        slot.load(opened.get_tensor(name) if slot.part is None else opened.get_slice(name)[slot.part])
+                        if entry.view is None and slot.part is not None:
+                            slot.load(opened.get_slice(name)[slot.part])
+                        else:
+                            tensor = entry.of(opened.get_tensor(name))
+                            slot.load(tensor if slot.part is None else tensor[slot.part])
                         done_bytes += entry.num_bytes
                         if progress is not None:
                             progress(done_bytes, total_bytes)

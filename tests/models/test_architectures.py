@@ -11,6 +11,9 @@ from quire.models.spec import RopeSpec
 SOURCE = "some/model/config.json"
 
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
 def _config(architecture="LlamaForCausalLM", **changes):
     config = {
         "architectures": [architecture],
@@ -28,6 +31,9 @@ def _config(architecture="LlamaForCausalLM", **changes):
     own = {
         "MistralForCausalLM": {"sliding_window": None},
         "Qwen3ForCausalLM": {"head_dim": 32},
+        "MixtralForCausalLM": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "Qwen2MoeForCausalLM": _EXPERTS,
+        "Qwen3MoeForCausalLM": _EXPERTS | {"head_dim": 32},
         "Gemma3ForCausalLM": {"head_dim": 32, "query_pre_attn_scalar": 100, "sliding_window": 16},
     }
     return {**config, **own.get(architecture, {}), **changes}
@@ -152,11 +158,11 @@ def test_gemma3_in_both_spellings():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not served.*LlamaForCausalLM"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not served.*LlamaForCausalLM"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "takes images too.*google/gemma-3-1b-it"),
         ({"architectures": None}, "architectures is missing"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: awq"),
-        ({"num_local_experts": 8}, "num_local_experts is 8: mixture of experts"),
+        ({"num_local_experts": 8}, "num_local_experts is 8: this architecture is served without experts"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not served"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling: rope_type 'longrope' is not served"),
         ({"rope_parameters": {"type": "mrope"}}, "rope_parameters: rope_type 'mrope'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import models_harness as harness
@@ -18,6 +19,7 @@ from quire.models.decoder import Decoder
 from quire.models.kv_layout import kv_layout
 from quire.models.share import Cut, ModelShare, largest_share, max_tensor_size, share_of
 from quire.models.tensors import checkpoint_tensors
+from tests.models.families import EXPERTS, saved, tiny_model
 
 LENGTHS = (23, 9, 1)
 
@@ -61,11 +63,15 @@ class ThreadRank:
         return into.copy_(self.world.hidden[self.share.stage][self.share.tensor_rank].get(timeout=60))
 
 
-def run_split(name: str, tensor_size: int, num_stages: int) -> tuple[list[Tensor], list[Tensor]]:
+def run_split(name: str, tensor_size: int, num_stages: int, path: Path) -> tuple[list[Tensor], list[Tensor]]:
     """A tiny model's logits from ranks, and transformers' own."""
-    model = harness.tiny_model(name)
+    if name in EXPERTS:
+        model = tiny_model(EXPERTS[name])
+        spec, weights = saved(model, path)
+    else:
+        model = harness.tiny_model(name)
+        spec, weights = harness.spec_of(model), model.state_dict()
     sequences = harness.random_sequences(model.config.vocab_size, LENGTHS)
-    spec, weights = harness.spec_of(model), model.state_dict()
     world = ThreadRanks(tensor_size, num_stages)
     found: list[list[Tensor]] = [[] for _ in sequences]
     failures: list[BaseException] = []
@@ -95,9 +101,9 @@ def run_split(name: str, tensor_size: int, num_stages: int) -> tuple[list[Tensor
 
 
 @pytest.mark.parametrize("degrees", [(2, 1), (3, 1), (1, 2), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_ranks_together_give_the_logits_of_transformers(name: str, degrees: tuple[int, int]) -> None:
-    logits, expected = run_split(name, *degrees)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "qwen2-moe"])
+def test_ranks_together_give_the_logits_of_transformers(name: str, degrees: tuple[int, int], tmp_path: Path) -> None:
+    logits, expected = run_split(name, *degrees, tmp_path)
     for got, want in zip(logits, expected, strict=True):
         assert got.shape == want.shape
         assert (got - want).abs().max().item() <= 1e-4

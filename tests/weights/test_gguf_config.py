@@ -148,7 +148,7 @@ def test_equal_numbers_for_each_layer_are_one_number(write_gguf):
     ("arch", "metadata", "error", "says"),
     [
         ("mamba", {}, UnsupportedModelError, "architecture 'mamba'; Quire runs llama, qwen2, qwen3, gemma3"),
-        ("llama", {"llama.expert_count": 8}, UnsupportedModelError, "mixture of experts"),
+        ("qwen3", {"qwen3.expert_count": 8}, UnsupportedModelError, "mixture of experts"),
         ("llama", {"llama.rope.dimension_count": 4}, UnsupportedModelError, "rotary embedding of 4"),
         ("llama", {"llama.attention.value_length": 4}, UnsupportedModelError, "values of 4"),
         ("llama", {"llama.embedding_length": None}, WeightsError, "lacks the metadata llama.embedding_length"),

@@ -1,0 +1,134 @@
+"""Mixtures of experts give transformers' logits on every CPU backend, and a dense model's where experts are equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import models_harness as harness
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, UnsupportedModelError
+from quire.executor.device import choose_backend
+from quire.kernels.cpu import CpuOps, unavailable_reason
+from quire.kernels.reference import ReferenceOps
+from quire.models.architectures import spec_from_config
+from quire.models.decoder import Decoder
+from quire.models.tensors import checkpoint_tensors
+from tests.models.families import EXPERTS, saved, tiny_model
+
+LENGTHS = (21, 9, 1)
+
+
+def _backends():
+    yield ReferenceOps("cpu", torch.float32)
+    if unavailable_reason() is None:
+        yield CpuOps(num_threads=1)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    model = tiny_model(EXPERTS[name])
+    spec, tensors = saved(model, tmp_path)
+    sequences = harness.random_sequences(spec.vocab_size, LENGTHS)
+    expected = [harness.oracle_logits(model, sequence) for sequence in sequences]
+    assert expected[0].std() > 0.3, "logits near zero would prove little"
+    for ops in _backends():
+        for steps in (harness.whole(LENGTHS), harness.mixed(LENGTHS)):
+            logits = harness.run_paged(spec, tensors, ops, sequences, steps, 16)
+            for got, want in zip(logits, expected, strict=True):
+                assert (got - want).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_matter_in_these_tests(name, tmp_path):
+    """With one expert fewer a token the logits are others, so that the router's choice is tested."""
+    spec, tensors = saved(tiny_model(EXPERTS[name]), tmp_path)
+    assert spec.experts is not None
+    sequences = harness.random_sequences(spec.vocab_size, (9,))
+    fewer = replace(spec, experts=replace(spec.experts, top_k=spec.experts.top_k % spec.experts.num_experts + 1))
+    ops = ReferenceOps("cpu", torch.float32)
+    [logits], [others] = (
+        harness.run_paged(some, tensors, ops, sequences, harness.whole((9,)), 16) for some in (spec, fewer)
+    )
+    assert (logits - others).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_checkpoint_tensors_are_the_decoders_slots(name, tmp_path):
+    spec, tensors = saved(tiny_model(EXPERTS[name]), tmp_path)
+    decoder = Decoder(spec, ReferenceOps("cpu", torch.float32), device="cpu", dtype=torch.float32, max_position=64)
+    slots = {name: slot.shape for name, slot in decoder.weight_slots().items()}
+    assert checkpoint_tensors(spec) == slots
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == slots
+
+
+def test_a_dense_model_made_into_equal_experts_stays_itself():
+    """Whatever the router says, weights that sum to 1 over equal experts are the dense MLP."""
+    model = harness.tiny_model("llama")
+    config = model.config.to_dict()
+    dense = harness.spec_of(model)
+    tensors = dict(model.state_dict())
+    spec = spec_from_config(
+        config
+        | {
+            "architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "rope_scaling": None,
+        },
+        source="upcycled",
+    )  # fmt: skip
+    experts = {}
+    for name, tensor in tensors.items():
+        if ".mlp." in name:
+            for number in range(4):
+                experts[name.replace(".mlp.", f".mlp.experts.{number}.")] = tensor
+        else:
+            experts[name] = tensor
+    for layer in range(spec.num_layers):
+        experts[f"model.layers.{layer}.mlp.gate.weight"] = torch.randn(4, spec.hidden_size)
+    sequences = harness.random_sequences(spec.vocab_size, LENGTHS)
+    for ops in _backends():
+        was, now = (
+            harness.run_paged(some, some_tensors, ops, sequences, harness.mixed(LENGTHS), 16)
+            for some, some_tensors in ((dense, tensors), (spec, experts))
+        )
+        for got, want in zip(now, was, strict=True):
+            assert (got - want).abs().max() <= 1e-5
+
+
+def test_a_token_does_not_depend_on_its_batch(tmp_path):
+    """Other tokens choose other experts: neither the grouping nor the order of sums may show."""
+    spec, tensors = saved(tiny_model(EXPERTS["qwen2-moe"]), tmp_path)
+    sequences = harness.random_sequences(spec.vocab_size, (9, 9, 5))
+    for ops in _backends():
+        if ops.name != "cpu":
+            continue
+        together = harness.run_paged(spec, tensors, ops, sequences, harness.token_by_token((9, 9, 5)), 16)
+        alone = harness.run_paged(spec, tensors, ops, sequences[1:2], harness.token_by_token((9,)), 16)
+        assert torch.equal(together[1], alone[0])
+
+
+def test_a_gpu_refuses_them_by_name(monkeypatch, tmp_path):
+    spec, _ = saved(tiny_model(EXPERTS["mixtral"]), tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="MixtralForCausalLM: mixture of experts is served on a CPU only"):
+        choose_backend(EngineConfig(device="cuda"), spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9: more than the 4 experts"),
+        ({"num_local_experts": 0}, "num_local_experts is 0"),
+        ({"num_local_experts": 10**6}, "num_local_experts is 1,000,000"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers"),
+    ],
+)
+def test_a_wrong_config_is_refused_by_its_key(change, complaint):
+    config = harness.tiny_model("llama").config.to_dict() | {
+        "architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match=complaint):
+        spec_from_config(config | change, source="config.json")
