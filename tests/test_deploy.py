@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helm_template import render
 from observing_fakes import ToldEngine
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -260,35 +262,169 @@ def test_compose_builds_the_images_and_waits_for_the_drain() -> None:
     from quire.server.settings import ServerSettings
 
     services = yaml.safe_load((DEPLOY / "docker/compose.yaml").read_text())["services"]
-    assert set(services) == {"cpu", "cuda"}
+    assert set(services) == {"cpu", "cuda", "server-a", "server-b", "router"}
     for name, service in services.items():
         build = service["build"]
-        assert build["target"] == name and name in stages()
+        assert build["target"] == (name if name in ("cpu", "cuda") else "cpu") and build["target"] in stages()
         context = (DEPLOY / "docker" / build["context"]).resolve()
         assert context == ROOT and (context / build["dockerfile"]).samefile(DEPLOY / "docker/Dockerfile")
         assert int(service["stop_grace_period"].removesuffix("s")) > ServerSettings().drain_timeout_s
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
     assert services["cuda"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
 
+    router = services["router"]
+    assert router["entrypoint"] == ["quire", "router"] and set(router["depends_on"]) == {"server-a", "server-b"}
+    assert [word for word in router["command"] if "://" in word] == [
+        f"http://{one}:8000" for one in router["depends_on"]
+    ]
+    assert {word for word in router["command"] if word.startswith("--")} <= router_options()
+
+
+def router_options() -> set[str]:
+    return options_of(pytest.importorskip("quire.cli.router", reason="this version has no quire router"), "router")
+
+
+@pytest.mark.parametrize("unit", ["quire@.service", "quire-router.service"])
+def test_units_of_several_servers_agree_with_the_single_one(unit: str) -> None:
+    text, single = ((DEPLOY / "systemd" / name).read_text() for name in (unit, "quire.service"))
+    for key in ("TimeoutStopSec", "RestartPreventExitStatus", "NoNewPrivileges", "ProtectSystem", "DynamicUser"):
+        line = re.compile(rf"^{key}=.*$", re.M)
+        assert line.findall(text) == line.findall(single), key
+    start = re.findall(r"^ExecStart=(.*)$", text, re.M)[0]
+    flags = set(re.findall(r"--[a-z-]+", start))
+    assert flags <= (router_options() if "router" in unit else known_options())
+
+
+CHART = DEPLOY / "helm/quire"
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {
+        "replicas": 3,
+        "args": ["--max-model-len", "8192"],
+        "env": {"QUIRE_LOG_FORMAT": "json"},
+        "apiKeySecret": "keys",
+        "serviceMonitor": True,
+        "persistence.storageClass": "fast",
+        "nodeSelector": {"gpu": "h200"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    },
+]
+
+
+def by_kind(documents: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(one["kind"], one["metadata"]["name"]): one for one in documents}
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=["as it is", "with everything"])
+def test_the_chart_makes_servers_and_a_router_that_knows_each_of_them(changes: dict[str, Any]) -> None:
+    found = by_kind(render(CHART, "chat", changes))
+    servers, router = found["StatefulSet", "chat-server"], found["Deployment", "chat-router"]
+    assert (
+        servers["spec"]["serviceName"] == "chat-server"
+        and found["Service", "chat-server"]["spec"]["clusterIP"] == "None"
+    )
+    count = changes.get("replicas", 2)
+    (container,) = router["spec"]["template"]["spec"]["containers"]
+    urls = [word for word in container["args"] if "://" in word]
+    assert servers["spec"]["replicas"] == count
+    assert urls == [f"http://chat-server-{i}.chat-server:8000" for i in range(count)]
+    assert container["command"] == ["quire", "router"]
+    (server,) = servers["spec"]["template"]["spec"]["containers"]
+    assert {word for word in server["args"] if word.startswith("--")} <= known_options()
+    assert server["args"][3:] == changes.get("args", []) and server["ports"][0]["containerPort"] == 8000
+    for workload in (servers, router):
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsUser"] == 10001 and pod["terminationGracePeriodSeconds"] == 90
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        for one in pod["containers"]:
+            assert (
+                one["securityContext"]["readOnlyRootFilesystem"]
+                and one["readinessProbe"]["httpGet"]["path"] == "/health"
+            )
+            mounted = {mount["name"] for mount in one.get("volumeMounts", ())}
+            claims = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", ())}
+            assert mounted == {volume["name"] for volume in pod.get("volumes", ())} | claims
+    assert found["Service", "chat"]["spec"]["selector"]["app.kubernetes.io/component"] == "router"
+    assert ("ServiceMonitor", "chat-server") in found or "serviceMonitor" not in changes
+    variables = {one["name"] for one in server["env"]}
+    assert variables >= set(changes.get("env", ())) and ("QUIRE_API_KEY_FILE" in variables) == (
+        "apiKeySecret" in changes
+    )
+
+
+@pytest.mark.skipif(
+    shutil.which("helm") is None, reason="helm is not installed: the chart is rendered by our own means only"
+)
+@pytest.mark.parametrize("changes", CHANGES, ids=["as it is", "with everything"])
+def test_helm_makes_the_same_of_the_chart(changes: dict[str, Any], tmp_path: Path) -> None:
+    values: dict[str, Any] = {}
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        place = values
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = value
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    command = ["helm", "template", "chat", str(CHART), "--kube-version", "1.30.0", "--values", str(file)]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    theirs = [one for one in yaml.safe_load_all(made) if one]
+    assert by_kind(theirs) == by_kind(render(CHART, "chat", changes))
+    subprocess.run(["helm", "lint", str(CHART)], capture_output=True, check=True)
+
+
+def test_the_ray_job_serves_on_its_head_what_the_service_reaches() -> None:
+    job, service = yaml.safe_load_all((DEPLOY / "kuberay/quire.yaml").read_text())
+    entry = job["spec"]["entrypoint"].split()
+    assert entry[:2] == ["quire", "serve"] and {word for word in entry if word.startswith("--")} <= {
+        *known_options(), "--distributed-executor-backend", "--pipeline-parallel-size"
+    }  # fmt: skip
+    cluster = job["spec"]["rayClusterSpec"]
+    head, (group,) = cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"]
+    (worker,) = group["template"]["spec"]["containers"]
+    degree = {name: int(entry[entry.index(f"--{name}-parallel-size") + 1]) for name in ("tensor", "pipeline")}
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] * group["replicas"] == degree["tensor"] * degree["pipeline"]
+    assert service["spec"]["selector"].items() <= {**head["metadata"]["labels"], "ray.io/node-type": "head"}.items()
+    ports = {port["name"]: port["containerPort"] for port in head["spec"]["containers"][0]["ports"]}
+    assert ports[service["spec"]["ports"][0]["targetPort"]] == int(entry[entry.index("--port") + 1])
+    locked = re.findall(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert not locked or cluster["rayVersion"] == locked[0]
+
 
 def known_options() -> set[str]:
-    import argparse
-
     from quire.cli import serve
+
+    return options_of(serve, "serve")
+
+
+def options_of(module: Any, name: str) -> set[str]:
+    import argparse
 
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers()
-    serve.add_parser(subparsers)
-    return {option for action in subparsers.choices["serve"]._actions for option in action.option_strings}
+    module.add_parser(subparsers)
+    return {option for action in subparsers.choices[name]._actions for option in action.option_strings}
 
 
 @pytest.mark.parametrize("file", ["docs/operations.md", "docs/security.md", "docs/from-vllm.md", "deploy/README.md"])
 def test_documents_name_real_flags_metrics_and_anchors(file: str) -> None:
     text = (ROOT / file).read_text()
-    other_programs = {"--config.file", "--now", "--backend", "--user", "--build", "--gpus", "--rm", "--target"}
+    other_programs = {
+        "--config.file",
+        "--now",
+        "--backend",
+        "--user",
+        "--build",
+        "--gpus",
+        "--rm",
+        "--target",
+        "--set",
+        "--build-arg",
+    }
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", re.sub(r"<!--.*?-->", "", text))) - other_programs
     assert flags <= known_options(), flags - known_options()
-    images = {"quire:cpu", "quire:cuda"}
+    images = {"quire:cpu", "quire:cuda", "quire:cuda-ray"}
     for name in set(re.findall(r"\b(?:vllm|quire):[a-z0-9_]+", text)) - images:
         assert name in NAMES or name.startswith(NOT_THERE), f"{file}: nobody exports {name}"
     headings = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}

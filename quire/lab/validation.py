@@ -161,16 +161,19 @@ def measured_live(config: EngineConfig) -> list[Row]:
     engine = LLMEngine.from_config(config)
     vocab = usable_vocab(engine.spec.vocab_size)
 
-    def learn(seed: int) -> Workload:
-        return even_lengths(vocab, seed, 10, (16, 200), (8, 48)) + even_lengths(vocab, seed + 50, 1, (300, 500), (1, 1))
+    def learn(seed: int) -> list[SimRequest]:
+        """Some at once, and then prompts of all sizes, each alone."""
+        together = from_workload(even_lengths(vocab, seed, 10, (16, 200), (8, 48)), None)
+        alone = even_lengths(vocab, seed + 50, 6, (16, 512), (2, 4))
+        return together + from_workload(alone, [1e6 * (i + 1) for i in range(len(alone))])
 
     def batch(seed: int) -> Workload:
         return even_lengths(vocab, 1_000 + seed, _NUM_LIVE, (32, 200), (16, 48))
 
-    _drive(engine, from_workload(learn(99)[:4], None), clock)  # to warm up
+    _drive(engine, learn(99)[:4], clock)  # to warm up
     recorded, at_once, timed, times = [], [], [], []
     for seed in range(_ROUNDS):
-        recorded.append(_drive(engine, from_workload(learn(seed), None), clock))
+        recorded.append(_drive(engine, learn(seed), clock))
         at_once.append(_drive(engine, from_workload(batch(seed), None), clock))
         rate = _SHARE_OF_CAPACITY * _NUM_LIVE / at_once[0].seconds
         times.append(arrival_times(_NUM_LIVE, rate, seed=seed))

@@ -101,9 +101,7 @@ def fit_steps(runs: Sequence[RunReport]) -> ProfileCost:
         )
     seconds = columns["seconds"]
     rows = columns["num_decodes"] + columns["num_prompt_tokens"]
-    corners = [1]
-    while corners[-1] < rows.max() or len(corners) < 2:
-        corners.append(2 * corners[-1])
+    corners = _corners(rows)
     hats = np.array([np.interp(rows, corners, np.eye(len(corners))[i]) for i in range(len(corners))])
     # A polyline that never falls: each corner adds to the one before.
     steps_up = np.cumsum(hats[::-1], axis=0)[::-1]
@@ -129,6 +127,21 @@ def fit_steps(runs: Sequence[RunReport]) -> ProfileCost:
         mean_error=float(np.mean(np.abs(seconds / fitted - 1))),
         strays=strays,
     )
+
+
+def _corners(rows: np.ndarray[Any, Any]) -> list[int]:
+    """Powers of two that have steps on both sides: between sizes that were not seen the line is straight."""
+    import numpy as np
+
+    largest = 1
+    while largest < rows.max() or largest < 2:
+        largest *= 2
+    found, size = [1], 2
+    while size < largest:
+        if np.any((rows > size / 2) & (rows <= size)) and np.any((rows >= size) & (rows < 2 * size)):
+            found.append(size)
+        size *= 2
+    return [*found, largest]
 
 
 def _nonnegative_least_squares(features: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
