@@ -33,6 +33,10 @@ class Parser(argparse.ArgumentParser):
         flag = self._unknown_flag()
         if flag is not None:
             message = f"{flag} is no flag of {self.prog}" + did_you_mean(flag.lstrip("-"), self._names(), prefix="--")
+        elif (found := self._unknown_command()) is not None:
+            word, commands = found
+            near = did_you_mean(word, commands) or f": there are {', '.join(commands)}"
+            message = f"{word!r} is no command of {self.prog}{near}"
         self.exit(2, f"quire: error: {message} (see {self.prog} --help)\n")
 
     def _about_extra(self, word: str) -> str:
@@ -57,6 +61,15 @@ class Parser(argparse.ArgumentParser):
             if is_flag and known is None and flag[:2] not in self._option_string_actions:  # -q8 is -q with its value
                 return flag
             is_value = known is not None and known.nargs != 0 and not equals
+        return None
+
+    def _unknown_command(self) -> tuple[str, list[str]] | None:
+        """A word where a command should stand, and the commands that there are."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                word = next((argument for argument in self._arguments if not argument.startswith("-")), None)
+                if word is not None and word not in action.choices:
+                    return word, list(action.choices)
         return None
 
     def _names(self) -> list[str]:

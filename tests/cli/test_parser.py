@@ -144,3 +144,12 @@ def test_texts_and_numbers_that_begin_with_a_dash_are_no_flags() -> None:
     args = parser.parse_args(["-5", "- a list", "--level", "-1", "-q8"])
     assert (args.texts, args.level, args.q) == (["-5", "- a list"], -1.0, "8")
     assert parser.parse_args(["--", "--prot"]).texts == ["--prot"]
+
+
+@pytest.mark.parametrize(("word", "meant"), [("generat", "generate"), ("sevre", "serve"), ("runbatch", "run-batch")])
+def test_a_mistyped_command_is_answered_with_the_nearest(
+    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([word, "something"])
+    assert f"did you mean {meant}?" in capsys.readouterr().err
