@@ -238,6 +238,11 @@ class EngineConfig:
                 "enable_prefix_caching=True"
             )
 
+        if self.speculative_config is not None and self.speculative_config.model is not None and self.num_ranks > 1:
+            raise ConfigError(
+                "speculative_config: a model that is split among ranks has no draft model yet: use method suffix or "
+                "ngram, or leave tensor_parallel_size and pipeline_parallel_size out"
+            )
         if self.has_kv_stores and self.num_ranks > 1:
             raise ConfigError(
                 "kv_disk_path and kv_transfer_config keep the blocks of one process: leave tensor_parallel_size and "

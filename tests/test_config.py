@@ -67,6 +67,7 @@ def test_spellings_that_vllm_users_write(written: dict[str, object], meant: dict
         ({"speculative_config": "ngram"}, ["speculative_config", "mapping"]),
         ({"speculative_config": {"method": "ngram"}, "spec_method": "suffix"}, ["spec_method", "method"]),
         ({"spec_tokens": 4}, ["method"]),
+        ({"spec_model": "smollm2", "tensor_parallel_size": 2}, ["draft model", "tensor_parallel_size"]),
         ({"speculative_model": "smollm2"}, ["speculative_model", "speculative_config"]),
         ({"swap_space": 1, "swap_space_gb": 1}, ["swap_space", "swap_space_gb"]),
         ({"dtype": "int3"}, ["dtype", "int3"]),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
-from quire.drafting import LookupDrafter
+from quire.drafting import LookupDrafter, ModelDrafter
 from quire.engine.core import EngineCore
 from quire.engine.inputs import InputProcessor
 from quire.engine.launch import keep_what_is_built
@@ -20,7 +20,7 @@ from quire.grammar import GrammarCompiler
 from quire.kv import KVManager
 from quire.models.spec import ModelSpec
 from quire.params import SamplingParams
-from quire.scheduler import Drafter, Scheduler, SchedulerConfig
+from quire.scheduler import Scheduler, SchedulerConfig
 from quire.speculation import SpeculativeConfig
 from quire.text import Tokenizer
 from quire.weights import Checkpoint, ProgressBar
@@ -175,14 +175,18 @@ def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenS
     if smooth_tokens := config.smooth_prefill_tokens:
         scheduler.smooth_steps(lambda num_decodes: smooth_tokens)
     if config.speculative_config is not None:
-        scheduler.drafter = make_drafter(config.speculative_config, scheduler)
+        scheduler.drafter = make_drafter(config.speculative_config, scheduler, executor.max_draft_position)
     return TokenSide(executor, EngineCore(scheduler, executor.executor, kv, executor.grammars))
 
 
-def make_drafter(config: SpeculativeConfig, scheduler: Scheduler) -> Drafter:
-    if config.method == "draft_model":
-        raise ConfigError("speculative_config: draft models are not served yet; use method suffix or ngram")
-    return LookupDrafter(config, scheduler.costs)
+def make_drafter(
+    config: SpeculativeConfig, scheduler: Scheduler, max_draft_position: int | None = None
+) -> LookupDrafter | ModelDrafter:
+    """max_draft_position: how far the executor's own draft model reaches; None where it has none."""
+    if config.method != "draft_model":
+        return LookupDrafter(config, scheduler.costs)
+    assert max_draft_position is not None, "a draft model is asked for, and the executor has none"
+    return ModelDrafter(config, scheduler.costs, max_position=max_draft_position)
 
 
 def _host_block_s(executor: BuiltExecutor) -> float:

@@ -52,4 +52,5 @@ class BuiltExecutor:
     max_num_batched_tokens: int
     swap_bytes_per_s: float | None
     timeline_s: dict[str, float]
+    max_draft_position: int | None = None  # tokens that its draft model knows; None: it has none
     grammars: GrammarCompiler | None = None  # None: it follows no grammars, and requests that have one are refused

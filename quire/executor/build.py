@@ -17,6 +17,7 @@ from quire.executor.batch import PersistentBatch
 from quire.executor.captured import GraphMemory, StepParts, is_out_of_memory
 from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.device import Backend, choose_backend
+from quire.executor.draft_model import DraftModel, open_draft
 from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
 from quire.executor.kv_cache import KVCache
 from quire.executor.local import LocalExecutor
@@ -68,6 +69,7 @@ class LoadedModel:
     max_num_batched_tokens: int
     precompile: Precompile | None
     timeline: Timeline
+    draft: Decoder | None = None
 
 
 def build_executor(
@@ -108,6 +110,9 @@ def build_executor(
     )
     if executor.worker.graphs is not None:
         timeline.mark("graphs")
+    if loaded.draft is not None:
+        draft_cache = make_cache(loaded, ledger, loaded.draft)
+        executor.worker.draft = DraftModel(loaded.draft, draft_cache, executor.worker.batch)
     return BuiltExecutor(
         executor=executor,
         backend=backend,
@@ -116,6 +121,7 @@ def build_executor(
         max_num_batched_tokens=loaded.max_num_batched_tokens,
         swap_bytes_per_s=cache.measure_swap_rate(),
         timeline_s=timeline.seconds,
+        max_draft_position=None if loaded.draft is None else loaded.draft.max_position,
         grammars=grammars,
     )
 
@@ -143,6 +149,9 @@ def load_model(
     device_bytes = torch.cuda.mem_get_info(backend.device)[1] if backend.device.type == "cuda" else None
     layout = share.layout(kv_layout(spec, config.max_model_len))
     per_block = layout.block_bytes(held, config.block_size, backend.kv_dtype.itemsize)
+    opened = open_draft(config, spec, backend) if ranks is None else None
+    if opened is not None:
+        per_block += opened.block_bytes(config.block_size, backend.kv_dtype.itemsize)
     max_position = longest_sequence(
         config,
         spec,
@@ -165,6 +174,10 @@ def load_model(
         checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
     with torch.inference_mode():
         decoder.finish_loading()
+    draft = None
+    if opened is not None:
+        with _naming_the_weights(opened.spec, backend.activation_dtype, max_position):
+            draft = opened.load(backend, max_position, config.seed)
     timeline.mark("weights")
     if backend.device.type != "cuda":
         precompile = None  # it prepares what will not be needed
@@ -186,17 +199,19 @@ def load_model(
                     block_size=config.block_size,
                 )
             )
-        ledger = _plan(config, held, backend, decoder, max_num_seqs, max_num_batched_tokens, num_ranks_on_host)
+        ledger = _plan(config, held, backend, decoder, draft, max_num_seqs, max_num_batched_tokens, num_ranks_on_host)
     timeline.mark("memory")
     return LoadedModel(
-        config, spec, backend, decoder, ledger, max_num_seqs, max_num_batched_tokens, precompile, timeline
+        config, spec, backend, decoder, ledger, max_num_seqs, max_num_batched_tokens, precompile, timeline, draft
     )
 
 
-def make_cache(loaded: LoadedModel, ledger: MemoryLedger) -> KVCache:
+def make_cache(loaded: LoadedModel, ledger: MemoryLedger, draft: Decoder | None = None) -> KVCache:
+    """Of the model; or of its draft model, whose blocks go by the same numbers."""
+    decoder = draft or loaded.decoder
     return KVCache(
-        loaded.decoder.share.spec(loaded.spec),
-        loaded.decoder.layout,
+        decoder.share.spec(decoder.spec),
+        decoder.layout,
         num_blocks=ledger.num_blocks,
         num_host_blocks=ledger.num_host_blocks,
         block_size=ledger.block_size,
@@ -279,6 +294,7 @@ def _plan(
     spec: ModelSpec,
     backend: Backend,
     decoder: Decoder,
+    draft: Decoder | None,
     max_num_seqs: int,
     max_tokens: int,
     num_ranks_on_host: int,
@@ -287,6 +303,8 @@ def _plan(
     kv_size_flag = config.kv_size_flag
     layout = decoder.layout
     kv_block_bytes = layout.block_bytes(spec, config.block_size, backend.kv_dtype.itemsize)
+    if draft is not None:
+        kv_block_bytes += draft.layout.block_bytes(draft.spec, config.block_size, backend.kv_dtype.itemsize)
     config = with_kv_bytes(config, kv_block_bytes)
     graph_bytes = batch_bytes = 0
     if device == "cuda":
@@ -325,7 +343,7 @@ def _plan(
         config,
         spec,
         device=device,
-        weight_bytes=decoder.weight_bytes,
+        weight_bytes=decoder.weight_bytes + (draft.weight_bytes if draft is not None else 0),
         activation_bytes=activation_bytes,
         graph_bytes=graph_bytes,
         batch_bytes=batch_bytes,

@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.executor.batch import PersistentBatch, Unjudged
 from quire.executor.clock import StepClock
 from quire.executor.decode_graphs import DecodeGraphs
+from quire.executor.draft_model import DraftModel
 from quire.executor.kv_cache import KVCache
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.mixed_step import MixedShape
@@ -84,6 +85,7 @@ class Worker:
         mixed: MixedGraphs | None = None,
         constraints: RowConstraints | None = None,
         stores: Sequence[SealedStore] = (),
+        draft: DraftModel | None = None,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
@@ -93,6 +95,7 @@ class Worker:
         self.graphs = graphs
         self.mixed = mixed
         self.constraints = constraints
+        self.draft = draft
         self.is_gpu = cache.device_blocks.is_cuda
         # By row: what a prompt's logprobs need while the prompt runs.
         self._prompt_logprob_rows: dict[int, tuple[SamplingSpec, list[int]]] = {}
@@ -121,6 +124,9 @@ class Worker:
         for group in plan.beams:
             self.batch.place_beams(group)
         self.batch.apply_table_diffs(plan)
+        if self.draft is not None:
+            self.draft.apply(plan)
+            self.draft.draft(plan)
 
     def forward(self, plan: StepPlan, clock: StepClock) -> ForwardPass:
         """Run the plan's tokens: from a captured step where there is one that fits."""
@@ -167,6 +173,8 @@ class Worker:
         for fork in plan.forks:
             self.batch.fork(fork.source_row, fork.row)
             self.sampler.fork(fork.source_row, fork.row, fork.sampling)
+            if self.draft is not None:
+                self.draft.fork(fork.source_row, fork.row)
         if done.logits is None:
             return None  # no row samples, or another rank does it
         return self._rank(plan, done, masks) if plan.beams else self._draw(done, masks)
@@ -220,6 +228,8 @@ class Worker:
             self.constraints.clear()
         self.cache.forget_moves()
         self.stores.forget_moves()
+        if self.draft is not None:
+            self.draft.reset()
         for row in self.batch.release_all():
             self.sampler.release(row)
 

@@ -11,7 +11,6 @@ import pytest
 from executor.test_drafts import KINDS, PROMPTS, logprobs, make, seen
 
 from quire import LLM, AsyncLLM, OutputKind, SamplingParams
-from quire.errors import ConfigError
 
 
 def free_drafts(llm: LLM | AsyncLLM) -> None:
@@ -32,9 +31,10 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
 def test_the_same_answers_as_without(tiny_model: Path, method: str) -> None:
-    plain, drafting = make(tiny_model), make(tiny_model, speculative_config={"method": method})
+    model = str(tiny_model) if method == "draft_model" else None  # itself: it is always right where it is greedy
+    plain, drafting = make(tiny_model), make(tiny_model, speculative_config={"method": method, "model": model})
     free_drafts(drafting)
     stats = drafting.llm_engine.core.scheduler.stats
     for kind, fields in ASKED.items():
@@ -102,11 +102,6 @@ def test_rejected_drafts_are_found_by_nobody_in_the_prefix_cache(tiny_model: Pat
     ours, theirs = (llm.generate(again, greedy, use_tqdm=False) for llm in (drafting, plain))
     assert any(output.num_cached_tokens for output in ours)
     assert seen(ours) == seen(theirs) and logprobs(ours) == pytest.approx(logprobs(theirs), abs=1e-4)
-
-
-def test_a_draft_model_is_refused(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="draft models are not served"):
-        make(tiny_model, speculative_config={"model": str(tiny_model)})
 
 
 def test_layers_with_a_sliding_window(tmp_path: Path) -> None:
