@@ -276,6 +276,7 @@ PATH_NOTES: dict[str, str] = {
     "/version": "as in vLLM",
     "/metrics": "always on; guarded by the key",
     "/load": "`server_load` as in vLLM, and the engine's numbers",
+    "/debug/kv/levels": "the KV cache's levels; POST warms, pins or expires a prompt",
     "/docs": "as in vLLM; works without a network",
     "/openapi.json": "as in vLLM",
     "/": "the live page",

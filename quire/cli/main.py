@@ -37,7 +37,22 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> Parser:
     # Imported here, where main() takes Ctrl-C: they are nearly all of the time until a command runs.
-    from quire.cli import bench, chat, completion, env, generate, lab, models, plan, pull, router, run_batch, serve, sim
+    from quire.cli import (
+        bench,
+        chat,
+        completion,
+        env,
+        generate,
+        kv,
+        lab,
+        models,
+        plan,
+        pull,
+        router,
+        run_batch,
+        serve,
+        sim,
+    )
     from quire.cli.parser import Parser
 
     parser = Parser(
@@ -45,7 +60,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, chat, serve, router, run_batch, pull, models, bench, plan, sim, lab, env, completion):
+    for command in (generate, chat, serve, router, run_batch, kv, pull, models, bench, plan, sim, lab, env, completion):
         command.add_parser(subparsers)
     return parser
 

@@ -13,6 +13,7 @@ from quire.engine.core import EngineCore
 from quire.engine.inspect import INSPECTIONS
 from quire.engine.stats import StepStats
 from quire.errors import BadRequestError
+from quire.kv.tiers import StoreLevel
 from quire.params import SamplingSpec
 from quire.request import Request
 
@@ -65,10 +66,30 @@ def cache_changes(core: EngineCore, *, since: str | None = None) -> dict[str, An
     }
 
 
+def pin_cached(core: EngineCore, *, token_ids: list[int], salt: str | None = None) -> int:
+    """Keep what the device has of a prefix from eviction; returns the number of tokens pinned."""
+    return core.kv.pin(token_ids, salt=salt)
+
+
+def expire_prefix(core: EngineCore, *, token_ids: list[int], salt: str | None = None) -> int:
+    """Forget a prefix in every level; returns the number of tokens."""
+    return core.kv.expire(token_ids, salt=salt)
+
+
+def expire_unused(core: EngineCore, *, older_than_s: float) -> int:
+    """Drop what stores have not used for so long; returns how many blocks went."""
+    tiers = core.kv.tiers
+    stores = [level.store for level in tiers.levels if isinstance(level, StoreLevel)] if tiers is not None else []
+    return sum(store.expire(older_than_s) for store in stores)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "reset_prefix_cache": reset_prefix_cache,
     "pin_prefix": pin_prefix,
     "unpin_prefix": unpin_prefix,
     "cache_changes": cache_changes,
+    "pin_cached": pin_cached,
+    "expire_prefix": expire_prefix,
+    "expire_unused": expire_unused,
     **INSPECTIONS,
 }

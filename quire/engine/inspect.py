@@ -47,6 +47,23 @@ def kv_overview(core: EngineCore) -> dict[str, Any]:
     return overview
 
 
+def kv_levels(core: EngineCore) -> dict[str, Any]:
+    """The device and the levels below it: blocks, what moved, and what was found there."""
+    stats = core.kv.stats
+    device = {
+        "level": "device",
+        "num_blocks": stats.num_cached + stats.num_used + stats.num_in_transit,
+        "max_blocks": stats.num_blocks,
+        "num_hit_tokens": stats.prefix.num_hit_tokens,
+    }
+    tiers = core.kv.tiers
+    if tiers is None:
+        return {"levels": [device]}
+    counters = asdict(tiers.counters)
+    del counters["levels"]
+    return {"levels": [device, *tiers.usage()], "num_loading": core.scheduler.num_loading, **counters}
+
+
 def kv_map(core: EngineCore, first: int = 0, limit: int = MAX_BLOCKS) -> dict[str, Any]:
     """Blocks [first, first + limit), in columns."""
     first = max(0, first)
@@ -207,6 +224,7 @@ ROW_FIELDS = (
 
 INSPECTIONS: dict[str, Callable[..., Any]] = {
     "kv_overview": kv_overview,
+    "kv_levels": kv_levels,
     "kv_map": kv_map,
     "kv_tables": kv_tables,
     "kv_tree": kv_tree,

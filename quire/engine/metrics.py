@@ -20,6 +20,7 @@ def step_metrics(core: EngineCore) -> list[Metric]:
         Metric("vllm:prefix_cache_queries_total", "counter", kv.prefix.num_query_tokens),
         Metric("vllm:prefix_cache_hits_total", "counter", kv.prefix.num_hit_tokens),
     ]
+    found += _levels(core)
     found += _waiting_by_reason(core) + _step_tokens(stats) + _drafts(core)
     ours: dict[str, tuple[str, float]] = {
         "steps_total": ("counter", stats.num_steps),
@@ -85,6 +86,40 @@ def request_metrics(stats: RequestStats) -> list[Metric]:
         Metric("vllm:request_success_total", "counter", count, {"finished_reason": reason})
         for reason, count in sorted(stats.finished.items())
     ]
+    return found
+
+
+# By the name that a level's usage has: the metric, and its kind.
+_LEVEL_METRICS = {
+    "num_blocks": ("kv_level_blocks", "gauge"),
+    "num_stored": ("kv_level_stored_blocks_total", "counter"),
+    "num_loaded": ("kv_level_loaded_blocks_total", "counter"),
+    "num_missing": ("kv_level_missing_blocks_total", "counter"),
+    "num_rejected": ("kv_level_rejected_total", "counter"),
+    "num_errors": ("kv_level_errors_total", "counter"),
+    "moved_bytes": ("kv_level_moved_bytes_total", "counter"),
+    "oldest_s": ("kv_level_oldest_seconds", "gauge"),
+}
+
+
+def _levels(core: EngineCore) -> list[Metric]:
+    """Levels below the device, where there are any."""
+    tiers = core.kv.tiers
+    if tiers is None:
+        return []
+    found = [
+        Metric("vllm:external_prefix_cache_queries_total", "counter", tiers.counters.num_queries),
+        Metric("vllm:external_prefix_cache_hits_total", "counter", tiers.counters.num_hits),
+        Metric("quire:kv_blocks_lost_total", "counter", tiers.counters.num_lost),
+        Metric("quire:num_requests_loading", "gauge", core.scheduler.num_loading),
+    ]
+    for usage in tiers.usage():
+        labels = {"level": str(usage["level"])}
+        found += [
+            Metric(f"quire:{name}", kind, float(usage[key]), labels)
+            for key, (name, kind) in _LEVEL_METRICS.items()
+            if key in usage
+        ]
     return found
 
 

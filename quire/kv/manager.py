@@ -531,6 +531,19 @@ class KVManager:
             self.watch.touched(unpinned)
         return num_blocks * self.block_size
 
+    def expire(self, token_ids: Sequence[int], *, salt: str | None = None, adapter: str | None = None) -> int:
+        """Forget this prefix's blocks in every level, but those in use or pinned. Returns how many tokens it named."""
+        hashes: list[BlockHash] = []
+        self.cache.extend_chain(hashes, root_hash(salt, adapter), token_ids, len(token_ids) // self.block_size)
+        for group in range(len(self.windows)):
+            blocks = [self.cache.lookup(block_hash, group) for block_hash in hashes]
+            self.pool.forget_cached(blocks)
+            if self.watch is not None:
+                self.watch.touched([block for block in blocks if block is not None])
+            if self.tiers is not None:
+                self.tiers.forget([in_group(block_hash, group) for block_hash in hashes])
+        return len(hashes) * self.block_size
+
     def reset_prefix_cache(self, *, force: bool = False) -> bool:
         """Forget every cached block but the pinned ones. Refused (False) while blocks are in use or in transit.
 

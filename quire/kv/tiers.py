@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, Protocol
 
 from quire.kv.blocks import Block
@@ -41,6 +41,14 @@ class Store(Protocol):
         """Also what is on its way to it."""
         ...
 
+    def usage(self) -> dict[str, float]:
+        """What it holds, as numbers by name."""
+        ...
+
+    def expire(self, older_than_s: float) -> int:
+        """Drop what was not used for so long. Returns how many blocks went."""
+        ...
+
 
 class Level(Protocol):
     """A level below the device."""
@@ -63,6 +71,8 @@ class Level(Protocol):
         ...
 
     def forget(self, keys: Sequence[BlockHash]) -> None: ...
+
+    def usage(self) -> dict[str, float]: ...
 
 
 @dataclass(slots=True)
@@ -126,6 +136,10 @@ class HostLevel:
             if key in storing:
                 self._forgotten.add(key)
 
+    def usage(self) -> dict[str, float]:
+        pool = self.pool
+        return {"num_blocks": pool.num_cached_blocks, "max_blocks": pool.num_blocks, "load_block_s": self._block_s}
+
     @property
     def held_ids(self) -> list[int]:
         """Host blocks that stores under way hold."""
@@ -164,6 +178,9 @@ class StoreLevel:
 
     def forget(self, keys: Sequence[BlockHash]) -> None:
         self.store.forget(keys)
+
+    def usage(self) -> dict[str, float]:
+        return self.store.usage()
 
 
 class Origin(NamedTuple):
@@ -325,6 +342,12 @@ class Tiers:
     def forget(self, keys: Sequence[BlockHash]) -> None:
         for level in self.levels:
             level.forget(keys)
+
+    def usage(self) -> list[dict[str, float | str]]:
+        """Each level's numbers by name, the nearest first."""
+        return [
+            {"level": level.name, **asdict(self.counters.levels[level.name]), **level.usage()} for level in self.levels
+        ]
 
     def check(self) -> None:
         coming = {key: block_id for move in self.moves.values() if move.is_load for block_id, key in move.pairs}

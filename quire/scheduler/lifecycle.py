@@ -86,6 +86,7 @@ class Loading:
     tickets: set[int]  # of moves that are not over
     before: SequenceState
     outcome: CacheOutcome | None = None  # of the lookup, where blocks come from a level of the prefix cache
+    num_below: int = 0  # tokens that the device did not have
     is_complete: bool = True  # nothing is missing so far
 
 
@@ -150,10 +151,15 @@ class Lifecycle:
         self._start(seq, tables, plan)
 
     def load(
-        self, seq: Sequence, tables: TableSlices, tickets: Iterable[int], outcome: CacheOutcome | None = None
+        self,
+        seq: Sequence,
+        tables: TableSlices,
+        tickets: Iterable[int],
+        outcome: CacheOutcome | None = None,
+        num_below: int = 0,
     ) -> None:
         """From the queue onto a row, where it waits for its blocks' bytes. Nobody behind it waits for them."""
-        entry = Loading(seq, tables, set(tickets), seq.state, outcome)
+        entry = Loading(seq, tables, set(tickets), seq.state, outcome, num_below)
         self._take_row(seq)
         seq.state = SequenceState.LOADING
         self.num_swapped -= entry.before is SequenceState.SWAPPED

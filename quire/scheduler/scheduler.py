@@ -111,6 +111,11 @@ class Scheduler:
         return life.num_swapped + len(life.loading) + len(life.loaded)
 
     @property
+    def num_loading(self) -> int:
+        """Sequences that wait for blocks to come back, from swap or from a level below."""
+        return len(self._life.loading)
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
@@ -478,11 +483,13 @@ class Scheduler:
         )
         if tables is None:
             return self._refuse(seq, match)
+        if self._kv.tiers is not None and match is not None:
+            self._kv.tiers.counters.num_queries += len(seq.token_ids) - num_cached
         if below is not None:
             moves = self._kv.start_loads(seq.seq_id, below, seq.token_ids, self._life.take_ticket)
             self._life.enter_moves(step.plan, moves)
             seq.num_computed_tokens = below.num_tokens
-            self._life.load(seq, tables, below.tickets, below.outcome)
+            self._life.load(seq, tables, below.tickets, below.outcome, below.num_tokens - num_cached)
             return None
         seq.num_computed_tokens = num_cached
         self._note_cached(seq, match.outcome if match else CacheOutcome.SKIPPED)
@@ -540,8 +547,9 @@ class Scheduler:
             size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, step)
             if not size:
                 return
-            if entry.outcome is not None:
+            if entry.outcome is not None and self._kv.tiers is not None:
                 self._note_cached(seq, entry.outcome)
+                self._kv.tiers.counters.num_hits += entry.num_below
             self._life.resume(step.plan)
             self._add_chunk(seq, size, step)
 

@@ -18,6 +18,7 @@ from quire.server import (
     debug,
     guards,
     health,
+    kv_levels,
     live,
     load,
     messages,
@@ -58,7 +59,7 @@ def post_endpoints(context: ServerContext) -> dict[str, JsonEndpoint]:
 def create_app(context: ServerContext) -> Starlette:
     endpoints = post_endpoints(context)
     posts = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    parts: tuple[Any, ...] = (models, health, metrics, load, live, debug, replicas, cache_hashes, responses)
+    parts: tuple[Any, ...] = (models, health, metrics, load, live, debug, kv_levels, replicas, cache_hashes, responses)
     return Starlette(
         routes=[
             *posts,

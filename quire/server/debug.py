@@ -30,6 +30,7 @@ _PATHS = {
     "/debug/kv/requests?offset=&limit=": "block tables, and why each request hit or missed",
     "/debug/kv/sharing?limit=": "which blocks which requests share",
     "/debug/kv/tree?node=&depth=&offset=&limit=": "cached prefixes with their hit counts",
+    "/debug/kv/levels": "the levels below the device; POST to warm, pin, unpin or expire a prompt",
     "/debug/kv/blocks/{block}": "one block: who uses it, what text it holds",
 }
 _PIECE_BLOCKS = 4_096  # of one question to the engine

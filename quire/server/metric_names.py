@@ -20,6 +20,7 @@ class Name:
 
 _COUNTER, _GAUGE, _HISTOGRAM = "counter", "gauge", "histogram"
 
+_LEVELS = "levels below the device"
 _DRAFTS = "speculation, once a draft was verified"
 
 VLLM: dict[str, Name] = {
@@ -35,6 +36,10 @@ VLLM: dict[str, Name] = {
     "num_preemptions_total": Name(_COUNTER, "Times that a running sequence had to give up its blocks."),
     "prefix_cache_queries_total": Name(_COUNTER, "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits_total": Name(_COUNTER, "Prompt tokens found in the prefix cache."),
+    "external_prefix_cache_queries_total": Name(
+        _COUNTER, "Prompt tokens that the device did not have, looked up in the levels below.", only_with=_LEVELS
+    ),
+    "external_prefix_cache_hits_total": Name(_COUNTER, "Those of them that came from there.", only_with=_LEVELS),
     "spec_decode_num_drafts_total": Name(_COUNTER, "Times that a sequence's drafts were verified.", only_with=_DRAFTS),
     "spec_decode_num_draft_tokens_total": Name(_COUNTER, "Draft tokens that were verified.", only_with=_DRAFTS),
     "spec_decode_num_accepted_tokens_total": Name(_COUNTER, "Those of them that were right.", only_with=_DRAFTS),
@@ -106,6 +111,21 @@ QUIRE: dict[str, Name] = {
     "preemptions_for_tenants_total": Name(_COUNTER, "Preemptions that made way for another tenant."),
     "recomputed_tokens_total": Name(_COUNTER, "Tokens computed again after a preemption."),
     "prefix_lookups_total": Name(_COUNTER, "Prefix cache lookups by outcome.", ("outcome",)),
+    # Levels below the device
+    "kv_level_blocks": Name(_GAUGE, "Blocks that a level holds.", ("level",), only_with=_LEVELS),
+    "kv_level_stored_blocks_total": Name(_COUNTER, "Blocks written to a level.", ("level",), only_with=_LEVELS),
+    "kv_level_loaded_blocks_total": Name(_COUNTER, "Blocks that came back from it.", ("level",), only_with=_LEVELS),
+    "kv_level_missing_blocks_total": Name(
+        _COUNTER, "Blocks that it was said to have, and that did not come: computed instead.", ("level",), _LEVELS
+    ),
+    "kv_level_rejected_total": Name(
+        _COUNTER, "Blocks, entries and files that were not what they should be, and were not used.", ("level",), _LEVELS
+    ),
+    "kv_level_errors_total": Name(_COUNTER, "Calls of a store that failed.", ("level",), only_with=_LEVELS),
+    "kv_level_moved_bytes_total": Name(_COUNTER, "Bytes to and from a store.", ("level",), only_with=_LEVELS),
+    "kv_level_oldest_seconds": Name(_GAUGE, "Since the oldest segment was used.", ("level",), only_with=_LEVELS),
+    "kv_blocks_lost_total": Name(_COUNTER, "Blocks evicted before they were written to a level.", only_with=_LEVELS),
+    "num_requests_loading": Name(_GAUGE, "Sequences that wait for blocks to come back.", only_with=_LEVELS),
     # Guarding
     "brownout_level": Name(_GAUGE, "0 none, 1 smaller prefills, 2 shorter answers for new requests, 3 no new ones."),
     "requests_started_total": Name(_COUNTER, "HTTP requests for text that came in.", ("endpoint",)),

@@ -15,6 +15,7 @@ from quire.server.batches import Batch, BatchBody
 from quire.server.cache_hashes import BlockHashes, HashesBody
 from quire.server.deadline import TIMEOUT_HEADER
 from quire.server.endpoint import REQUEST_ID_HEADER
+from quire.server.kv_levels import LevelsBody
 from quire.server.replicas import ReplicasBody
 
 _REF = "#/components/schemas/{name}"
@@ -303,6 +304,23 @@ OPERATIONS = (
         summary="One block: who uses it, and what text it holds.",
         statuses=(*_ALWAYS, 400, 404),
         parameters=(("block", "path", "Its number."), _ENGINE),
+    ),
+    Operation(
+        method="get",
+        path="/debug/kv/levels",
+        tag="Cache",
+        summary="The device and the levels below it: blocks, what moved, what was found there. For an admin.",
+        statuses=(*_ALWAYS, 403, 404),
+        parameters=(_ENGINE,),
+    ),
+    Operation(
+        method="post",
+        path="/debug/kv/levels",
+        tag="Cache",
+        summary="Warm, pin, unpin or expire a prompt; or expire what was not used for some time. For an admin.",
+        body=LevelsBody,
+        statuses=(*_ALWAYS, 400, 403, 404, 415),
+        parameters=(_ENGINE,),
     ),
     Operation(
         method="get",

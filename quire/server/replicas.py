@@ -9,7 +9,7 @@ unless the server listens on this machine alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quire.server.context import ServerContext
 
 _MAX_REPLICAS = 64
+_Body = TypeVar("_Body")
 
 
 class ReplicasBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,21 +47,12 @@ def routes(context: ServerContext) -> list[Route]:
 
     async def change(request: HttpRequest) -> JSONResponse:
         check_admin(request)
-        settings = context.settings
-        if not settings.api_keys and not settings.is_local:
-            raise ApiError(403, "replicas are changed with an API key: start the server with one", code="no_key")
+        check_may_change(context, "replicas are changed")
         engine = context.first.engine
         if not is_replicated(engine):
             raise bad_request("this server has one engine: start it with -dp 2 or more", code="one_engine")
         assert isinstance(engine, ReplicaSet)
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise ApiError(
-                415, "send JSON with the header Content-Type: application/json", code="unsupported_media_type"
-            )
-        try:
-            body = msgspec.json.decode(await request.body(), type=ReplicasBody)
-        except msgspec.DecodeError as error:
-            raise bad_request(f"the body must be like {{'action': 'drain', 'engine': '1'}}: {error}") from None
+        body = await read_json(request, ReplicasBody, "{'action': 'drain', 'engine': '1'}")
         return JSONResponse({"engine": await _change(engine, body), **report()})
 
     return [
@@ -88,3 +80,18 @@ async def _change(engine: ReplicaSet, body: ReplicasBody) -> str:
 def check_admin(request: HttpRequest) -> None:
     if request.scope["state"]["sees"] is not None:
         raise ApiError(403, "this is for an admin's key: see --api-key-file", code="admin_only")
+
+
+def check_may_change(context: ServerContext, what: str) -> None:
+    settings = context.settings
+    if not settings.api_keys and not settings.is_local:
+        raise ApiError(403, f"{what} with an API key: start the server with one", code="no_key")
+
+
+async def read_json(request: HttpRequest, kind: type[_Body], example: str) -> _Body:
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise ApiError(415, "send JSON with the header Content-Type: application/json", code="unsupported_media_type")
+    try:
+        return msgspec.json.decode(await request.body(), type=kind)
+    except msgspec.DecodeError as error:
+        raise bad_request(f"the body must be like {example}: {error}") from None

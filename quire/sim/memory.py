@@ -74,6 +74,12 @@ class SimStore:
         for key in keys:
             self.blocks.pop(key, None)
 
+    def expire(self, older_than_s: float) -> int:
+        return 0
+
+    def usage(self) -> dict[str, float]:
+        return {"num_blocks": len(self.blocks)}
+
     def move(self, move: KeyedMove, device: list[list[int | None]]) -> list[int]:
         """Returns the entries of a load that did not come."""
         missing = []

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from quire.log import get_logger
-from quire.tiers.connector import Bytes, Connector, HasUsage
+from quire.tiers.connector import Bytes, Connector, Expires, HasUsage
 
 SEAL_BYTES = 16
 _READERS = 2
@@ -164,7 +164,19 @@ class SealedStore:
             )
 
     def usage(self) -> dict[str, float]:
-        return dict(self.connector.usage()) if isinstance(self.connector, HasUsage) else {}
+        held = dict(self.connector.usage()) if isinstance(self.connector, HasUsage) else {}
+        counters = self.counters
+        moved = (counters.num_loaded + counters.num_stored) * self.block_bytes
+        return held | {
+            "num_rejected": held.get("num_rejected", 0) + counters.num_rejected,
+            "num_errors": counters.num_errors,
+            "moved_bytes": moved,
+            "load_block_s": self._block_s,
+        }
+
+    def expire(self, older_than_s: float) -> int:
+        """Drop what was not used for so long, where the store can. Returns how many blocks went."""
+        return self.connector.expire(older_than_s) if isinstance(self.connector, Expires) else 0
 
     def close(self) -> None:
         """Finishes the stores that are under way."""
