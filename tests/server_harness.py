@@ -152,7 +152,8 @@ class ScriptedEngine:
         return update
 
     async def call(self, name: str, **arguments: Any) -> Any:
-        raise AssertionError(f"nobody calls {name} here")
+        assert name in ("expire_unused", "expire_prefix", "unpin_prefix", "pin_cached"), f"nobody calls {name} here"
+        return 0
 
     async def metrics(self) -> list[Metric]:
         return []
