@@ -93,5 +93,5 @@ async def read_json(request: HttpRequest, kind: type[_Body], example: str) -> _B
         raise ApiError(415, "send JSON with the header Content-Type: application/json", code="unsupported_media_type")
     try:
         return msgspec.json.decode(await request.body(), type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"the body must be like {example}: {error}") from None
