@@ -91,14 +91,14 @@ def request_metrics(stats: RequestStats) -> list[Metric]:
 
 # By the name that a level's usage has: the metric, and its kind.
 _LEVEL_METRICS = {
-    "num_blocks": ("kv_level_blocks", "gauge"),
-    "num_stored": ("kv_level_stored_blocks_total", "counter"),
-    "num_loaded": ("kv_level_loaded_blocks_total", "counter"),
-    "num_missing": ("kv_level_missing_blocks_total", "counter"),
-    "num_rejected": ("kv_level_rejected_total", "counter"),
-    "num_errors": ("kv_level_errors_total", "counter"),
-    "moved_bytes": ("kv_level_moved_bytes_total", "counter"),
-    "oldest_s": ("kv_level_oldest_seconds", "gauge"),
+    "num_blocks": ("quire:kv_level_blocks", "gauge"),
+    "num_stored": ("quire:kv_level_stored_blocks_total", "counter"),
+    "num_loaded": ("quire:kv_level_loaded_blocks_total", "counter"),
+    "num_missing": ("quire:kv_level_missing_blocks_total", "counter"),
+    "num_rejected": ("quire:kv_level_rejected_total", "counter"),
+    "num_errors": ("quire:kv_level_errors_total", "counter"),
+    "moved_bytes": ("quire:kv_level_moved_bytes_total", "counter"),
+    "oldest_s": ("quire:kv_level_oldest_seconds", "gauge"),
 }
 
 
@@ -116,7 +116,7 @@ def _levels(core: EngineCore) -> list[Metric]:
     for usage in tiers.usage():
         labels = {"level": str(usage["level"])}
         found += [
-            Metric(f"quire:{name}", kind, float(usage[key]), labels)
+            Metric(name, kind, float(usage[key]), labels)
             for key, (name, kind) in _LEVEL_METRICS.items()
             if key in usage
         ]
