@@ -88,6 +88,7 @@ class SamplingParams:
     logits_processors: Sequence[Any] | None = None  # callables (output tokens, logits) -> logits; in this process only
     extra_args: dict[str, Any] | None = None  # for the engine's own logits processors
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None  # after so many tokens of thinking the thought is closed
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -147,6 +148,10 @@ class SamplingParams:
                 self.seed = None
             elif not -(2**63) <= self.seed < 2**64:
                 raise BadRequestError(f"seed must fit in 64 bits, got {self.seed}", param="seed")
+        if self.thinking_token_budget is not None:
+            check_integer(self.thinking_token_budget, "thinking_token_budget", at_least=-1)
+            if self.thinking_token_budget == -1:  # vLLM's spelling of "no limit"
+                self.thinking_token_budget = None
         if self.max_tokens is not None:
             check_integer(self.max_tokens, "max_tokens", at_least=1)
         check_integer(self.min_tokens, "min_tokens", at_least=0)
@@ -219,6 +224,19 @@ class SamplingParams:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class ThinkingSpec:
+    """A thought before the answer proper: a grammar begins after it, and a budget closes it."""
+
+    is_open: bool  # the prompt ends inside it; else the answer may begin with `begin`
+    begin: str
+    end: str
+    begin_id: int | None  # where it is one token
+    end_id: int | None
+    closing_ids: tuple[int, ...]  # what closes it when the budget is spent
+    budget: int | None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class SamplingSpec:
     """What the executor needs to sample one sequence: SamplingParams with strings resolved to token ids.
 
@@ -245,6 +263,12 @@ class SamplingSpec:
     grammar: str | None = None  # of `quire.grammar`: which tokens may follow which
     logits_processors: tuple[Any, ...] = ()  # callables: these alone do not cross to another process
     extra_args: dict[str, Any] | None = None
+    thinking: ThinkingSpec | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether `quire.grammar` follows its tokens."""
+        return self.grammar is not None or self.thinking is not None
 
 
 def plain(value: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from quire.agents.formats import FORMATS, ToolFormat, find_format
 from quire.agents.thinking import THINKING_FORMATS, ThinkingFormat, find_thinking
 from quire.errors import ConfigError
 
-_SWITCHES = ("tools", "enable_thinking", "thinking", "reasoning_effort")
+_SWITCHES = {"tools", "enable_thinking", "thinking", "reasoning_effort"}
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,4 +36,4 @@ def find_dialect(template: str | None, tool_call_parser: str | None, reasoning_p
             known = ", ".join(sorted(THINKING_FORMATS))
             raise ConfigError(f"reasoning_parser={reasoning_parser!r} is not one of {known}")
         thinking = THINKING_FORMATS[reasoning_parser]
-    return Dialect(tools, thinking, frozenset(name for name in _SWITCHES if name in (template or "")))
+    return Dialect(tools, thinking, frozenset(_SWITCHES.intersection(re.findall(r"\w+", template or ""))))

@@ -112,6 +112,15 @@ FORMATS = {
             written=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
             around=("", "\n", ""),
         ),
+        ToolFormat(
+            "minimax",
+            ("<tool_calls>",),
+            _json("</tool_calls>"),
+            begins=("<tool_calls>",),
+            end="</tool_calls>",
+            written=('{"name": "', '", "arguments": ', "}"),
+            around=("<tool_calls>\n", "\n", "\n</tool_calls>"),
+        ),
         ToolFormat("pythonic", ("[func_name1(",), readers.python_calls, bare="["),
         ToolFormat(
             "llama3_json",
@@ -139,6 +148,4 @@ LISTED = ToolFormat(
 
 def find_format(template: str) -> ToolFormat | None:
     """The format that a chat template writes its calls in."""
-    if "tools" not in template:
-        return None
     return next((one for one in FORMATS.values() if one.marks and all(mark in template for mark in one.marks)), None)

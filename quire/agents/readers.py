@@ -137,23 +137,16 @@ def json_calls(
         if char != "{":
             raise NotACall
         yield from json_call(calls, names, arguments)
-        if not is_list and end:
-            break
         char = yield from skip_space()  # without a marker, calls go on to the answer's end
         if char == "]" and is_list:
-            break
-        if char not in ",;":
-            raise NotACall
-        char = yield from skip_space()
-    if end:
-        yield from skip_to(end)
-
-
-def skip_to(end: str) -> Reading:
-    """A marker, with space before it or none."""
-    if (yield from skip_space()) != end[0]:
-        raise NotACall
-    yield from literal(end[1:])
+            if not end:
+                return
+            char = yield from skip_space()
+        if end and char == end[0]:
+            yield from literal(end[1:])
+            return
+        if char in ",;":
+            char = yield from skip_space()
 
 
 def named_call(calls: Calls, between: tuple[str, ...], end: str, before: str = "", first: str = "") -> Reading:

@@ -13,7 +13,7 @@ from typing import Any
 from quire.engine.stats import StepStats
 from quire.errors import BadRequestError, EngineDeadError
 from quire.executor.base import Executor
-from quire.grammar import GrammarCompiler
+from quire.grammar import NO_GRAMMAR, GrammarCompiler
 from quire.kv import KVManager
 from quire.plan import StepPlan
 from quire.request import FinishReason, Request, Sequence
@@ -72,12 +72,12 @@ class EngineCore:
         self._raise_if_dead()
         if request.request_id in self._compiling:
             raise BadRequestError(f"request id {request.request_id!r} is in use: choose another", param="request_id")
-        if request.spec.grammar is not None:
+        if request.spec.is_constrained:
             if self._grammars is None:
                 raise BadRequestError(
                     "structured_outputs are not served by this engine: run it on one device", param="structured_outputs"
                 )
-            compiled = self._grammars.start(request.spec.grammar)
+            compiled = self._grammars.start(request.spec.grammar or NO_GRAMMAR)
             if not compiled.done():
                 self.scheduler.check_new(request)
                 self._compiling[request.request_id] = (request, compiled)

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from functools import lru_cache
 from typing import Any
 
+from quire.agents import ThinkingFormat
 from quire.beams import BeamSearchParams
 from quire.engine.api import PreparedRequest
 from quire.errors import BadRequestError, ConfigError
@@ -20,6 +21,7 @@ from quire.params import (
     MIN_PRIORITY,
     SamplingParams,
     SamplingSpec,
+    ThinkingSpec,
     plain,
     plain_list,
 )
@@ -32,6 +34,7 @@ from quire.text import Tokenizer
 MAX_BAD_WORD_TOKENS = 16_384
 _NUM_KEPT_LISTS = 32
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_IS_CHAT = "is_chat"  # a key of prompts that a chat template made
 
 
 class InputProcessor:
@@ -49,9 +52,11 @@ class InputProcessor:
         has_plugins: bool = False,
         is_split: bool = False,
         grammars: GrammarCompiler | None = None,
+        thinking: ThinkingFormat | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.grammars = grammars
+        self.thinking = thinking
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.is_split = is_split  # the model, among ranks
@@ -101,7 +106,7 @@ class InputProcessor:
             max_tokens=max_tokens,
             end_token_ids=eos_ids | stop_ids,
             eos_token_ids=eos_ids - stop_ids,
-            spec=self._spec(params, eos_ids | stop_ids),
+            spec=self._spec(params, eos_ids | stop_ids, self._thinking(params, prompt, text, token_ids)),
             n=params.n,
             beams=beams,
             priority=priority,
@@ -124,7 +129,7 @@ class InputProcessor:
         salt = None
         given: Any = prompt
         if isinstance(prompt, Mapping):
-            prompt = sift(prompt, CALL, _PROMPT_KEYS, error=_about_key)
+            prompt = sift(prompt, CALL, _PROMPT_KEYS | {_IS_CHAT}, error=_about_key)
             salt = prompt.get("cache_salt")
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise BadRequestError("cache_salt must be a non-empty text", param="cache_salt")
@@ -212,7 +217,9 @@ class InputProcessor:
                 if getattr(params, name):
                     raise BadRequestError(f"{name} needs a tokenizer, and skip_tokenizer_init=True was set", param=name)
 
-    def _spec(self, params: SamplingParams, end_token_ids: frozenset[int]) -> SamplingSpec:
+    def _spec(
+        self, params: SamplingParams, end_token_ids: frozenset[int], thinking: ThinkingSpec | None
+    ) -> SamplingSpec:
         bad_words = self._bad_words(tuple(params.bad_words or ()))
         self._check_some_token_is_left(params, end_token_ids, bad_words)
         allowed = params.allowed_token_ids
@@ -237,6 +244,42 @@ class InputProcessor:
             logits_processors=tuple(params.logits_processors or ()),
             extra_args=params.extra_args,
             grammar=self._grammar(params),
+            thinking=thinking,
+        )
+
+    def _thinking(
+        self, params: SamplingParams, prompt: Prompt, text: str | None, token_ids: list[int]
+    ) -> ThinkingSpec | None:
+        """What the executor has to know of a thought before the answer: where the grammar waits for its end, or a
+        budget closes it."""
+        form, budget, tokenizer = self.thinking, params.thinking_token_budget, self.tokenizer
+        if form is None or tokenizer is None:
+            if budget is not None:
+                raise BadRequestError(
+                    "thinking_token_budget: this model marks no thoughts. Leave it out, or set reasoning_parser",
+                    param="thinking_token_budget",
+                )
+            return None
+        if budget is None and params.structured_outputs is None:
+            return None
+        tail = tokenizer.decode(token_ids[-32:], skip_special_tokens=False) if text is None else text[-128:]
+        is_chat = isinstance(prompt, Mapping) and bool(prompt.get(_IS_CHAT))
+        is_open = tail.rstrip().endswith(form.begin) or (form.always_open and is_chat)
+        if not is_open and (not is_chat or tail.rstrip().endswith(form.end)):
+            return None  # nothing is thought in this answer
+
+        def ids_of(marker: str) -> list[int]:
+            return tokenizer.encode(marker, add_special_tokens=False)
+
+        begin, end = ids_of(form.begin), ids_of(form.end)
+        return ThinkingSpec(
+            is_open=is_open,
+            begin=form.begin,
+            end=form.end,
+            begin_id=begin[0] if len(begin) == 1 else None,
+            end_id=end[0] if len(end) == 1 else None,
+            closing_ids=tuple(ids_of(f"\n{form.end}\n\n")),
+            budget=budget,
         )
 
     def _grammar(self, params: SamplingParams) -> str | None:

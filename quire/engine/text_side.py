@@ -61,6 +61,7 @@ class TextSide:
             has_plugins=bool(self.config.logits_processors),
             is_split=self.config.num_ranks > 1,
             grammars=self.grammars,
+            thinking=self.dialect.thinking,
         )
 
     def make_outputs(self) -> OutputProcessor:
@@ -82,7 +83,7 @@ class TextSide:
         if kwargs.get("allow_special_tokens") is None:
             kwargs["allow_special_tokens"] = self.config.allow_special_tokens_in_content
         text, token_ids = self._template(chat_template).encode(messages, at_most=at_most, **kwargs)
-        return {"prompt": text, "prompt_token_ids": token_ids}
+        return {"prompt": text, "prompt_token_ids": token_ids, "is_chat": True}
 
     def compile_template(self) -> None:
         """Before the first chat needs it, and to find out at start what is wrong with it."""

@@ -116,7 +116,7 @@ class Worker:
         for new in plan.admitted:
             self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.tables)
             self.sampler.admit(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
-            if new.sampling.grammar is not None and isinstance(self.sampler, Sampler):
+            if new.sampling.is_constrained and isinstance(self.sampler, Sampler):
                 assert self.constraints is not None, "a grammar came to a worker that knows none"
                 self.constraints.admit(new.row, new.sampling, new.token_ids[new.num_prompt_tokens :])
             if new.sampling.prompt_logprobs is not None:

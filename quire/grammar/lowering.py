@@ -12,6 +12,8 @@ from quire.structured import StructuredOutputsParams
 # One space, or a line break and its indentation. JSON allows any amount, which a model can go on with for ever.
 WHITESPACE = r"(\x20|\r?\n[\x20\x09]{0,40})?"
 _MAX_TAGS = 256
+# Compiled where no grammar but the vocabulary is needed, and never followed.
+NO_GRAMMAR = json.dumps({"grammars": [{"lark_grammar": 'start: "x"'}]})
 
 
 def lower(params: StructuredOutputsParams) -> str:

@@ -33,9 +33,11 @@ class RowConstraints:
 
     def admit(self, row: int, spec: SamplingSpec, output_token_ids: Sequence[int]) -> None:
         """Waits for the compiler where nobody did before. Raises BadRequestError only where nobody checked either."""
-        if spec.grammar is None:
+        if not spec.is_constrained:
             return
-        constraint = Constraint(self.compiler.matcher(spec.grammar))
+        matcher = self.compiler.matcher(spec.grammar) if spec.grammar is not None else None
+        decode = self.compiler.tokenizer.decode_bytes if spec.thinking is not None else None
+        constraint = Constraint(matcher, spec.thinking, decode)
         constraint.advance(output_token_ids)
         self._rows[row] = constraint
 
@@ -59,7 +61,8 @@ class RowConstraints:
         for fork in plan.forks:
             self.fork(fork.source_row, fork.row)
         rows = enumerate(plan.sampled_rows())
-        return [ConstrainedLine(i, row, self._rows[row]) for i, row in rows if row in self._rows]
+        found = [ConstrainedLine(i, row, self._rows[row]) for i, row in rows if row in self._rows]
+        return [line for line in found if not line.constraint.is_over]
 
     def masks(self, lines: Sequence[ConstrainedLine], drafts: Sequence[Sequence[int]]) -> Words:
         """[lines, words]: for each of them a line, and one more for each of its drafts."""

@@ -261,6 +261,10 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
         None
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: Annotated[
+        Annotated[int, Meta(ge=-1, le=_INT32)] | None,
+        Meta(description="Tokens of thinking, after which the thought is closed."),
+    ] = None
     include_reasoning: Annotated[bool | None, Meta(description="false: thinking is left out of the answer.")] = None
     # See refusals.FIELDS.
     chat_template: Raw = _LEFT_OUT

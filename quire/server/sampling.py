@@ -46,7 +46,10 @@ _PLAIN = (
 
 
 # Fields that only make sense without beams, or have no meaning for them that Quire serves.
-_NOT_FOR_BEAMS = ("structured_outputs", "vllm_xargs", "tools", "functions", "prompt_logprobs", *_GUIDED)
+_NOT_FOR_BEAMS = (
+    *("structured_outputs", "vllm_xargs", "tools", "functions", "prompt_logprobs", "thinking_token_budget"),
+    *_GUIDED,
+)
 _OF_BEAMS = ("temperature", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "length_penalty")
 
 
@@ -93,7 +96,9 @@ def chat_params(body: ChatBody, defaults: SamplingParams) -> SamplingParams | Be
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.use_beam_search:
         return _beam_params(body, max_tokens=max_tokens, width=None, logprobs=logprobs)
-    return _params(body, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+    params = _params(body, defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+    params.thinking_token_budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
+    return params
 
 
 def has_grammar(params: SamplingParams | BeamSearchParams) -> bool:

@@ -83,6 +83,12 @@ TEXTS: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
         [("get_weather", CITY), ("add", json.loads(ADD))],
     ),
 }
+TEXTS["minimax"] = (
+    f'Ok\n<tool_calls>\n{{"name": "get_weather", "arguments": {CALL}}}\n{{"name": "add", "arguments": {ADD}}}\n'
+    "</tool_calls>",
+    "Ok",
+    [("get_weather", CITY), ("add", json.loads(ADD))],
+)
 MISTRAL_NEW = (f"Hm [TOOL_CALLS]get_weather[ARGS]{CALL}[TOOL_CALLS]add{ADD}", "Hm")
 
 
@@ -200,5 +206,4 @@ def test_formats_are_found_in_templates() -> None:
     for name, one in FORMATS.items():
         found = find_format("{% if tools %}" + " ".join(one.marks))
         assert found is one, name
-    assert find_format("{{ messages }} <tool_call>") is None
     assert find_format("{% for tool in tools %}") is None
