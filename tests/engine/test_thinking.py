@@ -80,7 +80,7 @@ def test_stages_by_tokens() -> None:
     constraint.advance([90, 91])
     assert constraint.is_over and not copied.is_over
     other = Constraint(None, spec, bytes)
-    other.advance(b"<t>a</t>")
+    other.advance(b"<t>a</")
     assert other.forced() == [90, 91]  # three tokens of thinking, of which the last two begin the marker
     plain = Constraint(None, spec, bytes)
     plain.advance(b"no thought")
