@@ -48,8 +48,8 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
         )
     dtype = activation_dtype(config, spec, device.type)
     kv_dtype = _kv_dtype(config, dtype, device)
-    if device.type == "cuda" and spec.experts is not None:
-        raise ConfigError(f"{spec.architecture}: mixture of experts is served on a CPU only: use device='cpu'")
+    if device.type == "cuda" and spec.cpu_only is not None:
+        raise ConfigError(f"{spec.architecture}: {spec.cpu_only} is served on a CPU only: use device='cpu'")
     backend = _cuda(config, dtype, kv_dtype, device) if device.type == "cuda" else _cpu(config, dtype, kv_dtype)
     sizes = backend.ops.supported_block_sizes(spec.head_dim)
     if not sizes:

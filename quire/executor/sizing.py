@@ -174,13 +174,14 @@ def num_matrix_values(spec: ModelSpec) -> int:
     qkv_width = q_width + 2 * kv_width
     attention = qkv_width * hidden + hidden * q_width + spec.qkv_bias * qkv_width + spec.output_bias * hidden
     mlps = sum(_experts_values(spec) if layer.has_experts else _mlp_values(spec) for layer in spec.layers)
-    vocabulary = spec.vocab_size * hidden * (1 if spec.tie_embeddings else 2)
+    vocabulary = spec.vocab_size * hidden * (1 if spec.tie_embeddings else 2) + (spec.learned_positions or 0) * hidden
     return vocabulary + spec.num_layers * attention + mlps
 
 
 def _mlp_values(spec: ModelSpec, inner: int | None = None) -> int:
     inner = spec.intermediate_size if inner is None else inner
-    return 3 * inner * spec.hidden_size + spec.mlp_bias * (2 * inner + spec.hidden_size)
+    num_wide = 2 if spec.gated_mlp else 1
+    return (num_wide + 1) * inner * spec.hidden_size + spec.mlp_bias * (num_wide * inner + spec.hidden_size)
 
 
 def _experts_values(spec: ModelSpec) -> int:
@@ -194,8 +195,10 @@ def _experts_values(spec: ModelSpec) -> int:
 
 def num_norm_values(spec: ModelSpec) -> int:
     """Numbers in the norms, which stay in float32."""
-    layer = 2 * spec.hidden_size + 2 * spec.head_dim * spec.qk_norm + 2 * spec.hidden_size * spec.sandwich_norms
-    return spec.hidden_size + spec.num_layers * layer
+    layer = 2 * spec.hidden_size * spec.entry_norms + 2 * spec.head_dim * spec.qk_norm
+    layer += 2 * spec.hidden_size * spec.sandwich_norms
+    layer += (spec.num_heads + spec.num_kv_heads) * spec.head_dim * spec.wide_qk_norm
+    return (spec.hidden_size + spec.num_layers * layer) * (2 if spec.layer_norms else 1)
 
 
 def rotary_table_bytes(spec: ModelSpec, max_position: int) -> int:

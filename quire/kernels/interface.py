@@ -13,7 +13,7 @@ bytes: what swap and copy-on-write move.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from quire.errors import WeightsError
@@ -44,10 +44,14 @@ class SharedPrefixes:
 
 @dataclass(slots=True, frozen=True)
 class Norm:
-    """An RMS norm: x / rms(x) * weight, computed in float32. (Gemma's 1 + weight is made so when it is loaded.)"""
+    """An RMS norm: x / rms(x) * weight, computed in float32. (Gemma's 1 + weight is made so when it is loaded.)
+
+    With a bias it is a LayerNorm, which takes each row's mean away first and adds the bias at the end.
+    """
 
     weight: Tensor  # [features]
     eps: float
+    bias: Tensor | None = field(default=None, kw_only=True)
     is_folded: bool = False  # the weight is in the matrix that follows, and all ones here: see LinearWeight.fold_norm
 
 

@@ -21,17 +21,33 @@ def rotary_table(
     head_dim: int,
     max_position: int,
     device: torch.device | str = "cpu",
+    *,
+    num_turned: int | None = None,
 ) -> Tensor:
     """[max_position, head_dim] float32: each position's cosines, then its sines.
 
-    `scaling` names its `rope_type` (a key of ROPE_TYPES) and holds that type's numbers; None is plain rotary.
+    `scaling` names its `rope_type` (a key of ROPE_TYPES) and holds that type's numbers; None is plain rotary. Pairs
+    past the first `num_turned` / 2 are not turned: see `pairs_order`.
     """
-    frequencies, magnitude = rotary_frequencies(theta, scaling, head_dim, max_position)
-    angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
-    table = torch.empty(max_position, head_dim)
-    torch.mul(angles.cos(), magnitude, out=table[:, : head_dim // 2])
-    torch.mul(angles.sin(), magnitude, out=table[:, head_dim // 2 :])
+    num_turned = head_dim if num_turned is None else num_turned
+    half, turned = head_dim // 2, num_turned // 2
+    table = torch.zeros(max_position, head_dim)
+    table[:, turned:half] = 1.0
+    if turned:
+        frequencies, magnitude = rotary_frequencies(theta, scaling, num_turned, max_position)
+        angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
+        torch.mul(angles.cos(), magnitude, out=table[:, :turned])
+        torch.mul(angles.sin(), magnitude, out=table[:, half : half + turned])
     return table.to(device)
+
+
+def pairs_order(head_dim: int, num_turned: int) -> list[int]:
+    """Where only the first `num_turned` elements of a head turn, element i with i + num_turned / 2: the order in which
+    i turns with i + head_dim / 2, as kernels do it. Attention is the same in any order that q and k share."""
+    turned, rest = num_turned // 2, (head_dim - num_turned) // 2
+    firsts = [*range(turned), *range(num_turned, num_turned + rest)]
+    seconds = [*range(turned, num_turned), *range(num_turned + rest, head_dim)]
+    return firsts + seconds
 
 
 def rotary_frequencies(
@@ -115,10 +131,25 @@ def _yarn_magnitude(scaling: Mapping[str, Any]) -> float:
     return magnitude(1.0)
 
 
+def _longrope(wavelengths: Tensor, scaling: Mapping[str, Any], theta: float, max_position: int) -> tuple[Tensor, float]:
+    """Phi 3: a divisor for each frequency, one list up to the trained length and another past it.
+
+    A sequence that grows past it would have to turn its keys again, so that is where it ends.
+    """
+    trained = scaling["original_max_position_embeddings"]
+    if max_position > trained:
+        raise ConfigError(
+            f"longrope rotary scaling is served up to the model's trained length: lower max_model_len to {trained}"
+        )
+    factors = torch.tensor(scaling["short_factor"], dtype=torch.float32)
+    return 1.0 / (factors * wavelengths), scaling["attention_factor"]
+
+
 ROPE_TYPES: dict[str, Callable[[Tensor, Mapping[str, Any], float, int], tuple[Tensor, float]]] = {
     "linear": _linear,
     "factors": _factors,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

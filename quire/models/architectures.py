@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeGuard
 
 from quire.models.config_reader import MAX_INTEGER, ConfigReader, shown
-from quire.models.rope_config import max_position_with_scaling, read_rope, read_rope_by_layer_type
+from quire.models.rope_config import DEFAULT_THETA, max_position_with_scaling, read_rope, read_rope_by_layer_type
 from quire.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
+from quire.models.stored_names import StoredNames
 
 LayerTypes = tuple[str, ...]  # full_attention or sliding_attention, by layer
 _MAX_EXPERTS = 4096
@@ -30,15 +32,28 @@ class Architecture:
     head_dim_from_hidden: bool = True  # where head_dim is missing: hidden_size / num_attention_heads
     tied_by_default: bool = False
     experts: Callable[[ConfigReader], ExpertsSpec] | None = None
-    # Patterns of a checkpoint's names for tensors, and what they are called here.
-    renames: tuple[tuple[str, str], ...] = ()
+    names: StoredNames = field(default_factory=StoredNames)
+    keys: Mapping[str, str] = field(default_factory=dict)  # what its configs call the usual keys
+    activation: str = "silu"  # where the config names none
+    mlp_bias: bool | None = None  # None: see has_mlp_bias
+    bias_by_default: bool = False  # attention_bias and mlp_bias, where they are missing
+    inner_ratio: int | None = None  # intermediate_size / hidden_size, where that is missing
+    wide_qk_norm: bool = False
+    layer_norms: bool = False
+    entry_norms: bool = True
+    sandwich_norms: bool = False
+    gated_mlp: bool = True
+    partial_rotary: bool = False  # whether partial_rotary_factor is one of its keys
+    learned_positions: bool = False
+    local_rope: bool = False  # Gemma 3: layers with a window turn at another base
+    is_granite: bool = False  # multipliers of embedding, attention, residual branches and logits
 
 
 def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
     """A Hugging Face config.json's content as a ModelSpec. `source` is its file, for messages."""
-    reader = ConfigReader(config, source)
-    name = _architecture_name(reader)
+    name = _architecture_name(ConfigReader(config, source))
     architecture = ARCHITECTURES[name]
+    reader = ConfigReader(config, source, architecture.keys)
     _refuse_unserved(reader, architecture)
 
     hidden_size = reader.integer("hidden_size")
@@ -52,28 +67,36 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         raise reader.error(f"head_dim {head_dim} is odd: rotary embedding turns pairs")
 
     layer_types = architecture.layer_types(reader, num_layers)
-    if architecture.is_gemma:
+    if architecture.local_rope:
         ropes = read_rope_by_layer_type(reader, head_dim)
     else:
-        rope = read_rope(reader, head_dim)
+        rope = read_rope(reader, head_dim, has_parts=architecture.partial_rotary)
+        if architecture.learned_positions:
+            rope = RopeSpec(DEFAULT_THETA, num_turned=0)
         ropes = {"full_attention": rope, "sliding_attention": rope}
     window = reader.integer("sliding_window") if "sliding_attention" in layer_types else None
     windows = {"full_attention": None, "sliding_attention": window}
 
     experts = None if architecture.experts is None else architecture.experts(reader)
     sparse = _sparse_layers(reader, num_layers) if experts is not None else [False] * num_layers
-    attention_bias = reader.flag("attention_bias", False)
-    return ModelSpec(
+    attention_bias = reader.flag("attention_bias", architecture.bias_by_default)
+    mlp_bias = architecture.mlp_bias
+    if mlp_bias is None:
+        mlp_bias = architecture.has_mlp_bias and reader.flag("mlp_bias", architecture.bias_by_default)
+    max_position = _max_position(reader, ropes["full_attention"], layer_types)
+    norm_eps = reader.number("rms_norm_eps")
+    inner = None if architecture.inner_ratio is None else architecture.inner_ratio * hidden_size
+    spec = ModelSpec(
         architecture=name,
         vocab_size=reader.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=reader.integer("intermediate_size"),
+        intermediate_size=reader.integer("intermediate_size", inner),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=_max_position(reader, ropes["full_attention"], layer_types),
-        norm_eps=reader.number("rms_norm_eps"),
+        max_position=max_position,
+        norm_eps=norm_eps,
         layers=tuple(
             LayerSpec(rope=ropes[kind], window=windows[kind], has_experts=has_experts)
             for kind, has_experts in zip(layer_types, sparse, strict=True)
@@ -82,10 +105,16 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         activation=_activation(reader, architecture),
         qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
         output_bias=attention_bias if architecture.output_bias is None else architecture.output_bias,
-        mlp_bias=architecture.has_mlp_bias and reader.flag("mlp_bias", False),
+        mlp_bias=mlp_bias,
         qk_norm=architecture.qk_norm,
+        wide_qk_norm=architecture.wide_qk_norm,
         norm_offset=architecture.is_gemma,
-        sandwich_norms=architecture.is_gemma,
+        layer_norms=architecture.layer_norms,
+        entry_norms=architecture.entry_norms,
+        sandwich_norms=architecture.is_gemma or architecture.sandwich_norms,
+        parallel_residual=reader.flag("use_parallel_residual", True) if name == "GPTNeoXForCausalLM" else False,
+        gated_mlp=architecture.gated_mlp,
+        learned_positions=max_position if architecture.learned_positions else None,
         embedding_scale=hidden_size**0.5 if architecture.is_gemma else None,
         attention_scale=(reader.number("query_pre_attn_scalar") if architecture.is_gemma else head_dim) ** -0.5,
         attention_softcap=reader.optional_number("attn_logit_softcapping") if architecture.is_gemma else None,
@@ -95,14 +124,27 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         eos_token_ids=_eos_token_ids(reader),
         dtype=_dtype(reader),
     )
+    return _with_multipliers(reader, spec) if architecture.is_granite else spec
 
 
-def tensor_name(config: Mapping[str, Any], stored_name: str) -> str:
-    """What a tensor of a checkpoint with this config.json is called here."""
-    for name in config.get("architectures") or ():
-        for pattern, replacement in ARCHITECTURES[name].renames if name in ARCHITECTURES else ():
-            stored_name = re.sub(pattern, replacement, stored_name)
-    return stored_name
+def _with_multipliers(reader: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    """Granite adds branches times m to the residual stream. The stream is kept divided by m instead: the embedding is,
+    and norms do not see it, but for their epsilon."""
+    residual = reader.number("residual_multiplier", 1.0)
+    return replace(
+        spec,
+        embedding_scale=reader.number("embedding_multiplier", 1.0) / residual,
+        norm_eps=spec.norm_eps / residual**2,
+        attention_scale=reader.number("attention_multiplier", 1.0),
+        logit_scale=1.0 / reader.number("logits_scaling", 1.0),
+    )
+
+
+def stored_names(config: Mapping[str, Any]) -> StoredNames:
+    """How a checkpoint with this config.json names its tensors."""
+    names = config.get("architectures")
+    known = [name for name in names if name in ARCHITECTURES] if isinstance(names, list | tuple) else []
+    return ARCHITECTURES[known[0]].names if known else StoredNames()
 
 
 def _max_position(reader: ConfigReader, rope: RopeSpec, layer_types: LayerTypes) -> int:
@@ -120,7 +162,10 @@ def _architecture_name(reader: ConfigReader) -> str:
     for name in names:
         if isinstance(name, str) and name in ARCHITECTURES:
             return name
+    near = difflib.get_close_matches(str(names[0])[:200], ARCHITECTURES, n=2, cutoff=0.6)
     message = f"architecture {', '.join(map(str, names))[:200]} is not served (there are {served})"
+    if near:
+        message += f". Nearest: {' and '.join(near)}"
     if "Gemma3ForConditionalGeneration" in names:
         message += (
             ". It takes images too: use a text-only Gemma 3 (Gemma3ForCausalLM), such as google/gemma-3-1b-it, or a "
@@ -153,11 +198,13 @@ def _refuse_unserved(reader: ConfigReader, architecture: Architecture) -> None:
 
 
 def _activation(reader: ConfigReader, architecture: Architecture) -> str:
-    key, default = ("hidden_activation", "gelu_pytorch_tanh") if architecture.is_gemma else ("hidden_act", "silu")
-    activation = reader.text(key, default)
+    key = "hidden_activation" if architecture.is_gemma else "hidden_act"
+    activation = reader.text(key, architecture.activation)
     served = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+    if not architecture.gated_mlp:
+        served |= {"gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
     if activation not in served:
-        raise reader.error(f"{key} {activation!r} is not served (there are {', '.join(served)})")
+        raise reader.error(f"{reader.named(key)} {activation!r} is not served (there are {', '.join(served)})")
     return served[activation]
 
 
@@ -247,12 +294,12 @@ def _late_windows(reader: ConfigReader, num_layers: int) -> LayerTypes:
     return ("full_attention",) * num_full + ("sliding_attention",) * (num_layers - num_full)
 
 
-def _alternating(reader: ConfigReader, num_layers: int) -> LayerTypes:
+def _alternating(reader: ConfigReader, num_layers: int, *, default_pattern: int) -> LayerTypes:
     """Gemma: every sliding_window_pattern-th layer sees everything."""
     listed = _listed_layer_types(reader, num_layers)
     if listed is not None:
         return listed
-    pattern = reader.integer("sliding_window_pattern", 6)
+    pattern = reader.integer("sliding_window_pattern", default_pattern)
     return tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers))
 
 
@@ -276,6 +323,7 @@ def _listed_layer_types(reader: ConfigReader, num_layers: int) -> LayerTypes | N
     return tuple(listed)
 
 
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(layer_types=_all_full, has_mlp_bias=True),
     "MistralForCausalLM": Architecture(layer_types=_all_alike, qkv_bias=False, output_bias=False),
@@ -286,11 +334,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         qkv_bias=False,
         output_bias=False,
         experts=_mixtral_experts,
-        renames=(
-            (r"\.block_sparse_moe\.", ".mlp."),
-            (r"\.w1\.weight$", ".gate_proj.weight"),
-            (r"\.w3\.weight$", ".up_proj.weight"),
-            (r"\.w2\.weight$", ".down_proj.weight"),
+        names=StoredNames(
+            renames=(
+                (r"\.block_sparse_moe\.", ".mlp."),
+                (r"\.w1\.weight$", ".gate_proj.weight"),
+                (r"\.w3\.weight$", ".up_proj.weight"),
+                (r"\.w2\.weight$", ".down_proj.weight"),
+            )
         ),
     ),
     "Qwen2MoeForCausalLM": Architecture(
@@ -299,7 +349,110 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3MoeForCausalLM": Architecture(
         layer_types=_late_windows, qk_norm=True, head_dim_from_hidden=False, experts=_qwen_experts
     ),
+    "Gemma2ForCausalLM": Architecture(
+        layer_types=partial(_alternating, default_pattern=2),
+        is_gemma=True,
+        activation="gelu_pytorch_tanh",
+        head_dim_from_hidden=False,
+        tied_by_default=True,
+    ),
     "Gemma3ForCausalLM": Architecture(
-        layer_types=_alternating, qk_norm=True, is_gemma=True, head_dim_from_hidden=False, tied_by_default=True
+        layer_types=partial(_alternating, default_pattern=6),
+        qk_norm=True,
+        is_gemma=True,
+        local_rope=True,
+        activation="gelu_pytorch_tanh",
+        head_dim_from_hidden=False,
+        tied_by_default=True,
+    ),
+    "Phi3ForCausalLM": Architecture(
+        layer_types=_all_alike,
+        qkv_bias=False,
+        output_bias=False,
+        partial_rotary=True,
+        names=StoredNames(
+            fused={
+                "self_attn.qkv_proj": _QKV,
+                "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+            }
+        ),
+    ),
+    "Olmo2ForCausalLM": Architecture(layer_types=_all_full, wide_qk_norm=True, entry_norms=False, sandwich_norms=True),
+    "GraniteForCausalLM": Architecture(layer_types=_all_full, has_mlp_bias=True, is_granite=True),
+    "Starcoder2ForCausalLM": Architecture(
+        layer_types=_all_alike,
+        has_mlp_bias=True,
+        bias_by_default=True,
+        layer_norms=True,
+        gated_mlp=False,
+        activation="gelu_pytorch_tanh",
+        tied_by_default=True,
+        keys={"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias", "mlp_bias": "use_bias"},
+        names=StoredNames(renames=((r"\.mlp\.c_fc\.", ".mlp.up_proj."), (r"\.mlp\.c_proj\.", ".mlp.down_proj."))),
+    ),
+    "GPT2LMHeadModel": Architecture(
+        layer_types=_all_full,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        layer_norms=True,
+        gated_mlp=False,
+        learned_positions=True,
+        activation="gelu_new",
+        inner_ratio=4,
+        tied_by_default=True,
+        keys={
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "num_key_value_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "intermediate_size": "n_inner",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "activation_function",
+        },
+        names=StoredNames(
+            renames=(
+                (r"^(transformer\.)?wte\.", "model.embed_tokens."),
+                (r"^(transformer\.)?wpe\.", "model.embed_positions."),
+                (r"^(transformer\.)?ln_f\.", "model.norm."),
+                (r"^(transformer\.)?h\.", "model.layers."),
+                (r"\.ln_1\.", ".input_layernorm."),
+                (r"\.ln_2\.", ".post_attention_layernorm."),
+                (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
+                (r"\.mlp\.c_fc\.", ".mlp.up_proj."),
+                (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+            ),
+            fused={"attn.c_attn": _QKV},
+            transposed=("attn.c_attn", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"),
+        ),
+    ),
+    "GPTNeoXForCausalLM": Architecture(
+        layer_types=_all_full,
+        bias_by_default=True,
+        mlp_bias=True,
+        layer_norms=True,
+        gated_mlp=False,
+        partial_rotary=True,
+        activation="gelu",
+        keys={
+            "num_key_value_heads": "num_attention_heads",
+            "rms_norm_eps": "layer_norm_eps",
+            "partial_rotary_factor": "rotary_pct",
+            "rope_theta": "rotary_emb_base",
+        },
+        names=StoredNames(
+            renames=(
+                (r"^gpt_neox\.embed_in\.", "model.embed_tokens."),
+                (r"^gpt_neox\.final_layer_norm\.", "model.norm."),
+                (r"^gpt_neox\.layers\.", "model.layers."),
+                (r"^embed_out\.", "lm_head."),
+                (r"\.attention\.dense\.", ".self_attn.o_proj."),
+                (r"\.mlp\.dense_h_to_4h\.", ".mlp.up_proj."),
+                (r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
+            ),
+            fused={"attention.query_key_value": _QKV},
+            by_head=True,
+        ),
     ),
 }

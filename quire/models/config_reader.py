@@ -12,17 +12,25 @@ _MAX_MESSAGE_CHARS = 600  # a file can have a megabyte where a word belongs
 
 
 class ConfigReader:
-    """A config.json (or a part of it) with typed access. A key that is null counts as missing."""
+    """A config.json (or a part of it) with typed access. A key that is null counts as missing.
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+    `keys`: what a family calls them, where it has names of its own.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str, keys: Mapping[str, str] | None = None) -> None:
         self.values = values
         self.source = source
+        self._keys = keys or {}
+
+    def named(self, key: str) -> str:
+        """As the config calls it."""
+        return self._keys.get(key, key)
 
     def error(self, message: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.source}: {message[:_MAX_MESSAGE_CHARS]}")
 
     def get(self, key: str) -> Any:
-        return self.values.get(key)
+        return self.values.get(self.named(key))
 
     def integer(self, key: str, default: int | None = None, *, at_most: int = MAX_INTEGER) -> int:
         """A positive whole number."""
@@ -30,16 +38,16 @@ class ConfigReader:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{key} is {shown(value)}: expected a positive whole number")
+            raise self.error(f"{self.named(key)} is {shown(value)}: expected a positive whole number")
         if value > at_most:
-            raise self.error(f"{key} is {value:,}: no model that Quire runs has more than {at_most:,}")
+            raise self.error(f"{self.named(key)} is {value:,}: no model that Quire runs has more than {at_most:,}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
-            raise self.error(f"{key} is {shown(value)}: expected a positive number")
+            raise self.error(f"{self.named(key)} is {shown(value)}: expected a positive number")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -48,13 +56,13 @@ class ConfigReader:
     def flag(self, key: str, default: bool) -> bool:
         value = self._required(key, default)
         if not isinstance(value, bool):
-            raise self.error(f"{key} is {shown(value)}: expected true or false")
+            raise self.error(f"{self.named(key)} is {shown(value)}: expected true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._required(key, default)
         if not isinstance(value, str):
-            raise self.error(f"{key} is {shown(value)}: expected a string")
+            raise self.error(f"{self.named(key)} is {shown(value)}: expected a string")
         return value
 
     def part(self, key: str) -> ConfigReader | None:
@@ -63,15 +71,15 @@ class ConfigReader:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise self.error(f"{key} is {shown(value)}: expected an object")
+            raise self.error(f"{self.named(key)} is {shown(value)}: expected an object")
         return ConfigReader(value, f"{self.source}: {key}")
 
     def _required(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             value = default
         if value is None:
-            raise self.error(f"{key} is missing")
+            raise self.error(f"{self.named(key)} is missing")
         return value
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Ops, Rotary
-from quire.layers.rotary import rotary_table
+from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Normed, Ops, Rotary
+from quire.layers.rotary import pairs_order, rotary_table
 from quire.models.experts import ExpertsMlp
 from quire.models.kv_layout import KVLayout, kv_layout
-from quire.models.layer import DenseMlp, Layer, Mlp, SelfAttention
+from quire.models.layer import DenseMlp, Layer, Mlp, PlainMlp, SelfAttention
 from quire.models.share import Cut, ModelShare
-from quire.models.slots import WeightSlot, matrix_slots, norm_slot
+from quire.models.slots import WeightSlot, matrix_slots, norm_slots
 from quire.models.spec import ModelSpec, RopeSpec
 from quire.models.tensors import checkpoint_tensors, is_ignored_tensor
 from quire.parallel.linear import SummedLinear
@@ -64,6 +64,9 @@ class Decoder:
         self._rope_tables: list[tuple[RopeSpec, Tensor]] = []
         words = len(self.share.words)
         self._embedding = self._new_matrix(words, spec.hidden_size) if self.share.is_first else None
+        self._positions = None
+        if spec.learned_positions is not None and self.share.is_first:
+            self._positions = self._new_matrix(spec.learned_positions, spec.hidden_size)
         self._head = self._final_norm = None
         if self.share.is_last:
             is_tied = spec.tie_embeddings and self._embedding is not None
@@ -81,15 +84,21 @@ class Decoder:
         they come from the one before and go to the one after."""
         ops, layers = self.ops, self._layers
         residual = self._enter(token_ids)
-        x = ops.norm(residual, layers[0].attention_norm)
+        if self._positions is not None:
+            residual += self._positions.embed(batches[0].positions)
+        x = self._first_norm(residual)
         next_norms = [layer.attention_norm for layer in layers[1:]]
         for layer, next_norm, layer_kv in zip(layers, [*next_norms, None], kv, strict=True):
-            x = layer.attention.run(ops, x, residual, layer.mlp_norm, layer_kv, batches)
+            x = layer.attend(ops, x, residual, layer_kv, batches)
             x = layer.mlp.run(x, residual, next_norm)
         if not self.share.is_last:
             assert self._ranks is not None
             self._ranks.send_hidden(residual)
         return residual
+
+    def _first_norm(self, residual: Tensor) -> Normed:
+        norm = self._layers[0].attention_norm
+        return residual if norm is None else self.ops.norm(residual, norm)
 
     def _enter(self, token_ids: Tensor) -> Tensor:
         if self._embedding is None:
@@ -155,7 +164,7 @@ class Decoder:
         residual = torch.zeros((num_tokens, self.spec.hidden_size), dtype=self.dtype, device=self._device)
         for matrix, is_added in (*layer.attention.matrices(), *layer.mlp.matrices()):
             rows = torch.zeros((num_tokens, matrix.in_features), dtype=self.dtype, device=self._device)
-            if is_added and layer.mlp_norm.is_folded:
+            if is_added and layer.mlp_norm is not None and layer.mlp_norm.is_folded:
                 matrix.multiply_add_norm(rows, residual, None)
             else:
                 matrix.multiply(rows)
@@ -178,8 +187,10 @@ class Decoder:
             slots += matrix_slots(self._embedding, {"model.embed_tokens": words})
         if self._head is not None and self._head is not self._embedding:
             slots += matrix_slots(self._head, {"model.embed_tokens" if spec.tie_embeddings else "lm_head": words})
+        if self._positions is not None:
+            slots += matrix_slots(self._positions, {"model.embed_positions": self._positions.out_features})
         if self._final_norm is not None:
-            slots.append(norm_slot("model.norm.weight", self._final_norm.weight, offset=spec.norm_offset))
+            slots += norm_slots("model.norm", self._final_norm, offset=spec.norm_offset, scale=spec.logit_scale)
         for index, layer in enumerate(self._layers, self.share.layers.start):
             slots += layer.slots(f"model.layers.{index}", norm_offset=spec.norm_offset)
         return {slot.name: slot for slot in slots}
@@ -188,6 +199,7 @@ class Decoder:
         spec, share, kind = self.spec, self.share, self.spec.layers[index]
         hidden, head_dim = spec.hidden_size, spec.head_dim
         q_width, kv_width = len(share.heads) * head_dim, len(share.kv_heads) * head_dim
+        turned = kind.rope.num_turned
         attention = SelfAttention(
             AttentionSpec(
                 num_heads=len(share.heads),
@@ -209,10 +221,26 @@ class Decoder:
             branch_norm=self._new_norm(hidden) if spec.sandwich_norms else None,
             heads=share.heads,
             kv_heads=share.kv_heads,
+            wide_norms=(self._new_norm(q_width), self._new_norm(kv_width)) if spec.wide_qk_norm else None,
+            head_order=pairs_order(head_dim, turned) if turned is not None and 0 < turned < head_dim else None,
         )
-        mlp: Mlp = self._new_experts() if kind.has_experts else self._new_mlp(share.columns)
+        mlp: Mlp
+        if kind.has_experts:
+            mlp = self._new_experts()
+        else:
+            mlp = self._new_mlp(share.columns) if spec.gated_mlp else self._new_plain_mlp(share.columns)
         mlp.branch_norm = self._new_norm(hidden) if spec.sandwich_norms else None
-        return Layer(self._new_norm(hidden), attention, self._new_norm(hidden), mlp)
+        attention_norm, mlp_norm = (self._new_norm(hidden) if spec.entry_norms else None for _ in range(2))
+        return Layer(attention_norm, attention, mlp_norm, mlp, spec.parallel_residual)
+
+    def _new_plain_mlp(self, columns: Cut) -> PlainMlp:
+        hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
+        return PlainMlp(
+            self.spec.activation,
+            up=self._new_matrix(inner, hidden, bias=bias),
+            down=self._new_summed_matrix(hidden, inner, bias=bias),
+            columns=columns,
+        )
 
     def _new_mlp(self, columns: Cut, *, is_summed: bool = True) -> DenseMlp:
         """is_summed: over ranks, by itself."""
@@ -252,14 +280,19 @@ class Decoder:
         return SummedLinear(matrix, self.ops, self._ranks, adds_bias=self.share.tensor_rank == 0)
 
     def _new_norm(self, width: int) -> Norm:
-        self._norms.append(torch.empty(width, device=self._device, dtype=self._norm_dtype))
-        return Norm(self._norms[-1], self.spec.norm_eps)
+        parts = [
+            torch.empty(width, device=self._device, dtype=self._norm_dtype) for _ in range(1 + self.spec.layer_norms)
+        ]
+        self._norms += parts
+        return Norm(parts[0], self.spec.norm_eps, bias=parts[1] if self.spec.layer_norms else None)
 
     def _rope_table(self, rope: RopeSpec) -> Tensor:
         """One table for all layers that turn alike."""
         for known, table in self._rope_tables:
             if known == rope:
                 return table
-        table = rotary_table(rope.theta, rope.scaling, self.spec.head_dim, self.max_position, self._device)
+        table = rotary_table(
+            rope.theta, rope.scaling, self.spec.head_dim, self.max_position, self._device, num_turned=rope.num_turned
+        )
         self._rope_tables.append((rope, table))
         return table

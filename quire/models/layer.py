@@ -6,15 +6,17 @@ leaves for the next part. It knows which tensors of a checkpoint it is filled fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Normed, Ops, Rotary
 from quire.models.share import Cut
-from quire.models.slots import WeightSlot, matrix_slots, norm_slot
+from quire.models.slots import WeightSlot, matrix_slots, norm_slots, reordered
 
 
 @dataclass(slots=True)
@@ -29,15 +31,35 @@ class SelfAttention:
     branch_norm: Norm | None = None  # of its result, before that is added (Gemma 3)
     heads: Cut | None = None  # which of the model's are here, where not all
     kv_heads: Cut | None = None
+    wide_norms: tuple[Norm, Norm] | None = None  # of all of q and all of k, before they are turned (OLMo 2)
+    head_order: Sequence[int] | None = None  # of a head's elements in q and k, where the file has another
 
     def run(
-        self, ops: Ops, x: Normed, residual: Tensor, next_norm: Norm, kv: Tensor, batches: Sequence[AttentionBatch]
+        self,
+        ops: Ops,
+        x: Normed,
+        residual: Tensor,
+        next_norm: Norm | None,
+        kv: Tensor,
+        batches: Sequence[AttentionBatch],
     ) -> Normed:
         batch = batches[self.group]
-        q = self.qkv.multiply_rope_write(x, self.rotary, kv, batch, self.spec)
+        if self.wide_norms is None:
+            q = self.qkv.multiply_rope_write(x, self.rotary, kv, batch, self.spec)
+        else:
+            q = ops.rope_and_write(self._normed_qkv(ops, x), self.rotary, kv, batch, self.spec)
         attended = ops.attention(q, kv, batch, self.spec)
         del q  # what a name still holds cannot be used for the next tensor
         return self.output.multiply_add_norm(attended, residual, next_norm, self.branch_norm)
+
+    def _normed_qkv(self, ops: Ops, x: Normed) -> Tensor:
+        assert self.wide_norms is not None
+        qkv, first = self.qkv.multiply(x), 0
+        for norm in self.wide_norms:
+            part = qkv[:, first : first + len(norm.weight)]
+            part.copy_(ops.normalize(part.contiguous(), norm))
+            first += len(norm.weight)
+        return qkv
 
     def fold_norm(self, norm: Norm) -> Norm:
         return self.qkv.fold_norm(norm)
@@ -49,9 +71,12 @@ class SelfAttention:
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         q_rows = (self.heads or Cut.whole(self.spec.num_heads)) * self.spec.head_dim
         kv_rows = (self.kv_heads or Cut.whole(self.spec.num_kv_heads)) * self.spec.head_dim
-        yield from matrix_slots(
-            self.qkv, {f"{prefix}.q_proj": q_rows, f"{prefix}.k_proj": kv_rows, f"{prefix}.v_proj": kv_rows}
-        )
+        parts = {f"{prefix}.q_proj": q_rows, f"{prefix}.k_proj": kv_rows, f"{prefix}.v_proj": kv_rows}
+        for slot in matrix_slots(self.qkv, parts):
+            is_turned = self.head_order is not None and not slot.name.startswith(f"{prefix}.v_proj")
+            yield reordered(slot, self.head_order) if is_turned and self.head_order is not None else slot
+        for name, norm in zip(("q_norm", "k_norm"), self.wide_norms or (), strict=False):
+            yield from norm_slots(f"{prefix}.{name}", norm, offset=False)
         yield from matrix_slots(self.output, {f"{prefix}.o_proj": self.output.out_features}, q_rows)
 
 
@@ -101,35 +126,84 @@ class DenseMlp:
         yield from matrix_slots(self.down, {f"{prefix}.down_proj": self.down.out_features}, inner)
 
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "gelu": torch.nn.functional.gelu,
+    "relu": torch.nn.functional.relu,
+}
+
+
+@dataclass(slots=True)
+class PlainMlp:
+    """down(activation(up)), without a gate."""
+
+    activation: str  # a key of _ACTIVATIONS
+    up: LinearWeight
+    down: LinearWeight
+    branch_norm: Norm | None = None
+    columns: Cut | None = None
+
+    def run(self, x: Normed, residual: Tensor, next_norm: Norm | None) -> Normed:
+        activated = _ACTIVATIONS[self.activation](self.up.multiply(x))
+        return self.down.multiply_add_norm(activated, residual, next_norm, self.branch_norm)
+
+    def fold_norm(self, norm: Norm) -> Norm:
+        return norm
+
+    def matrices(self) -> Iterable[tuple[LinearWeight, bool]]:
+        return (self.up, False), (self.down, True)
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        inner = self.columns or Cut.whole(self.down.in_features)
+        yield from matrix_slots(self.up, {f"{prefix}.up_proj": inner})
+        yield from matrix_slots(self.down, {f"{prefix}.down_proj": self.down.out_features}, inner)
+
+
 @dataclass(slots=True)
 class Layer:
-    attention_norm: Norm
+    """Without norms of their own, attention and MLP take the residual stream as it is."""
+
+    attention_norm: Norm | None
     attention: SelfAttention
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     mlp: Mlp
+    is_parallel: bool = False  # the MLP reads what attention reads, not what that leaves (GPT-NeoX)
+
+    def attend(self, ops: Ops, x: Normed, residual: Tensor, kv: Tensor, batches: Sequence[AttentionBatch]) -> Normed:
+        """Run attention; -> what the MLP takes."""
+        if not self.is_parallel:
+            return self.attention.run(ops, x, residual, self.mlp_norm, kv, batches)
+        assert self.mlp_norm is not None
+        for_mlp = ops.normalize(residual, self.mlp_norm)
+        self.attention.run(ops, x, residual, None, kv, batches)
+        return for_mlp
 
     def fold_norms(self) -> None:
         """See LinearWeight.fold_norm. A branch's own norm stands between its product and the residual stream: with
         those nothing would be gained."""
+        if self.attention_norm is None or self.mlp_norm is None:
+            return
         if self.attention.branch_norm is None and self.mlp.branch_norm is None:
             self.attention_norm = self.attention.fold_norm(self.attention_norm)
             self.mlp_norm = self.mlp.fold_norm(self.mlp_norm)
 
     def slots(self, prefix: str, *, norm_offset: bool) -> Iterator[WeightSlot]:
-        assert not self.attention_norm.is_folded, "loaded already"
+        assert self.attention_norm is None or not self.attention_norm.is_folded, "loaded already"
         yield from self.attention.slots(f"{prefix}.self_attn")
         yield from self.mlp.slots(f"{prefix}.mlp")
         rotary, branches = self.attention.rotary, (self.attention.branch_norm, self.mlp.branch_norm)
+        of_heads = [None if weight is None else Norm(weight, rotary.eps) for weight in (rotary.q_norm, rotary.k_norm)]
         norms = {
-            "input_layernorm": self.attention_norm.weight,
+            "input_layernorm": self.attention_norm,
             # Where branches have norms, the file calls the first of them what it calls the MLP's own elsewhere.
-            "post_attention_layernorm" if branches[0] is None else "pre_feedforward_layernorm": self.mlp_norm.weight,
-            "self_attn.q_norm": rotary.q_norm,
-            "self_attn.k_norm": rotary.k_norm,
+            "post_attention_layernorm" if branches[0] is None else "pre_feedforward_layernorm": self.mlp_norm,
+            "self_attn.q_norm": of_heads[0],
+            "self_attn.k_norm": of_heads[1],
         }
         for name, norm in zip(("post_attention_layernorm", "post_feedforward_layernorm"), branches, strict=True):
             if norm is not None:
-                norms[name] = norm.weight
-        for name, weight in norms.items():
-            if weight is not None:
-                yield norm_slot(f"{prefix}.{name}.weight", weight, offset=norm_offset)
+                norms[name] = norm
+        for name, norm in norms.items():
+            if norm is not None:
+                yield from norm_slots(f"{prefix}.{name}", norm, offset=norm_offset)

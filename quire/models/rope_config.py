@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from quire.models.config_reader import MAX_INTEGER, MAX_NUMBER, ConfigReader, shown
@@ -20,13 +21,15 @@ KEYS_BY_TYPE = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": _YARN_KEYS,
     "factors": {"factors"},
+    "longrope": {"short_factor", "long_factor", "factor", "attention_factor"},
 }
+_TYPE_NAMES = {"su": "longrope"}  # as Phi 3's first configs called it
 
 
-def read_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
-    """The rotary embedding of a model whose layers all turn alike."""
+def read_rope(config: ConfigReader, head_dim: int, *, has_parts: bool = False) -> RopeSpec:
+    """The rotary embedding of a model whose layers all turn alike. has_parts: it may turn a part of each head."""
     theta = config.number("rope_theta", DEFAULT_THETA)
-    return _read_entry(config, _rope_entry(config), theta, head_dim)
+    return _read_entry(config, _rope_entry(config), theta, head_dim, has_parts=has_parts)
 
 
 def read_rope_by_layer_type(config: ConfigReader, head_dim: int) -> dict[str, RopeSpec]:
@@ -58,21 +61,33 @@ def _rope_entry(config: ConfigReader) -> ConfigReader | None:
     return config.part("rope_scaling") or config.part("rope_parameters")
 
 
-def _read_entry(config: ConfigReader, entry: ConfigReader | None, theta: float, head_dim: int) -> RopeSpec:
-    if config.number("partial_rotary_factor", 1.0) != 1.0:
-        raise config.error("partial_rotary_factor is not 1: rotary embedding of a part of the head is not served")
+def _read_entry(
+    config: ConfigReader, entry: ConfigReader | None, theta: float, head_dim: int, *, has_parts: bool = False
+) -> RopeSpec:
+    share = config.number("partial_rotary_factor", 1.0)
+    if has_parts and entry is not None:
+        share = entry.number("partial_rotary_factor", share)
+    if share > 1.0 or (share != 1.0 and not has_parts):
+        raise config.error(
+            f"{config.named('partial_rotary_factor')} is not 1: this architecture is served with heads that turn whole"
+        )
+    num_turned = None if share == 1.0 else int(head_dim * share)
+    if num_turned is not None and (num_turned < 2 or num_turned % 2):
+        raise config.error(f"partial_rotary_factor {share} of a head of {head_dim}: rotary embedding turns pairs")
     if entry is None:
-        return RopeSpec(theta)
+        return RopeSpec(theta, num_turned=num_turned)
     rope_type = entry.text("rope_type", entry.get("type") or "default")
+    rope_type = _TYPE_NAMES.get(rope_type, rope_type)
     if rope_type not in KEYS_BY_TYPE:
         served = ", ".join(sorted(KEYS_BY_TYPE))
         raise entry.error(f"rope_type {shown(rope_type)} is not served (there are {served})")
     unknown = entry.values.keys() - _COMMON_KEYS - KEYS_BY_TYPE[rope_type]
-    if entry.number("partial_rotary_factor", 1.0) == 1.0:
+    if has_parts or entry.number("partial_rotary_factor", 1.0) == 1.0:
         unknown -= {"partial_rotary_factor"}
     if unknown:
         raise entry.error(f"{', '.join(sorted(unknown))[:200]} is not served with rope_type {rope_type!r}")
-    return RopeSpec(entry.number("rope_theta", theta), _read_scaling(config, entry, rope_type, head_dim))
+    scaling = _read_scaling(config, entry, rope_type, num_turned or head_dim)
+    return RopeSpec(entry.number("rope_theta", theta), scaling, num_turned)
 
 
 def _read_scaling(config: ConfigReader, entry: ConfigReader, rope_type: str, head_dim: int) -> dict[str, Any] | None:
@@ -81,8 +96,10 @@ def _read_scaling(config: ConfigReader, entry: ConfigReader, rope_type: str, hea
         return None
     scaling: dict[str, Any] = {"rope_type": rope_type}
     if rope_type == "factors":
-        scaling["factors"] = _read_factors(entry, head_dim)
+        scaling["factors"] = _read_factors(entry, "factors", head_dim)
         return scaling
+    if rope_type == "longrope":
+        return scaling | _read_longrope(config, entry, head_dim)
     scaling["factor"] = entry.number("factor")
     trained_length = config.integer("max_position_embeddings")
     if rope_type in ("llama3", "yarn"):
@@ -106,10 +123,25 @@ def _read_scaling(config: ConfigReader, entry: ConfigReader, rope_type: str, hea
     return scaling
 
 
-def _read_factors(entry: ConfigReader, head_dim: int) -> list[float]:
-    factors = entry.get("factors")
+def _read_longrope(config: ConfigReader, entry: ConfigReader, head_dim: int) -> dict[str, Any]:
+    """The long factors are for sequences past the trained length, which are not served."""
+    longest = config.integer("max_position_embeddings")
+    trained = config.integer(
+        "original_max_position_embeddings", entry.integer("original_max_position_embeddings", longest)
+    )
+    factor = entry.number("factor", longest / trained)
+    magnitude = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(trained))
+    return {
+        "short_factor": _read_factors(entry, "short_factor", head_dim),
+        "original_max_position_embeddings": trained,
+        "attention_factor": entry.number("attention_factor", magnitude),
+    }
+
+
+def _read_factors(entry: ConfigReader, key: str, head_dim: int) -> list[float]:
+    factors = entry.get(key)
     if not isinstance(factors, list | tuple) or len(factors) != head_dim // 2 or not all(map(_is_positive, factors)):
-        raise entry.error(f"factors must be {head_dim // 2} positive numbers, one for each pair of a head's elements")
+        raise entry.error(f"{key} must be {head_dim // 2} positive numbers, one for each pair of a head's elements")
     return [float(factor) for factor in factors]
 
 

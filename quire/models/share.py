@@ -145,6 +145,11 @@ def share_of(spec: ModelSpec, rank: int, tensor_size: int = 1, num_stages: int =
 
 
 def check_degrees(spec: ModelSpec, tensor_size: int, num_stages: int) -> None:
+    if tensor_size > 1 and spec.wide_qk_norm:
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_size}: {spec.architecture} has a norm over all heads, of which a rank has "
+            "some: use pipeline_parallel_size"
+        )
     if tensor_size > (most := max_tensor_size(spec)):
         raise ConfigError(
             f"tensor_parallel_size={tensor_size} is more than the {most} ranks among which {spec.num_heads} query and "

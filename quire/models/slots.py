@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import LinearWeight
+from quire.kernels.interface import LinearWeight, Norm, QuantizedRows
 from quire.models.share import Cut
 
 _RANDOM_VALUES = 16 << 20  # made at a time, of dummy weights that are split
@@ -89,18 +89,38 @@ def _held_rows(parts: Sequence[Cut], start: int, count: int) -> Iterator[tuple[i
         at += rows.total
 
 
-def norm_slot(name: str, parameter: Tensor, *, offset: bool) -> WeightSlot:
-    """`offset`: the file holds the weight minus 1, as Gemma's do. Dummy norms are plain ones."""
+def norm_slots(module: str, norm: Norm, *, offset: bool, scale: float = 1.0) -> Iterator[WeightSlot]:
+    """`offset`: the file holds the weight minus 1, as Gemma's do. scale: of what the norm gives, taken into its weight.
+    Dummy norms are plain ones."""
 
-    def load(tensor: Tensor) -> None:
+    def load(parameter: Tensor, tensor: Tensor) -> None:
         parameter.copy_(tensor)
         if offset:
             parameter.add_(1.0)
+        parameter.mul_(scale)
 
-    def randomize(std: float, seed: int) -> None:
-        parameter.fill_(1.0)
+    def fill(parameter: Tensor, value: float, std: float, seed: int) -> None:
+        parameter.fill_(value)
 
-    return WeightSlot(name, tuple(parameter.shape), load, randomize)
+    for name, parameter, value in (("weight", norm.weight, scale), ("bias", norm.bias, 0.0)):
+        if parameter is not None:
+            yield WeightSlot(
+                f"{module}.{name}", tuple(parameter.shape), partial(load, parameter), partial(fill, parameter, value)
+            )
+
+
+def reordered(slot: WeightSlot, order: Sequence[int]) -> WeightSlot:
+    """A slot that takes the rows of each head (as many as `order` has) in another order."""
+
+    def load(tensor: Any) -> None:
+        heads = torch.arange(tensor.shape[0]).reshape(-1, len(order))
+        rows = heads[:, list(order)].flatten()
+        if isinstance(tensor, QuantizedRows):
+            slot.load(replace(tensor, blocks=tensor.blocks[rows.numpy()]))
+        else:
+            slot.load(tensor[rows])
+
+    return replace(slot, load=load)
 
 
 def _randomized_already(std: float, seed: int) -> None:

@@ -12,6 +12,7 @@ class RopeSpec:
 
     theta: float
     scaling: dict[str, Any] | None = None  # rope_type (see layers/rotary.py), with its numbers
+    num_turned: int | None = None  # elements of a head that turn, its first; None: all
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,9 +56,16 @@ class ModelSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False  # OLMo 2: one norm over all of q, and one over all of k
     norm_offset: bool = False  # Gemma: norms multiply by 1 + weight
-    sandwich_norms: bool = False  # Gemma: a norm after attention and after the MLP too
+    layer_norms: bool = False  # norms take the mean away first, and have a bias
+    entry_norms: bool = True  # a norm before attention and before the MLP
+    sandwich_norms: bool = False  # a norm of what each of them adds (Gemma; OLMo 2, which has no others)
+    parallel_residual: bool = False  # GPT-NeoX: attention and MLP both read what came into the layer
+    gated_mlp: bool = True  # activation(gate) * up, not activation(up)
+    learned_positions: int | None = None  # GPT-2: so many, each with a vector that is added to the word's
     embedding_scale: float | None = None
+    logit_scale: float = 1.0  # multiplies logits
     attention_scale: float = 0.0  # multiplies q·k; resolved, never 0 in a finished spec
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -66,6 +74,17 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # what the checkpoint was saved in
     extras: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cpu_only(self) -> str | None:
+        """What of it no GPU kernel has yet; None if all is there."""
+        features = {
+            "mixture of experts": self.experts is not None,
+            "LayerNorm": self.layer_norms,
+            "an MLP without a gate": not self.gated_mlp,
+            "a norm over all of q and k": self.wide_qk_norm,
+        }
+        return next((name for name, is_there in features.items() if is_there), None)
 
     @property
     def kv_values_per_layer(self) -> int:

@@ -10,8 +10,10 @@ def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
+        **_norm_shapes(spec, "model.norm", hidden),
     }
+    if spec.learned_positions is not None:
+        shapes["model.embed_positions.weight"] = (spec.learned_positions, hidden)
     if not spec.tie_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
     for index, layer in enumerate(spec.layers):
@@ -20,8 +22,13 @@ def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[f"model.layers.{index}.{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"model.layers.{index}.{name}.bias"] = (rows,)
-        shapes |= {f"model.layers.{index}.{name}.weight": (width,) for name, width in _norms(spec).items()}
+        for name, width in _norms(spec).items():
+            shapes |= _norm_shapes(spec, f"model.layers.{index}.{name}", width)
     return shapes
+
+
+def _norm_shapes(spec: ModelSpec, module: str, width: int) -> dict[str, tuple[int, ...]]:
+    return {f"{module}.{name}": (width,) for name in (("weight", "bias") if spec.layer_norms else ("weight",))}
 
 
 _Matrices = dict[str, tuple[int, int, bool]]  # module in a layer -> rows, columns, whether it has a bias
@@ -40,7 +47,7 @@ def _attention_matrices(spec: ModelSpec) -> _Matrices:
 def _mlp_matrices(spec: ModelSpec, module: str = "mlp", inner: int | None = None) -> _Matrices:
     hidden, inner = spec.hidden_size, inner or spec.intermediate_size
     return {
-        f"{module}.gate_proj": (inner, hidden, spec.mlp_bias),
+        **({f"{module}.gate_proj": (inner, hidden, spec.mlp_bias)} if spec.gated_mlp else {}),
         f"{module}.up_proj": (inner, hidden, spec.mlp_bias),
         f"{module}.down_proj": (hidden, inner, spec.mlp_bias),
     }
@@ -59,9 +66,15 @@ def _experts_matrices(spec: ModelSpec) -> _Matrices:
 
 
 def _norms(spec: ModelSpec) -> dict[str, int]:
-    norms = {"input_layernorm": spec.hidden_size, "post_attention_layernorm": spec.hidden_size}
+    names = ["input_layernorm", "post_attention_layernorm"] if spec.entry_norms else ["post_attention_layernorm"]
     if spec.sandwich_norms:
-        norms |= {"pre_feedforward_layernorm": spec.hidden_size, "post_feedforward_layernorm": spec.hidden_size}
+        names += ["pre_feedforward_layernorm"] * spec.entry_norms + ["post_feedforward_layernorm"]
+    norms = dict.fromkeys(names, spec.hidden_size)
+    if spec.wide_qk_norm:
+        norms |= {
+            "self_attn.q_norm": spec.num_heads * spec.head_dim,
+            "self_attn.k_norm": spec.num_kv_heads * spec.head_dim,
+        }
     if spec.qk_norm:
         norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
     return norms
@@ -69,4 +82,5 @@ def _norms(spec: ModelSpec) -> dict[str, int]:
 
 def is_ignored_tensor(spec: ModelSpec, name: str) -> bool:
     """Whether a checkpoint may hold this tensor without its being needed."""
-    return name.endswith("rotary_emb.inv_freq") or (spec.tie_embeddings and name == "lm_head.weight")
+    unused = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+    return name.endswith(unused) or (spec.tie_embeddings and name == "lm_head.weight")

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import WeightsError
-from quire.models.architectures import tensor_name
+from quire.models.architectures import spec_from_config, stored_names
+from quire.models.stored_names import StoredNames
+from quire.models.tensors import checkpoint_tensors
 from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, check_apart, match_slots
 from quire.weights.json_files import read_json_object
 from quire.weights.regular import open_regular
@@ -43,10 +45,21 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def tensors(self) -> list[TensorEntry]:
         if self._tensors is None:
-            self._tensors = [
-                replace(entry, name=tensor_name(self.config, entry.stored_name)) for entry in list_tensors(self.path)
-            ]
+            self._tensors = list(self._parts(list_tensors(self.path)))
         return self._tensors
+
+    def _parts(self, entries: list[TensorEntry]) -> Iterator[TensorEntry]:
+        """Under the names that the decoder has for them; a fused tensor as one entry for each of its parts."""
+        names = stored_names(self.config)
+        if names == StoredNames():
+            yield from entries
+            return
+        spec = spec_from_config(self.config, source=str(self.path / "config.json"))
+        shapes = checkpoint_tensors(spec)
+        for entry in entries:
+            for part in names.parts(entry.stored_name, entry.shape, shapes, spec.head_dim):
+                num_bytes = entry.num_bytes * math.prod(part.shape) // max(1, math.prod(entry.shape))
+                yield replace(entry, name=part.name, shape=part.shape, view=part.view, num_bytes=num_bytes)
 
     def load_into(
         self,

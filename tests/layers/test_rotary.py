@@ -19,6 +19,13 @@ CASES = {
     "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10_000.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
     "llama3": {**LLAMA3, "rope_theta": 500_000.0, "original_max_position_embeddings": 512},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0 + i / 8 for i in range(32)],
+        "long_factor": [2.0 + i for i in range(32)],
+        "original_max_position_embeddings": 2048,
+    },
     "yarn": {**YARN, "rope_theta": 10_000.0},
     "yarn-betas": {**YARN, "rope_theta": 1_000_000.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
     "yarn-step": {**YARN, "rope_theta": 10_000.0, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
@@ -30,13 +37,17 @@ CASES = {
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", CASES)
 def test_table_is_that_of_transformers(name, head_dim):
+    parameters = dict(CASES[name])
+    for key in ("short_factor", "long_factor"):
+        if key in parameters:
+            parameters[key] = parameters[key] * (head_dim // 64)
     config = LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
         intermediate_size=8,
         num_hidden_layers=1,
         max_position_embeddings=2048,
-        rope_parameters=dict(CASES[name]),
+        rope_parameters=parameters,
         architectures=["LlamaForCausalLM"],
     )
     positions = torch.arange(2048)

@@ -52,6 +52,63 @@ EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+_GEMMA2 = {
+    "head_dim": 32, "query_pre_attn_scalar": 48, "sliding_window": 8, "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 5.0, "attn_implementation": "eager", "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+_PHI3 = {"sliding_window": None, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 8 for i in range(16)],
+    "long_factor": [2.0 + i for i in range(16)], "original_max_position_embeddings": 256,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _GEMMA2),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _PHI3),
+    "phi3-partial-window": (
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        _PHI3
+        | {
+            "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "phi3-longrope": (
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        _PHI3
+        | {
+            "rope_parameters": _LONGROPE, "max_position_embeddings": 1024, "original_max_position_embeddings": 256,
+        },
+    ),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", {"pad_token_id": 0}),
+    "granite": (
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 6.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
+            "logits_scaling": 0.5, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+        },
+    ),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", {"sliding_window": 8, "bos_token_id": 1}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96, "bos_token_id": 1},
+    ),
+    "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"num_key_value_heads": 4}),
+    "gpt-neox-serial": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {
+            "use_parallel_residual": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+}  # fmt: skip
+
+
 def tiny_model(entry: tuple[str, str, dict[str, Any]]) -> Any:
     """As the harness makes them, with routers that decide."""
     harness.TINY_MODELS["here"] = entry
@@ -65,6 +122,14 @@ def tiny_model(entry: tuple[str, str, dict[str, Any]]) -> Any:
                 parameter.normal_(0.0, 0.3)
             elif "experts" in name:
                 parameter.normal_(0.0, 0.15)
+            elif parameter.dim() == 1 and ("ln_" in name or "norm" in name.lower()):
+                parameter.normal_(0.0 if name.endswith("bias") or "Gemma" in entry[0] else 1.0, 0.3)
+            elif parameter.dim() == 2 and entry[0] in (
+                "GPT2LMHeadModel",
+                "GPTNeoXForCausalLM",
+                "Starcoder2ForCausalLM",
+            ):
+                parameter.normal_(0.0, 0.08)
     return model
 
 

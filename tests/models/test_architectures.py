@@ -34,8 +34,14 @@ def _config(architecture="LlamaForCausalLM", **changes):
         "MixtralForCausalLM": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
         "Qwen2MoeForCausalLM": _EXPERTS,
         "Qwen3MoeForCausalLM": _EXPERTS | {"head_dim": 32},
+        "Phi3ForCausalLM": {"sliding_window": None},
+        "Starcoder2ForCausalLM": {"sliding_window": None},
+        "Gemma2ForCausalLM": {"head_dim": 32, "query_pre_attn_scalar": 100, "sliding_window": 16},
         "Gemma3ForCausalLM": {"head_dim": 32, "query_pre_attn_scalar": 100, "sliding_window": 16},
     }
+    keys = ARCHITECTURES[architecture].keys if architecture in ARCHITECTURES else {}
+    without = {"num_key_value_heads"} if "num_key_value_heads" in keys else set()
+    config = {keys.get(key, key): value for key, value in config.items() if key not in without}
     return {**config, **own.get(architecture, {}), **changes}
 
 
@@ -164,7 +170,8 @@ def test_gemma3_in_both_spellings():
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: awq"),
         ({"num_local_experts": 8}, "num_local_experts is 8: this architecture is served without experts"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not served"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling: rope_type 'longrope' is not served"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling: rope_type 'proportional' is not served"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling: short_factor must be 8 positive numbers"),
         ({"rope_parameters": {"type": "mrope"}}, "rope_parameters: rope_type 'mrope'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "zeta": 1}}, "zeta is not served"),
@@ -240,7 +247,10 @@ def test_a_mistral_config_must_say_whether_it_has_a_window():
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_missing_key_is_named_with_its_file(architecture, key):
-    config = _config(architecture)
+    config, described = _config(architecture), ARCHITECTURES[architecture]
+    if key == "intermediate_size" and described.inner_ratio is not None:
+        return
+    key = described.keys.get(key, key)
     del config[key]
     with pytest.raises(UnsupportedModelError, match=f"^{SOURCE}: {key} is missing$"):
         spec_from_config(config, source=SOURCE)

@@ -85,13 +85,15 @@ class CpuOps(ComposedOps):
         assert x.dtype is torch.float32 and norm.weight.dtype is torch.float32 and norm.weight.is_contiguous()
         x = x.contiguous()
         rows, width = x.shape
+        if norm.bias is not None:
+            return torch.nn.functional.layer_norm(x, (width,), norm.weight, norm.bias, norm.eps)
         out = torch.empty((rows, width))
         self.functions.rms_norm(self.pool, x.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width, norm.eps)
         return out
 
     def add_norm(self, branch: Tensor, residual: Tensor, norm: Norm | None) -> Normed:
-        if norm is None:
-            return residual.add_(branch)
+        if norm is None or norm.bias is not None:
+            return super().add_norm(branch, residual, norm)
         assert branch.dtype is torch.float32 and branch.is_contiguous()
         assert residual.dtype is torch.float32 and residual.is_contiguous() and norm.weight.dtype is torch.float32
         rows, width = residual.shape

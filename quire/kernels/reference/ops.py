@@ -38,6 +38,10 @@ class ReferenceOps(ComposedOps):
         return ReferenceLinear(self, out_features, in_features, bias=bias, device=self.device, dtype=self.weight_dtype)
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
+        if norm.bias is not None:
+            wide = widened(x)
+            weight, bias = norm.weight.to(wide.dtype), norm.bias.to(wide.dtype)
+            return F.layer_norm(wide, x.shape[-1:], weight, bias, norm.eps).to(x.dtype)
         return _normalize(widened(x), norm.weight, norm.eps).to(x.dtype)
 
     def rope_and_write(

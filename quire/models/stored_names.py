@@ -1,0 +1,68 @@
+"""How a family's checkpoints name and lay out tensors, where they differ from the names that the decoder has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+
+class Part(NamedTuple):
+    """A tensor of the decoder, out of one that is stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    view: Callable[[Any], Any] | None  # takes it out of the stored tensor; None: it is that one
+
+
+@dataclass(slots=True, frozen=True)
+class StoredNames:
+    """The differences. Ends of module names are those after renaming."""
+
+    renames: tuple[tuple[str, str], ...] = ()  # patterns and what stands in their place, one after the other
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # end of a module -> those whose rows it holds
+    by_head: bool = False  # rows of a fused tensor: a head's part of each, then the next head's
+    transposed: tuple[str, ...] = ()  # ends of modules whose matrices are stored [inputs, outputs]
+
+    def parts(
+        self, stored_name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], head_dim: int
+    ) -> Iterator[Part]:
+        """shapes: of the decoder's tensors. A fused tensor of another size is left as it is: nothing will want it."""
+        name = stored_name
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
+        module, _, suffix = name.rpartition(".")
+        is_transposed = len(shape) == 2 and bool(self.transposed) and module.endswith(self.transposed)
+        shape = shape[::-1] if is_transposed else shape
+        end = next((end for end in self.fused if module.endswith(end)), None)
+        if end is None:
+            yield Part(name, shape, _transposed if is_transposed else None)
+            return
+        names = [f"{module.removesuffix(end)}{part}.{suffix}" for part in self.fused[end]]
+        rows = [shapes[part][0] if part in shapes else 0 for part in names]
+        if sum(rows) != shape[0] or (self.by_head and shape[0] % (len(names) * head_dim)):
+            yield Part(name, shape, None)
+            return
+        first = 0
+        for number, (part, count) in enumerate(zip(names, rows, strict=True)):
+            if self.by_head:
+                view = partial(_head_rows, number, len(names), head_dim)
+            else:
+                view = partial(_rows, first, first + count, is_transposed)
+            yield Part(part, (count, *shape[1:]), view)
+            first += count
+
+
+def _transposed(tensor: Any) -> Any:
+    return tensor.T
+
+
+def _rows(first: int, last: int, is_transposed: bool, tensor: Any) -> Any:
+    return (tensor.T if is_transposed else tensor)[first:last]
+
+
+def _head_rows(number: int, count: int, head_dim: int, tensor: Any) -> Any:
+    heads = tensor.reshape(-1, count, head_dim, *tensor.shape[1:])
+    return heads[:, number].reshape(-1, *tensor.shape[1:])
