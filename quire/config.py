@@ -56,6 +56,8 @@ def _understood(given: dict[str, Any]) -> dict[str, Any]:
             if ours in values:
                 raise ConfigError(f"{theirs} and {ours} are the same thing: give one of them")
             values[ours] = values.pop(theirs)
+    if values.get("batch_invariant") is None and os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        values["batch_invariant"] = True
     values = _with_speculation(values)
     values = sift(values, refusals.ENGINE, known, error=lambda _, message: ConfigError(message))
     written = frozenset(values) - {"given"}
@@ -129,6 +131,7 @@ class EngineConfig:
     num_threads: int | None = None  # of each replica
     data_parallel_size: int = 1  # engines behind one server
     enforce_eager: bool = False
+    batch_invariant: bool = False  # logits depend on nothing but the request; or VLLM_BATCH_INVARIANT=1
     # Among how many devices the model is split
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -219,6 +222,10 @@ class EngineConfig:
             raise ConfigError("kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: give one")
         if self.logits_processors and self.speculative_config is not None:
             raise ConfigError("logits_processors see one token at a time: leave out speculative_config")
+        if not isinstance(self.batch_invariant, bool):
+            raise ConfigError(f"batch_invariant must be True or False, got {self.batch_invariant!r}")
+        if self.batch_invariant and self.num_ranks > 1:
+            raise ConfigError("batch_invariant is for a model on one device so far: leave tensor_parallel_size at 1")
         if self.logits_processors and self.num_ranks > 1:
             raise ConfigError("logits_processors are code, which does not travel to ranks: leave them out")
         if self.pinned_prefixes and not self.enable_prefix_caching:

@@ -46,6 +46,11 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
             "tensor_parallel_size and pipeline_parallel_size above 1 are served on CPUs so far: set device='cpu', or "
             "run one engine on each GPU"
         )
+    if device.type == "cuda" and config.batch_invariant:
+        raise ConfigError(
+            "batch_invariant is served on CPUs so far: on a GPU products are chosen by their size. Set device='cpu', "
+            "or leave it out (VLLM_BATCH_INVARIANT sets it too)"
+        )
     dtype = activation_dtype(config, spec, device.type)
     kv_dtype = _kv_dtype(config, dtype, device)
     if device.type == "cuda" and spec.cpu_only is not None:
@@ -98,9 +103,16 @@ def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
     if reason is None:
         # float32 by name is exact; left to us, packed weights are multiplied by activations in 8 bits.
         exact = config.dtype == "float32"
-        ops = native.CpuOps(weight_dtype=weight_dtype, num_threads=_num_threads(config), exact=exact)
+        ops = native.CpuOps(
+            weight_dtype=weight_dtype,
+            num_threads=_num_threads(config),
+            exact=exact,
+            batch_invariant=config.batch_invariant,
+        )
         kernels = f"native {ops.isa} kernels on {ops.num_threads} threads"
         return Backend(device, ops, torch.float32, kv_dtype, weight_dtype, kernels)
+    if config.batch_invariant:
+        raise ConfigError(f"batch_invariant needs the native CPU kernels, but {reason}")
     if config.quantization:
         raise ConfigError(f"quantization={config.quantization!r} needs the native CPU kernels, but {reason}")
     if config.num_threads is not None or config.data_parallel_size > 1:

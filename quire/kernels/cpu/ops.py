@@ -35,6 +35,7 @@ class _NativeSpec(ctypes.Structure):
         ("kv_kind", ctypes.c_int64),
         ("block_stride", ctypes.c_int64),
         ("window", ctypes.c_int64),
+        ("invariant", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     )
@@ -44,6 +45,8 @@ class CpuOps(ComposedOps):
     """One engine's kernels and threads. `isa` is for tests and benchmarks; the default is the best of this machine.
 
     `exact`: weights packed in 8 bits or fewer are multiplied by float32 activations, not by activations in 8 bits.
+    `batch_invariant`: attention sums a token's keys in the same order whether it is decoded or part of a prompt. All
+    else sums a row in one order anyway, whatever rows are beside it.
     """
 
     name = "cpu"
@@ -54,6 +57,7 @@ class CpuOps(ComposedOps):
         num_threads: int | None = None,
         *,
         exact: bool = False,
+        batch_invariant: bool = False,
         isa: str | None = None,
     ) -> None:
         if weight_dtype not in WEIGHT_DTYPES:
@@ -66,6 +70,7 @@ class CpuOps(ComposedOps):
         self.isa = self.functions.isa
         self.weight_dtype = weight_dtype
         self.exact = exact
+        self.batch_invariant = batch_invariant
         self.num_threads = num_threads or default_num_threads()
         self._threads = ThreadPool(library, self.num_threads)
         self.pool = self._threads.address
@@ -167,11 +172,11 @@ class CpuOps(ComposedOps):
         key = (spec, kv.dtype, kv.stride())
         native = self._specs.get(key)
         if native is None:
-            native = self._specs[key] = _make_native_spec(spec, kv)
+            native = self._specs[key] = _make_native_spec(spec, kv, self.batch_invariant)
         return ctypes.addressof(native)
 
 
-def _make_native_spec(spec: AttentionSpec, kv: Tensor) -> _NativeSpec:
+def _make_native_spec(spec: AttentionSpec, kv: Tensor, batch_invariant: bool) -> _NativeSpec:
     _, two, num_kv_heads, block_size, head_dim = kv.shape
     tile = block_size * head_dim
     assert kv.stride()[1:] == (num_kv_heads * tile, tile, head_dim, 1), "a block of one layer must be contiguous"
@@ -189,6 +194,7 @@ def _make_native_spec(spec: AttentionSpec, kv: Tensor) -> _NativeSpec:
         _KV_KINDS[kv.dtype],
         kv.stride(0),
         spec.window or 0,
+        batch_invariant,
         spec.scale,
         spec.softcap or 0.0,
     )

@@ -6,7 +6,8 @@
  * and V are read once. A longer sequence has several chunks, merged at the end; their bounds depend on nothing but the
  * sequence, so neither does its result.
  * Several new tokens (prefill): an item is one KV head and a tile of queries; keys pass by in tiles that are transposed
- * into a buffer once and used by all rows, with the running maximum and sum of an online softmax. */
+ * into a buffer once and used by all rows, with the running maximum and sum of an online softmax. That sums in another
+ * order than a decode; where results must not depend on who was computed with whom, each token is summed as a decode. */
 #include "attention_decode.h"
 #include "attention_prefill.h"
 #include "pool.h"
@@ -17,6 +18,7 @@ static void attend(void *context, long index) {
     const attention_job *job = context;
     const item *work = &job->items[index];
     if (job->query_starts[work->seq + 1] - job->query_starts[work->seq] == 1) decode_item(job, work);
+    else if (job->spec.invariant) invariant_item(job, work);
     else prefill_item(job, work);
 }
 

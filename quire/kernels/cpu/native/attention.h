@@ -13,6 +13,7 @@ enum {
 
 typedef struct {
     int64_t num_heads, num_kv_heads, head_dim, block_size, kv_kind, block_stride, window; /* 0: none */
+    int64_t invariant; /* prompts are summed in the order of decodes */
     float scale, softcap; /* 0: none */
 } attention_spec;
 

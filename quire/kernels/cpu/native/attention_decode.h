@@ -104,13 +104,13 @@ static void add_block(int kind, int heads, tile *t, long dim) {
     else weigh_values(F16, heads, t, dim);
 }
 
-static void decode_item(const attention_job *job, const item *work) {
+/* Keys [work->begin, work->end) for one token; to `partials` [group], or if that is NULL to its output. */
+static void decode_chunk(const attention_job *job, const item *work, long token, float *partials) {
     const attention_spec *s = &job->spec;
     const long dim = job->dim, base = work->begin / 4 * 4, block_size = s->block_size;
     const int kind = (int)s->kv_kind;
     enum { STRIDE = DECODE_CHUNK + 16 }; /* room for the vectors that reach past either end */
     _Alignas(64) float scores[HEAD_TILE * STRIDE], acc[HEAD_TILE * MAX_DIM], q[HEAD_TILE * MAX_DIM];
-    const long token = job->query_starts[work->seq];
     const int tiles = (int)(job->group + HEAD_TILE - 1) / HEAD_TILE;
     const int per_tile = (int)(job->group + tiles - 1) / tiles;
     for (int g = 0; g < job->group; g += per_tile) {
@@ -143,11 +143,11 @@ static void decode_item(const attention_job *job, const item *work) {
             key = block_end;
         }
         for (int h = 0; h < heads; h++) {
-            if (work->partial < 0) {
+            if (partials == NULL) {
                 float *out = job->out + (token * s->num_heads + first_head + h) * dim;
                 for (long d = 0; d < dim; d++) out[d] = acc[h * MAX_DIM + d] / sum[h];
             } else {
-                float *out = job->partials + (work->partial * job->group + g + h) * job->partial_floats;
+                float *out = partials + (g + h) * job->partial_floats;
                 out[0] = maximum[h];
                 out[1] = sum[h];
                 memcpy(out + 2, acc + h * MAX_DIM, (size_t)dim * sizeof(float));
@@ -156,23 +156,61 @@ static void decode_item(const attention_job *job, const item *work) {
     }
 }
 
-/* The chunks of one sequence and KV head into its output rows. */
-static void merge_chunks(const attention_job *job, const item *work) {
-    const long dim = job->dim, token = job->query_starts[work->seq];
+static float *partial_at(const attention_job *job, long partial) {
+    return job->partials + partial * job->group * job->partial_floats;
+}
+
+static void decode_item(const attention_job *job, const item *work) {
+    decode_chunk(job, work, job->query_starts[work->seq], work->partial < 0 ? NULL : partial_at(job, work->partial));
+}
+
+/* The chunks of one token and KV head, `num_chunks` from `partials` on, into its output rows. */
+static void merge_token(const attention_job *job, long token, long kv_head, const float *partials, long num_chunks) {
+    const long dim = job->dim;
     for (long h = 0; h < job->group; h++) {
-        float *out = job->out + (token * job->spec.num_heads + work->kv_head * job->group + h) * dim;
-        const float *first = job->partials + (work->partial * job->group + h) * job->partial_floats;
+        float *out = job->out + (token * job->spec.num_heads + kv_head * job->group + h) * dim;
+        const float *first = partials + h * job->partial_floats;
         const long step = job->group * job->partial_floats;
         float maximum = -INFINITY, sum = 0;
-        for (long c = 0; c < work->num_partials; c++) maximum = MAX(maximum, first[c * step]);
+        for (long c = 0; c < num_chunks; c++) maximum = MAX(maximum, first[c * step]);
         memset(out, 0, (size_t)dim * sizeof(float));
-        for (long c = 0; c < work->num_partials; c++) {
+        for (long c = 0; c < num_chunks; c++) {
             const float *part = first + c * step, factor = expf(part[0] - maximum);
             sum += factor * part[1];
             for (long d = 0; d < dim; d++) out[d] += factor * part[2 + d];
         }
         for (long d = 0; d < dim; d++) out[d] /= sum;
     }
+}
+
+static void merge_chunks(const attention_job *job, const item *work) {
+    merge_token(job, job->query_starts[work->seq], work->kv_head, partial_at(job, work->partial), work->num_partials);
+}
+
+/* A tile of a prompt's tokens, each summed as if it were decoded: in chunks of keys that depend on its position alone. A
+ * chunk of keys stays in the cache while the tokens pass over it. */
+static void invariant_item(const attention_job *job, const item *work) {
+    const attention_spec *s = &job->spec;
+    const long first_token = job->query_starts[work->seq], count = work->end - work->begin;
+    const long first_position = job->kv_lens[work->seq] - (job->query_starts[work->seq + 1] - first_token) + work->begin;
+    const long last = first_position + count, per_token = job->group * job->partial_floats;
+    const long first_chunk = (s->window ? MAX(0, first_position + 1 - s->window) : 0) / DECODE_CHUNK;
+    const long most = (last - 1) / DECODE_CHUNK - first_chunk + 1;
+    float *partials = malloc((size_t)(count * most * per_token) * sizeof(float));
+    if (!partials) abort();
+    for (long c = 0; c < most; c++)
+        for (long t = 0; t < count; t++) {
+            const long end = first_position + t + 1, first = s->window ? MAX(0, end - s->window) : 0;
+            const long own = first / DECODE_CHUNK, chunks = (end - 1) / DECODE_CHUNK - own + 1, chunk = first_chunk + c;
+            if (chunk < own || chunk >= own + chunks) continue;
+            const long begin = chunk * DECODE_CHUNK, token = first_token + work->begin + t;
+            const item keys = {work->seq, work->kv_head, MAX(begin, first), MIN(begin + DECODE_CHUNK, end), -1, 0};
+            float *to = partials + (t * most + chunk - own) * per_token;
+            decode_chunk(job, &keys, token, chunks > 1 ? to : NULL);
+            if (chunks > 1 && chunk == own + chunks - 1)
+                merge_token(job, token, work->kv_head, partials + t * most * per_token, chunks);
+        }
+    free(partials);
 }
 
 #endif

@@ -94,7 +94,12 @@ static void softcap_item(void *context, long item) {
     float *x = job->out;
     long i = item * ITEM_FLOATS;
     for (; i + VL <= end; i += VL) store(x + i, cap * vtanh(load(x + i) * inverse));
-    for (; i < end; i++) x[i] = cap * tanhf(x[i] * inverse);
+    if (i < end) { /* by the same function, whatever lies around it */
+        float tail[VL] = {0};
+        memcpy(tail, x + i, (size_t)(end - i) * sizeof(float));
+        store(tail, cap * vtanh(load(tail) * inverse));
+        memcpy(x + i, tail, (size_t)(end - i) * sizeof(float));
+    }
 }
 
 /* x = cap * tanh(x / cap), in place. */

@@ -1,0 +1,51 @@
+"""What batch_invariant=True costs on a CPU: the same work on two engines, turn by turn.
+
+python -m benchmarks.batch_invariance
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+from quire import LLM, SamplingParams
+
+# Prompts, their length, and tokens out of each.
+WORK = {"decode": (8, 16, 64), "mixed": (8, 128, 32), "prompts of 512": (2, 512, 1), "prompts of 2,048": (1, 2048, 1)}
+
+
+def seconds(llm: LLM, count: int, length: int, num_out: int, turn: int) -> float:
+    prompts = [[(7 * i + 31 * j + turn) % 40_000 + 100 for j in range(length)] for i in range(count)]
+    params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False)
+    started = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    settings: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 256 << 20, "max_model_len": 2560}
+    engines = [LLM(args.model, batch_invariant=on, **settings) for on in (False, True)]
+    found = {}
+    for name, work in WORK.items():
+        ratios = []
+        for turn in range(args.repeats + 1):
+            off, on = (seconds(llm, *work, turn) for llm in engines)
+            ratios.append(on / off)
+        del ratios[0]  # the first touches memory
+        found[name] = {
+            "time with / without, median": round(statistics.median(ratios), 3),
+            "each": [round(r, 3) for r in ratios],
+        }
+        print(name, found[name], flush=True)
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
