@@ -64,6 +64,8 @@ VLLM_FLAGS: dict[str, str] = {
     "enable_prefix_caching": "",
     "enable_chunked_prefill": "",
     "enforce_eager": "",
+    "batch_invariant": "vLLM has VLLM_BATCH_INVARIANT=1, which is taken too; on a CPU",
+    "logits_processors": "",
     "host": "127.0.0.1 by default, not every address",
     "port": "",
     "uds": "",
