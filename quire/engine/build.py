@@ -176,6 +176,10 @@ def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenS
         scheduler.smooth_steps(lambda num_decodes: smooth_tokens)
     if config.speculative_config is not None:
         scheduler.drafter = make_drafter(config.speculative_config, scheduler, executor.max_draft_position)
+    worker = getattr(executor.executor, "worker", None)
+    if executor.executor.depth == 1 and worker is not None and worker.constraints is not None:
+        # Deeper, a step's tokens are not known yet when the next is planned; elsewhere, the constraints are not here.
+        scheduler.forced_tokens = worker.constraints.forced_tokens
     return TokenSide(executor, EngineCore(scheduler, executor.executor, kv, executor.grammars))
 
 

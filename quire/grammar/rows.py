@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.constraint import Constraint, Words
 from quire.params import SamplingSpec
 from quire.plan import StepPlan
+from quire.request import Sequence
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,7 +32,7 @@ class RowConstraints:
         self._rows: dict[int, Constraint] = {}
         self._num_words = -(-compiler.vocab_size // 32)
 
-    def admit(self, row: int, spec: SamplingSpec, output_token_ids: Sequence[int]) -> None:
+    def admit(self, row: int, spec: SamplingSpec, output_token_ids: Seq[int]) -> None:
         """Waits for the compiler where nobody did before. Raises BadRequestError only where nobody checked either."""
         if not spec.is_constrained:
             return
@@ -51,8 +52,10 @@ class RowConstraints:
     def clear(self) -> None:
         self._rows.clear()
 
-    def get(self, row: int) -> Constraint | None:
-        return self._rows.get(row)
+    def forced_tokens(self, seq: Sequence) -> list[int]:
+        """What must follow a running sequence's last token, where the constraint knows that one."""
+        constraint = self._rows.get(seq.row) if seq.row is not None and not seq.num_pending_tokens else None
+        return constraint.forced() if constraint is not None else []
 
     def of_step(self, plan: StepPlan) -> list[ConstrainedLine]:
         """The plan's rows that sample under a constraint, its forks made."""
@@ -64,7 +67,7 @@ class RowConstraints:
         found = [ConstrainedLine(i, row, self._rows[row]) for i, row in rows if row in self._rows]
         return [line for line in found if not line.constraint.is_over]
 
-    def masks(self, lines: Sequence[ConstrainedLine], drafts: Sequence[Sequence[int]]) -> Words:
+    def masks(self, lines: Seq[ConstrainedLine], drafts: Seq[Seq[int]]) -> Words:
         """[lines, words]: for each of them a line, and one more for each of its drafts."""
         packed = np.empty((len(lines) + sum(map(len, drafts)), self._num_words), dtype=np.int32)
         first = 0

@@ -62,6 +62,8 @@ class Scheduler:
         self._prompt_logprobs = PromptLogprobs()
         self._failures: list[SequenceUpdate] = []
         self.drafter: Drafter | None = None  # guesses tokens, for the executor to verify
+        # The tokens that a sequence's grammar leaves no choice of: verified like guesses, and always right.
+        self.forced_tokens: Callable[[Sequence], list[int]] | None = None
 
     # -- what there is
 
@@ -235,7 +237,7 @@ class Scheduler:
         grow, unforked = self._kv.grow, self._life.reserved_rows
         decodes, catching_up = step.decodes, step.catching_up
         beams = self._life.beams
-        has_drafter = self.drafter is not None
+        has_drafter = self.drafter is not None or self.forced_tokens is not None
         if self.drafter is not None and self._life.running:
             running = self._life.running
             drafted = [seq for seq in running if not self._is_beam(seq)] if beams else running
@@ -311,12 +313,16 @@ class Scheduler:
     def _schedule_verification(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> bool:
         """A decode with drafts, if there are any. Nobody waits for a guess: it takes what budget the others' decodes
         leave, and blocks that are free."""
-        assert self.drafter is not None
         unverified = seq.num_unverified_drafts
         most = min(
             step.budget - len(self._life.running) - step.num_draft_tokens, seq.max_len - num_tokens - unverified - 1
         )
-        drafts = self.drafter.propose(seq, most) if most > 0 else 0
+        drafts: list[int] | int = 0
+        if self.forced_tokens is not None and most > 0 and seq.request.spec.is_constrained:
+            drafts = self.forced_tokens(seq)[:most]
+        are_forced = bool(drafts)
+        if self.drafter is not None and most > 0 and not are_forced:
+            drafts = self.drafter.propose(seq, most)
         size = num_drafts(drafts)
         if not size:
             return False
@@ -329,7 +335,7 @@ class Scheduler:
         seq.num_computed_tokens = num_tokens
         seq.num_pending_tokens += 1
         seq.num_unverified_drafts += size
-        step.add_verification(seq, drafts)
+        step.add_verification(seq, drafts, are_forced=are_forced)
         return True
 
     def _still_running(self) -> Iterable[Sequence]:
@@ -651,20 +657,24 @@ class Scheduler:
             updates.append(update)
         return updates
 
-    def _count_accepted(self, seq: Sequence, drafts: SubmittedDrafts, num_accepted: int) -> None:
-        """Drafts were verified: those that were accepted have KV, and blocks for the others are given back."""
-        num_accepted = max(0, num_accepted)  # a sequence that failed may have no token at all
+    def _count_guesses(self, seq: Sequence, num_tokens: int, num_accepted: int) -> None:
         self.stats.num_drafts += 1
-        self.stats.num_draft_tokens += drafts.num_tokens
+        self.stats.num_draft_tokens += num_tokens
         self.stats.num_accepted_tokens += num_accepted
         by_depth = self.stats.num_accepted_by_depth
         by_depth += [0] * (num_accepted - len(by_depth))
         for depth in range(num_accepted):
             by_depth[depth] += 1
-        seq.num_draft_tokens += drafts.num_tokens
+        seq.num_draft_tokens += num_tokens
         seq.num_accepted_tokens += num_accepted
         if self.drafter is not None:
-            self.drafter.judged(seq, drafts.num_tokens, num_accepted)
+            self.drafter.judged(seq, num_tokens, num_accepted)
+
+    def _count_accepted(self, seq: Sequence, drafts: SubmittedDrafts, num_accepted: int) -> None:
+        """Drafts were verified: those that were accepted have KV, and blocks for the others are given back."""
+        num_accepted = max(0, num_accepted)  # a sequence that failed may have no token at all
+        if not drafts.are_forced:
+            self._count_guesses(seq, drafts.num_tokens, num_accepted)
         self._life.queue.charge(seq, num_output_tokens=num_accepted)
         if seq.state is not _RUNNING or seq.num_preemptions != drafts.num_preemptions:
             return

@@ -15,6 +15,7 @@ class SubmittedDrafts(NamedTuple):
 
     num_tokens: int
     num_preemptions: int  # of the sequence when they were submitted: after another one, the KV they wrote is gone
+    are_forced: bool  # they are no guesses: the sequence's grammar has nothing else there
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class StepBuilder:
     decodes: list[Sequence] = field(default_factory=list)
     verifying: list[Sequence] = field(default_factory=list)
     drafts: list[list[int] | int] = field(default_factory=list)  # of those
+    forced: set[int] = field(default_factory=set)  # seq_ids of those whose drafts are forced
     num_draft_tokens: int = 0
     chunks: list[Sequence] = field(default_factory=list)
     chunk_starts: list[int] = field(default_factory=list)
@@ -49,7 +51,9 @@ class StepBuilder:
     def scheduled(self) -> set[Sequence]:
         return {*self.decodes, *self.verifying, *self.chunks, *self.forked}
 
-    def add_verification(self, seq: Sequence, drafts: list[int] | int) -> None:
+    def add_verification(self, seq: Sequence, drafts: list[int] | int, *, are_forced: bool = False) -> None:
+        if are_forced:
+            self.forced.add(seq.seq_id)
         self.verifying.append(seq)
         self.drafts.append(drafts)
         self.num_draft_tokens += num_drafts(drafts)
@@ -76,7 +80,7 @@ class StepBuilder:
             rows += [seq.row for seq in self.verifying]
             one_token += [1 + size for size in sizes]
             for i, (seq, size) in enumerate(zip(self.verifying, sizes, strict=True), start=num_decodes):
-                submitted[i] = SubmittedDrafts(size, seq.num_preemptions)
+                submitted[i] = SubmittedDrafts(size, seq.num_preemptions, seq.seq_id in self.forced)
             sampled = sampled + self.verifying
         if self.chunks:
             sampled = sampled + [s for s, samples in zip(self.chunks, self.chunk_samples, strict=True) if samples]

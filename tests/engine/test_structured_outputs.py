@@ -131,6 +131,19 @@ def test_drafts_are_verified_under_the_mask(tiny_model: Path, fields: dict[str, 
     assert tokens(drafted) == tokens(plain)
 
 
+def test_forced_tokens_need_no_steps_of_their_own(tiny_model: Path) -> None:
+    words = {"const": {"a long and fixed name": "with a value", "another": [True, None]}}
+    llm = make(tiny_model)
+    scheduler = llm.llm_engine.core.scheduler
+    jumped = run(llm, params(words, n=2, logprobs=1))
+    num_steps = scheduler.stats.num_steps
+    scheduler.forced_tokens = None
+    plain = run(llm, params(words, n=2, logprobs=1))
+    assert tokens(jumped) == tokens(plain)
+    assert num_steps < (scheduler.stats.num_steps - num_steps) / 2
+    assert scheduler.stats.num_draft_tokens == 0
+
+
 def test_two_steps_in_flight_give_the_same_answers(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens(run(make(tiny_model), params(n=2)))
     monkeypatch.setattr(LocalExecutor, "depth", 2)
