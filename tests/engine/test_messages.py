@@ -26,7 +26,7 @@ from quire.request import Request
 
 def test_a_config_arrives_whole() -> None:
     config = EngineConfig(
-        model="m", pinned_prefixes=["text", [1, 2]], hf_overrides={"a": {"b": [1]}}, swap_space_gb=0.5
+        model="m", pinned_prefixes=["text", [1, 2]], hf_overrides={"a": {"b": [1]}}, spec_method="suffix", spec_tokens=7
     )
     launch = Launch(
         config=config,
