@@ -11,7 +11,10 @@ from quire.params import SamplingParams
 
 
 def json_value(text: str) -> Any:
-    return json.loads(text)
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be JSON, got {text!r}") from None
 
 
 # Flag -> (type, help). Names are EngineConfig's; values stay None unless given, so the config's defaults rule.

@@ -103,8 +103,11 @@ class Session:
             speed += ")"
         used = 100 * account.peak_blocks / ledger.num_blocks
         found = 100 * account.cached_tokens / account.prompt_tokens if account.prompt_tokens else 0.0
+        drafts = self.engine.core.scheduler.stats
+        drafted = f"drafts: {drafts.num_accepted_tokens} of {drafts.num_draft_tokens} tokens accepted"
         return [
             speed,
+            *([drafted] if self.engine.core.scheduler.drafter is not None else []),
             f"KV cache: {ledger.num_blocks} blocks of {ledger.block_size} tokens, at most {account.peak_blocks} in use "
             f"({used:.1f} %), {account.waste_percent_at_peak:.1f} % of those slots empty; "
             f"{stats.num_cached} blocks kept for reuse",

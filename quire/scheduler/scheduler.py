@@ -273,6 +273,8 @@ class Scheduler:
             within_s = self.target_step_s
             if self._prompts_match_decodes:
                 within_s = max(within_s, 2 * self.costs.decodes_s)
+            if step.num_draft_tokens:
+                within_s -= self.costs.drafts_s(len(served), step.num_draft_tokens)
             # One block at least: prompts never starve.
             allowance = max(self._kv.block_size, self.costs.prompt_tokens_within(within_s))
             step.budget = min(step.budget, allowance)
