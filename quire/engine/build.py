@@ -213,4 +213,5 @@ def scheduler_config(config: EngineConfig, executor: BuiltExecutor) -> Scheduler
         swap_bytes_per_s=executor.swap_bytes_per_s or _FIRST_SWAP_BYTES_PER_S,
         prefill_tokens_per_s=_FIRST_PREFILL_TOKENS_PER_S[device],
         max_in_flight=executor.executor.depth,
+        num_stages=config.pipeline_parallel_size,
     )

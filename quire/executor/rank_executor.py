@@ -156,6 +156,7 @@ class RankExecutor:
         self._watch = RankWatch(self._num_ranks, beats, hosts.kill)
         self._submitted: deque[int] = deque()
         self._arrived: dict[int, StepResult] = {}
+        self._num_collected = 0
         parts = (self._watch, self._hosts, self._plans, self._results, self._context, self._folder)
         self._close = weakref.finalize(self, _end, *parts)
 
@@ -213,7 +214,7 @@ class RankExecutor:
 
     def submit(self, plan: StepPlan) -> int:
         self.check()
-        self._tell(Run(plan))
+        self._tell(Run(plan, self._num_collected))
         self._submitted.append(plan.step)
         return plan.step
 
@@ -223,6 +224,7 @@ class RankExecutor:
         while ticket not in self._arrived:
             self._take(self._receive())
         result = self._arrived.pop(ticket)
+        self._num_collected += 1
         if waited:
             result.ended_s = time.perf_counter()
         return result
@@ -341,8 +343,6 @@ def build_rank_executor(
 ) -> BuiltExecutor:
     """Start the ranks of a split model, here or where Ray puts them, and wait until they are ready."""
     check_degrees(opened.spec, config.tensor_parallel_size, config.pipeline_parallel_size)
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError("pipeline_parallel_size above 1 is not served yet: use tensor_parallel_size")
     if config.distributed_executor_backend == "ray":
         raise ConfigError("distributed_executor_backend='ray' is not served yet: use 'mp'")
     started_s = time.perf_counter()

@@ -51,6 +51,7 @@ class Allocate:
 @dataclass(slots=True, frozen=True)
 class Run:
     plan: StepPlan
+    num_collected: int  # steps whose results the scheduler knew when it planned this one
 
 
 @dataclass(slots=True, frozen=True)

@@ -214,8 +214,8 @@ def _run(steps: RankSteps, link: _Link) -> None:
     link.steps = steps
     while True:
         match link.receive():
-            case Run(plan):
-                result = steps.run(plan)
+            case Run(plan, num_collected):
+                result = steps.run(plan, num_collected)
                 if result is not None:
                     link.send(Result(result))
             case Reset():

@@ -1,7 +1,8 @@
 """One rank's steps. Every rank applies the same plans to its own share; one samples, and tells the others the tokens.
 
-A rank that does not sample hears of a step's tokens `lag` steps later, just before it could need them: the next step
-where all ranks work on the same one, and the step that comes when the pipeline is full where there are stages.
+A rank that does not sample hears of a step's tokens just before it could need them. Where all ranks work on one step
+that is the next. Where there are stages, a sequence is planned again only after its token has come out of the last:
+a plan says of how many steps that is true, and a stage does not wait for others.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class RankSteps:
         self._local = LocalExecutor(worker, single_threaded_torch=single_threaded_torch)  # of the rank that samples
         self._single_threaded_torch = single_threaded_torch
         self._untold: deque[_Untold | None] = deque()
+        self._num_heard = 0
         self.num_steps = 0
         self.busy_s = 0.0
 
-    def run(self, plan: StepPlan) -> StepResult | None:
-        """The step's result on the rank that samples; None on the others."""
+    def run(self, plan: StepPlan, num_collected: int) -> StepResult | None:
+        """The step's result on the rank that samples; None on the others. num_collected: how many steps' tokens the
+        plan was made with."""
         began_s, waited_s = time.perf_counter(), self._ranks.waited_s
         drafts = plan.spans.drafts.values()
         width = 1 + max((len(each) for each in drafts if not isinstance(each, int)), default=0)
@@ -55,15 +58,15 @@ class RankSteps:
             if result.tokens:
                 self._tell(result.tokens, width)
         else:
-            self._run_untold(plan, width)
+            self._run_untold(plan, width, num_collected)
         self.num_steps += 1
         self.busy_s += time.perf_counter() - began_s - (self._ranks.waited_s - waited_s)
         return result
 
-    def _run_untold(self, plan: StepPlan, width: int) -> None:
+    def _run_untold(self, plan: StepPlan, width: int, num_collected: int) -> None:
         worker = self._worker
         with torch.inference_mode(), torch_threads(single=self._single_threaded_torch):
-            while len(self._untold) >= self._lag:
+            while self._untold and (len(self._untold) >= self._lag or self._num_heard < num_collected):
                 self._hear(self._untold.popleft())
             worker.apply(plan)
             done = worker.forward(plan, StepClock(on_gpu=worker.is_gpu))
@@ -93,6 +96,7 @@ class RankSteps:
         self._ranks.send_tokens(table)
 
     def _hear(self, step: _Untold | None) -> None:
+        self._num_heard += 1
         if step is None:
             return  # nothing was sampled in it
         batch = self._worker.batch

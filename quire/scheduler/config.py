@@ -31,9 +31,12 @@ class SchedulerConfig:
     swap_bytes_per_s: float = 10e9
     prefill_tokens_per_s: float = 10_000.0
     max_in_flight: int = 1  # plans submitted before the first result is in
+    # Of a pipeline. The token that a step samples comes out of the last stage, so that a sequence waits for it, and
+    # each step takes its share of the sequences: together the steps in flight have all of them.
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_in_flight", "kv_bytes_per_block"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_in_flight", "num_stages", "kv_bytes_per_block"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.max_model_len < 2:

@@ -238,6 +238,8 @@ class Scheduler:
         decodes, catching_up = step.decodes, step.catching_up
         beams = self._life.beams
         has_drafter = self.drafter is not None or self.forced_tokens is not None
+        num_stages = self.config.num_stages
+        most = None if num_stages == 1 else -(-len(self._life.running) // num_stages)
         if self.drafter is not None and self._life.running:
             running = self._life.running
             drafted = [seq for seq in running if not self._is_beam(seq)] if beams else running
@@ -253,6 +255,8 @@ class Scheduler:
             if start != num_tokens - 1 or (unforked and seq.seq_id in unforked):
                 catching_up.append(seq)
                 continue
+            if most is not None and (seq.num_pending_tokens or len(decodes) + len(step.verifying) >= most):
+                continue  # its token is still in the pipeline, or another step will have it
             unverified = seq.num_unverified_drafts
             if num_tokens + unverified >= seq.max_len:
                 continue  # its last token is, or may be, in flight

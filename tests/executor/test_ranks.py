@@ -16,7 +16,7 @@ from quire.errors import ConfigError, MemoryBudgetError
 from quire.params import SamplingParams
 from quire.structured import StructuredOutputsParams
 
-DEGREES = [(2, 1), (3, 1)]
+DEGREES = [(2, 1), (3, 1), (1, 2), (2, 2)]
 HEAD = list(range(60, 93))  # what several prompts begin with
 
 
@@ -144,6 +144,25 @@ def test_tokens_are_those_of_the_whole_model(
     assert len({token for outcome in expected.values() for each in outcome[0] for token in each[0]}) > 40
 
 
+def test_steps_of_different_requests_fill_the_pipeline(split: EngineVariants) -> None:
+    """No sequence is in two steps at once, and each step has its share of them."""
+    engine = split.engine(enable_prefix_caching=False)
+    num_stages = split.config.pipeline_parallel_size
+    for i in range(8):
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        engine.add_request(f"r{i}", [i + 1, 3, 5], params)
+    widths, in_flight = [], []
+    while engine.has_unfinished_requests():
+        engine.step()
+        in_flight.append(engine.core.scheduler.num_in_flight)
+        plan = engine.core.last_plan
+        assert plan is not None
+        widths.append(len(plan.spans))
+    middle = slice(len(widths) // 3, 2 * len(widths) // 3)
+    assert set(widths[middle]) == {8 // num_stages}
+    assert min(in_flight[middle]) == engine.core.executor.depth - 1
+
+
 def test_an_abort_leaves_the_others_alone(whole: EngineVariants, split: EngineVariants) -> None:
     expected, found = run(whole.engine(), "r4"), run(split.engine(), "r4")
     expected.pop("r4", None), found.pop("r4", None)  # how far it came depends on the steps in flight
@@ -170,6 +189,8 @@ def test_the_ledger_counts_one_ranks_bytes(whole: EngineVariants, split: EngineV
 def test_degrees_that_do_not_fit_are_refused_before_anything_starts(model: Path) -> None:
     with pytest.raises(ConfigError, match="use 1 to 6"):
         LLMEngine.from_config(config_of(model, tensor_parallel_size=7))
+    with pytest.raises(ConfigError, match="use 1 to 2"):
+        LLMEngine.from_config(config_of(model, pipeline_parallel_size=3))
     with pytest.raises(ConfigError, match="'mp' or 'ray'"):
         config_of(model, tensor_parallel_size=2, distributed_executor_backend="uni")
 
