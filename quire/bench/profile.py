@@ -95,6 +95,8 @@ def profile_workload(
     steps: dict[str, list[float]] = {column: [] for column in ("seconds", *STEP_COLUMNS)}
     ids = [f"profile-{i}" for i in range(len(workload))]
     num_done, num_generated = 0, engine.stats.generation_tokens
+    read_uses = getattr(core.executor, "uses", None)  # of an executor that has ranks
+    uses_before = read_uses() if read_uses is not None else []
     started = time.perf_counter()
     with (
         watch_steps(core, every_step=False) as watch,
@@ -142,9 +144,21 @@ def profile_workload(
         report.values[f"{kind.name}: steps"] = float(kind.num_steps)
         report.values[f"{kind.name}: step_ms"] = 1e3 * kind.wall_s / kind.num_steps
         report.values |= {f"{kind.name}: {part}_ms": value for part, value in kind.parts_ms().items()}
-    if not is_timed:
+    if read_uses is not None:
+        _add_ranks(report, [after.busy_s - one.busy_s for one, after in zip(uses_before, read_uses(), strict=True)])
+    elif not is_timed:
         report.notes = ["the forward pass stands under other ops; benchmarks.gpu of a checkout divides it by kernels"]
     return report, found
+
+
+def _add_ranks(report: RunReport, busy_s: list[float]) -> None:
+    """How much of the run each rank computed. The rest it waited, for plans, hidden states or tokens: the bubble."""
+    shares = [min(1.0, seconds / report.seconds) for seconds in busy_s]
+    for rank, share in enumerate(shares):
+        report.values[f"rank {rank}: busy_percent"] = 100 * share
+    report.values["bubble_percent"] = 100 * (1 - sum(shares) / len(shares))
+    listed = ", ".join(f"{share:.0%}" for share in shares)
+    report.notes = [f"ranks computed {listed} of the time; the bubble is {report.values['bubble_percent']:.0f} %"]
 
 
 def _add(

@@ -253,7 +253,11 @@ class RankExecutor:
         self._tell(Reset())
 
     def uses(self) -> list[RankUse]:
-        """What each rank has said last of its time."""
+        """How each rank has used its time, as the next heartbeat says: it takes a second."""
+        asked_s = time.monotonic()
+        while any(use.seen_s <= asked_s for use in self._watch.uses):
+            self.check()
+            time.sleep(0.01)
         return list(self._watch.uses)
 
     def close(self) -> None:
