@@ -26,7 +26,7 @@ import zmq
 from quire import __version__
 from quire.child import ChildProcess, describe_exit
 from quire.config import EngineConfig
-from quire.errors import ConfigError, RankError
+from quire.errors import RankError
 from quire.executor.base import BuiltExecutor
 from quire.executor.memory import MemoryLedger
 from quire.executor.rank_messages import (
@@ -48,6 +48,7 @@ from quire.executor.rank_messages import (
     to_rank,
 )
 from quire.executor.rank_watch import Cause, RankUse, RankWatch
+from quire.executor.ray_ranks import RayRanks
 from quire.grammar import GrammarCompiler
 from quire.log import get_logger
 from quire.models.share import check_degrees
@@ -347,12 +348,14 @@ def build_rank_executor(
 ) -> BuiltExecutor:
     """Start the ranks of a split model, here or where Ray puts them, and wait until they are ready."""
     check_degrees(opened.spec, config.tensor_parallel_size, config.pipeline_parallel_size)
-    if config.distributed_executor_backend == "ray":
-        raise ConfigError("distributed_executor_backend='ray' is not served yet: use 'mp'")
     started_s = time.perf_counter()
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    executor = RankExecutor(config, LocalRanks(config.num_threads or max(1, num_cpus // num_ranks)))
+    if config.distributed_executor_backend == "ray":
+        placed = RayRanks(config)
+        executor = RankExecutor(config, placed, host=placed.host)
+    else:
+        executor = RankExecutor(config, LocalRanks(config.num_threads or max(1, num_cpus // num_ranks)))
     launches = [
         RankLaunch(
             config=config,

@@ -11,6 +11,7 @@ import faulthandler
 import os
 import platform
 import signal
+import socket
 import sys
 import threading
 from typing import TYPE_CHECKING, TypeVar
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from quire.executor.rank_steps import RankSteps
 
 BEAT_S = 1.0
+_SIOCGIFADDR = 0x8915
 _T = TypeVar("_T", Meet, Allocate)
 
 
@@ -104,26 +106,25 @@ class _Link:
         self._context.term()
 
     def _beat(self) -> None:
-        socket = self._socket(zmq.PUSH, self._launch.beats_address)
+        beats = self._socket(zmq.PUSH, self._launch.beats_address)
         while True:
             steps = self.steps
             numbers = (0, 0.0, 0.0) if steps is None else (steps.num_steps, steps.busy_s, steps.waiting_s)
             with contextlib.suppress(zmq.ZMQError):
-                socket.send(from_rank.encode(Beat(self._launch.rank, *numbers)), zmq.NOBLOCK)
+                beats.send(from_rank.encode(Beat(self._launch.rank, *numbers)), zmq.NOBLOCK)
             if self._is_over.wait(BEAT_S):
                 break
-        socket.close(linger=0)
+        beats.close(linger=0)
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)
+        opened = self._context.socket(kind)
+        opened.setsockopt(zmq.RCVHWM, 0)
+        opened.setsockopt(zmq.SNDHWM, 0)
         if self._launch.server_key is not None:
-            public, secret = zmq.curve_keypair()
-            socket.curve_publickey, socket.curve_secretkey = public, secret
-            socket.curve_serverkey = self._launch.server_key.encode()
-        socket.connect(address)
-        return socket
+            opened.curve_publickey, opened.curve_secretkey = zmq.curve_keypair()
+            opened.curve_serverkey = self._launch.server_key.encode()
+        opened.connect(address)
+        return opened
 
 
 def _build(launch: RankLaunch, link: _Link) -> RankSteps:
@@ -245,6 +246,21 @@ def _join_store(address: str) -> Store:
 
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), is_master=False)
+
+
+def use_interface_of(address: str) -> None:
+    """Have gloo talk over the interface that has this address: a machine's name may lead to another, or nowhere."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+        return
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(256, b"\0"))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    return
 
 
 def _expect(link: _Link, kind: type[_T]) -> _T:

@@ -1,0 +1,97 @@
+"""Ranks on a real Ray cluster of three nodes: equal tokens across them, and an actor that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from executor.test_rank_failures import generate
+from executor.test_ranks import config_of, run
+from rank_models import write_lively_model
+
+from quire.engine.llm_engine import LLMEngine
+from quire.errors import ConfigError, EngineDeadError, RankError
+from quire.executor import ray_ranks
+from quire.executor.rank_executor import RankExecutor
+
+ray = pytest.importorskip("ray", reason="the extra quire[ray] is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lively_model(tmp_path_factory.mktemp("lively"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(2):
+        made.add_node(num_cpus=1)
+    made.wait_for_nodes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", made.address)
+        yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def nodes_of(executor: RankExecutor) -> set[str]:
+    hosts = executor._hosts
+    assert isinstance(hosts, ray_ranks.RayRanks)
+    table = ray.util.placement_group_table(hosts._group)
+    return set(table["bundles_to_node_id"].values())
+
+
+def test_tokens_across_nodes_and_an_actor_that_is_killed(cluster: Any, model: Path) -> None:
+    whole = LLMEngine.from_config(config_of(model))
+    expected = run(whole)
+    degrees = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    engine = LLMEngine.from_config(config_of(model, distributed_executor_backend="ray", **degrees))
+    executor = engine.core.executor
+    assert isinstance(executor, RankExecutor)
+    assert len(nodes_of(executor)) == 2  # stages are spread over machines
+    assert run(engine) == expected
+
+    victim = executor.members[1]
+
+    def hit(num_steps: int) -> None:
+        if num_steps == 3:
+            os.kill(victim.pid, signal.SIGKILL)
+
+    with pytest.raises(EngineDeadError) as caught:
+        generate(engine, hit)
+    cause = caught.value.__cause__
+    assert isinstance(cause, RankError) and "rank 1" in str(cause) and str(victim.pid) in str(cause)
+    engine.close()
+
+
+def test_tensor_parallel_across_nodes(cluster: Any, model: Path) -> None:
+    expected = run(LLMEngine.from_config(config_of(model)))
+    engine = LLMEngine.from_config(config_of(model, distributed_executor_backend="ray", tensor_parallel_size=2))
+    assert run(engine) == expected
+    engine.close()
+
+
+def test_more_than_the_cluster_has_is_refused_with_what_it_has(cluster: Any, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster has 3 CPUs, and 2 ranks need 2 each"):
+        LLMEngine.from_config(
+            config_of(model, distributed_executor_backend="ray", tensor_parallel_size=2, num_threads=2)
+        )
+
+
+def test_a_cluster_that_is_not_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("refused")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(RankError, match=r"RAY_ADDRESS=127\.0\.0\.1:1"):
+        LLMEngine.from_config(config_of(model, distributed_executor_backend="ray", tensor_parallel_size=2))
