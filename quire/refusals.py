@@ -300,6 +300,10 @@ FIELDS = {
         "the server's own drafter finds what an answer repeats: --speculative-config": "prediction",
         _NO_SAMPLER: """
             typical_p=1|1.0 mirostat=0 dynatemp_range=0|0.0 xtc_probability=0|0.0 dry_multiplier=0|0.0""",
+        # SGLang's, which its router puts into every request.
+        "include_stop_str_in_output shows stop strings": "no_stop_trim=false",
+        "Quire tells tokens and logprobs": "return_hidden_states=false",
+        "thinking is told apart, and as it comes": "separate_reasoning=true stream_reasoning=true",
         "Quire keeps no answers": "store=false",
         "there is one tier; see priority": 'service_tier="auto"|"default"',
         "prefixes stay in memory while there is room": 'prompt_cache_retention="in_memory"|"in-memory"',

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ from quire.router.policy import Prompt, Replica, Router, Ticket
 TRAFFICS = ("prefix", "turns", "skewed", "bursty")
 OURS, PEER = "quire router", "sglang-router"
 BLOCK_SIZE = 16
-NUM_BLOCKS = 176  # of each server's cache: seven of the sixteen long prefixes
-MAX_LEN = 640
+NUM_BLOCKS = 112  # of each server's cache: about five of sixteen prefixes beside what runs
+MAX_LEN = 352
 _READY_S = 300.0
 # About 15 million parameters.
 _SHAPE = {
@@ -122,9 +122,9 @@ def make_traffic(kind: str, scale: float, seed: int) -> list[Session]:
 
     if kind == "turns":
         # Conversations outgrow a cache together, and each grows.
-        return [Session([text(112), *(text(40) for _ in range(4))]) for _ in range(max(4, int(24 * scale)))]
+        return [Session([text(112), *(text(40) for _ in range(4))]) for _ in range(max(4, int(16 * scale)))]
     num = max(8, int(112 * scale))
-    prefixes = [text(384) for _ in range(16)]
+    prefixes = [text(192) for _ in range(16)]
     if kind == "prefix":
         return [Session([rng.choice(prefixes) + text(24)]) for _ in range(num)]
     if kind == "skewed":
@@ -137,6 +137,23 @@ def make_traffic(kind: str, scale: float, seed: int) -> list[Session]:
             found += [Session([rng.choice(few) + text(24)], at_s=1.5 * nth) for _ in burst]
         return found
     raise ConfigError(f"--traffic must be some of {', '.join(TRAFFICS)}, got {kind}")
+
+
+def trace_rows(kind: str, num: int, seed: int = 0) -> list[dict[str, Any]]:
+    """The same kinds at a GPU's size, for `quire sim --trace`: prefixes of 4,096 tokens, 64 of them, 24 requests/s, or,
+    as a "flood", all at once."""
+    rng = random.Random(f"{kind} {seed}")
+    weights = [1 / (rank + 1) ** 1.2 if kind == "skewed" else 1.0 for rank in range(64)]
+    rows, now_s = [], 0.0
+    for nth in range(num):
+        if kind in ("prefix", "skewed"):
+            now_s += rng.expovariate(24.0)
+        elif kind == "bursty" and nth % 100 == 0 and nth:
+            now_s += 100 / 24.0  # a hundred come at once, as many as otherwise in four seconds
+        prefix = rng.choices(range(64), weights)[0]
+        row = {"arrival": round(now_s, 4), "prompt_len": 4096 + rng.randrange(32, 256), "output_len": 64}
+        rows.append(row | {"prefix_id": f"p{prefix}", "prefix_len": 4096})
+    return rows
 
 
 def _batches(num: int, size: int) -> Iterator[range]:
@@ -259,22 +276,34 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-@contextlib.asynccontextmanager
-async def process(command: Sequence[str], url: str, session: Any, log: Path) -> AsyncIterator[None]:
-    """Runs it, from when /health says 200."""
-    with log.open("ab") as out:
-        child = subprocess.Popen(command, stdout=out, stderr=out)
-        try:
-            until_s = time.monotonic() + _READY_S
-            while not await _is_well(session, url):
-                if child.poll() is not None or time.monotonic() > until_s:
-                    raise QuireError(f"{' '.join(command[:6])} does not answer: {log.read_text()[-2000:]}")
-                await asyncio.sleep(0.1)
-            yield
-        finally:
+class Processes:
+    """Programs that are started at once, waited for one by one, and ended together."""
+
+    def __init__(self, session: Any, folder: Path) -> None:
+        self._session = session
+        self._folder = folder
+        self._children: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}  # by address
+
+    def start(self, url: str, *command: str) -> None:
+        log = self._folder / f"{len(self._children)}.log"
+        with log.open("wb") as out:
+            self._children[url] = subprocess.Popen(command, stdout=out, stderr=out), log
+
+    async def ready(self, url: str) -> None:
+        """Until /health says 200."""
+        child, log = self._children[url]
+        until_s = time.monotonic() + _READY_S
+        while not await _is_well(self._session, url):
+            if child.poll() is not None or time.monotonic() > until_s:
+                raise QuireError(f"the program at {url} does not answer: {log.read_text()[-2000:]}")
+            await asyncio.sleep(0.1)
+
+    def end(self) -> None:
+        for child, _ in self._children.values():
             child.send_signal(signal.SIGTERM)
+        for child, _ in self._children.values():
             try:
-                await asyncio.to_thread(child.wait, 20)
+                child.wait(20)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
@@ -322,36 +351,25 @@ async def measure(
         model = write_model(folder)
         urls = [f"http://127.0.0.1:{_free_port()}" for _ in range(num_servers)]
         tell(f"starting {num_servers} servers")
-        starting = []
-        for nth, url in enumerate(urls):
+        processes = Processes(session, folder)
+        stack.callback(processes.end)
+        for url in urls:
             flags = ["--load-format", "dummy", "--num-gpu-blocks-override", str(NUM_BLOCKS), "--device", "cpu"]
             flags += ["--max-model-len", str(MAX_LEN), "--num-threads", "1", "--max-num-seqs", "16"]
             flags += ["--served-model-name", "bench", "--port", url.rsplit(":", 1)[1], "--log-level", "error"]
-            command = [sys.executable, "-m", "quire", "serve", str(model), *flags]
-            starting.append(stack.enter_async_context(process(command, url, session, folder / f"server-{nth}.log")))
-        for one in starting:
-            await one
-        fronts: dict[str, Callable[[], Any]] = {}
-        ours = f"http://127.0.0.1:{_free_port()}"
-        command = [sys.executable, "-m", "quire", "router", *urls, "--port", ours.rsplit(":", 1)[1]]
-        await stack.enter_async_context(
-            process([*command, "--log-level", "error"], ours, session, folder / "router.log")
-        )
-        fronts[OURS] = lambda: ours
+            processes.start(url, sys.executable, "-m", "quire", "serve", str(model), *flags)
+        for url in urls:
+            await processes.ready(url)
+        ours, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
+        flags = ["--port", ours.rsplit(":", 1)[1], "--log-level", "error"]
+        processes.start(ours, sys.executable, "-m", "quire", "router", *urls, *flags)
+        await processes.ready(ours)
+        fronts: dict[str, Callable[[], Any]] = {OURS: lambda: ours}
         if peer_python is not None:
-            peer = f"http://127.0.0.1:{_free_port()}"
-            command = [
-                peer_python,
-                "-m",
-                "sglang_router.launch_router",
-                "--worker-urls",
-                *urls,
-                "--policy",
-                "cache_aware",
-            ]
-            command += ["--host", "127.0.0.1", "--port", peer.rsplit(":", 1)[1], "--log-level", "error"]
-            command += ["--prometheus-port", str(_free_port())]
-            await stack.enter_async_context(process(command, peer, session, folder / "peer.log"))
+            flags = ["--policy", "cache_aware", "--host", "127.0.0.1", "--port", peer.rsplit(":", 1)[1]]
+            flags += ["--log-level", "error", "--prometheus-port", str(_free_port())]
+            processes.start(peer, peer_python, "-m", "sglang_router.launch_router", "--worker-urls", *urls, *flags)
+            await processes.ready(peer)
             fronts[PEER] = lambda: peer
         for name, pick in POLICIES.items():
             fronts[name] = lambda pick=pick: _simple(pick, urls)  # type: ignore[misc]

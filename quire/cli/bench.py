@@ -370,8 +370,11 @@ def _add_router(commands: Any) -> None:
                         help="prefix, turns, skewed, bursty (default all)")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of everything, in turn (default 1)")
     parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="1 is a hundred requests (default 1)")
-    parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests at once (default 16)")
+    parser.add_argument("--concurrency", type=int, default=12, metavar="N", help="requests at once (default 12)")
     parser.add_argument("--output-len", type=int, default=8, metavar="N", help="tokens of an answer (default 8)")
+    parser.add_argument(
+        "--write-traces", metavar="FOLDER", help="write the traffic at a GPU's size for quire sim --trace"
+    )
     parser.add_argument("--peer-python", metavar="PATH", help="a Python that has sglang-router, to compare with it")
     parser.add_argument("--output-json", metavar="FILE", help="keep every run")
     parser.add_argument("--plot", metavar="FILE", help="draw charts: .svg, .html or .png")
@@ -384,13 +387,19 @@ def _run_router(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from quire.bench.plots import check_plot, write_charts
-    from quire.bench.router import as_table, charts, measure, summarize
+    from quire.bench.router import as_table, charts, measure, summarize, trace_rows
 
     for name in ("servers", "repeats", "concurrency", "output_len"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be a whole number >= 1, got {getattr(args, name)}")
     if args.plot:
         check_plot(args.plot)
+    if args.write_traces:
+        for kind in ("prefix", "skewed", "bursty", "flood"):
+            rows = trace_rows(kind, int(2_000 * args.scale))
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            Path(args.write_traces, f"{kind}.jsonl").write_text(lines)
+        return 0
     found = asyncio.run(
         measure(
             num_servers=args.servers,

@@ -1,6 +1,10 @@
-"""Which replica a request goes to: the one that will give it its first token soonest.
+"""Which replica a request goes to: the one where first tokens will come soonest, its own and those behind it.
 
     expected time = wait for a slot + a step + (prompt tokens queued before it + its own uncached ones) / prefill rate
+
+While requests queue, every token that is computed makes others wait. So a request's own uncached tokens count once for
+itself and once for each request that waits there: an idle replica is free to compute again what another has cached,
+and a busy one does so only where that is worth it to all who wait.
 
 `Router` is the whole decision and does no IO: servers, the proxy and the simulator drive the same class, each with its
 own clock. A caller tells it what replicas report (`on_load`, `on_cache`), asks for a `Ticket` with `route`, and says
@@ -72,6 +76,7 @@ class Replica:
     is_open: bool = True  # takes new requests
     tokens_by_tenant: dict[str, int] = field(default_factory=dict)  # of own tickets: uncached, without a first token
     num_queued_tokens: int = 0  # the sum of these
+    num_queued: int = 0  # own tickets without a first token
     num_foreign_tokens: int = 0  # queued there by others
     num_sequences: int = 0  # of own tickets
     progress_s: float = 0.0  # since when the head of the queue is being computed
@@ -193,15 +198,17 @@ class Router:
         found = []
         for replica in among:
             num_cached = self._tokens(leading.get(replica.bit, 0), prompt)
-            found.append((self._expected_s(replica, prompt, num_cached, now_s), num_cached, replica))
-        best_s = min(expected_s for expected_s, _, _ in found)
+            expected_s = self._expected_s(replica, prompt, num_cached, now_s)
+            others_s = replica.num_queued * (prompt.num_tokens - num_cached) / self.tokens_per_s(replica)
+            found.append((expected_s + others_s, expected_s, num_cached, replica))
+        best_s = min(cost_s for cost_s, _, _, _ in found)
         # A newcomer meets a step anywhere between its begin and its end: half of one is what nobody can foresee.
-        tie_s = best_s * (1 + _TIE) + min(self._step_s(replica) for _, _, replica in found) / 2
+        tie_s = best_s * (1 + _TIE) + min(self._step_s(replica) for _, _, _, replica in found) / 2
         ties = [one for one in found if one[0] <= tie_s]
         # Equal loads take turns, so that replicas which differ in nothing share what comes.
         first = self._num_routed % len(ties)
-        expected_s, num_cached, replica = min(
-            ties[first:] + ties[:first], key=lambda one: (_load(one[2]), -one[1], one[0])
+        _, expected_s, num_cached, replica = min(
+            ties[first:] + ties[:first], key=lambda one: (_load(one[3]), -one[2], one[0])
         )
         return Ticket(replica, prompt, num_cached, expected_s, now_s)
 
@@ -248,7 +255,7 @@ class Router:
         for replica in self.replicas.values():
             assert replica.num_queued_tokens == sum(replica.tokens_by_tenant.values()) >= 0
             assert all(count > 0 for count in replica.tokens_by_tenant.values())
-            assert replica.num_sequences >= 0
+            assert replica.num_sequences >= 0 and replica.num_queued >= 0
             assert self._by_bit[replica.bit] is replica
 
     # -- inside
@@ -258,6 +265,7 @@ class Router:
         replica, prompt = ticket.at, ticket.prompt
         if not replica.num_queued_tokens:
             replica.progress_s = ticket.routed_s
+        replica.num_queued += 1
         if num_tokens := ticket.num_uncached_tokens:
             queued = replica.tokens_by_tenant
             queued[prompt.tenant] = queued.get(prompt.tenant, 0) + num_tokens
@@ -270,6 +278,7 @@ class Router:
             self._index.guess(replica.bit, prompt.hashes, replica.guessed_blocks)
 
     def _unqueue(self, replica: Replica, ticket: Ticket) -> None:
+        replica.num_queued -= 1
         if not (num_tokens := ticket.num_uncached_tokens):
             return
         queued, tenant = replica.tokens_by_tenant, ticket.prompt.tenant

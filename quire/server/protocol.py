@@ -188,6 +188,10 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dynatemp_range: Raw = _LEFT_OUT
     xtc_probability: Raw = _LEFT_OUT
     dry_multiplier: Raw = _LEFT_OUT
+    no_stop_trim: Raw = _LEFT_OUT
+    return_hidden_states: Raw = _LEFT_OUT
+    separate_reasoning: Raw = _LEFT_OUT
+    stream_reasoning: Raw = _LEFT_OUT
 
 
 Prompts = Annotated[

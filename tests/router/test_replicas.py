@@ -13,6 +13,7 @@ import psutil
 import pytest
 from sim_engine import CRASH, HANG, SimSettings, sim_options
 
+from quire import StructuredOutputsParams
 from quire.beams import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.api import EngineState
@@ -163,6 +164,13 @@ def test_every_kind_of_request_is_the_same_after_a_kill_with_a_real_model(tmp_pa
         "logprobs": sampled.clone(logprobs=2, prompt_logprobs=1, seed=10),
         "several": sampled.clone(n=3, seed=11),
         "least": SamplingParams(max_tokens=400, min_tokens=399, temperature=1.0, seed=12, output_kind=OutputKind.DELTA),
+        "structured": SamplingParams(
+            max_tokens=400,
+            temperature=1.0,
+            seed=15,
+            output_kind=OutputKind.DELTA,
+            structured_outputs=StructuredOutputsParams(regex="([a-z]{5} [0-9]{3},){40}"),
+        ),
         "stop": sampled.clone(stop=["zzzzqqqq"], seed=13),
         # Nobody hears of these before their end.
         "end": sampled.clone(seed=14, output_kind=OutputKind.FINAL_ONLY),
