@@ -179,6 +179,7 @@ def speculate(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf
         texts=args.texts,
         num_out=args.output_len,
         repeats=args.repeats,
+        in_cpu_time=args.cpu_time,
     )
 
 

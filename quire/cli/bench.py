@@ -89,6 +89,8 @@ def _add_offline(commands: Any) -> None:
                         help="code and quotes copy, free does not (default all three)")  # fmt: skip
     parser.add_argument("--output-len", type=int, default=96, metavar="N", help="tokens of an answer (default 96)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs, in turn (default 3)")
+    parser.add_argument("--cpu-time", action="store_true",
+                        help="count CPU seconds, where a machine has other work; with --num-threads 1")  # fmt: skip
     add_engine_flags(parser)
 
     parser = _command(commands, "profile", "where a step's time goes")

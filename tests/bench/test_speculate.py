@@ -49,6 +49,6 @@ def test_what_is_measured_and_drawn(engine: LLMEngine, tmp_path: Path) -> None:
 
 
 def test_from_the_command_line(tiny_flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--loads", "1", "--texts", "free", "--output-len", "4", "--repeats", "1", *tiny_flags]
+    flags = ["--loads", "1", "--texts", "free", "--output-len", "4", "--repeats", "1", "--cpu-time", *tiny_flags]
     assert main(["bench", "speculate", *flags]) == 0
     assert "x plain" in capsys.readouterr().out
