@@ -36,6 +36,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "few blocks, swapped": {"num_gpu_blocks_override": 24, "preemption": "swap", "swap_space_gb": 0.01},
     "drafts by n-gram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "drafts by suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
+    "batch invariance": {"batch_invariant": True},
+    "two ranks": {"tensor_parallel_size": 2},
     "a disk level": {"num_gpu_blocks_override": 24, "kv_disk_path": "disk", "kv_disk_size": "64MiB"},
 }
 

@@ -135,7 +135,8 @@ class MessagesBody(CountTokensBody, kw_only=True, forbid_unknown_fields=True):
 
 
 async def create_message(exchange: Exchange, body: MessagesBody) -> None:
-    await relay(exchange, _chat(body), MessageTranslation())
+    served, _ = exchange.context.find(body.model)
+    await relay(exchange, _chat(body, thinks=served.engine.dialect.thinking is not None), MessageTranslation())
 
 
 async def count_message_tokens(exchange: Exchange, body: CountTokensBody) -> None:
@@ -165,7 +166,7 @@ def _conversation(body: CountTokensBody) -> dict[str, Any]:
     return chat
 
 
-def _chat(body: MessagesBody) -> dict[str, Any]:
+def _chat(body: MessagesBody, *, thinks: bool) -> dict[str, Any]:
     chat = _conversation(body)
     chat["max_completion_tokens"] = body.max_tokens
     for name in ("temperature", "top_p", "top_k", "stream"):
@@ -177,8 +178,10 @@ def _chat(body: MessagesBody) -> dict[str, Any]:
         chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if body.tool_choice is not None and body.tools:
         chat |= _tool_choice(body.tool_choice)
-    if body.thinking is not None:
+    if body.thinking is not None and thinks:  # clients send it to every model, and one that never thinks obeys it
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+        if body.thinking.budget_tokens is not None:
+            chat["thinking_token_budget"] = body.thinking.budget_tokens
     if body.output_config:
         extra = sorted(body.output_config.keys() - {"effort"})
         if extra:

@@ -31,7 +31,7 @@ def client(server: Server) -> anthropic.Anthropic:
 
 
 def chat_of(**fields: Any) -> dict[str, Any]:
-    return _chat(msgspec.convert({"max_tokens": 9, "messages": [USER]} | fields, MessagesBody))
+    return _chat(msgspec.convert({"max_tokens": 9, "messages": [USER]} | fields, MessagesBody), thinks=True)
 
 
 def test_an_answer_and_its_stream_are_the_same(client: anthropic.Anthropic) -> None:
@@ -49,6 +49,12 @@ def test_an_answer_and_its_stream_are_the_same(client: anthropic.Anthropic) -> N
     assert streamed.stop_reason == "max_tokens" and streamed.usage.output_tokens == 12
     shown = [kind for kind in kinds if kind != "text"]  # the client's own
     assert shown[0] == "message_start" and shown[-1] == "message_stop"
+
+
+def test_a_model_that_never_thinks_takes_any_wish_to_think(client: anthropic.Anthropic) -> None:
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+    whole = client.messages.create(model="tiny", max_tokens=4, messages=[USER], thinking=thinking)  # type: ignore[list-item]
+    assert [block.type for block in whole.content] == ["text"]
 
 
 def test_a_stop_sequence_is_told(client: anthropic.Anthropic) -> None:
@@ -123,6 +129,8 @@ def test_choices_of_tools_and_thinking() -> None:
     assert named["tool_choice"] == {"type": "function", "function": {"name": "look"}}
     assert chat_of(tools=tools, tool_choice={"type": "none"})["tool_choice"] == "none"
     assert chat_of(thinking={"type": "disabled"})["chat_template_kwargs"] == {"enable_thinking": False}
+    thinking = {"type": "enabled", "budget_tokens": 50}
+    assert chat_of(thinking=thinking)["thinking_token_budget"] == 50
     kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     assert "context_management" not in chat_of(context_management=kept)
 
