@@ -67,7 +67,7 @@ ENGINE_SWITCHES: dict[str, str] = {
     "enable_prefix_caching": "find prompts' blocks in the cache (default: on)",
     "enable_chunked_prefill": "compute long prompts in several steps (default: on)",
     "enforce_eager": "no CUDA graphs",
-    "batch_invariant": "bitwise the same logits in any batch, at any chunking, after preemption (CPU; default: off)",
+    "batch_invariant": "bitwise the same logits in any batch and at any chunking (CPU; default: off)",
 }
 _SAMPLING: dict[str, tuple[Any, str]] = {
     "temperature": (float, "0 is greedy (default: the model's own, or 1; 0.7 with --chat)"),
