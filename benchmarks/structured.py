@@ -16,7 +16,7 @@ SCHEMA = {
     "properties": {
         "name": {"type": "string", "minLength": 40, "maxLength": 60},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "favourite_colours": {
+        "colours": {
             "type": "array",
             "items": {"enum": ["red", "blue", "green"]},
             "minItems": 4,
@@ -24,11 +24,11 @@ SCHEMA = {
         },
         "occupation": {"type": "string", "minLength": 10, "maxLength": 30},
     },
-    "required": ["name", "age", "favourite_colours", "occupation"],
+    "required": ["name", "age", "colours", "occupation"],
     "additionalProperties": False,
 }
 PROMPT = "Write a JSON object about a person:\n"
-NUM_TURNS = 9
+NUM_TURNS = 7
 
 
 def main(model: str) -> None:
