@@ -53,9 +53,10 @@ class AnswerParser:
         self._after_call = False
         self._held = ""  # what may become a marker, or space whose meaning is not known yet
         self._reader: Reading | None = None
-        self._raw = ""  # what the reader has read, with its marker in front
+        self._raw: list[str] = []  # what the reader has read, while it may turn out to be text
         self._marker = self._space = ""  # and what stood before
         self._counts = False  # the reader has told of a call
+        self._arguments: list[str] = []
         self._delta = AnswerDelta()
 
     def push(self, text: str) -> AnswerDelta:
@@ -74,20 +75,28 @@ class AnswerParser:
     # -- as readers see it
 
     def begin(self, name: str) -> None:
+        self._end_arguments()
         self._counts = True
         self._delta.calls.append(CallDelta(self.num_calls, name))
         self.num_calls += 1
 
     def argue(self, text: str) -> None:
-        last = self._delta.calls[-1] if self._delta.calls else None
-        if last is None or last.index != self.num_calls - 1:
-            last = CallDelta(self.num_calls - 1)
-            self._delta.calls.append(last)
-        last.arguments += text
+        self._arguments.append(text)
 
     # -- inside
 
+    def _end_arguments(self) -> None:
+        """What came of the last call's arguments since the last time."""
+        if not self._arguments:
+            return
+        calls = self._delta.calls
+        if not calls or calls[-1].index != self.num_calls - 1:
+            calls.append(CallDelta(self.num_calls - 1))
+        calls[-1].arguments += "".join(self._arguments)
+        self._arguments.clear()
+
     def _take(self) -> AnswerDelta:
+        self._end_arguments()
         delta, self._delta = self._delta, AnswerDelta()
         return delta
 
@@ -173,14 +182,16 @@ class AnswerParser:
 
     def _start_reading(self, marker: str, space: str) -> None:
         assert self._tools is not None
-        self._space, self._marker, self._raw, self._counts = space, marker, "", False
+        self._space, self._marker, self._counts = space, marker, False
+        self._raw.clear()
         self._reader = self._tools.read(self)
         next(self._reader)
 
     def _read_call(self, text: str) -> str:
         assert self._reader is not None and self._tools is not None
         for i, char in enumerate(text):
-            self._raw += char
+            if not self._counts:
+                self._raw.append(char)
             try:
                 self._reader.send(char)
             except StopIteration:
@@ -191,7 +202,7 @@ class AnswerParser:
                 if not self._counts:
                     # The marker is text after all, and what follows it is looked at anew.
                     shown = self._marker or self._raw[0]
-                    rest = self._raw[len(shown) - len(self._marker) :] + text[i + 1 :]
+                    rest = "".join(self._raw)[len(shown) - len(self._marker) :] + text[i + 1 :]
                     self._is_new = False
                     self._show(self._space + shown)
                     return rest

@@ -40,6 +40,7 @@ from quire.server.sse import StreamWriter, stream_reply
 from quire.server.text_work import request_deadline
 from quire.text.chat_template import NOT_SWITCHES
 
+_LOGPROB_CHARS = 20  # what writing one costs, in parsed characters
 # Names that chat_template_kwargs must not bring: they have fields of their own, or are the renderer's.
 _NOT_SWITCHES = NOT_SWITCHES | {"tools", "add_generation_prompt", "continue_final_message"}
 
@@ -79,7 +80,15 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
             await stream_reply(exchange, generation, _Writer(head, shown))
             return
         ((_, output),) = await generation.take()
-        answer = await generation.write(lambda: msgspec.json.encode(_whole(head, shown, output)), [output])
+
+        def make() -> bytes:
+            return msgspec.json.encode(_whole(head, shown, output))
+
+        if chat.is_plain:
+            answer = await generation.write(make, [output])
+        else:  # parsing takes a microsecond a character
+            num_chars = sum(len(one.text) + _LOGPROB_CHARS * len(one.logprobs or ()) for one in output.outputs)
+            answer = await exchange.context.text_work.run(exchange, deadline, make, num_chars)
         await exchange.reply(answer, generation.headers)
 
 
