@@ -43,6 +43,7 @@ class EngineVariants:
             if one is not None:
                 one.executor.reset()
         executor = self._executor(config.block_size)
+        self._set_stores(executor, config)
         ledger = executor.ledger
         if num_blocks is not None:
             if num_blocks > ledger.num_blocks:
@@ -70,6 +71,23 @@ class EngineVariants:
             outputs=text.make_outputs(),
         )
         return LLMEngine(built)
+
+    def _set_stores(self, built: BuiltExecutor, config: EngineConfig) -> None:
+        """Levels below the device belong to a variant, not to the weights."""
+        from quire.executor.device import Backend
+        from quire.executor.local import LocalExecutor
+        from quire.executor.store_moves import StoreMoves
+        from quire.executor.stores import build_stores, describe_blocks
+
+        if not isinstance(built.executor, LocalExecutor):
+            return  # of a model that is split, which has none
+        worker = built.executor.worker
+        worker.stores.close()
+        description = ""
+        if config.has_kv_stores:
+            assert isinstance(built.backend, Backend)
+            description = describe_blocks(config, self.base().built.checkpoint, built.backend, worker.decoder)
+        worker.stores = StoreMoves(worker.cache, build_stores(config, description, worker.cache.block_bytes))
 
     def clear(self) -> None:
         """Give the memory back."""

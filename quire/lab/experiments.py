@@ -17,6 +17,7 @@ from quire.lab import (
     prefix_sharing,
     pressure,
     step_budget,
+    tiers,
 )
 from quire.lab.experiment import Experiment
 
@@ -29,6 +30,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     batching.EXPERIMENT,
     prefix_sharing.EXPERIMENT,
     pressure.EXPERIMENT,
+    tiers.EXPERIMENT,
     step_budget.EXPERIMENT,
     kv_accuracy.EXPERIMENT,
     beam_sharing.EXPERIMENT,

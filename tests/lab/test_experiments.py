@@ -9,7 +9,7 @@ from fakes import write_tiny_model
 
 from quire.bench.workloads import even_lengths
 from quire.errors import ConfigError
-from quire.lab import batch_width, beam_sharing, block_size, kv_accuracy, prefix_sharing, pressure, step_budget
+from quire.lab import batch_width, beam_sharing, block_size, kv_accuracy, prefix_sharing, pressure, step_budget, tiers
 from quire.lab.baseline import static_share
 from quire.lab.context import LabContext, LabSettings
 from quire.lab.experiments import EXPERIMENTS, choose
@@ -130,6 +130,13 @@ def test_pressure_preempts_and_serves_all(context: LabContext) -> None:
     assert swap["kv"]["swapped_in_blocks"] and not swap["kv"]["recomputed_tokens"]
     assert {each["completed"] for each in (enough, recompute, swap, auto)} == {16}
     assert [finding.holds for finding in result.findings[:2]] == [True, True]
+
+
+def test_chats_find_below_what_the_cache_lost(context: LabContext) -> None:
+    result = check(tiers.EXPERIMENT.run(context))
+    plain, disk = result.data["measured"]
+    assert (plain["level"], disk["level"]) == ("none", "disk")
+    assert disk["found_tokens"] >= plain["found_tokens"] > 0  # a tiny model computes as fast as a disk loads
 
 
 def test_budgets_that_cannot_be_are_named(context: LabContext) -> None:
