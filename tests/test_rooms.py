@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "engine": {"agents", "grammar", "text", "drafting", "scheduler", "kv", "executor", "weights", "models"},
     "router": {"agents", "engine", "kv", "text"},
     "server": {"agents", "engine", "text", "router"},
-    "lab": {"bench", "sim", "engine", "executor", "models", "weights", "scheduler"},
+    "lab": {"bench", "sim", "engine", "executor", "models", "weights", "scheduler", "tiers"},
     "sim": {"executor", "kv", "scheduler", "models", "bench", "router"},
     "llm": {"agents", "text", "engine"},
     "async_llm": {"text", "engine", "llm"},

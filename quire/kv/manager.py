@@ -28,7 +28,7 @@ from quire.kv.pool import BlockPool
 from quire.kv.prefix_cache import PrefixCache, PrefixMatch
 from quire.kv.snapshot import KVSnapshot, take_snapshot
 from quire.kv.stats import Counters, KVStats, RateMeter, read_stats
-from quire.kv.swap import Arrival, Moves, SwappedSequence
+from quire.kv.swap import Moves, SwappedSequence, finish_swap, swap_in, swap_out
 from quire.kv.table import NEVER, UNCHANGED, Allocation, BlockTable, GroupTable, TableSlices
 from quire.kv.tiers import HostLevel, Level, Origin, Store, StoreLevel, TakeTicket, Tiers
 from quire.kv.watch import KVWatch
@@ -120,10 +120,10 @@ class KVManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of so many tokens has at most, over all groups."""
-        num = self._pages(num_tokens)
+        num = self.num_pages(num_tokens)
         return sum(num if most is None else min(num, most) for most in self._max_blocks)
 
-    def _pages(self, num_tokens: int) -> int:
+    def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -238,9 +238,9 @@ class KVManager:
                 num_idle += block in self.pool.queue
                 matched.append(block)
         firsts: TableSlices = [(first, []) for first, _ in match.slices]
-        tables = self._new_groups(firsts, len(token_ids))
+        tables = self.new_groups(firsts, len(token_ids))
         num_new = sum(end - table.first for table, end in tables) - len(matched) - num_holes
-        if not self._has_room(num_new + num_holes + num_idle):
+        if not self.has_room(num_new + num_holes + num_idle):
             return None
         # Matched blocks first: once in use, they cannot be evicted to make the new ones.
         for block in matched:
@@ -252,7 +252,7 @@ class KVManager:
             table.block_ids = [next(new_ids) if each is None else each for each in known]
             table.block_ids += [next(new_ids) for _ in range(end - table.end)]
         groups = [table for table, _ in tables]
-        self._add_table(seq_id, root_hash(salt, adapter), groups, len(token_ids), match.hashes[:num_matched])
+        self.add_table(seq_id, root_hash(salt, adapter), groups, len(token_ids), match.hashes[:num_matched])
         counters = self.counters.recompute if recompute else self.counters.prefix
         counters.count(match.outcome, len(token_ids), match.num_tokens)
         if self.watch is not None:
@@ -286,12 +286,12 @@ class KVManager:
         match.tickets.update(move.ticket for move in moves)
         return moves
 
-    def _new_groups(self, slices: TableSlices, num_tokens: int) -> list[tuple[GroupTable, int]]:
+    def new_groups(self, slices: TableSlices, num_tokens: int) -> list[tuple[GroupTable, int]]:
         """Tables that begin with these slices, for a sequence of so many tokens, and where each shall end."""
         found = []
         for group, (window, most) in enumerate(zip(self.windows, self._max_blocks, strict=True)):
             first, block_ids = slices[group] if slices else (0, [])
-            end = self._pages(num_tokens) if most is None else min(self._pages(num_tokens), first + most)
+            end = self.num_pages(num_tokens) if most is None else min(self.num_pages(num_tokens), first + most)
             found.append((GroupTable(window, first, list(block_ids)), end))
         return found
 
@@ -322,7 +322,7 @@ class KVManager:
         Returns how many blocks the table keeps; None where nothing changed.
         """
         table = self.tables[seq_id]
-        num_kept = self._pages(num_tokens)
+        num_kept = self.num_pages(num_tokens)
         if num_kept * self.block_size >= table.capacity:
             return None
         assert len(table.hashes) <= num_kept, f"sequence {seq_id}: committed tokens are trimmed"
@@ -356,7 +356,7 @@ class KVManager:
             self.pool.acquire(blocks[block_id])
         table.writable_from = max(group.end for group in table.groups) * self.block_size  # nothing is its own now
         groups = [GroupTable(each.window, each.first, list(each.block_ids)) for each in table.groups]
-        self._add_table(child_seq_id, table.root, groups, table.num_tokens, list(table.hashes))
+        self.add_table(child_seq_id, table.root, groups, table.num_tokens, list(table.hashes))
         self.tables[child_seq_id].writable_from = table.writable_from
         self.counters.num_forks += 1
         if self.watch is not None:
@@ -396,36 +396,7 @@ class KVManager:
         The sequence gives up all its device blocks. One that nobody else uses is in transit until
         `moves_done(ticket)`; so is one whose last other user leaves before that.
         """
-        table = self.tables[seq_id]
-        num_kept = self._pages(num_computed)
-        has_blocks = all(num_kept <= group.end for group in table.groups)
-        assert has_blocks, f"sequence {seq_id} has no blocks for {num_computed} tokens"
-        firsts = [group.first_seen(num_computed, self.block_size) for group in table.groups]
-        kept = [
-            group.block_ids[first - group.first : max(0, num_kept - group.first)]
-            for group, first in zip(table.groups, firsts, strict=True)
-        ]
-        num_moved = sum(map(len, kept))
-        if num_moved > self.host.num_free_blocks:
-            return None
-        del self.tables[seq_id]
-        pairs: list[tuple[int, int]] = []
-        slices: TableSlices = []
-        for group, first, device_ids in zip(table.groups, firsts, kept, strict=True):
-            host_ids = self.host.allocate(len(device_ids))
-            moved = list(zip(device_ids, host_ids, strict=True))
-            # Tail first, the order in which the blocks will go back to the free queue.
-            for device_id, host_id in reversed(moved):
-                self._start_move(ticket, device_id, host_id)
-            self.pool.release_table(group.block_ids)
-            pairs += moved
-            slices.append((first, host_ids))
-        hashes = table.hashes[: num_computed // self.block_size]
-        self.swapped[seq_id] = SwappedSequence(table.root, hashes, slices, num_computed)
-        self.counters.num_swapped_out_blocks += num_moved
-        if self.watch is not None:
-            self.watch.left(seq_id, table.block_ids)
-        return pairs
+        return swap_out(self, seq_id, num_computed, ticket)
 
     def swap_in(
         self, seq_id: int, token_ids: Sequence[int], ticket: int
@@ -436,27 +407,7 @@ class KVManager:
         `commit()`; the host blocks are in transit until then. It may be called before the swap-out is done: the
         executor moves bytes in the order of tickets.
         """
-        swapped = self.swapped[seq_id]
-        num_tokens = max(len(token_ids), swapped.num_computed)
-        tables = self._new_groups([(first, []) for first, _ in swapped.slices], num_tokens)
-        if not self._has_room(sum(end - table.first for table, end in tables)):
-            return None
-        del self.swapped[seq_id]
-        pairs: list[tuple[int, int]] = []
-        for (table, end), (first, host_ids) in zip(tables, swapped.slices, strict=True):
-            table.block_ids = self.pool.allocate(end - first)
-            moved = list(zip(table.block_ids, host_ids, strict=False))
-            for device_id, host_id in reversed(moved):
-                self._start_move(ticket, device_id, host_id)
-                self.host.release(host_id)
-            pairs += moved
-        self._add_table(seq_id, swapped.root, [table for table, _ in tables], num_tokens, swapped.hashes)
-        if pairs:
-            self.moves[ticket].arrival = Arrival(self.tables[seq_id], token_ids, swapped.num_computed)
-        self.counters.num_swapped_in_blocks += len(pairs)
-        if self.watch is not None:
-            self.watch.took(seq_id, self.tables[seq_id].block_ids)
-        return pairs, [(table.first, list(table.block_ids)) for table, _ in tables]
+        return swap_in(self, seq_id, token_ids, ticket)
 
     def drop_swapped(self, seq_id: int) -> None:
         """The sequence has ended while its KV was on the host."""
@@ -472,29 +423,8 @@ class KVManager:
             if self.watch is not None:
                 self.watch.touched(moved)
             return is_complete
-        moves = self.moves.pop(ticket, None)
-        if moves is None:
-            return True
-        moved = [self.pool.blocks[device_id] for device_id in moves.device_ids]
-        for block in moved:
-            self.pool.transfer_finished(block)
-        for host_id in moves.host_ids:
-            self.host.transfer_finished(host_id)
-        if moves.arrival is not None:
-            self._enter_cache(*moves.arrival)
-        if self.watch is not None:
-            self.watch.touched(moved)
+        finish_swap(self, ticket)
         return True
-
-    def _enter_cache(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """A sequence is back, unless it has ended meanwhile: others may find its full blocks."""
-        if self.tables.get(table.seq_id) is not table:
-            return
-        for number, group in enumerate(table.groups):
-            ids = group.block_ids[: max(0, len(table.hashes) - group.first)]
-            blocks = [self.pool.blocks[block_id] for block_id in ids]
-            self.cache.insert_chain(group.first, table.hashes, table.root, token_ids, blocks, number)
-        self.commit(table.seq_id, token_ids, num_computed)
 
     # -- pins and reset
 
@@ -580,12 +510,12 @@ class KVManager:
 
     # -- inside
 
-    def _has_room(self, num_blocks: int) -> bool:
+    def has_room(self, num_blocks: int) -> bool:
         """For an admission or a swap-in, which must leave the watermark free unless nothing is in use."""
         num_reserved = self.num_watermark_blocks if self.pool.num_used_blocks else 0
         return num_blocks + num_reserved <= self.pool.queue.num_blocks
 
-    def _add_table(
+    def add_table(
         self, seq_id: int, root: BlockHash, groups: list[GroupTable], num_tokens: int, hashes: list[BlockHash]
     ) -> None:
         block_size = self.block_size
@@ -605,7 +535,7 @@ class KVManager:
         pool, block_size = self.pool, self.block_size
         blocks = pool.blocks
         first = first_written // block_size
-        wanted = self._pages(num_tokens + lookahead)
+        wanted = self.num_pages(num_tokens + lookahead)
         changes = []
         num_taken = num_given = 0
         for group, most in zip(table.groups, self._max_blocks, strict=True):
@@ -673,10 +603,3 @@ class KVManager:
         table.next_commit = num_committed + block_size
         if table.writable_from < num_committed:
             table.writable_from = num_committed
-
-    def _start_move(self, ticket: int, device_id: int, host_id: int) -> None:
-        moves = self.moves.setdefault(ticket, Moves())
-        moves.device_ids.append(device_id)
-        moves.host_ids.append(host_id)
-        self.pool.blocks[device_id].num_transfers += 1
-        self.host.transfer_started(host_id)

@@ -30,10 +30,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     batching.EXPERIMENT,
     prefix_sharing.EXPERIMENT,
     pressure.EXPERIMENT,
-    tiers.EXPERIMENT,
     step_budget.EXPERIMENT,
     kv_accuracy.EXPERIMENT,
     beam_sharing.EXPERIMENT,
+    tiers.EXPERIMENT,
 )
 
 

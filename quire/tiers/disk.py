@@ -143,6 +143,12 @@ class DiskStore:
                     num_dropped += self._evict(name) or 0
         return num_dropped
 
+    def drop_from_page_cache(self) -> None:
+        """For measurements: the next loads come from the disk."""
+        with self._lock:
+            for segment in self._segments.values():
+                segment.drop_from_page_cache()
+
     # -- inside
 
     def _own_key(self, key: bytes) -> bytes:

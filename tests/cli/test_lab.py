@@ -13,6 +13,7 @@ import pytest
 from fakes import write_tiny_model
 
 from quire.cli.main import main
+from quire.lab.experiments import EXPERIMENTS
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +134,7 @@ def test_gpu_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "--list"]) == 0
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == 11 and "fragmentation" in out
+    assert len(out.splitlines()) == len(EXPERIMENTS) and "fragmentation" in out
 
 
 @pytest.mark.parametrize(
