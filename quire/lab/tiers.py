@@ -72,7 +72,10 @@ def _first_tokens(context: LabContext, engine: LLMEngine) -> list[dict[str, floa
     rng = random.Random(context.seed)
     for length in context.pick((64, 256), (128, 256, 512, 1024), (512, 1024, 2048, 4096)):
         context.report(f"first token after a prefix of {length:,} tokens, computed and loaded")
-        computed, loaded, cold, num_loaded = [], [], [], 0
+        computed: list[float] = []
+        loaded: list[float] = []
+        cold: list[float] = []
+        num_loaded = 0
         for _ in range(context.pick(1, 3, 5)):
             prompt = [rng.randrange(context.vocab) for _ in range(length + 1)]
             computed.append(_one(engine, prompt)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from scheduler.harness import Rig, make_request
 
 from quire import LLMEngine, SamplingParams
+from quire.beams import BeamSearchParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.outputs import RequestOutput
+from quire.structured import StructuredOutputsParams
 
 BLOCK_SIZE = 4
 MODELS = {
@@ -67,7 +70,7 @@ PARAMS = (
 )
 
 
-def serve(engine: LLMEngine, prompts: list[list[int]]) -> list[list[Any]]:
+def serve(engine: LLMEngine, prompts: list[list[int]], kinds: Sequence[Any] = PARAMS) -> list[list[Any]]:
     """In order, several at once; whatever comes of each."""
     done: dict[str, RequestOutput] = {}
     waiting = [(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
@@ -75,7 +78,7 @@ def serve(engine: LLMEngine, prompts: list[list[int]]) -> list[list[Any]]:
     while waiting or engine.has_unfinished_requests():
         if waiting and engine.get_num_unfinished_requests() < 3:
             request_id, prompt = waiting.pop(0)
-            engine.add_request(request_id, {"prompt_token_ids": prompt}, PARAMS[int(request_id[1:]) % len(PARAMS)])
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, kinds[int(request_id[1:]) % len(kinds)])
         for output in engine.step():
             if output.finished:
                 done[output.request_id] = output
@@ -95,7 +98,14 @@ def loaded(engine: LLMEngine) -> int:
     return sum(counters.num_loaded for counters in engine.core.kv.tiers.counters.levels.values())
 
 
-@pytest.mark.parametrize("settings", [{}, {"swap_space_gb": 0.001, "preemption": "swap"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"swap_space_gb": 0.001, "preemption": "swap"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+)
 def test_the_same_tokens_with_disk_and_over_a_restart(weights: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     prompts = conversations(1, 40)
     plain = make(weights, **settings)
@@ -105,6 +115,23 @@ def test_the_same_tokens_with_disk_and_over_a_restart(weights: Path, tmp_path: P
         engine = make(weights, tmp_path, **settings)
         assert serve(engine, prompts) == expected
         assert loaded(engine) > 0
+        engine.close()
+
+
+def test_beams_grammars_and_stop_strings_beside_loads(weights: Path, tmp_path: Path) -> None:
+    prompts = conversations(8, 24)
+    kinds: list[Any] = [
+        BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
+        SamplingParams(temperature=0.0, max_tokens=12, stop=["e", "a"]),
+        SamplingParams(temperature=0.0, max_tokens=3),
+    ]
+    plain = make(weights)
+    expected = serve(plain, prompts, kinds)
+    plain.close()
+    for _ in range(2):
+        engine = make(weights, tmp_path)
+        assert serve(engine, prompts, kinds) == expected
         engine.close()
 
 
