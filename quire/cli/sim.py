@@ -7,7 +7,7 @@ import math
 import sys
 from typing import Any
 
-from quire.cli.options import RUNTIME_FLAGS, add_engine_flags, engine_config
+from quire.cli.options import add_engine_flags, engine_config
 from quire.cli.parser import WideHelp
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -37,10 +37,6 @@ def add_parser(subparsers: Any) -> None:
     where.add_argument("--gpu", metavar="NAME", default="h200", help="a GPU by name (default h200)")
     where.add_argument("--devices", metavar="FILE", help="JSON: other GPUs, or other numbers for known ones")
     where.add_argument("--profile", metavar="FILE", help="the machine that quire bench profile --output-json recorded")
-    # Unless they are among the engine's own flags below.
-    for name, short, text in (("tensor", "-tp", "devices a layer"), ("pipeline", "-pp", "stages of layers")):
-        if f"{name}_parallel_size" not in RUNTIME_FLAGS:
-            where.add_argument(short, f"--{name}-parallel-size", type=int, metavar="N", help=text)
     where.add_argument("-dp", "--replicas", "--data-parallel-size", type=int, default=1, metavar="N", help="replicas")
     where.add_argument("--policy", default="first-token", metavar="NAME", help=f"of the router: {', '.join(POLICIES)}")
     where.add_argument("--front-ms", type=float, metavar="MS", help="HTTP and tokenizing before and behind the engine")
@@ -96,6 +92,35 @@ def device_named(name: str, path: str | None) -> Device:
     return devices[wanted]
 
 
+# Engine settings that a simulation follows; of a dataset also those that find the tokenizer.
+_FOLLOWED = {
+    *(
+        "model",
+        "seed",
+        "tokenizer",
+        "revision",
+        "download_dir",
+        "dtype",
+        "kv_cache_dtype",
+        "max_model_len",
+        "block_size",
+    ),
+    *("num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization", "watermark", "max_num_seqs"),
+    *("max_num_batched_tokens", "long_prefill_token_threshold", "target_step_ms", "smooth_prefill_tokens"),
+    *("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"),
+}
+_DEGREES = {"tensor_parallel_size", "pipeline_parallel_size"}
+_WITH_PROFILE = {"model", "seed", "tokenizer", "revision", "download_dir"}
+
+
+def _check_followed(config: EngineConfig, *, has_profile: bool) -> None:
+    for name in sorted(config.given - _DEGREES - (_WITH_PROFILE if has_profile else _FOLLOWED)):
+        flag = "--" + name.replace("_", "-")
+        if has_profile:
+            raise ConfigError(f"{flag}: with --profile the engine is the one that was recorded: leave it out")
+        raise ConfigError(f"{flag} is not simulated: leave it out (steps are those of a GPU without it)")
+
+
 def _simulate(args: argparse.Namespace) -> Any:
     from quire.lab.shapes import read_model_spec
     from quire.lab.simulated import engine_by_arithmetic, engine_by_profile
@@ -108,6 +133,7 @@ def _simulate(args: argparse.Namespace) -> Any:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     config = engine_config(args)
+    _check_followed(config, has_profile=args.profile is not None)
     is_read_along = args.trace is not None or args.request_rate is not None
     if args.profile:
         if args.tensor_parallel_size > 1 or args.pipeline_parallel_size > 1:

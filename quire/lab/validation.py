@@ -88,6 +88,7 @@ _OFFLINE = {"single": 238.0, "lab16": 3_608.0, "mixed256": 10_498.0, "sharegpt":
 _SERVING = {8: (200, (13.2, 48.0, 4.6, 9.7)), 24: (480, (16.7, 52.0, 5.6, 11.0))}
 _ALL_AT_ONCE = 13_696.0
 _FIRST_SEEDS = (10, 20, 30)
+_CLIENT_TOKEN_S = 0.11e-3  # CPU time of a client in Python for a streamed token, on two cores
 
 
 def recorded_h200() -> list[Row]:
@@ -111,6 +112,9 @@ def recorded_h200() -> list[Row]:
         medians = _medians(found)
         # The client that measured took the value at a place and not between two, which of 200 requests is the second.
         medians[1] = 1e3 * statistics.median(one.values["client_ttft_p99_s"] for one in found)
+        # And it was one process, in which a first token waits for half of the tokens that came with it.
+        wait_ms = 1e3 * _CLIENT_TOKEN_S * statistics.median(one.running_mean for one in found) / 2
+        medians[:2] = [one + wait_ms for one in medians[:2]]
         rows += _latency_rows(f"{rate} requests/s", measured_ms, medians)
     report = simulate(from_workload(sharegpt(128_000, seed=109), None), is_read_along=True)
     rows.append(Row("1,000 at once, served", "output tokens/s", _ALL_AT_ONCE, report.output_tok_s))

@@ -44,7 +44,7 @@ class RooflineCost(StepCost):
     def __post_init__(self) -> None:
         spec, device, reached, ranks = self.spec, self.device, self.efficiency, self.tensor_parallel
         head = spec.vocab_size * spec.hidden_size
-        kv_heads = max(spec.num_kv_heads, ranks)  # where there are fewer than ranks, they are copied
+        kv_heads = -(-spec.num_kv_heads // ranks) * ranks  # all wait for the rank with the largest share
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         layer = spec.hidden_size * (2 * q_width + 2 * kv_width) + 3 * spec.hidden_size * spec.intermediate_size
         memory, arithmetic = device.tb_per_s * 1e12, device.tflop_per_s * 1e12

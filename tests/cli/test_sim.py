@@ -51,7 +51,6 @@ def test_more_ranks_are_faster_for_one_stream_and_replicas_are_not(tmp_path: Pat
     ("flags", "words"),
     [
         (["--gpu", "h900"], "h900"),
-        (["-tp", "3"], "do not divide"),
         (["-tp", "16"], "per_machine|one machine"),
         (["-pp", "33"], "33 stages"),
         (["--replicas", "0"], "at least 1"),
@@ -62,6 +61,8 @@ def test_more_ranks_are_faster_for_one_stream_and_replicas_are_not(tmp_path: Pat
         (["--front-ms", "-1"], "front-ms"),
         (["--profile", "none.json"], "none.json"),
         (["--validate", "h900"], "h200"),
+        (["--swap-space-gb", "4"], "not simulated"),
+        (["--profile", "none.json", "--block-size", "32"], "recorded"),
     ],
 )
 def test_bad_input_says_what_to_change(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
