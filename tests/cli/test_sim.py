@@ -52,7 +52,7 @@ def test_more_ranks_are_faster_for_one_stream_and_replicas_are_not(tmp_path: Pat
     [
         (["--gpu", "h900"], "h900"),
         (["-tp", "16"], "per_machine|one machine"),
-        (["-pp", "33"], "33 stages"),
+        (["-pp", "33"], "33"),
         (["--replicas", "0"], "at least 1"),
         (["--policy", "psychic"], "round-robin"),
         (["--gpu", "t4"], "do not fit|does not fit|t4"),
