@@ -27,6 +27,7 @@ WITH_PROMPT = GREEDY.clone(prompt_logprobs=2)
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
     "bfloat16 KV": {"dtype": "float32", "kv_cache_dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
 }
@@ -61,7 +62,7 @@ def company(rng: random.Random, count: int) -> list[tuple[list[int], SamplingPar
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_among_random_company(tiny_model: Path, kind: str) -> None:
     """In chunks of any size, with cache hits, preemption by both ways, and at other step budgets."""
-    alone = make(tiny_model, **KINDS[kind]).generate([PROMPT], WITH_PROMPT, use_tqdm=False)[0]
+    alone = make(tiny_model, **KINDS[kind], num_threads=1).generate([PROMPT], WITH_PROMPT, use_tqdm=False)[0]
     expected, expected_prompt = numbers(alone), prompt_numbers(alone)
     rng = random.Random(0)
     num_preemptions = num_cached = 0
