@@ -3,8 +3,8 @@
     GET   /debug/cache?since=      hashes that the cache gained and lost since a reader's last look, with the load
     POST  /debug/cache/hashes      the body of /tokenize, with cache_salt: the hashes that such a prompt would look for
 
-The first tells what everybody sent, if only as hashes, so it is for an admin's key, or the only key. A server with
-several replicas routes by itself: it answers 404, and a router guesses what it holds.
+The first lets its reader test guesses of what everybody sent, so it is for an admin's key, or the only key, or without
+keys for a local address. A server with several replicas routes by itself: it answers 404, and a router guesses.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ async def make_hashes(exchange: Exchange, body: HashesBody) -> None:
 def routes(context: ServerContext) -> list[Route]:
     async def changes(request: HttpRequest) -> Response:
         check_admin(request)
+        settings = context.settings
+        if not settings.api_keys and not settings.is_local:
+            raise ApiError(403, "hashes are told to who has an API key: start the server with one", code="no_key")
         engine = context.first.engine
         for name in request.query_params:
             if name != "since":
