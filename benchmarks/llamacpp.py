@@ -2,8 +2,11 @@
 
 Both run the same token ids greedily on the same number of threads, each in a process of its own, and take turns: a
 machine that is slower for a while is so for both. llama.cpp has 16 slots over its batch API, decodes first and then as
-much prompt as fits. Where a file's weights are quantized, llama.cpp also rounds the activations to 8 bits; Quire
-multiplies by the float32 numbers that the file stands for.
+much prompt as fits. Where a file's weights are quantized, both round activations to 8 bits.
+
+llama.cpp's threads spin while they wait, so a run on several threads needs a quiet machine. On a busy one, `--threads 1
+--cpu-time` counts the processor's seconds instead of the wall's; decode1, decode16 and prompt256 are short workloads
+for that.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
+import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -25,6 +29,8 @@ NUM_SLOTS = 16
 SLOT_TOKENS = 512  # the longest prompt with its output
 BATCH_TOKENS = 512
 WARM_SEED = 100_000  # other prompts of the same lengths
+# Short workloads beside those of quire bench: prompts, their tokens, and tokens out.
+BRIEF = {"decode1": (1, 1, 17), "decode16": (16, 1, 9), "prompt256": (1, 256, 1)}
 
 
 class Entry(NamedTuple):
@@ -138,18 +144,33 @@ class Quire:
 ENGINES: dict[str, type[Quire] | type[LlamaCpp]] = {"Quire": Quire, "llama.cpp": LlamaCpp}
 
 
+def get_workload(name: str, vocab_size: int, parameters: dict[str, int]) -> Workload:
+    if name not in BRIEF:
+        return make_workload(name, vocab_size, **parameters)
+    num, num_in, num_out = BRIEF[name]
+    return make_workload("fixed", vocab_size, num=num, num_in=num_in, num_out=num_out, **parameters)
+
+
+def count_tokens(workload: Workload) -> int:
+    """Tokens out; of prompts that bring a token each, their own."""
+    if all(num_out == 1 for _, num_out in workload):
+        return sum(len(prompt) for prompt, _ in workload)
+    return sum(num_out for _, num_out in workload)
+
+
 def serve(name: str, path: str, num_threads: int, connection: Connection) -> None:
     """One engine in its process: workloads' names and seeds in, seconds and tokens out."""
     engine = ENGINES[name](path, num_threads)
     connection.send("ready")
     while order := connection.recv():
-        workload_name, parameters = order
-        workload = make_workload(workload_name, engine.vocab_size, **parameters)
-        started = time.perf_counter()
+        workload_name, parameters, by_cpu_time = order
+        clock = time.process_time if by_cpu_time else time.perf_counter
+        workload = get_workload(workload_name, engine.vocab_size, parameters)
+        started = clock()
         outputs = engine.run(workload)
-        seconds = time.perf_counter() - started
+        seconds = clock() - started
         assert [len(out) for out in outputs] == [num_out for _, num_out in workload], "an output has the wrong length"
-        connection.send((seconds, outputs))
+        connection.send((count_tokens(workload) / seconds, outputs))
 
 
 def main() -> None:
@@ -160,6 +181,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="a GGUF file, or what quire finds one under")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor: with --threads 1")
     args = parser.parse_args()
     if importlib.util.find_spec("llama_cpp") is None:
         raise SystemExit("llama.cpp is missing here: pip install llama-cpp-python")
@@ -168,7 +190,10 @@ def main() -> None:
     path = resolve_model(args.model)
     if path.suffix != ".gguf":
         raise SystemExit(f"{path} is no GGUF file, which both engines could read: give one with --model")
-    print(f"{path.name}, {args.threads} threads; output tokens/s of {args.repeats} turns each")
+    print(
+        f"{path.name}, {args.threads} threads; tokens/s of {args.repeats} turns each"
+        f"{', by CPU time' if args.cpu_time else ''}"
+    )
     context = multiprocessing.get_context("spawn")
     engines: dict[str, Connection] = {}
     for name in ENGINES:
@@ -176,22 +201,24 @@ def main() -> None:
         context.Process(target=serve, args=(name, str(path), args.threads, theirs), daemon=True).start()
         engines[name].recv()
     for workload in args.workloads:
-        compare(engines, workload, args.repeats)
+        compare(engines, workload, args.repeats, args.cpu_time)
     for connection in engines.values():
         connection.send(None)
 
 
-def compare(engines: dict[str, Connection], workload: str, repeats: int) -> None:
+def compare(engines: dict[str, Connection], workload: str, repeats: int, by_cpu_time: bool) -> None:
     rates: dict[str, list[float]] = {name: [] for name in engines}
     outputs: dict[str, list[list[int]]] = {}
     for parameters in [{"seed": WARM_SEED}, *[{}] * repeats]:
         for name, connection in engines.items():
-            connection.send((workload, parameters))
-            seconds, outputs[name] = connection.recv()
+            connection.send((workload, parameters, by_cpu_time))
+            rate, outputs[name] = connection.recv()
             if not parameters:
-                rates[name].append(sum(map(len, outputs[name])) / seconds)
+                rates[name].append(rate)
     for name, found in rates.items():
         print(f"  {workload:10} {name:10}", *(f"{rate:8.1f}" for rate in found), flush=True)
+    mine, theirs = (statistics.median(found) for found in rates.values())
+    print(f"  {workload:10} ratio of the medians {mine / theirs:.2f}", flush=True)
     first, second = outputs.values()
     same = sum(a == b for a, b in zip(first, second, strict=True))
     print(f"  {workload:10} the same tokens in {same} of {len(first)} outputs", flush=True)
