@@ -46,7 +46,7 @@ def _table(by_reason: Mapping[str, str]) -> dict[str, Refusal]:
     return table
 
 
-_ONE_DEVICE = "Quire runs on one device for now"
+_OTHER_SPLITS = "a model is split by tensor_parallel_size and pipeline_parallel_size alone"
 _NO_ADAPTERS = "Quire has no LoRA yet"
 _ONE_GRAMMAR_BACKEND = "one backend compiles every grammar; StructuredOutputsParams say how JSON is written"
 _NEW_GRAMMAR_NAME = "vLLM calls it structured_outputs and StructuredOutputsParams now, and so does Quire"
@@ -71,7 +71,7 @@ _ALWAYS_COUNTED = "statistics are always on and cost nothing"
 # Arguments of LLM and EngineArgs; of `serve` too, where it has no such flag of its own.
 ENGINE = _table(
     {
-        _ONE_DEVICE: """
+        _OTHER_SPLITS: """
             prefill_context_parallel_size=1 decode_context_parallel_size=1 disable_custom_all_reduce=false|true
             data_parallel_rank=0 data_parallel_start_rank=0 data_parallel_size_local=1 data_parallel_address
             data_parallel_rpc_port data_parallel_backend="mp" data_parallel_hybrid_lb=false
@@ -273,7 +273,7 @@ CALL = _table(
             mm_processor_kwargs={} multi_modal_data={} multi_modal_uuids={} prompt_embeds encoder_prompt
             decoder_prompt""",
         "traces are the server's: quire serve --otlp-traces-endpoint": "trace_headers={}",
-        _ONE_DEVICE: "data_parallel_rank=0",
+        "the replica is chosen by cache and load": "data_parallel_rank=0",
         "a model's own switches go into chat_template_kwargs": """
             reasoning_effort reasoning_ended reasoning_parser_kwargs={}""",
         "the engine runs as many prompts at once as fit": "concurrency_limit",
@@ -326,7 +326,7 @@ _ENGINE_METHODS = {
     "requests can be aborted, not paused": "pause_generation resume_generation",
     _NO_ADAPTERS: "add_lora remove_lora list_loras pin_lora",
     "see get_metrics()": "start_profile stop_profile",
-    "there are no workers to call: Quire runs on one device for now": "collective_rpc apply_model",
+    "workers take plans and no calls": "collective_rpc apply_model",
 }
 METHODS = {
     "LLM": _table(
