@@ -32,6 +32,7 @@ def describe_blocks(
         "weight dtype": backend.weight_dtype,
         "KV": str(backend.kv_dtype),
         "KV scales": repr(decoder.kv_scales),
+        "batch invariant": config.batch_invariant,
         "kernels": f"{backend.device.type} {backend.ops.name}",
         "block size": config.block_size,
         "layout": repr(decoder.layout),
