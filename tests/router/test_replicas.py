@@ -334,3 +334,11 @@ def test_replicas_take_gpus_of_their_own(tiny_model: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match="3 replicas need 3 GPUs"):
         ReplicaSet(auto, 3)
     assert replicas.device_environment(config(tiny_model), 7) == {}
+
+
+def test_one_engine_in_a_program_refuses_replicas(tiny_model: Path) -> None:
+    from quire import LLM, AsyncLLM
+
+    for kind in (LLM, AsyncLLM):
+        with pytest.raises(ConfigError, match="serve -dp"):
+            kind(str(tiny_model), load_format="dummy", data_parallel_size=2)
