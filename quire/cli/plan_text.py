@@ -31,14 +31,15 @@ def _model(plan: Plan) -> list[str]:
 
 
 def _kv(plan: Plan) -> list[str]:
-    spec, chosen, block_size = plan.spec, plan.chosen, plan.config.block_size
+    spec, chosen, block_size = plan.held_spec, plan.chosen, plan.config.block_size
     value_bytes = sizing.DTYPE_BYTES[chosen.kv_dtype]
     layout = chosen.layout
     block = f"{block_size} tokens × {chosen.token_bytes:,} B"
     if len(layout.windows) > 1:
         block = f"{block_size} tokens of {layout.num_slots} layers, which {len(layout.windows)} groups of layers share"
+    whose = "" if plan.config.num_ranks == 1 else ", of the rank with the largest share"
     return [
-        f"KV cache in {chosen.kv_dtype}",
+        f"KV cache in {chosen.kv_dtype}{whose}",
         f"  a token   2 (K, V) × {spec.num_layers} layers × {spec.num_kv_heads} KV heads × {spec.head_dim} × "
         f"{value_bytes} B = {chosen.token_bytes:,} B  ({size(chosen.token_bytes)})",
         f"  a block   {block} = {chosen.block_bytes:,} B  ({size(chosen.block_bytes)})",
@@ -46,7 +47,7 @@ def _kv(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    chosen, config, spec = plan.chosen, plan.config, plan.spec
+    chosen, config, spec = plan.chosen, plan.config, plan.held_spec
     values, norms = sizing.num_matrix_values(spec), sizing.num_norm_values(spec)
     rope = chosen.weight_bytes - values * sizing.DTYPE_BYTES[plan.weight_dtype] - norms * 4
     weights = (

@@ -19,7 +19,7 @@ from quire.executor.memory import (
 from quire.lab.device_plan import DevicePlan, plan_device, size
 from quire.lab.traffic import Kind, MixNeeds, mix_needs
 from quire.models.kv_layout import kv_layout
-from quire.models.share import check_degrees, max_tensor_size
+from quire.models.share import check_degrees, largest_share, max_tensor_size
 from quire.models.spec import ModelSpec
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -60,6 +60,12 @@ class Plan:
     wanted_memory_bytes: int | None = None
     record: GpuRecord | None = None  # what the last start on this machine's GPU found
     file_bytes: int | None = None  # the size of a GGUF file, whose packed blocks a CPU keeps as they are
+
+    @property
+    def held_spec(self) -> ModelSpec:
+        """What a device has of the model; of several, the one with the most."""
+        config = self.config
+        return largest_share(self.spec, config.tensor_parallel_size, config.pipeline_parallel_size).spec(self.spec)
 
     @property
     def keeps_file_packed(self) -> bool:

@@ -153,6 +153,8 @@ def test_a_plan_of_a_split_model_is_that_of_its_largest_rank() -> None:
     assert device(smol, tensor_parallel_size=2).block_bytes * 3 == device(smol).block_bytes * 2
     plan = make_plan(EngineConfig(tensor_parallel_size=2), smol, device="cuda", memory_bytes=8 * GIB)
     assert not plan.skipped and {choice.tensor_parallel for choice in plan.choices} == {1, 2, 4, 8}
+    values = 2 * plan.held_spec.num_layers * plan.held_spec.num_kv_heads * plan.held_spec.head_dim
+    assert plan.chosen.token_bytes == values * 2  # the formula that is printed
     with pytest.raises(ConfigError, match="use 1 to 9"):
         make_plan(EngineConfig(tensor_parallel_size=10), smol, device="cpu")
 
