@@ -29,7 +29,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PROMPT = "Write a JSON object about a person:\n"
-NUM_TURNS = 7
+NUM_TURNS = 9
 
 
 def main(model: str) -> None:

@@ -13,6 +13,9 @@ from quire.params import SamplingSpec
 from quire.plan import StepPlan
 from quire.request import Sequence
 
+# Fewer forced tokens are cheaper one by one: a step that verifies samples every position.
+_WORTH_A_JUMP = 3
+
 
 @dataclass(slots=True, frozen=True)
 class ConstrainedLine:
@@ -55,7 +58,8 @@ class RowConstraints:
     def forced_tokens(self, seq: Sequence) -> list[int]:
         """What must follow a running sequence's last token, where the constraint knows that one."""
         constraint = self._rows.get(seq.row) if seq.row is not None and not seq.num_pending_tokens else None
-        return constraint.forced() if constraint is not None else []
+        forced = constraint.forced() if constraint is not None else []
+        return forced if len(forced) >= _WORTH_A_JUMP else []
 
     def of_step(self, plan: StepPlan) -> list[ConstrainedLine]:
         """The plan's rows that sample under a constraint, its forks made."""
