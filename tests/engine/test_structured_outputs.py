@@ -140,7 +140,7 @@ def test_forced_tokens_need_no_steps_of_their_own(tiny_model: Path) -> None:
     scheduler.forced_tokens = None
     plain = run(llm, params(words, n=2, logprobs=1))
     assert tokens(jumped) == tokens(plain)
-    assert num_steps < (scheduler.stats.num_steps - num_steps) / 2
+    assert num_steps < 0.8 * (scheduler.stats.num_steps - num_steps)
     assert scheduler.stats.num_draft_tokens == 0
 
 
