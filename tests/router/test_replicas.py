@@ -215,7 +215,7 @@ def test_every_kind_of_request_is_the_same_after_a_kill_with_a_real_model(tmp_pa
     run(model, body, options=EngineProcessOptions(), kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
 
 
-def test_a_replica_that_hangs_is_ended_and_its_requests_go_on(tiny_model: Path) -> None:
+def test_a_replica_that_hangs_is_ended_and_its_requests_go_on(tiny_model: Path, tmp_path: Path) -> None:
     async def body(group: ReplicaSet) -> None:
         undisturbed = tokens_of(await collect(group, "a", "a prompt"))
         hung = asyncio.create_task(collect(group, "hang", {"prompt_token_ids": [HANG, 1, 2]}))
@@ -228,7 +228,8 @@ def test_a_replica_that_hangs_is_ended_and_its_requests_go_on(tiny_model: Path) 
             await hung
         assert name in {one["engine"] for one in group.describe() if one["restarts"] or one["state"] != "ready"}
 
-    run(tiny_model, body, options=sim_options(SimSettings(hang_s=1_000.0), step_timeout_s=0.5))
+    options = sim_options(SimSettings(hang_s=1_000.0), step_timeout_s=0.5, dump_dir=str(tmp_path))
+    run(tiny_model, body, options=options)
 
 
 def test_a_request_that_kills_replicas_is_given_up_and_others_are_not(tiny_model: Path) -> None:
