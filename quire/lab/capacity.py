@@ -33,6 +33,7 @@ HEADROOM = 0.1  # of a replica's rate, left for bursts and for a replica that is
 _NUM_LENGTHS = 600  # that a simulation draws from
 _MIN_REQUESTS, _MAX_REQUESTS = 200, 4_000  # of one simulation, for each replica
 _OPTIMISM = 1.15
+_STABLE = 0.9  # of the requests that come in the second half, as many end in it; long ones are still under way
 _NUM_TRIES = 6  # rates that are tried for a candidate
 _MAX_SIMULATED = 10  # candidates
 _CHECKED_REPLICAS = 4  # of the final answer, simulated together behind the router
@@ -262,6 +263,8 @@ def _find_rate(one: Candidate, lengths: list[tuple[int, int]], limits: Limits, s
             and report.itl_s is not None
             and report.ttft_s.p99 <= limits.ttft_s
             and report.itl_s.p99 <= limits.itl_s
+            # A queue that only grows may still be within the limits when the simulation ends.
+            and len(fleet.times.whole_s) >= _STABLE * rate * fleet.now_s / 2
         ):
             low = rate
             one.rate, one.ttft_s, one.itl_s = rate, report.ttft_s.p99, report.itl_s.p99
