@@ -360,10 +360,15 @@ def as_text(capacity: Capacity) -> str:
         f"{number(1e3 * checked.get('ttft_p99_s', math.nan))} ms, inter-token p99 "
         f"{number(1e3 * checked.get('itl_p99_s', math.nan))} ms",
     ]
-    if capacity.not_simulated:
-        names = ", ".join(one.name for one in capacity.not_simulated[:6])
-        more = len(capacity.not_simulated) - 6
-        lines.append(f"Dearer even at best, and so not simulated: {names}{f' and {more} more' if more > 0 else ''}")
+    price = best.price_for(capacity.rate)
+    dearer = [one.name for one in capacity.not_simulated if one.price_for(capacity.rate, one.bound) >= price]
+    others = [one.name for one in capacity.not_simulated if one.name not in dearer]
+    for title, names in (
+        ("Dearer even at best, and so not simulated", dearer),
+        (f"Perhaps cheaper, but beyond the {_MAX_SIMULATED} that are simulated (name one by --gpu)", others),
+    ):
+        if names:
+            lines.append(f"{title}: {', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}")
     lines += [f"Does not fit: {why}" for why in capacity.unfit.values()]
     return "\n".join([*lines, "", "Assumptions", *(f"  {text}" for text in capacity.assumptions())])
 

@@ -43,8 +43,6 @@ def test_the_cheapest_comes_first_and_grows_with_the_rate() -> None:
     assert large.best.rate and 0 < large.best.rate <= large.best.bound
     assert large.best.ttft_s <= limits.ttft_s and large.best.itl_s <= limits.itl_s
     assert large.checked["replicas"] == 4 and large.checked["ttft_p99_s"] < 2 * limits.ttft_s
-    # Nothing that was left out could have been cheaper.
-    assert all(one.price_for(5000, one.bound) >= prices[0] for one in large.not_simulated)
     assert f"-dp {large.best.replicas_for(5000)}" in large.flags() and "h200" in capacity.as_text(large)
     chart = capacity.cost_chart(large)
     assert all(list(series.y) == sorted(series.y) for series in chart.series)
