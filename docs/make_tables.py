@@ -76,8 +76,6 @@ VLLM_FLAGS: dict[str, str] = {
 }
 # Paths of vLLM's server that Quire has not.
 VLLM_PATHS_MISSING: dict[str, str] = {
-    "/v1/responses": "use /v1/chat/completions",
-    "/v1/messages": "use /v1/chat/completions",
     "/v1/embeddings, /pooling, /classify, /score, /rerank": "Quire generates text only",
     "/v1/audio/transcriptions, /v1/audio/translations": "text models only",
     "/v1/load_lora_adapter, /v1/unload_lora_adapter": "no LoRA yet",
@@ -268,7 +266,18 @@ def _no_context() -> Any:
 # What each path is for. A path without an entry here fails the test.
 PATH_NOTES: dict[str, str] = {
     "/v1/completions": "as in vLLM",
-    "/v1/chat/completions": "as in vLLM, without tools",
+    "/v1/chat/completions": "as in vLLM",
+    "/v1/responses": "OpenAI's Responses; `previous_response_id` within 64 MiB of memory",
+    "/v1/responses/{id}": "one that is remembered",
+    "/v1/responses/{id}/cancel": "ends one that runs in the background",
+    "/v1/messages": "Anthropic's Messages",
+    "/v1/messages/count_tokens": "as Anthropic has it",
+    "/v1/files": "files of requests, with `--batch-dir`",
+    "/v1/files/{id}": "one of them",
+    "/v1/files/{id}/content": "what it holds",
+    "/v1/batches": "answers a file's requests beside everything else",
+    "/v1/batches/{id}": "how far it is",
+    "/v1/batches/{id}/cancel": "ends it; answers that are there stay",
     "/v1/models": "as in vLLM; with `max_model_len` and `root`",
     "/v1/models/{model:path}": "one of them",
     "/tokenize": "as in vLLM",
@@ -278,6 +287,9 @@ PATH_NOTES: dict[str, str] = {
     "/version": "as in vLLM",
     "/metrics": "always on; guarded by the key",
     "/load": "`server_load` as in vLLM, and the engine's numbers",
+    "/debug/replicas": "the engines behind this server; POST adds, drains and removes them",
+    "/debug/cache": "hashes that the cache gained and lost: what `quire router` reads",
+    "/debug/cache/hashes": "the hashes that a prompt would look for",
     "/debug/kv/levels": "the KV cache's levels; POST warms, pins or expires a prompt",
     "/docs": "as in vLLM; works without a network",
     "/openapi.json": "as in vLLM",
