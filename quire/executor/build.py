@@ -43,7 +43,8 @@ from quire.executor.sizing import batch_limits
 from quire.executor.stores import build_stores, describe_blocks
 from quire.executor.timeline import Timeline
 from quire.executor.worker import ElsewhereSampled, Worker
-from quire.grammar import GrammarCompiler, RowConstraints
+from quire.grammar import GrammarCompiler
+from quire.grammar.rows import RowConstraints
 from quire.models.decoder import Decoder
 from quire.models.kv_layout import kv_layout
 from quire.models.share import ModelShare

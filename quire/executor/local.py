@@ -15,7 +15,7 @@ import torch
 from quire.executor.clock import StepClock
 from quire.executor.precompile import Precompile
 from quire.executor.worker import ForwardPass, Sampled, Worker
-from quire.grammar import ConstrainedLine
+from quire.grammar.rows import ConstrainedLine
 from quire.plan import StepPlan, StepResult
 from quire.request import FinishReason
 from quire.sampling import RankedBatch, Sampler, TokenMasks

@@ -136,7 +136,8 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     from quire.executor.rank_steps import RankSteps
     from quire.executor.timeline import Timeline
     from quire.executor.worker import ElsewhereSampled, Worker
-    from quire.grammar import GrammarCompiler, RowConstraints
+    from quire.grammar import GrammarCompiler
+    from quire.grammar.rows import RowConstraints
     from quire.kernels.cpu.threads import default_num_threads
     from quire.parallel.ranks import Ranks
     from quire.weights.model import open_model

@@ -23,7 +23,7 @@ from quire.executor.kv_cache import KVCache
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.mixed_step import MixedShape
 from quire.executor.store_moves import StoreMoves
-from quire.grammar import ConstrainedLine, RowConstraints
+from quire.grammar.rows import ConstrainedLine, RowConstraints
 from quire.models.decoder import Decoder
 from quire.params import SamplingSpec
 from quire.plan import StepPlan, TokenLogprobs

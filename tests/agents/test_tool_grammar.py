@@ -13,7 +13,8 @@ from grammar.walk import write
 from quire.agents import AnswerParser, ToolChoice, tool_grammar
 from quire.agents.formats import FORMATS
 from quire.errors import BadRequestError
-from quire.grammar import Constraint, GrammarCompiler, lower
+from quire.grammar import GrammarCompiler, lower
+from quire.grammar.constraint import Constraint
 from quire.grammar.lowering import json_rule, literal
 from quire.grammar.schema import checked_schema
 from quire.structured import StructuredOutputsParams

@@ -124,9 +124,9 @@ def test_a_malformed_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "config.json").write_text("{")
     assert main(["plan", str(tmp_path)]) == 1
     assert "config.json" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["T5ForConditionalGeneration"]}')
     assert main(["plan", str(tmp_path)]) == 1
-    assert "GPT2LMHeadModel is not served" in capsys.readouterr().err
+    assert "T5ForConditionalGeneration is not served" in capsys.readouterr().err
 
 
 def test_neither_torch_nor_numpy_is_loaded() -> None:

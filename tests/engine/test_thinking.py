@@ -65,7 +65,7 @@ def test_a_thought_that_the_model_begins_itself(llm: LLM) -> None:
 
 
 def test_stages_by_tokens() -> None:
-    from quire.grammar import Constraint
+    from quire.grammar.constraint import Constraint
     from quire.params import ThinkingSpec
 
     spec = ThinkingSpec(

@@ -7,7 +7,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from quire.grammar import Constraint, GrammarCompiler, lower
+from quire.grammar import GrammarCompiler, lower
+from quire.grammar.constraint import Constraint
 from quire.structured import StructuredOutputsParams
 from quire.text import Tokenizer
 
