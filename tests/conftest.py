@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def smollm2() -> Path:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"the default model cannot be fetched: {error}")
+
+
+@pytest.fixture(autouse=True)
+def _own_interrupts() -> Iterator[None]:
+    """A server that ran in this thread leaves its loop's handler, and the next test's Ctrl-C would go nowhere."""
+    yield
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

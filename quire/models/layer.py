@@ -6,9 +6,8 @@ leaves for the next part. It knows which tensors of a checkpoint it is filled fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -126,26 +125,25 @@ class DenseMlp:
         yield from matrix_slots(self.down, {f"{prefix}.down_proj": self.down.out_features}, inner)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": torch.nn.functional.silu,
-    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
-    "gelu": torch.nn.functional.gelu,
-    "relu": torch.nn.functional.relu,
-}
+def _activate(name: str, x: Tensor) -> Tensor:
+    if name == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    activated: Tensor = getattr(torch.nn.functional, name)(x)
+    return activated
 
 
 @dataclass(slots=True)
 class PlainMlp:
     """down(activation(up)), without a gate."""
 
-    activation: str  # a key of _ACTIVATIONS
+    activation: str  # silu, gelu, gelu_tanh or relu
     up: LinearWeight
     down: LinearWeight
     branch_norm: Norm | None = None
     columns: Cut | None = None
 
     def run(self, x: Normed, residual: Tensor, next_norm: Norm | None) -> Normed:
-        activated = _ACTIVATIONS[self.activation](self.up.multiply(x))
+        activated = _activate(self.activation, self.up.multiply(x))
         return self.down.multiply_add_norm(activated, residual, next_norm, self.branch_norm)
 
     def fold_norm(self, norm: Norm) -> Norm:
