@@ -5,7 +5,11 @@ BIN := $(VENV)/bin
 TORCH ?= auto
 SOURCES := pyproject.toml setup.py constraints.txt scripts/install.py $(wildcard quire/kernels/cpu/native/*)
 
-.PHONY: setup demo test fuzz lint format check-install lock bench clean
+# Tests share nothing but the processors, so that they run in as many processes. A file's tests stay in one.
+PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),logical) --maxprocesses 4 --dist loadfile
+FAST := $(addprefix tests/,kv scheduler text agents drafting test_rooms.py test_params.py test_config.py test_refusals.py)
+
+.PHONY: setup demo check test fuzz lint format check-install lock bench clean
 
 setup: $(VENV)/.ready
 
@@ -27,8 +31,12 @@ demo: $(VENV)/.can-run
 		--system "You are a helpful assistant. Answer briefly." \
 		"What is the chemical symbol for water?" "Which planet is known as the Red Planet?"
 
+# For while you work: lint, types, and the tests of the rooms that know no torch.
+check: setup lint
+	$(PYTEST) $(FAST)
+
 test: setup lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Longer than the second that `make test` gives each target: make fuzz TARGETS=http_body SECONDS=3600
 fuzz: setup
