@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from quire.cli.suggest import did_you_mean
+from quire.errors import ConfigError, install_hint
 
 _LIKE_A_FLAG = re.compile(r"--?[A-Za-z][\w-]*")  # no negative number, and no text that begins with a dash
 
@@ -76,6 +79,17 @@ class Parser(argparse.ArgumentParser):
         """The long flags that --help shows, without their dashes."""
         shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
         return [o.removeprefix("--") for action in shown for o in action.option_strings if o.startswith("--")]
+
+
+@contextmanager
+def needs_server(command: str) -> Iterator[None]:
+    """Around a command's imports of the server: a package that is missing is told with how to get it."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] == "quire":
+            raise
+        raise ConfigError(f"{command} needs the package {error.name}: {install_hint('server')}") from None
 
 
 class WideHelp(argparse.RawDescriptionHelpFormatter):

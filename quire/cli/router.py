@@ -8,8 +8,7 @@ import os
 import signal
 from typing import Any
 
-from quire.cli.parser import WideHelp
-from quire.errors import ConfigError, install_hint
+from quire.cli.parser import WideHelp, needs_server
 
 _EPILOG = """\
 Each request goes to the server whose first token comes soonest: the work queued there, and what of the prompt is not in
@@ -43,17 +42,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
+    with needs_server("quire router"):
         from quire.router.servers import Servers
         from quire.server.http_server import HttpServer
         from quire.server.listen import address_of, open_socket
         from quire.server.logs import set_up_logs
         from quire.server.proxy import create_proxy_app, run_proxy
         from quire.server.settings import ServerSettings
-    except ImportError as error:
-        if error.name is None or error.name.partition(".")[0] == "quire":
-            raise
-        raise ConfigError(f"quire router needs the package {error.name}: {install_hint('server')}") from None
     settings = ServerSettings(host=args.host, port=args.port, log_level=args.log_level)
     listener = open_socket(settings)
     set_up_logs(settings.log_format, settings.log_level)

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quire.cli.parser import WideHelp
-from quire.errors import ConfigError, install_hint
+from quire.cli.parser import WideHelp, needs_server
+from quire.errors import ConfigError
 
 _EPILOG = """\
 A line of the input is a request:
@@ -44,12 +44,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
+    with needs_server("quire run-batch"):
         from quire.server.run_batch import run_batch
-    except ImportError as error:
-        if error.name is None or error.name.partition(".")[0] == "quire":
-            raise
-        raise ConfigError(f"quire run-batch needs the package {error.name}: {install_hint('server')}") from None
     from dataclasses import replace
 
     from quire.cli.serve import read

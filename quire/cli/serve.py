@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from quire.cli.parser import WideHelp
+from quire.cli.parser import WideHelp, needs_server
 from quire.cli.settings_file import Flag, Gathered, gather
 from quire.config import EngineConfig
-from quire.errors import ConfigError, install_hint
+from quire.errors import ConfigError
 from quire.server.settings import ApiKey, ServerSettings
 
 _EPILOG = """\
@@ -53,12 +53,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
+    with needs_server("quire serve"):
         from quire.server.run import serve
-    except ImportError as error:
-        if error.name is None or error.name.partition(".")[0] == "quire":
-            raise
-        raise ConfigError(f"quire serve needs the package {error.name}: {install_hint('server')}") from None
     config, settings, warnings = read(args, os.environ)
     for warning in warnings:
         print(f"quire: warning: {warning}", file=sys.stderr)

@@ -77,7 +77,7 @@ class PreparedChat:
         return text if size < 24 else f"call_{text}"
 
     def num_reasoning_tokens(self, tokenizer: Tokenizer | None, token_ids: Sequence[int], reasoning: str) -> int:
-        """Of a whole answer: those up to the end of its thought."""
+        """How many of a whole answer's tokens come before the end of its thought, the closing marker included."""
         thinking = self.dialect.thinking
         if thinking is None or tokenizer is None or not (reasoning or self.is_open):
             return 0

@@ -45,7 +45,7 @@ def _settings(context: LabContext) -> dict[str, Any]:
 
 
 def _num_blocks(context: LabContext) -> int:
-    """Of the small cache: it holds a quarter of the chats, or less."""
+    """How many blocks the small cache has: it holds a quarter of the chats, or less."""
     return context.pick(80, 100, 8192)
 
 

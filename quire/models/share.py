@@ -172,7 +172,7 @@ def max_tensor_size(spec: ModelSpec) -> int:
 
 
 def largest_share(spec: ModelSpec, tensor_size: int = 1, num_stages: int = 1) -> ModelShare:
-    """Of the rank that needs most memory, as shapes tell it."""
+    """The share of the rank that needs most memory, as shapes tell it."""
     shares = [share_of(spec, rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
     return max(shares, key=lambda share: (len(share.kv_heads) * len(share.layers), len(share.heads), share.is_last))
 

@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
 from quire.params import MAX_PRIORITY
-from quire.server.endpoint import Exchange, JsonEndpoint
+from quire.server.endpoint import Exchange, JsonEndpoint, json_response, tenant_of
 from quire.server.errors import ApiError, bad_request, shown
 from quire.server.file_store import FileInfo, FileStore, read_upload
 from quire.server.request_files import (
@@ -284,38 +284,38 @@ def routes(context: ServerContext, endpoints: Mapping[str, JsonEndpoint]) -> lis
 
     async def upload(scope: Scope, receive: Receive, send: Send) -> None:
         request = HttpRequest(scope, receive)
-        store, tenant = batches().store, _tenant(request)
+        store, tenant = batches().store, tenant_of(request.scope)
         info = await read_upload(store, tenant, request.headers.get("content-type", ""), _chunks(request))
-        await _json(_told(info))(scope, receive, send)
+        await json_response(_told(info))(scope, receive, send)
 
     async def list_files(request: HttpRequest) -> Response:
-        return _page(batches().store.list_files(_tenant(request)), request)
+        return _page(batches().store.list_files(tenant_of(request.scope)), request)
 
     async def show_file(request: HttpRequest) -> Response:
-        return _json(_told(batches().store.get(request.path_params["id"], _tenant(request))))
+        return json_response(_told(batches().store.get(request.path_params["id"], tenant_of(request.scope))))
 
     async def file_content(request: HttpRequest) -> Response:
         store = batches().store
-        info = store.get(request.path_params["id"], _tenant(request))
+        info = store.get(request.path_params["id"], tenant_of(request.scope))
         return FileResponse(store.path(info), media_type="application/octet-stream")
 
     async def delete_file(request: HttpRequest) -> Response:
-        info = batches().store.get(request.path_params["id"], _tenant(request))
+        info = batches().store.get(request.path_params["id"], tenant_of(request.scope))
         if batches().uses(info.id):
             raise ApiError(409, "a batch that has not ended uses this file: cancel it first", code="file_in_use")
         batches().store.delete(info)
-        return _json({"id": info.id, "object": "file", "deleted": True})
+        return json_response({"id": info.id, "object": "file", "deleted": True})
 
     async def list_batches(request: HttpRequest) -> Response:
-        return _page(batches().list_batches(_tenant(request)), request)
+        return _page(batches().list_batches(tenant_of(request.scope)), request)
 
     async def show_batch(request: HttpRequest) -> Response:
-        return _json(_told(batches().get(request.path_params["id"], _tenant(request))))
+        return json_response(_told(batches().get(request.path_params["id"], tenant_of(request.scope))))
 
     async def cancel_batch(request: HttpRequest) -> Response:
-        batch = batches().get(request.path_params["id"], _tenant(request))
+        batch = batches().get(request.path_params["id"], tenant_of(request.scope))
         batches().cancel(batch)
-        return _json(_told(batch))
+        return json_response(_told(batch))
 
     return [
         Route("/v1/files", list_files, methods=["GET"]),
@@ -346,20 +346,12 @@ async def _chunks(request: HttpRequest) -> AsyncIterator[bytes]:
             yield chunk
 
 
-def _tenant(request: HttpRequest) -> str:
-    return str(request.scope.get("state", {}).get("tenant", ""))
-
-
 def _told(record: FileInfo | Batch) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(record)
     del told["tenant"]
     if isinstance(record, FileInfo):
         told["status"] = "processed"  # older clients want it
     return told
-
-
-def _json(body: Any) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def _page(records: list[Any], request: HttpRequest) -> Response:
@@ -373,7 +365,7 @@ def _page(records: list[Any], request: HttpRequest) -> Response:
             raise bad_request("after must be an id of the list", "after")
         records = records[ids.index(after) + 1 :]
     shown_now = records[: int(limit)]
-    return _json(
+    return json_response(
         {
             "object": "list",
             "data": [_told(record) for record in shown_now],

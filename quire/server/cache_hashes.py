@@ -19,7 +19,7 @@ from starlette.routing import Route
 from quire.engine.api import is_replicated
 from quire.request import cache_scope
 from quire.router.hashes import prompt_hashes
-from quire.server.endpoint import Exchange, JsonEndpoint
+from quire.server.endpoint import Exchange, JsonEndpoint, json_response
 from quire.server.errors import ApiError, bad_request
 from quire.server.protocol import TokenizeBody
 from quire.server.replicas import check_admin
@@ -84,7 +84,7 @@ def routes(context: ServerContext) -> list[Route]:
             "prefill_tokens_per_s": load.prefill_tokens_per_s,
             "step_s": load.decode_step_s,
         }
-        return Response(msgspec.json.encode(body), media_type="application/json", headers={"cache-control": "no-store"})
+        return json_response(body, cache_control="no-store")
 
     return [
         Route("/debug/cache", changes, methods=["GET"]),

@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.engine.api import ServingEngine
 from quire.errors import BadRequestError
+from quire.server.endpoint import json_response
 from quire.server.errors import ApiError, bad_request
 from quire.server.prefix_tree import Link, Node, PrefixTree, Shown, block_name
 
@@ -278,7 +278,7 @@ def _whole_number(text: str, name: str, least: int = 0, most: int | None = None)
 
 
 def _json(body: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json", headers={"cache-control": "no-store"})
+    return json_response(body, cache_control="no-store")
 
 
 _HANDLERS = {

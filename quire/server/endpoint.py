@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, bad_request, shown, to_api_error
@@ -127,7 +128,7 @@ class JsonEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, arrived_s = self._context, time.monotonic()
-        tenant = scope.get("state", {}).get("tenant", "")
+        tenant = tenant_of(scope)
         exchange = Exchange(context, scope, receive, send, request_id_of(scope), tenant, scope["path"])
         context.first.metrics.on_request_start(exchange.endpoint)
         try:
@@ -161,6 +162,17 @@ class JsonEndpoint:
             )
         if not exchange.has_begun:
             await exchange.reply(self._error_body(error), error.headers, status=error.status)
+
+
+def tenant_of(scope: Scope) -> str:
+    """Whose request it is, as `auth.py` noted it."""
+    return str(scope.get("state", {}).get("tenant", ""))
+
+
+def json_response(body: Any, **headers: str) -> Response:
+    """A whole answer for a route that Starlette calls."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return Response(msgspec.json.encode(body), headers=named, media_type="application/json")
 
 
 def header_of(scope: Scope, name: str) -> str | None:

@@ -10,7 +10,6 @@ servers run are refused.
 
 from __future__ import annotations
 
-import uuid
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -344,7 +343,7 @@ def _head(chat_id: str, model: str, usage: dict[str, Any] | None) -> dict[str, A
     usage = usage or {"prompt_tokens": 0, "completion_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0}}
     num_cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
-        "id": f"msg_{chat_id.removeprefix('chatcmpl-') or uuid.uuid4().hex}",
+        "id": f"msg_{chat_id.removeprefix('chatcmpl-')}",
         "type": "message",
         "role": "assistant",
         "model": model,

@@ -6,12 +6,12 @@ import hashlib
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 import quire
+from quire.server.endpoint import json_response
 from quire.server.replies import Model, ModelList, Version
 
 if TYPE_CHECKING:
@@ -32,17 +32,16 @@ def routes(context: ServerContext) -> list[Route]:
         info = served.engine.info
         return Model(id=name, created=created, root=info.model, max_model_len=info.max_model_len)
 
-    def json(body: msgspec.Struct) -> Response:
-        return Response(msgspec.json.encode(body), media_type="application/json")
-
     async def list_models(_: HttpRequest) -> Response:
-        return json(ModelList(data=[describe(served, name) for served in context.models for name in served.names]))
+        return json_response(
+            ModelList(data=[describe(served, name) for served in context.models for name in served.names])
+        )
 
     async def show_model(request: HttpRequest) -> Response:
-        return json(describe(*context.find(request.path_params["model"])))
+        return json_response(describe(*context.find(request.path_params["model"])))
 
     async def version(_: HttpRequest) -> Response:
-        return json(Version(quire.__version__))
+        return json_response(Version(quire.__version__))
 
     return [
         Route("/v1/models", list_models, methods=["GET"]),

@@ -22,7 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.server.endpoint import Exchange
+from quire.server.endpoint import Exchange, json_response, tenant_of
 from quire.server.errors import ApiError, bad_request, shown, to_api_error
 from quire.server.relay import relay
 from quire.server.response_events import Items, ResponseTranslation
@@ -138,20 +138,20 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int = _MAX_KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, tuple[bytes, int]] = OrderedDict()  # encoded: one object instead of thousands
+        self._kept: OrderedDict[str, bytes] = OrderedDict()  # encoded: one object instead of thousands
         self._num_bytes = 0
         self.running: dict[str, asyncio.Task[None]] = {}  # in the background
 
     def keep(self, kept: Kept) -> None:
         encoded = msgspec.msgpack.encode(kept)
         self.forget(kept.response["id"])
-        self._kept[kept.response["id"]] = encoded, len(encoded)
+        self._kept[kept.response["id"]] = encoded
         self._num_bytes += len(encoded)
         while self._num_bytes > self._max_bytes:
             self.forget(next(iter(self._kept)))
 
     def find(self, response_id: str, tenant: str, param: str | None = None) -> Kept:
-        encoded, _ = self._kept.get(response_id, (None, 0))
+        encoded = self._kept.get(response_id)
         kept = None if encoded is None else msgspec.msgpack.decode(encoded, type=Kept)
         if kept is None or kept.tenant != tenant:
             raise ApiError(
@@ -163,8 +163,7 @@ class ResponseStore:
         return kept
 
     def forget(self, response_id: str) -> None:
-        _, num_bytes = self._kept.pop(response_id, (b"", 0))
-        self._num_bytes -= num_bytes
+        self._num_bytes -= len(self._kept.pop(response_id, b""))
 
 
 async def create_response(exchange: Exchange, body: ResponsesBody) -> None:
@@ -216,19 +215,15 @@ async def _run_in_background(
 
 def routes(context: ServerContext) -> list[Route]:
     def found(request: HttpRequest) -> Kept:
-        tenant = str(request.scope.get("state", {}).get("tenant", ""))
-        return context.responses.find(request.path_params["id"], tenant)
-
-    def json(body: Any) -> Response:
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return context.responses.find(request.path_params["id"], tenant_of(request.scope))
 
     async def show(request: HttpRequest) -> Response:
-        return json(found(request).response)
+        return json_response(found(request).response)
 
     async def delete(request: HttpRequest) -> Response:
         response_id = found(request).response["id"]
         context.responses.forget(response_id)
-        return json({"id": response_id, "object": "response", "deleted": True})
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(request: HttpRequest) -> Response:
         kept = found(request)
@@ -237,7 +232,7 @@ def routes(context: ServerContext) -> list[Route]:
             raise ApiError(409, "only a response that runs in the background can be cancelled", code="not_running")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        return json(found(request).response)
+        return json_response(found(request).response)
 
     return [
         Route("/v1/responses/{id}", show, methods=["GET"]),

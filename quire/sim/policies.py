@@ -121,7 +121,7 @@ class FirstToken(Policy):
                 )
 
     def _hashes(self, request: Request) -> list[bytes]:
-        """Of the full blocks before its last token."""
+        """The hashes of the full blocks before the prompt's last token."""
         if self._hash_block is None:
             return []
         tokens, size = request.prompt_token_ids, self._router.block_size
