@@ -230,7 +230,7 @@ class Batches:
                     counts,
                     answered=answered | failed,
                     max_line_bytes=max_bytes,
-                    num_at_once=context.find(None)[0].engine.info.max_num_seqs,
+                    num_at_once=context.first.engine.info.max_num_seqs,
                 )
             batch.enter("finalizing")
             batch.request_counts = RequestCounts(counts.total, counts.completed, counts.failed)

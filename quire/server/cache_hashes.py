@@ -43,7 +43,7 @@ class BlockHashes(msgspec.Struct, kw_only=True):
 
 
 async def make_hashes(exchange: Exchange, body: HashesBody) -> None:
-    served = exchange.context.find(body.model)[0]
+    served = exchange.context.find(body.model).served
     token_ids = body.token_ids if body.token_ids is not None else (await tokens_of(exchange, body)).tokens
     info = served.engine.info
     if len(token_ids) > info.max_model_len or any(not 0 <= token < info.vocab_size for token in token_ids):

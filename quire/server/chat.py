@@ -46,7 +46,7 @@ _NOT_SWITCHES = NOT_SWITCHES | {"tools", "add_generation_prompt", "continue_fina
 
 
 async def create_chat(exchange: Exchange, body: ChatBody) -> None:
-    served, model = exchange.context.find(body.model)
+    served, model, _ = exchange.context.find(body.model)
     engine = served.engine
     params = chat_params(body, engine.default_sampling)
     priority = priority_of(body, engine.info)

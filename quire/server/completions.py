@@ -25,7 +25,7 @@ from quire.server.text_work import request_deadline
 
 
 async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
-    served, model = exchange.context.find(body.model)
+    served, model, _ = exchange.context.find(body.model)
     engine = served.engine
     prompts = read_prompts(body.prompt, max(body.n or 1, (body.best_of or 1) if body.use_beam_search else 1))
     params = completion_params(body, engine.default_sampling)

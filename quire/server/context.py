@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.engine.api import EngineState, ServingEngine, is_replicated, replicas_of
 from quire.server.admission import Admission
@@ -18,6 +20,8 @@ from quire.server.settings import ServerSettings
 from quire.server.text_work import TextWork
 from quire.server.tracing import Tracer
 
+_NUM_OFFERED = 5  # names of models in an error
+
 
 @dataclass(slots=True, kw_only=True)
 class ServedModel:
@@ -28,6 +32,7 @@ class ServedModel:
     admission: Admission
     metrics: ServerMetrics
     life: ServerLife
+    adapters: dict[str, str] = field(default_factory=dict)  # by the name that clients ask for: where it came from
     feeds: dict[str, LiveFeed] = field(default_factory=dict)  # by the engine's name
 
     @classmethod
@@ -67,6 +72,14 @@ class ServedModel:
         return feed
 
 
+class Asked(NamedTuple):
+    """What the `model` of a request stands for."""
+
+    served: ServedModel
+    name: str  # to answer under
+    adapter: str | None = None  # of the model's adapters, the one to use
+
+
 def _is_up(engine: ServingEngine) -> bool:
     return engine.health().state in (EngineState.READY, EngineState.STUCK)
 
@@ -87,17 +100,23 @@ class ServerContext:
         """For requests that name no model and paths that know none. What fails before a model is known counts here."""
         return self.models[0]
 
-    def find(self, name: str | None) -> tuple[ServedModel, str]:
-        """The model and the name to answer under. Raises a 404 for a model that is not here."""
-        if name is None:
-            return self.first, self.first.names[0]
+    def choices(self) -> Iterator[Asked]:
+        """Every name that a request may bring: models', and their adapters'."""
         for served in self.models:
-            if name in served.names:
-                return served, name
-        known = " or ".join(repr(name) for served in self.models for name in served.names)
-        raise ApiError(
-            404, f"the model {shown(name)!r} is not here: use {known}", param="model", code="model_not_found"
-        )
+            yield from (Asked(served, name) for name in served.names)
+            yield from (Asked(served, name, adapter=name) for name in served.adapters)
+
+    def find(self, name: str | None) -> Asked:
+        """The model that a request asks for; without a name, the first. Raises a 404 for one that is not here."""
+        if name is None:
+            return Asked(self.first, self.first.names[0])
+        known = {asked.name: asked for asked in self.choices()}
+        if name in known:
+            return known[name]
+        offered = difflib.get_close_matches(name, known, _NUM_OFFERED, cutoff=0.5)
+        offered += [other for other in known if other not in offered]
+        use = " or ".join(repr(other) for other in offered[:_NUM_OFFERED])
+        raise ApiError(404, f"the model {shown(name)!r} is not here: use {use}", param="model", code="model_not_found")
 
     def refused(self, error: ApiError, client: tuple[str, int] | None) -> None:
         """Something was turned away before any endpoint saw it. Anyone can make that happen at any rate."""

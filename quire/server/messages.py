@@ -134,7 +134,7 @@ class MessagesBody(CountTokensBody, kw_only=True, forbid_unknown_fields=True):
 
 
 async def create_message(exchange: Exchange, body: MessagesBody) -> None:
-    served, _ = exchange.context.find(body.model)
+    served = exchange.context.find(body.model).served
     await relay(exchange, _chat(body, thinks=served.engine.dialect.thinking is not None), MessageTranslation())
 
 

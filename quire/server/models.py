@@ -28,14 +28,14 @@ def fingerprint(info: EngineInfo) -> str:
 def routes(context: ServerContext) -> list[Route]:
     created = int(time.time())
 
-    def describe(served: ServedModel, name: str) -> Model:
+    def describe(served: ServedModel, name: str, adapter: str | None = None) -> Model:
         info = served.engine.info
-        return Model(id=name, created=created, root=info.model, max_model_len=info.max_model_len)
+        root = info.model if adapter is None else served.adapters[adapter]
+        parent = None if adapter is None else served.names[0]
+        return Model(id=name, created=created, root=root, parent=parent, max_model_len=info.max_model_len)
 
     async def list_models(_: HttpRequest) -> Response:
-        return json_response(
-            ModelList(data=[describe(served, name) for served in context.models for name in served.names])
-        )
+        return json_response(ModelList(data=[describe(*asked) for asked in context.choices()]))
 
     async def show_model(request: HttpRequest) -> Response:
         return json_response(describe(*context.find(request.path_params["model"])))

@@ -117,7 +117,7 @@ class Model(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "quire"
     root: str
-    parent: None = None
+    parent: str | None = None  # of an adapter: the model that it belongs to
     max_model_len: int
 
 

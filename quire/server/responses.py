@@ -173,7 +173,7 @@ async def create_response(exchange: Exchange, body: ResponsesBody) -> None:
         before = store.find(body.previous_response_id, exchange.tenant, "previous_response_id").messages
     messages = [*before, *_messages(body.input)]
     keeps = body.store is not False
-    _, model = exchange.context.find(body.model)
+    model = exchange.context.find(body.model).name
     head = _head(f"resp_{exchange.request_id}", model, body)
 
     def on_done(response: dict[str, Any], items: Items) -> None:

@@ -22,7 +22,7 @@ async def tokenize(exchange: Exchange, body: TokenizeBody) -> None:
 
 async def tokens_of(exchange: Exchange, body: TokenizeBody) -> Tokens:
     """The tokens of a text or a chat, made off the event loop where that takes long."""
-    engine = exchange.context.find(body.model)[0].engine
+    engine = exchange.context.find(body.model).served.engine
     tokenizer = _tokenizer(engine)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("send either prompt or messages", "prompt")
@@ -46,7 +46,7 @@ async def tokens_of(exchange: Exchange, body: TokenizeBody) -> Tokens:
 
 
 async def detokenize(exchange: Exchange, body: DetokenizeBody) -> None:
-    engine = exchange.context.find(body.model)[0].engine
+    engine = exchange.context.find(body.model).served.engine
     tokenizer, info = _tokenizer(engine), engine.info
     limit = worth_of_work(info.max_model_len)
     if len(body.tokens) > limit:

@@ -56,6 +56,22 @@ def test_each_model_has_its_own_engine_admission_and_metrics(tiny_model: Path) -
         assert len({id(served.admission) for served in server.context.models}) == 2
 
 
+def test_an_unknown_model_is_answered_with_near_names(tiny_model: Path) -> None:
+    others = {f"other-{i}": ScriptedEngine(tiny_model) for i in range(6)}
+    with running(ScriptedEngine(tiny_model), others=others, served_model_names=("llama-8b", "qwen-4b")) as server:
+        missing = server.post("/v1/completions", {"prompt": "x", "model": "lama-8b"}).json()["error"]["message"]
+        assert "use 'llama-8b' or " in missing and missing.count(" or ") == 4
+
+
+def test_an_adapter_is_listed_with_its_model_and_found_by_its_name(tiny_model: Path) -> None:
+    with running(ScriptedEngine(tiny_model)) as server:
+        server.context.first.adapters["pirate"] = "/adapters/pirate"
+        listed = server.get("/v1/models").json()["data"][1]
+        assert (listed["id"], listed["root"], listed["parent"]) == ("pirate", "/adapters/pirate", "tiny")
+        asked = server.context.find("pirate")
+        assert (asked.served, asked.adapter) == (server.context.first, "pirate")
+
+
 def test_version(server: Server) -> None:
     assert server.get("/version").json() == {"version": quire.__version__}
 
