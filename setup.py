@@ -36,7 +36,7 @@ class BuildNative(build_ext):
 
 
 class WheelOfPlatform(bdist_wheel):
-    """One wheel for every Python, since none of it is compiled against one: py3-none-<platform>, or any if nothing is."""
+    """One wheel for every Python, as none of it is compiled against one: py3-none-<platform>, or any if nothing is."""
 
     def get_tag(self) -> tuple[str, str, str]:
         build = self.get_finalized_command("build_ext")

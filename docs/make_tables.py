@@ -56,7 +56,9 @@ VLLM_FLAGS: dict[str, str] = {
     "max_num_seqs": "",
     "max_num_batched_tokens": "",
     "long_prefill_token_threshold": "",
-    "speculative_config": "methods ngram, suffix and draft_model; how many drafts are verified follows from measured costs",
+    "speculative_config": (
+        "methods ngram, suffix and draft_model; how many drafts are verified follows from measured costs"
+    ),
     "spec_method": "",
     "spec_model": "",
     "spec_tokens": "",

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quire.bench.units import duration, number, size
 from quire.errors import ConfigError
 from quire.lab.context import LabContext
 from quire.lab.kv_accuracy import RANDOM
 from quire.lab.step_budget import streams_and_prompts
 from quire.lab.store import JSON_NAME, LabReport, read_report
-from quire.bench.units import duration, number, size
 
 DOCS = Path(__file__).parent
 MACHINES = {"cpu": "quire lab --output-dir docs/lab/cpu", "h200": "quire lab --gpu-8b --output-dir docs/lab/h200"}
