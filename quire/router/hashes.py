@@ -1,8 +1,10 @@
-"""The block hashes of a prompt, as a replica's cache names them, and those of a text where nobody knows its tokens."""
+"""The block hashes of a prompt, as a replica's cache names them; those of a text where nobody knows its tokens; and
+what a router remembers of texts whose tokens somebody told."""
 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -12,6 +14,8 @@ from quire.kv.hashing import HASH_BYTES, BlockHash, block_hasher, root_hash
 
 _hasher = lru_cache(8)(block_hasher)
 CHARS_PER_TOKEN = 4  # about, of English
+_PIECE_CHARS = 32
+_MAX_PIECES = 400_000  # of all remembered texts: about 100 MB
 _TEXT_FIELDS = ("model", "prompt", "system", "instructions", "tools", "messages", "input", "cache_salt")
 
 
@@ -34,9 +38,58 @@ def text_of(body: Mapping[str, Any]) -> str:
 
 def text_hashes(text: str, block_size: int) -> list[BlockHash]:
     """A chain over pieces of about a block's length: equal beginnings have equal hashes."""
-    size, parent, hashes = block_size * CHARS_PER_TOKEN, b"text", []
+    return _chain(text, block_size * CHARS_PER_TOKEN, b"text")
+
+
+def _chain(text: str, size: int, parent: bytes) -> list[bytes]:
+    hashes = []
     for first in range(0, len(text) - size, size):
         piece = text[first : first + size].encode("utf-8", "surrogatepass")
         parent = blake2b(parent + piece, digest_size=HASH_BYTES).digest()
         hashes.append(parent)
     return hashes
+
+
+class KnownTexts:
+    """Which blocks the beginnings of texts make, as far as a server has told it of texts that began alike.
+
+    A text is cut into pieces of a few characters. A server tells how many tokens a whole text has, not where each one
+    stands, so a piece's blocks are reckoned as if all tokens were of one length; where two texts part sooner than that
+    says, their hashes show it. A block too many or too few is no harm: it shifts an estimate by a block's time.
+    """
+
+    def __init__(self, max_pieces: int = _MAX_PIECES) -> None:
+        self._max_pieces = max_pieces
+        self._blocks: OrderedDict[bytes, tuple[Sequence[BlockHash], int]] = OrderedDict()  # by piece; how many of them
+        self.tokens_per_char: float | None = None  # of the last text that was told
+
+    def pieces(self, text: str, scope: str) -> list[bytes]:
+        """`scope`: whatever else makes the same text another prompt, such as whose it is."""
+        return _chain(text, _PIECE_CHARS, blake2b(scope.encode("utf-8", "surrogatepass")).digest())
+
+    def find(self, pieces: Sequence[bytes]) -> tuple[int, Sequence[BlockHash]]:
+        """How many of the leading pieces are known, and the blocks that these make."""
+        num_known, found = 0, None
+        for piece in pieces:
+            blocks = self._blocks.get(piece)
+            if blocks is None:
+                break
+            self._blocks.move_to_end(piece)
+            num_known, found = num_known + 1, blocks
+        return num_known, () if found is None else found[0][: found[1]]
+
+    def learn(
+        self, pieces: Sequence[bytes], text: str, num_tokens: int, hashes: Sequence[BlockHash], size: int
+    ) -> None:
+        """What a server told of a text: its tokens, and the hashes of its blocks of `size` tokens."""
+        self.tokens_per_char = tokens_per_char = num_tokens / max(1, len(text))
+        for nth, piece in enumerate(pieces, start=1):
+            num_blocks = min(len(hashes), int(nth * _PIECE_CHARS * tokens_per_char) // size)
+            if (before := self._blocks.get(piece)) is not None:
+                pairs = zip(before[0][:num_blocks], hashes[:num_blocks], strict=False)
+                parted = next((i for i, (old, new) in enumerate(pairs) if old != new), num_blocks)
+                num_blocks = min(num_blocks, parted)
+            self._blocks[piece] = hashes, num_blocks
+            self._blocks.move_to_end(piece)
+        while len(self._blocks) > self._max_pieces:
+            self._blocks.popitem(last=False)

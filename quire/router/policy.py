@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.router.index import BlockHash, BlockIndex
 
@@ -232,6 +232,18 @@ class Router:
             self._usual_rate = self.tokens_per_s(replica)
         replica.progress_s = now_s
         self._unqueue(replica, ticket)
+
+    def on_hashes(self, ticket: Ticket, hashes: Sequence[BlockHash]) -> None:
+        """Its prompt's blocks are known only now: they will be where it runs."""
+        replica = self._replica_of(ticket)
+        if ticket.is_over or replica is None:
+            return
+        if replica.is_exact:
+            self._index.promise(replica.bit, hashes)
+            self._index.withdraw(replica.bit, ticket.prompt.hashes)
+        else:
+            self._index.guess(replica.bit, hashes, replica.guessed_blocks)
+        ticket.prompt = replace(ticket.prompt, hashes=hashes)
 
     def on_end(self, ticket: Ticket) -> None:
         """It has ended, or goes on elsewhere under another ticket."""

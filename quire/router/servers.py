@@ -18,13 +18,14 @@ import aiohttp
 from quire.errors import ConfigError
 from quire.kv.hashing import HASH_BYTES
 from quire.log import get_logger
-from quire.router.hashes import CHARS_PER_TOKEN, text_hashes, text_of
-from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router
+from quire.router.hashes import CHARS_PER_TOKEN, KnownTexts, text_hashes, text_of
+from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 
 LOOK_S = 0.25  # between two looks at a server's cache and health
 _SLOW_LOOK_S = 1.0  # at one that tells nothing, or is down
 _ANSWER_S = 5.0
 _HASH_S = 2.0
+_MIN_ASKED_BLOCKS = 4  # a shorter end that nobody knows is not worth a question
 _BLOCK_SIZE = 16  # of guesses, until a Quire server says which
 _MAX_ANSWER_BYTES = 64 << 20
 _TOKENIZED = (
@@ -46,6 +47,17 @@ class Upstream:
     num_failures: int = 0
 
 
+@dataclass(slots=True, frozen=True)
+class Question:
+    """Which blocks does this prompt make?"""
+
+    body: Mapping[str, Any]
+    authorization: str | None
+    text: str
+    pieces: Sequence[bytes]
+    num_known: int  # of the pieces
+
+
 class Servers:
     """Follows every server, and keeps the router's books about them. Belongs to one event loop."""
 
@@ -60,6 +72,8 @@ class Servers:
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._tasks: list[asyncio.Task[None]] = []
         self._meeting = asyncio.Lock()
+        self._known = KnownTexts()
+        self._asked: dict[bytes, asyncio.Task[None]] = {}  # by the first piece of a text that is not known
 
     async def start(self) -> None:
         # No limit on connections: each is a client's. A proxy named in the environment is not for these.
@@ -73,9 +87,10 @@ class Servers:
             await seen.wait()
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._asked.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.session.close()
 
     @property
@@ -95,36 +110,61 @@ class Servers:
 
     # -- what a request is to a router
 
-    async def prompt_of(self, body: Mapping[str, Any], authorization: str | None) -> Prompt:
-        """With the hashes of its tokens where a Quire server can say them, else with those of its text."""
-        tenant = authorization or ""
-        tokenizer = next((one for one in self.all.values() if one.is_up and one.is_exact), None)
-        if tokenizer is not None:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, KeyError, ValueError):
-                return await self._ask_hashes(tokenizer, body, authorization, tenant)
-        text = text_of(body)
-        block_size = self.router.block_size
-        num_tokens = max(1, len(text) // CHARS_PER_TOKEN)
-        return Prompt(num_tokens, text_hashes(text, block_size), tenant, _num_sequences(body))
+    async def prompt_of(self, body: Mapping[str, Any], authorization: str | None) -> tuple[Prompt, Question | None]:
+        """The prompt with the hashes of its blocks as far as they are known, and what there is left to `learn`.
 
-    async def _ask_hashes(
-        self, upstream: Upstream, body: Mapping[str, Any], authorization: str | None, tenant: str
-    ) -> Prompt:
-        question = {name: body[name] for name in _TOKENIZED if body.get(name) is not None}
-        prompt = question.get("prompt")
+        Nobody waits for a server to say them: a text that began like none before is cached nowhere. Only who comes
+        with the same beginning while a server is being asked waits for that answer, so as to go to the same place.
+        """
+        text, tenant, num_sequences = text_of(body), authorization or "", _num_sequences(body)
+        if not any(one.is_up and one.is_exact for one in self.all.values()):
+            num_tokens = max(1, len(text) // CHARS_PER_TOKEN)
+            return Prompt(num_tokens, text_hashes(text, self.router.block_size), tenant, num_sequences), None
+        pieces = self._known.pieces(text, tenant)
+        num_known, hashes = self._known.find(pieces)
+        if num_known < len(pieces) and (asked := self._asked.get(pieces[num_known])) is not None:
+            await asyncio.wait({asked}, timeout=_HASH_S)
+            num_known, hashes = self._known.find(pieces)
+        tokens_per_char = self._known.tokens_per_char
+        num_tokens = max(1, int(len(text) * (tokens_per_char or 1 / CHARS_PER_TOKEN)))
+        prompt = Prompt(num_tokens, hashes, tenant, num_sequences)
+        num_unknown = num_tokens - len(hashes) * self.router.block_size
+        if num_known == len(pieces) or (tokens_per_char and num_unknown < _MIN_ASKED_BLOCKS * self.router.block_size):
+            return prompt, None
+        return prompt, Question(body, authorization, text, pieces, num_known)
+
+    def learn(self, question: Question, ticket: Ticket) -> None:
+        """Ask a server, beside the request itself, which blocks the prompt makes; they will be where the ticket is."""
+        task = asyncio.create_task(self._learn(question, ticket))
+        first_unknown = question.pieces[question.num_known]
+        self._asked[first_unknown] = task
+        task.add_done_callback(lambda _: self._asked.pop(first_unknown, None))
+
+    async def _learn(self, question: Question, ticket: Ticket) -> None:
+        exact = [one for one in self.all.values() if one.is_up and one.is_exact]
+        if not exact:
+            return
+        upstream = next((one for one in exact if one.url == ticket.replica), exact[0])
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, KeyError, ValueError):
+            num_tokens, hashes = await self._ask_hashes(upstream, question)
+            self._known.learn(question.pieces, question.text, num_tokens, hashes, self.router.block_size)
+            self.router.on_hashes(ticket, hashes)
+
+    async def _ask_hashes(self, upstream: Upstream, question: Question) -> tuple[int, list[bytes]]:
+        fields = {name: question.body[name] for name in _TOKENIZED if question.body.get(name) is not None}
+        prompt = fields.get("prompt")
         if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
-            question = {"token_ids": prompt} | {k: v for k, v in question.items() if k == "cache_salt"}
+            fields = {"token_ids": prompt} | {k: v for k, v in fields.items() if k == "cache_salt"}
         elif isinstance(prompt, list):
-            question["prompt"] = str(prompt[0]) if prompt else ""  # several prompts go together: the first decides
-        headers = {} if authorization is None else {"authorization": authorization}
+            fields["prompt"] = str(prompt[0]) if prompt else ""  # several prompts go together: the first decides
+        headers = {} if question.authorization is None else {"authorization": question.authorization}
         timeout = aiohttp.ClientTimeout(total=_HASH_S)
         url = f"{upstream.url}/debug/cache/hashes"
-        async with self.session.post(url, json=question, headers=headers, timeout=timeout) as response:
+        async with self.session.post(url, json=fields, headers=headers, timeout=timeout) as response:
             if response.status != 200:
                 raise ValueError(f"status {response.status}")
             found = await response.json()
-        hashes = [bytes.fromhex(one) for one in found["hashes"]]
-        return Prompt(max(1, int(found["num_tokens"])), hashes, tenant, _num_sequences(body))
+        return max(1, int(found["num_tokens"])), [bytes.fromhex(one) for one in found["hashes"]]
 
     # -- looking at one
 

@@ -73,11 +73,14 @@ class Proxy(Collector):
         if isinstance(model, str) and model not in servers.models:
             known = " or ".join(map(repr, servers.models))
             raise ApiError(404, f"no server has the model {model[:200]!r}: they have {known}", code="model_not_found")
-        prompt = await servers.prompt_of(body, request.headers.get("authorization"))
+        prompt, question = await servers.prompt_of(body, request.headers.get("authorization"))
         tried: set[str] = set()
         refused: tuple[int, bytes, dict[str, str]] | None = None
         while (ticket := self._router.route(prompt, excluding=tried)) is not None:
             tried.add(ticket.replica)
+            if question is not None:
+                servers.learn(question, ticket)
+                question = None
             try:
                 response = await self._send(ticket, request, raw)
                 first = await response.content.readany()

@@ -91,6 +91,21 @@ def test_a_promise_ends_with_its_request() -> None:
     router.check()
 
 
+def test_blocks_that_are_told_later_count_from_then_on() -> None:
+    router, _ = router_of("a", "b")
+    ticket = router.route(Prompt(161))
+    assert ticket is not None
+    router.on_hashes(ticket, prompt_of("x", 10).hashes)
+    router.on_first_token(ticket)
+    router.check()
+    again = router.choose(prompt_of("x", 10))
+    assert again is not None and (again.replica, again.num_cached_tokens) == (ticket.replica, 160)
+    router.on_end(ticket)
+    router.on_hashes(ticket, prompt_of("y", 10).hashes)  # too late
+    router.check()
+    assert router.choose(prompt_of("x", 10)).num_cached_tokens == 0  # type: ignore[union-attr]
+
+
 def test_a_replica_that_publishes_nothing_is_guessed_and_its_memory_is_bounded() -> None:
     router, _ = router_of("a", is_exact=False, guessed_blocks=6)
     for name in ("x", "y"):
