@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import socket
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from quire.errors import DownloadError
 from quire.weights.aliases import alias_names
@@ -17,6 +20,7 @@ _CONFIG_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]  # config, tokenizer, 
 _WEIGHT_FILES = ["*.safetensors"]
 # The same weights in a vendor's own layout, and whatever lies in subdirectories.
 _NOT_NEEDED = ["consolidated*", "*/*"]
+_CONNECT_S = 5.0
 
 
 def fetch_from_hub(
@@ -29,10 +33,15 @@ def fetch_from_hub(
     if repo.lower().endswith("-gguf"):  # a custom that saves asking twice
         return fetch_gguf(repo, None, revision=revision, cache_dir=cache_dir)
     patterns = _CONFIG_FILES + ([] if config_only else _WEIGHT_FILES)
-    with _telling(repo, revision):
+    with _telling(repo, revision) as is_offline:
         path = Path(
             huggingface_hub.snapshot_download(
-                repo, revision=revision, cache_dir=cache_dir, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED
+                repo,
+                revision=revision,
+                cache_dir=cache_dir,
+                allow_patterns=patterns,
+                ignore_patterns=_NOT_NEEDED,
+                local_files_only=is_offline,
             )
         )
     has_config = (path / "config.json").is_file()
@@ -47,18 +56,24 @@ def fetch_gguf(repo: str, wanted: str | None, *, revision: str | None = None, ca
     """One file of a repository of GGUF files, as `choose_gguf` understands `wanted`."""
     import huggingface_hub
 
-    with _telling(repo, revision):
-        names = _list_files(repo, revision, cache_dir)
+    with _telling(repo, revision) as is_offline:
+        names = _list_files(repo, revision, cache_dir, is_offline)
         name = choose_gguf(names, wanted, repo)
-        return Path(huggingface_hub.hf_hub_download(repo, name, revision=revision, cache_dir=cache_dir))
+        return Path(
+            huggingface_hub.hf_hub_download(
+                repo, name, revision=revision, cache_dir=cache_dir, local_files_only=is_offline
+            )
+        )
 
 
-def _list_files(repo: str, revision: str | None, cache_dir: Path | None) -> list[str]:
+def _list_files(repo: str, revision: str | None, cache_dir: Path | None, is_offline: bool) -> list[str]:
     """The repository's files; where the hub cannot be asked, those that are here."""
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
+        if is_offline:
+            raise ConnectionError("the hub cannot be reached")
         return huggingface_hub.HfApi().list_repo_files(repo, revision=revision)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
         raise
@@ -72,26 +87,44 @@ def _list_files(repo: str, revision: str | None, cache_dir: Path | None) -> list
         return found
 
 
+def _hub_failure() -> OSError | None:
+    """Why the hub cannot be reached, where that is plain to see. The library would try for half a minute, also for a
+    model that is here. Behind a proxy only the library can tell."""
+    from huggingface_hub import constants
+
+    parts = urlsplit(constants.ENDPOINT)
+    host = parts.hostname or ""
+    has_proxy = parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
+    if has_proxy or constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        socket.create_connection((host, parts.port or (80 if parts.scheme == "http" else 443)), _CONNECT_S).close()
+    except OSError as error:
+        return error
+    return None
+
+
 @contextmanager
-def _telling(repo: str, revision: str | None) -> Iterator[None]:
-    """The library's errors become ours, and off a terminal its bars are off."""
+def _telling(repo: str, revision: str | None) -> Iterator[bool]:
+    """-> whether the hub is out of reach. The library's errors become ours, and off a terminal its bars are off."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+    failure = _hub_failure()
     quiet = not sys.stderr.isatty() and not are_progress_bars_disabled()
     if quiet:
         disable_progress_bars()
     try:
-        yield
+        yield failure is not None
     except DownloadError:
         raise
     except Exception as error:  # the library raises its HTTP client's errors too, which differ by its version
-        raise _explain(error, repo, revision) from error
+        raise _explain(error, repo, revision, failure) from error
     finally:
         if quiet:
             enable_progress_bars()
 
 
-def _explain(error: Exception, repo: str, revision: str | None) -> DownloadError:
+def _explain(error: Exception, repo: str, revision: str | None, failure: OSError | None) -> DownloadError:
     from huggingface_hub import errors
 
     where = f"the hub's {repo!r}" + (f" at revision {revision!r}" if revision else "")
@@ -120,7 +153,7 @@ def _explain(error: Exception, repo: str, revision: str | None) -> DownloadError
             )
         return DownloadError(
             f"{where} is not in the local cache and the hub cannot be reached: check the network and proxy, or give a "
-            f"path ({_first_line(_root(error))})"
+            f"path ({_first_line(failure or _root(error))})"
         )
     return DownloadError(f"{where} could not be fetched: {_first_line(error)}: check the network and try again")
 

@@ -37,6 +37,7 @@ def hub(monkeypatch, snapshot):
 
     stand_in = Hub()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", stand_in)
+    monkeypatch.setattr("quire.weights.hub._hub_failure", lambda: None)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return stand_in
