@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 from collections.abc import Callable
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
@@ -29,6 +30,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear_act": (*(c_void_p,) * 5, c_int64, c_int64, c_int64),
     "linear_rope_write": (*(c_void_p,) * 12, c_float, c_int64),
 }
+
+# Of exchange.c, which is for Linux.
+_EXCHANGE_SIGNATURES: tuple[tuple[str, tuple[Any, ...], Any], ...] = (
+    ("sums_bytes", (c_int,), c_int64),
+    ("sums_join", (c_void_p, c_int), None),
+    ("sums_add", (c_void_p, c_int, c_int, c_void_p, c_int64), c_int),
+    ("stream_bytes", (), c_int64),
+    ("stream_join", (c_void_p, c_int), None),
+    ("stream_send", (c_void_p, c_void_p, c_int64), c_int),
+    ("stream_receive", (c_void_p, c_void_p, c_int64), c_int),
+)
 
 
 class NativeFunctions:
@@ -69,6 +81,9 @@ def load_library() -> ctypes.CDLL | str:
     library.quire_pool_new.argtypes, library.quire_pool_new.restype = (c_int,), c_void_p
     library.quire_pool_free.argtypes, library.quire_pool_free.restype = (c_void_p,), None
     library.quire_advise_large_pages.argtypes, library.quire_advise_large_pages.restype = (c_void_p, c_int64), None
+    for name, argtypes, result in _EXCHANGE_SIGNATURES if sys.platform == "linux" else ():
+        function = getattr(library, f"quire_{name}")
+        function.argtypes, function.restype = argtypes, result
     return library
 
 
