@@ -45,9 +45,9 @@ class PeerMemory:
     def sum(self, x: Tensor) -> Tensor:
         """In place: the same bits on each rank."""
         assert x.is_contiguous()
-        flat = x.view(-1)
-        for piece in flat.split(ROOM_BYTES // x.element_size()):
-            self._sum(piece)
+        flat, at_once = x.view(-1), ROOM_BYTES // x.element_size()
+        for first in range(0, len(flat), at_once):
+            self._sum(flat[first : first + at_once])
         return x
 
     def gather(self, part: Tensor, widths: list[int], whole: Tensor | None) -> None:

@@ -43,8 +43,8 @@ class Ranks:
         pairs = [(self.sampler, other) for other in others]  # tokens
         pairs += [(other, self.sampler) for other in others if other > self.sampler]  # logits
         pairs += [(sender, sender + tensor_size) for sender in range(self.sampler)]  # hidden states
-        stage = list(range(self._first, self._first + tensor_size))
-        self._shared = share_memory(store, rank, self._world_size, stage, pairs)
+        neighbours = list(range(self._first, self._first + tensor_size))
+        self._shared = share_memory(store, rank, self._world_size, neighbours, pairs)
 
     @property
     def samples(self) -> bool:

@@ -66,9 +66,7 @@ class SharedMemory:
         """In place: the same bits on each rank of the stage."""
         assert self._sums is not None
         index = self._rank - self._stage[0]
-        gone = self._library.quire_sums_add(
-            self._sums.address, index, len(self._stage), x.data_ptr(), x.numel()
-        )
+        gone = self._library.quire_sums_add(self._sums.address, index, len(self._stage), x.data_ptr(), x.numel())
         if gone:
             raise _gone(self._stage[gone - 1])
 

@@ -199,3 +199,11 @@ def test_a_rank_that_cannot_have_its_memory_says_what_one_process_would(model: P
     config = config_of(model, tensor_parallel_size=2, num_gpu_blocks_override=3, swap_space_gb=0.0)
     with pytest.raises(MemoryBudgetError, match=r"rank \d on .*max_model_len"):
         LLMEngine.from_config(config)
+
+
+def test_ranks_that_share_no_memory(whole: EngineVariants, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on machines of their own: everything goes over gloo."""
+    monkeypatch.setenv("QUIRE_SHARED_MEMORY_RANKS", "0")
+    engine = LLMEngine.from_config(config_of(model, tensor_parallel_size=2, pipeline_parallel_size=2))
+    assert run(engine) == run(whole.base())
+    engine.close()
