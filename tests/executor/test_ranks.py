@@ -205,5 +205,5 @@ def test_ranks_that_share_no_memory(whole: EngineVariants, model: Path, monkeypa
     """As on machines of their own: everything goes over gloo."""
     monkeypatch.setenv("QUIRE_SHARED_MEMORY_RANKS", "0")
     engine = LLMEngine.from_config(config_of(model, tensor_parallel_size=2, pipeline_parallel_size=2))
-    assert run(engine) == run(whole.base())
+    assert run(engine) == run(whole.engine())
     engine.close()
