@@ -63,14 +63,14 @@ class Decoder:
         self._norms: list[Tensor] = []
         self._rope_tables: list[tuple[RopeSpec, Tensor]] = []
         words = len(self.share.words)
-        self._embedding = self._new_matrix(words, spec.hidden_size) if self.share.is_first else None
+        self._embedding = self._new_matrix(words, spec.hidden_size, is_sensitive=True) if self.share.is_first else None
         self._positions = None
         if spec.learned_positions is not None and self.share.is_first:
-            self._positions = self._new_matrix(spec.learned_positions, spec.hidden_size)
+            self._positions = self._new_matrix(spec.learned_positions, spec.hidden_size, is_sensitive=True)
         self._head = self._final_norm = None
         if self.share.is_last:
             is_tied = spec.tie_embeddings and self._embedding is not None
-            self._head = self._embedding if is_tied else self._new_matrix(words, spec.hidden_size)
+            self._head = self._embedding if is_tied else self._new_matrix(words, spec.hidden_size, is_sensitive=True)
             self._final_norm = self._new_norm(spec.hidden_size)
         first = self.share.layers.start
         self._layers = [self._new_layer(first + index, group) for index, group in enumerate(self.layout.groups)]
@@ -164,7 +164,8 @@ class Decoder:
         residual = torch.zeros((num_tokens, self.spec.hidden_size), dtype=self.dtype, device=self._device)
         for matrix, is_added in (*layer.attention.matrices(), *layer.mlp.matrices()):
             rows = torch.zeros((num_tokens, matrix.in_features), dtype=self.dtype, device=self._device)
-            if is_added and layer.mlp_norm is not None and layer.mlp_norm.is_folded:
+            norm = layer.mlp_norm
+            if is_added and norm is not None and (norm.is_folded or norm.quantizes):
                 matrix.multiply_add_norm(rows, residual, None)
             else:
                 matrix.multiply(rows)
@@ -260,15 +261,17 @@ class Decoder:
         return ExpertsMlp(
             self.ops,
             experts,
-            router=self._new_matrix(experts.num_experts, self.spec.hidden_size),
+            router=self._new_matrix(experts.num_experts, self.spec.hidden_size, is_sensitive=True),
             experts=[self._new_mlp(share.expert_columns, is_summed=False) for _ in range(experts.num_experts)],
             shared=None if shared is None else self._new_mlp(shared, is_summed=False),
-            shared_gate=None if shared is None else self._new_matrix(1, self.spec.hidden_size),
+            shared_gate=None if shared is None else self._new_matrix(1, self.spec.hidden_size, is_sensitive=True),
             ranks=None if share.tensor_size == 1 else self._ranks,
         )
 
-    def _new_matrix(self, out_features: int, in_features: int, *, bias: bool = False) -> LinearWeight:
-        self._matrices.append(self.ops.new_linear(out_features, in_features, bias=bias))
+    def _new_matrix(
+        self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
+    ) -> LinearWeight:
+        self._matrices.append(self.ops.new_linear(out_features, in_features, bias=bias, is_sensitive=is_sensitive))
         return self._matrices[-1]
 
     def _new_summed_matrix(self, out_features: int, in_features: int, *, bias: bool) -> LinearWeight:

@@ -20,6 +20,7 @@ _MODULES = (
     "rope",
     "epilogue",
     "activation",
+    "quantize",
     "prefill",
     "prefill_hopper",
     "prefix",
