@@ -197,8 +197,9 @@ class EngineConfig:
         _one_of(self.scheduling_policy, "scheduling_policy", _POLICIES)
         _one_of(self.preemption, "preemption", _PREEMPTIONS)
         if self.quantization is not None:
-            _one_of(self.quantization, "quantization", ("int8",))
-            if self.dtype not in ("auto", "float32"):
+            _one_of(self.quantization, "quantization", ("fp8", "int8"))
+            fitting = {"int8": ("auto", "float32"), "fp8": ("auto", "bfloat16", "float16")}[self.quantization]
+            if self.dtype not in fitting:
                 raise ConfigError(
                     f"quantization={self.quantization!r} and dtype={self.dtype!r} contradict each other: give one"
                 )

@@ -24,7 +24,7 @@ from quire.sizes import read_size
 
 _ENGINE_FLAGS: dict[str, tuple[Any, str]] = {
     "dtype": (str, "auto, float32, bfloat16 or float16"),
-    "quantization": (str, "int8: weights in 8 bits (CPU)"),
+    "quantization": (str, "weights in 8 bits: fp8 on a GPU, int8 on a CPU"),
     "kv_cache_dtype": (str, "auto, float32, bfloat16, float16 or fp8"),
     "block_size": (int, "tokens per KV block: 4, 8, 16, 32, 64 or 128 (default 16)"),
     "tensor_parallel_size": (int, "split every layer among so many devices"),
@@ -276,5 +276,7 @@ def _check_mix(mix: list[Kind], limit: int) -> None:
 def _check_device(config: EngineConfig, device: str) -> None:
     if device == "cpu" and config.kv_cache_dtype == "fp8":
         raise ConfigError("kv_cache_dtype='fp8' needs a GPU: on a CPU use float16 or bfloat16, which halve float32")
-    if device == "cuda" and config.quantization:
-        raise ConfigError(f"quantization={config.quantization!r} is for the CPU: remove it, or plan with --device cpu")
+    if device == "cuda" and config.quantization == "int8":
+        raise ConfigError("quantization='int8' is for the CPU: use 'fp8', or plan with --device cpu")
+    if device == "cpu" and config.quantization == "fp8":
+        raise ConfigError("quantization='fp8' needs a GPU: use 'int8', or plan with --device cuda")

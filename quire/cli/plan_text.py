@@ -48,11 +48,12 @@ def _kv(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     chosen, config, spec = plan.chosen, plan.config, plan.held_spec
-    values, norms = sizing.num_matrix_values(spec), sizing.num_norm_values(spec)
-    rope = chosen.weight_bytes - values * sizing.DTYPE_BYTES[plan.weight_dtype] - norms * 4
+    values = sizing.num_matrix_values(spec)
+    value_bytes = sizing.DTYPE_BYTES[plan.weight_dtype]
+    rest = "the vocabulary's second bytes, scales, norms" if plan.weight_dtype == "fp8" else "norms"
     weights = (
-        f"{values:,} × {sizing.DTYPE_BYTES[plan.weight_dtype]} B ({plan.weight_dtype}) + norms and rotary tables "
-        f"{size(norms * 4 + rope)}"
+        f"{values:,} × {value_bytes} B ({plan.weight_dtype}) + {rest} and rotary tables "
+        f"{size(chosen.weight_bytes - values * value_bytes)}"
     )
     if plan.keeps_file_packed:
         weights += ", unpacked"

@@ -161,7 +161,7 @@ def load_model(
         max_span_tokens=max_num_batched_tokens,
         device_bytes=device_bytes,
     )
-    with _naming_the_weights(held, backend.activation_dtype, max_position):
+    with _naming_the_weights(held, backend.weight_dtype, max_position):
         decoder = Decoder(
             spec,
             backend.ops,
@@ -177,7 +177,7 @@ def load_model(
         decoder.finish_loading()
     draft = None
     if opened is not None:
-        with _naming_the_weights(opened.spec, backend.activation_dtype, max_position):
+        with _naming_the_weights(opened.spec, backend.weight_dtype, max_position):
             draft = opened.load(backend, max_position, config.seed)
     timeline.mark("weights")
     if backend.device.type != "cuda":
@@ -233,7 +233,7 @@ def make_sampler(loaded: LoadedModel, ledger: MemoryLedger) -> Sampler:
 
 
 @contextmanager
-def _naming_the_weights(spec: ModelSpec, dtype: torch.dtype, max_position: int) -> Iterator[None]:
+def _naming_the_weights(spec: ModelSpec, dtype: str, max_position: int) -> Iterator[None]:
     """Where memory for weights cannot be had, say how much they take instead of what the allocator says."""
     try:
         yield
@@ -241,7 +241,7 @@ def _naming_the_weights(spec: ModelSpec, dtype: torch.dtype, max_position: int) 
         # torch has no class of its own for a CPU's; a size past 64 bits overflows instead.
         if not is_out_of_memory(error) and not any(words in str(error) for words in ("allocate memory", "overflow")):
             raise
-        needed = sizing.weight_bytes(spec, str(dtype).removeprefix("torch."), max_position)
+        needed = sizing.weight_bytes(spec, dtype, max_position)
         raise MemoryBudgetError(
             f"the model's weights take about {needed / GIB:,.1f} GiB in {dtype}, and that much memory cannot be had: "
             "use a smaller model or dtype, or a machine with more memory"
@@ -325,7 +325,7 @@ def _plan(
             graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
         free, total = torch.cuda.mem_get_info(backend.device)
-        reckoned = sizing.weight_bytes(spec, dtype, decoder.max_position)
+        reckoned = sizing.weight_bytes(spec, backend.weight_dtype, decoder.max_position)
         reckoned += sizing.cuda_step_bytes(spec, dtype, max_num_seqs, max_tokens, *lengths)
         rest = total - free + activation_bytes - reckoned
         remember_gpu(torch.cuda.get_device_name(backend.device), GpuRecord(total, rest, record_key(config, spec)))

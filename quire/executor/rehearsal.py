@@ -11,10 +11,18 @@ from triton.backends.compiler import GPUTarget
 
 from quire.config import EngineConfig
 from quire.executor.decode_graphs import MAX_GROUPS, common_sizes
-from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype, num_graph_rows, padded_size
+from quire.executor.sizing import (
+    activation_dtype,
+    batch_limits,
+    kv_dtype,
+    num_graph_rows,
+    padded_size,
+    weight_quantization,
+)
 from quire.kernels.interface import AttentionBatch, Norm
 from quire.kernels.shared_prefix import packed_length, unpack_shared_prefixes
 from quire.kernels.triton import TritonOps
+from quire.kernels.triton.fp8_linear import Fp8Linear
 from quire.kernels.triton.linear import TritonLinear
 from quire.kernels.triton.precompile import KernelJob, collecting
 from quire.kernels.triton.sampling_filter import draw_each_way
@@ -88,9 +96,19 @@ class _RehearsedLinear(TritonLinear):
         return torch.empty((rows, width), dtype=self.weight.dtype, device=self.weight.device)
 
 
+class _RehearsedFp8Linear(Fp8Linear):
+    __slots__ = ()
+
+    def _multiply_narrow(self, x: Tensor) -> Tensor:
+        return torch.empty((len(x), self.out_features), dtype=torch.bfloat16, device=x.device)
+
+
 class _RehearsedOps(TritonOps):
-    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> TritonLinear:
-        return _RehearsedLinear(self, out_features, in_features, bias=bias)
+    def new_linear(
+        self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
+    ) -> TritonLinear:
+        linear = _RehearsedFp8Linear if self.is_fp8 and not is_sensitive else _RehearsedLinear
+        return linear(self, out_features, in_features, bias=bias)
 
 
 class _RehearsedDecoder(Decoder):
@@ -111,7 +129,7 @@ class _Rehearsal:
         self.spec = replace(spec, num_layers=len(kept), layers=kept)
         self.decoder = _RehearsedDecoder(
             self.spec,
-            _RehearsedOps(_META, dtype),
+            _RehearsedOps(_META, dtype, quantization=weight_quantization(config, spec, "cuda")),
             device=_META,
             dtype=dtype,
             max_position=self.max_len,

@@ -1,6 +1,6 @@
 """Arithmetic that turns a model's shape into bytes. No torch: the executor sizes itself with it, the planner foretells.
 
-Dtypes are names here: float32, bfloat16, float16, and fp8 for a cache.
+Dtypes are names here: float32, bfloat16, float16; fp8 for a cache; int8 and fp8 for matrices.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ def activation_dtype(config: EngineConfig, spec: ModelSpec, device: str) -> str:
 
 def kv_dtype(config: EngineConfig, dtype: str) -> str:
     return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def weight_quantization(config: EngineConfig, spec: ModelSpec, device: str) -> str | None:
+    """In what fewer bits the layers' matrices are held, if in any. A CPU unpacks a checkpoint's own 8-bit floats."""
+    return config.quantization or ("fp8" if spec.fp8 is not None and device == "cuda" else None)
 
 
 def batch_limits(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[int, int]:
@@ -174,8 +179,12 @@ def num_matrix_values(spec: ModelSpec) -> int:
     qkv_width = q_width + 2 * kv_width
     attention = qkv_width * hidden + hidden * q_width + spec.qkv_bias * qkv_width + spec.output_bias * hidden
     mlps = sum(_experts_values(spec) if layer.has_experts else _mlp_values(spec) for layer in spec.layers)
-    vocabulary = spec.vocab_size * hidden * (1 if spec.tie_embeddings else 2) + (spec.learned_positions or 0) * hidden
-    return vocabulary + spec.num_layers * attention + mlps
+    return _vocabulary_values(spec) + spec.num_layers * attention + mlps
+
+
+def _vocabulary_values(spec: ModelSpec) -> int:
+    words = spec.vocab_size * (1 if spec.tie_embeddings else 2)
+    return (words + (spec.learned_positions or 0)) * spec.hidden_size
 
 
 def _mlp_values(spec: ModelSpec, inner: int | None = None) -> int:
@@ -211,9 +220,13 @@ def rotary_table_bytes(spec: ModelSpec, max_position: int) -> int:
 
 
 def weight_bytes(spec: ModelSpec, dtype: str, max_position: int) -> int:
-    """All that a model keeps on its device when its matrices are dense in `dtype`.
+    """All that a model keeps on its device when its matrices are dense in `dtype`; in fp8 those of its layers are, each
+    row with a scale, and the vocabulary's have two bytes a number.
 
     The native CPU kernels take a little more: they pad matrices to whole panels, and int8 has a scale for each row.
     """
     matrices = num_matrix_values(spec) * DTYPE_BYTES[dtype]
+    if dtype == "fp8":
+        rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 2 * spec.hidden_size
+        matrices += _vocabulary_values(spec) + spec.num_layers * (rows + 2 * spec.intermediate_size) * 4
     return matrices + num_norm_values(spec) * 4 + rotary_table_bytes(spec, max_position)

@@ -224,7 +224,7 @@ class LinearWeight(Protocol):
         """Fill the rows from first_row on with a part of a checkpoint's matrix, which is copied and converted.
 
         A fused matrix is filled from several tensors. A device that holds a part of the model takes some of a tensor's
-        rows (where the product's outputs are split) or columns (where its inputs are). Blocks of a quantized file may stay
+        rows (where the product's outputs are split) or columns (where its inputs are). Blocks of a quantized file stay
         packed; columns that would cut one are a WeightsError.
         """
 

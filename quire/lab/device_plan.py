@@ -86,7 +86,7 @@ def plan_device(
     max_len = longest_sequence(
         config, spec, layout, block_bytes=block_bytes, max_span_tokens=max_tokens, device_bytes=device_bytes
     )
-    held_bytes = sizing.weight_bytes(shard, config.quantization or dtype, max_len)
+    held_bytes = sizing.weight_bytes(shard, sizing.weight_quantization(config, spec, device) or dtype, max_len)
     whole_logits = replace(shard, vocab_size=spec.vocab_size)  # the rank that samples gathers them
     graph_bytes = batch_bytes = 0
     if device == "cpu":

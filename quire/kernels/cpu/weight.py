@@ -155,11 +155,11 @@ class CpuLinear(ComposedLinear):
     # -- a product and what follows it, in one call each
 
     def multiply_add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
+        self, x: Normed, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
     ) -> Normed:
         if norm is None or norm.bias is not None or branch_norm is not None:
             return super().multiply_add_norm(x, residual, norm, branch_norm)
-        assert x.dtype is torch.float32 and x.is_contiguous()
+        assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_contiguous()
         assert residual.dtype is torch.float32 and residual.is_contiguous() and norm.weight.dtype is torch.float32
         rows, width = residual.shape
         out = torch.empty((rows, width))

@@ -63,7 +63,7 @@ def store_narrowed(pointers, values, mask):
 @triton.jit
 def widened(x, TYPE: tl.constexpr):
     """x in TYPE, exactly: an e4m3 number becomes bfloat16 by moving its bits, where a conversion takes five steps."""
-    if x.dtype == tl.float8e4nv and TYPE == tl.bfloat16 and not IS_INTERPRETED:
+    if x.dtype == tl.float8e4nv and tl.bfloat16 == TYPE and not IS_INTERPRETED:
         wide = tl.inline_asm_elementwise(WIDEN_BF16, "=r,=r,r", [x], tl.bfloat16, is_pure=True, pack=4)
     else:
         wide = x.to(TYPE)

@@ -36,6 +36,7 @@ class Fp8Linear(TritonLinear):
 
     __slots__ = ("_one",)
 
+    ops: TritonOps
     scales: Tensor
 
     def __init__(self, ops: TritonOps, out_features: int, in_features: int, *, bias: bool) -> None:

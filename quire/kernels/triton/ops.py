@@ -15,7 +15,16 @@ from torch import Tensor
 
 from quire.errors import install_hint
 from quire.kernels.composed import ComposedOps
-from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, PlacedDecodes, Quantized, Rotary, Unscaled
+from quire.kernels.interface import (
+    AttentionBatch,
+    AttentionSpec,
+    Norm,
+    Normed,
+    PlacedDecodes,
+    Quantized,
+    Rotary,
+    Unscaled,
+)
 from quire.kernels.triton.configs import MAX_SKINNY_ROWS
 
 if TYPE_CHECKING:

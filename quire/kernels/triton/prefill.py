@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import AttentionSpec
-from quire.kernels.triton.common import compute_dtype, padded_seqs, scaled_scores, store_narrowed, tile_blocks, tile_rows
+from quire.kernels.triton.common import (
+    compute_dtype,
+    padded_seqs,
+    scaled_scores,
+    store_narrowed,
+    tile_blocks,
+    tile_rows,
+)
 from quire.kernels.triton.configs import PrefillConfig, padded_head_dim
 from quire.kernels.triton.decode import qk_scale
 

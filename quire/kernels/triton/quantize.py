@@ -144,8 +144,8 @@ def add_norm_quantized(
         out = torch.empty((rows, width), dtype=residual.dtype, device=residual.device)
     pad = next_power_of_2(width)
     add_norm_kernel[(rows,)](
-        branch, product, residual, None if norm is None else norm.weight, out, scales, 0.0 if norm is None else norm.eps,
-        WIDTH=width, WIDTH_PAD=pad, num_warps=_num_warps(pad),
+        branch, product, residual, None if norm is None else norm.weight, out, scales,
+        0.0 if norm is None else norm.eps, WIDTH=width, WIDTH_PAD=pad, num_warps=_num_warps(pad),
     )  # fmt: skip
     if out is None:
         return residual

@@ -14,6 +14,7 @@ from quire.kernels.interface import AttentionBatch, AttentionSpec, Rotary, Unsca
 from quire.kernels.triton.common import next_power_of_2, store_narrowed
 from quire.kernels.triton.norm import ROWS_OF_SEVERAL_PROGRAMS, row_factor, stream_arguments
 
+
 @triton.jit
 def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
                 bias_ptr, stream_ptr, stream_eps, row_scales_ptr, row_scale, column_scales_ptr, eps, k_inverse,
@@ -131,8 +132,8 @@ def rope_and_write(
     config = config or rope_config(tokens, total_heads, has_stream=stream is not None)
     rope_kernel[(tokens * -(-total_heads // (config.tile_heads * config.tiles_each)),)](
         qkv, rotary.cos_sin, kv, q_out, batch.positions, batch.slots, rotary.q_norm, rotary.k_norm,
-        bias, stream, stream_eps, row_scales, row_scale, column_scales, rotary.eps, 1.0 / spec.k_scale, 1.0 / spec.v_scale,
-        HEADS=spec.num_heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
+        bias, stream, stream_eps, row_scales, row_scale, column_scales, rotary.eps, 1.0 / spec.k_scale,
+        1.0 / spec.v_scale, HEADS=spec.num_heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
         HALF_PAD=next_power_of_2(spec.head_dim // 2), BLOCK_SIZE=kv.shape[3],
         TILE_HEADS=config.tile_heads, TILES_EACH=config.tiles_each,
         Q_NORM=rotary.q_norm is not None, K_NORM=rotary.k_norm is not None, STREAM=stream_width, STREAM_PAD=stream_pad,

@@ -34,8 +34,8 @@ def _load_weights(w_ptr, rows, exists, cols, K: tl.constexpr, TILE_K: tl.constex
 
 
 @triton.jit
-def _finish(sums, rows, exists, out_ptr, w_scales_ptr, bias_ptr, scale, to, tile, m, n, num_rows, squares, K: tl.constexpr,
-            MODE: tl.constexpr, ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, SILU: tl.constexpr,
+def _finish(sums, rows, exists, out_ptr, w_scales_ptr, bias_ptr, scale, to, tile, m, n, num_rows, squares,
+            K: tl.constexpr, MODE: tl.constexpr, ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, SILU: tl.constexpr,
             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr,
             BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """sums: [TILE_N, ROWS_PAD]. Scale, add the bias, and do what MODE says."""
@@ -59,8 +59,8 @@ def _finish(sums, rows, exists, out_ptr, w_scales_ptr, bias_ptr, scale, to, tile
 
 
 @triton.jit(do_not_specialize=["n"])
-def vector_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, n, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-                  EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+def vector_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, n, K: tl.constexpr, TILE_N: tl.constexpr,
+                  TILE_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """One row of x."""
     rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     exists = rows < n
@@ -176,12 +176,14 @@ def skinny_add_norm(
 ) -> Tensor | Unscaled:
     """residual += x @ weight.T + bias; -> what the next product takes as its normalised input, or the residual."""
     if norm is None:
-        _launch(x, weight, bias, residual, Add(residual, None, None), config, scratch, mode=ADD.value, weight_scales=weight_scales)
+        _launch(x, weight, bias, residual, Add(residual, None, None), config, scratch, mode=ADD.value,
+                weight_scales=weight_scales)  # fmt: skip
         return residual
     tiles = -(-weight.shape[0] // config.tile_n)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     square_sums = torch.empty((tiles, residual.shape[0]), dtype=torch.float32, device=residual.device)
-    _launch(x, weight, bias, out, Add(residual, norm.weight, square_sums), config, scratch, mode=ADD.value, weight_scales=weight_scales)
+    _launch(x, weight, bias, out, Add(residual, norm.weight, square_sums), config, scratch, mode=ADD.value,
+            weight_scales=weight_scales)  # fmt: skip
     return Unscaled(out, square_sums, norm.eps)
 
 
@@ -231,12 +233,14 @@ def can_rope(spec: AttentionSpec, config: SkinnyConfig) -> bool:
     return spec.head_dim % config.tile_n == 0
 
 
-def _launch_vector(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: SkinnyConfig, weight_scales: Tensor | None) -> None:
+def _launch_vector(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: SkinnyConfig, weight_scales: Tensor | None
+) -> None:
     assert x.shape[0] == 1, "plain multiplication is written for one row"
     n, k = weight.shape
     vector_kernel[(-(-n // config.tile_n),)](
-        x, weight, weight_scales, out, bias, n, K=k, TILE_N=config.tile_n, TILE_K=config.tile_k, EVEN_N=n % config.tile_n == 0,
-        STAGES=config.num_stages, UNROLL=config.unroll, num_warps=config.num_warps,
+        x, weight, weight_scales, out, bias, n, K=k, TILE_N=config.tile_n, TILE_K=config.tile_k,
+        EVEN_N=n % config.tile_n == 0, STAGES=config.num_stages, UNROLL=config.unroll, num_warps=config.num_warps,
     )  # fmt: skip
 
 
