@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.kernels.composed import ComposedLinear
 from quire.kernels.interface import (
     AttentionBatch,
     AttentionSpec,
@@ -81,8 +82,10 @@ class Fp8Linear(TritonLinear):
     def multiply_add_norm(
         self, x: Normed, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
     ) -> Normed:
-        if self._config(x) is None and branch_norm is None:
-            return add_norm_quantized(residual, norm, product=self._product(x))
+        if self._config(x) is None:
+            if branch_norm is None:
+                return add_norm_quantized(residual, norm, product=self._product(x))
+            return ComposedLinear.multiply_add_norm(self, x, residual, norm, branch_norm)
         return super().multiply_add_norm(x, residual, norm, branch_norm)
 
     def multiply_act(self, x: Normed, activation: str) -> Normed:
@@ -103,7 +106,7 @@ class Fp8Linear(TritonLinear):
 
     def _product(self, x: Normed) -> Product:
         if isinstance(x, Tensor):
-            x = quantize_rows(x.contiguous())
+            x = quantize_rows(x)
         assert isinstance(x, Quantized)
         return Product(self._multiply_narrow(x.x), x.scales, x.factor, self.scales, self.bias)
 
