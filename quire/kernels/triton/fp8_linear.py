@@ -1,6 +1,6 @@
 """Matrices in 8-bit floats (e4m3), each row with a scale of its own.
 
-Up to 32 rows of activations are multiplied as they are: the weights are widened on their way to the tensor cores
+Up to 16 rows of activations are multiplied as they are: the weights are widened on their way to the tensor cores
 (skinny.py), and half as many bytes are read. More are multiplied in 8 bits by cuBLAS, without any scales: the kernel
 after the product applies those, and leaves its own result in 8 bits for the next product (quantize.py).
 """

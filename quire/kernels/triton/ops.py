@@ -25,7 +25,7 @@ from quire.kernels.interface import (
     Rotary,
     Unscaled,
 )
-from quire.kernels.triton.configs import MAX_SKINNY_ROWS
+from quire.kernels.triton.configs import MAX_FP8_SKINNY_ROWS, MAX_SKINNY_ROWS
 
 if TYPE_CHECKING:
     from quire.kernels.triton.linear import TritonLinear
@@ -91,7 +91,7 @@ class TritonOps(ComposedOps):
         return rms_norm(x, norm)
 
     def norm(self, residual: Tensor, norm: Norm) -> Normed:
-        if norm.quantizes and len(residual) > MAX_SKINNY_ROWS:
+        if norm.quantizes and len(residual) > MAX_FP8_SKINNY_ROWS:
             from quire.kernels.triton.quantize import add_norm_quantized
 
             return add_norm_quantized(residual, norm)
@@ -102,7 +102,7 @@ class TritonOps(ComposedOps):
     def add_norm(self, branch: Tensor, residual: Tensor, norm: Norm | None) -> Normed:
         from quire.kernels.triton.norm import rms_norm
 
-        if norm is not None and norm.quantizes and len(residual) > MAX_SKINNY_ROWS:
+        if norm is not None and norm.quantizes and len(residual) > MAX_FP8_SKINNY_ROWS:
             from quire.kernels.triton.quantize import add_norm_quantized
 
             return add_norm_quantized(residual, norm, branch=branch)
@@ -125,7 +125,7 @@ class TritonOps(ComposedOps):
     def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Normed:
         from quire.kernels.triton.attention import attention
 
-        if self.is_fp8 and kv.dtype == torch.float8_e4m3fn and len(q) > MAX_SKINNY_ROWS:
+        if self.is_fp8 and kv.dtype == torch.float8_e4m3fn and len(q) > MAX_FP8_SKINNY_ROWS:
             # A mean of values is in the range of the values: it fits their format at their scale.
             out = torch.empty(q.shape, dtype=kv.dtype, device=q.device)
             unscaled = replace(spec, v_scale=1.0)

@@ -64,17 +64,17 @@ def quantize_kernel(x_ptr, out_ptr, scales_ptr, WIDTH: tl.constexpr, WIDTH_PAD: 
 
 @triton.jit
 def add_norm_kernel(branch_ptr, product, residual_ptr, weight_ptr, out_ptr, scales_ptr, eps, WIDTH: tl.constexpr,
-                    WIDTH_PAD: tl.constexpr):  # fmt: skip
+                    WIDTH_PAD: tl.constexpr, HAS_PRODUCT: tl.constexpr):  # fmt: skip
     """residual += the branch or the product, where there is one; then the norm, where there is a weight."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, WIDTH_PAD)
     mask = cols < WIDTH
     x = tl.load(residual_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-    if product is not None:
+    if HAS_PRODUCT:
         x += product_columns(product, row, product_row_scale(product, row), cols, mask, WIDTH)
     if branch_ptr is not None:
         x += tl.load(branch_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-    if product is not None or branch_ptr is not None:
+    if HAS_PRODUCT or branch_ptr is not None:
         total = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * WIDTH + cols, total, mask=mask)
         x = total.to(tl.float32)  # as the next layer will read it, rounded
@@ -145,7 +145,8 @@ def add_norm_quantized(
     pad = next_power_of_2(width)
     add_norm_kernel[(rows,)](
         branch, product, residual, None if norm is None else norm.weight, out, scales,
-        0.0 if norm is None else norm.eps, WIDTH=width, WIDTH_PAD=pad, num_warps=_num_warps(pad),
+        0.0 if norm is None else norm.eps, WIDTH=width, WIDTH_PAD=pad,
+        HAS_PRODUCT=product is not None, num_warps=_num_warps(pad),
     )  # fmt: skip
     if out is None:
         return residual
