@@ -40,6 +40,7 @@ class _Flight:
     num_tokens: int  # that it computes
     leaves_prompts: bool  # whether prompts remain to be computed after it
     began_s: float  # when the executor began it, or earlier
+    has_drafts: bool  # nobody knows before its result where the next step begins
 
 
 _COMPILING_S = 0.005  # that a loop without other work sleeps: a command may come meanwhile
@@ -63,6 +64,7 @@ class EngineCore:
         self._costs = scheduler.costs
         self.can_prepare = True  # until there is nothing left of it
         self._last_added_s = 0.0
+        self._drafts_judged_s: float | None = None  # when, if nothing has been submitted since
         self._failure: BaseException | None = None
         self.host = HostSeconds()
         self.stats = StepStats()
@@ -135,6 +137,8 @@ class EngineCore:
             flight = self._flights.popleft()
             result = self.executor.collect(flight.ticket)
             collected = time.perf_counter()
+            if flight.has_drafts and self.executor.depth > 1:
+                self._drafts_judged_s = collected
             if self._flights and result.ended_s is not None:
                 self._flights[0].began_s = result.ended_s  # it had to wait for this one
             updates = self.scheduler.update(result)
@@ -145,6 +149,9 @@ class EngineCore:
 
     def _submit_next(self) -> bool:
         if not self.has_room:
+            return False
+        if self._flights and self._flights[-1].has_drafts and self.scheduler.config.num_stages == 1:
+            # Planned now, its own drafts would be wrong unless all of those are right; and it would wait for them.
             return False
         started = time.perf_counter()
         plan = self.scheduler.schedule()
@@ -158,8 +165,12 @@ class EngineCore:
         counts = plan.spans.num_tokens
         num_tokens, num_decodes = sum(counts), counts.count(1)
         kind = StepKind(num_decodes, num_tokens - num_decodes)
-        self._flights.append(_Flight(ticket, kind, num_tokens, not all(plan.spans.samples), planned))
+        has_drafts = bool(plan.spans.drafts)
+        self._flights.append(_Flight(ticket, kind, num_tokens, not all(plan.spans.samples), planned, has_drafts))
         self._costs.observe_planning(submitted - started, has_prompts=kind.num_prompt_tokens > 0)
+        if self._drafts_judged_s is not None:
+            self._costs.observe_turnaround(len(plan.spans), submitted - self._drafts_judged_s)
+            self._drafts_judged_s = None
         self.host.submit_s += submitted - planned
         return True
 

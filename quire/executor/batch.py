@@ -188,15 +188,11 @@ class PersistentBatch:
             token_rows = rows[owner]
             positions = np.arange(num_tokens) - query_starts[owner] + starts[owner]
         max_kv_len = int(kv_lens.max())
-        if spans.drafts:
-            self._write_drafts(spans)
 
         # One transfer for all that changes every step; everything after it happens on the device.
         indices, sampled_positions = _sampled(plan, query_starts, kv_lens)
         parts = [rows, query_starts, kv_lens, token_rows, positions, indices]
-        rows_t, query_starts_t, kv_lens_t, token_rows_t, positions_t, indices_t = _to_device_together(
-            parts, self.device
-        )
+        rows_t, query_starts_t, kv_lens_t, token_rows_t, positions_t, indices_t = to_device_together(parts, self.device)
         attention = attention_batches(
             self.block_tables[..., : -(-max_kv_len // self.block_size)],
             self.block_size,
@@ -217,7 +213,7 @@ class PersistentBatch:
             sampled_positions=sampled_positions,
         )
 
-    def _write_drafts(self, spans: Spans) -> None:
+    def write_drafts(self, spans: Spans) -> None:
         """Behind each row's last token, where the step reads its input."""
         rows: list[int] = []
         positions: list[int] = []
@@ -307,7 +303,7 @@ def _sampled(plan: StepPlan, query_starts: Ints, ends: Ints) -> tuple[Ints, list
     return indices, firsts
 
 
-def _to_device_together(parts: list[Ints], device: torch.device) -> list[Tensor]:
+def to_device_together(parts: list[Ints], device: torch.device) -> list[Tensor]:
     """In one transfer. Each begins at a multiple of 16 bytes: kernels are compiled once for that, not for any place."""
     starts, end = [], 0
     for part in parts:

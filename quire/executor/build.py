@@ -88,6 +88,7 @@ def build_executor(
     loaded = load_model(config, spec, checkpoint, progress, precompile=precompile, timeline=timeline)
     backend, ledger, timeline = loaded.backend, loaded.ledger, loaded.timeline
     cache = make_cache(loaded, ledger)
+    draft = None if loaded.draft is None else (loaded.draft, make_cache(loaded, ledger, loaded.draft))
     description = describe_blocks(config, checkpoint, backend, loaded.decoder) if config.has_kv_stores else ""
     stores = build_stores(config, description, ledger.block_bytes)
     timeline.mark("cache")
@@ -108,12 +109,10 @@ def build_executor(
         precompile=loaded.precompile,
         constraints=RowConstraints(grammars),
         stores=stores,
+        draft=draft,
     )
     if executor.worker.graphs is not None:
         timeline.mark("graphs")
-    if loaded.draft is not None:
-        draft_cache = make_cache(loaded, ledger, loaded.draft)
-        executor.worker.draft = DraftModel(loaded.draft, draft_cache, executor.worker.batch)
     return BuiltExecutor(
         executor=executor,
         backend=backend,
@@ -191,15 +190,16 @@ def load_model(
         ranks.barrier()  # nobody counts what is free before all of them have their weights
     with torch.inference_mode():
         if backend.kv_dtype.itemsize == 1:
-            decoder.set_kv_scales(
-                calibrate_kv_scales(
-                    decoder,
-                    spec,
-                    device=backend.device,
-                    dtype=backend.activation_dtype,
-                    block_size=config.block_size,
+            for each in (decoder,) if draft is None else (decoder, draft):
+                each.set_kv_scales(
+                    calibrate_kv_scales(
+                        each,
+                        each.spec,
+                        device=backend.device,
+                        dtype=backend.activation_dtype,
+                        block_size=config.block_size,
+                    )
                 )
-            )
         ledger = _plan(config, held, backend, decoder, draft, max_num_seqs, max_num_batched_tokens, num_ranks_on_host)
     timeline.mark("memory")
     return LoadedModel(
@@ -266,6 +266,7 @@ def assemble_executor(
     precompile: Precompile | None,
     constraints: RowConstraints | None = None,
     stores: Sequence[SealedStore] = (),
+    draft: tuple[Decoder, KVCache] | None = None,
 ) -> LocalExecutor:
     """Everything that depends on how the cache is cut into blocks; with graphs, the common ones captured."""
     batch = PersistentBatch(
@@ -276,17 +277,33 @@ def assemble_executor(
         num_groups=len(decoder.layout.windows),
         spare_block=cache.spare_block,
     )
-    graphs = mixed = None
+    graphs = mixed = draft_graphs = None
     if has_graphs:
         memory = GraphMemory(max_num_seqs, decoder.spec.vocab_size, batch.device)
         parts = StepParts(decoder, cache.layers, batch, memory, ledger.max_model_len)
         graphs, mixed = DecodeGraphs(parts, max_num_seqs), MixedGraphs(parts)
         with torch.inference_mode():
             graphs.capture_common()
+            if draft is not None:
+                parts = StepParts(
+                    draft[0], draft[1].layers, batch, memory, min(ledger.max_model_len, draft[0].max_position)
+                )
+                draft_graphs = DecodeGraphs(parts, max_num_seqs)
+                draft_graphs.capture_common()
         memory.held_bytes = ledger.activation_bytes  # from now on, also after captures that failed
     let_go_of_held_memory(backend.device)  # by captures
     hold_activation_memory(ledger.activation_bytes, backend.device)
-    worker = Worker(decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, constraints=constraints, stores=stores)
+    worker = Worker(
+        decoder,
+        cache,
+        batch,
+        sampler,
+        graphs=graphs,
+        mixed=mixed,
+        constraints=constraints,
+        stores=stores,
+        draft=None if draft is None else DraftModel(*draft, batch, draft_graphs),
+    )
     return LocalExecutor(worker, single_threaded_torch=backend.is_native_cpu, precompile=precompile)
 
 
@@ -323,6 +340,8 @@ def _plan(
         lengths = (decoder.max_position, config.block_size, len(layout.windows))
         if _has_graphs(config, backend):
             graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths)
+            if draft is not None:
+                graph_bytes += sizing.graph_bytes(draft.spec, dtype, max_num_seqs, *lengths)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
         free, total = torch.cuda.mem_get_info(backend.device)
         reckoned = sizing.weight_bytes(spec, backend.weight_dtype, decoder.max_position)

@@ -9,7 +9,7 @@ and the spare block; a padding prompt has no token; padding tokens belong to nob
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.executor.batch import attention_batches
 from quire.executor.sizing import MAX_MIXED_DECODES, MAX_MIXED_PROMPTS, MAX_MIXED_TOKENS, mixed_sizes
 from quire.models.decoder import Decoder
-from quire.plan import StepPlan
+from quire.plan import Spans, StepPlan
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,6 +61,21 @@ def shape_of(plan: StepPlan, most_seqs: int) -> MixedShape | None:
         return None
     step = MixedShape(num_decodes, sum(counts) - num_decodes)
     return next((shape for shape in _SHAPES if shape.holds(step) and shape.num_seqs <= most_seqs), None)
+
+
+def drafts_as_decodes(plan: StepPlan, starts: list[int]) -> tuple[StepPlan, list[int]]:
+    """The plan with every draft as a decode of its own, and where each span then starts. A layer writes the keys and
+    values of all tokens before any of them is attended to, so a draft may read those of the drafts before it; and a
+    captured step of so many decodes serves as it is."""
+    spans = Spans()
+    positions: list[int] = []
+    for row, start, count, samples in zip(
+        plan.spans.rows, starts, plan.spans.num_tokens, plan.spans.samples, strict=True
+    ):
+        for offset in range(count) if row in plan.spans.drafts else (0,):
+            spans.add(row, 1 if row in plan.spans.drafts else count, samples)
+            positions.append(start + offset)
+    return replace(plan, spans=spans), positions
 
 
 @dataclass(slots=True)

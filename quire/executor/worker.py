@@ -21,7 +21,7 @@ from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.draft_model import DraftModel
 from quire.executor.kv_cache import KVCache
 from quire.executor.mixed_graphs import MixedGraphs
-from quire.executor.mixed_step import MixedShape
+from quire.executor.mixed_step import MixedShape, drafts_as_decodes
 from quire.executor.store_moves import StoreMoves
 from quire.grammar.rows import ConstrainedLine, RowConstraints
 from quire.models.decoder import Decoder
@@ -132,14 +132,21 @@ class Worker:
         """Run the plan's tokens: from a captured step where there is one that fits."""
         num_attempts = self._num_capture_attempts
         starts: list[int] = self.batch.starts(plan.spans).tolist()
-        can_replay = self._can_replay(plan, starts)
-        shape = None if can_replay else self._mixed_shape(plan)
+        if plan.spans.drafts:
+            self.batch.write_drafts(plan.spans)
+        apart, places = plan, starts
+        if plan.spans.drafts and self.graphs is not None:
+            apart, places = drafts_as_decodes(plan, starts)
+        can_replay = self._can_replay(apart, places)
+        shape = None if can_replay else self._mixed_shape(apart)
         if self._num_capture_attempts != num_attempts:
             clock.restart()  # the scheduler would take a capture for a slow step
-        if can_replay:
-            done = self._replay_decodes(plan, starts, clock)
+        if can_replay and self.graphs is not None:
+            done = _sampling_pass(plan, starts, self._replay_decodes(apart, places, clock))
+            if apart is plan:
+                done.places = self.graphs.next_places(len(done.rows))
         elif shape is not None:
-            done = self._replay_mixed(plan, starts, shape, clock)
+            done = _sampling_pass(plan, starts, self._replay_mixed(apart, places, shape, clock))
         elif plan.spans.rows:
             done = self._run(plan, starts, clock)
         else:
@@ -233,23 +240,17 @@ class Worker:
         for row in self.batch.release_all():
             self.sampler.release(row)
 
-    def _replay_decodes(self, plan: StepPlan, starts: list[int], clock: StepClock) -> ForwardPass:
+    def _replay_decodes(self, plan: StepPlan, starts: list[int], clock: StepClock) -> Tensor:
         assert self.graphs is not None
-        rows = plan.spans.rows
-        self.graphs.prepare(rows, starts)
+        self.graphs.prepare(plan.spans.rows, starts)
         clock.mark("prepare")
-        logits = self.graphs.replay(len(rows))
-        return ForwardPass(rows, [start + 1 for start in starts], logits, self.graphs.next_places(len(rows)))
+        return self.graphs.replay(len(plan.spans.rows))
 
-    def _replay_mixed(self, plan: StepPlan, starts: list[int], shape: MixedShape, clock: StepClock) -> ForwardPass:
+    def _replay_mixed(self, plan: StepPlan, starts: list[int], shape: MixedShape, clock: StepClock) -> Tensor:
         assert self.mixed is not None
         self.mixed.prepare(plan, starts, shape)
         clock.mark("prepare")
-        rows = plan.sampled_rows()
-        logits = self.mixed.replay(shape, len(rows))
-        spans = zip(starts, plan.spans.num_tokens, plan.spans.samples, strict=True)
-        positions = [start + count for start, count, samples in spans if samples]
-        return ForwardPass(rows, positions, logits if rows else None)
+        return self.mixed.replay(shape, len(plan.sampled_rows()))
 
     def _run(self, plan: StepPlan, starts: list[int], clock: StepClock) -> ForwardPass:
         inputs = self.batch.prepare(plan)
@@ -276,7 +277,7 @@ class Worker:
 
     def _mixed_shape(self, plan: StepPlan) -> MixedShape | None:
         """The captured shape for a step with short prompts, where there is one."""
-        if self.mixed is None or plan.forks or plan.spans.drafts or self._prompt_logprob_rows:
+        if self.mixed is None or plan.forks or self._prompt_logprob_rows:
             return None
         return self.mixed.shape_of(plan)
 
@@ -308,3 +309,12 @@ class Worker:
                     del self._prompt_logprob_rows[row]
             first += count
         return found
+
+
+def _sampling_pass(plan: StepPlan, starts: list[int], logits: Tensor) -> ForwardPass:
+    """What a captured step leaves for sampling."""
+    spans, drafts = plan.spans, plan.spans.drafts
+    columns = zip(spans.rows, starts, spans.num_tokens, spans.samples, strict=True)
+    sampled = [(row, start + (1 if row in drafts else count)) for row, start, count, samples in columns if samples]
+    rows, positions = [row for row, _ in sampled], [position for _, position in sampled]
+    return ForwardPass(rows, positions, logits if rows else None)

@@ -8,6 +8,7 @@ is kept until that changes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -227,7 +228,7 @@ class Sampler:
         held = tuple(rows.tolist())
         bans = bans_ends.tobytes()
         if self._last_plan is None or self._last_plan[:2] != (held, bans):
-            twice = {row for row in held if held.count(row) > 1} if len(set(held)) != len(held) else ()
+            twice = [row for row, times in Counter(held).items() if times > 1] if len(set(held)) != len(held) else ()
             assert not any(map(self.has_history, twice)), "rows with a history are sampled one token at a time"
             self._last_plan = (held, bans, self._new_plan(rows, bans_ends.tolist()))
         return self._last_plan[2]

@@ -24,6 +24,8 @@ from quire.executor.local import LocalExecutor
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.sizing import num_graph_rows, padded_size
 from quire.outputs import RequestOutput
+from quire.request import Sequence
+from quire.scheduler import Drafter
 
 MAX_NUM_SEQS = 40
 
@@ -181,6 +183,33 @@ def test_the_tokens_are_those_without_graphs(weights: Path, when: str) -> None:
     if when == "captured when it pays":
         sizes = {padded_size(num) for num in range(1, MAX_NUM_SEQS + 1)}
         assert at_start < memory.num_captures < at_start + len(sizes)  # not every shape that was passed through
+
+
+class Oracle(Drafter):
+    """Drafts what plain decoding brought, with a wrong token now and then."""
+
+    def __init__(self, prompts: list[list[int]], answers: list[list[int]]) -> None:
+        self._texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        self._rng = random.Random(9)
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        text = next(text for text in self._texts if text[: len(seq.token_ids)] == seq.token_ids)
+        drafts = text[len(seq.token_ids) :][: min(most, self._rng.choice((0, 1, 3, 7)))]
+        return [token if self._rng.random() < 0.9 else 1 for token in drafts]
+
+
+def test_a_step_with_drafts_is_a_captured_step_of_so_many_decodes(weights: Path) -> None:
+    work = requests(5, 60)
+    expected = run(make_engine(weights), work)
+    engine = make_engine(weights)
+    _, memory = with_graphs(engine)
+    while engine.core.prepare_more():
+        pass
+    engine.core.scheduler.drafter = Oracle([prompt for prompt, _ in work], expected)
+    assert run(engine, work) == expected
+    stats = engine.core.scheduler.stats
+    assert 0.5 < stats.num_accepted_tokens / stats.num_draft_tokens < 1
+    assert memory.num_played[0] == stats.num_steps
 
 
 @pytest.mark.parametrize(
