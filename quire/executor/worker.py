@@ -159,20 +159,24 @@ class Worker:
         """The rows of this step that sample under a grammar. Asked once a step, after `apply`."""
         return self.constraints.of_step(plan) if self.constraints is not None else []
 
-    def masks(self, lines: list[ConstrainedLine], done: ForwardPass | None) -> TokenMasks | None:
-        """Which tokens those rows may sample. Their tokens so far must have been told to them; without the forward
-        pass, which may run meanwhile, no row may have drafts."""
+    def masks(self, lines: list[ConstrainedLine], done: ForwardPass) -> TokenMasks | None:
+        """Which tokens those rows may sample. Their tokens so far must have been told to them."""
         if not lines:
             return None
         assert self.constraints is not None
         places: list[int] = [line.index for line in lines]
         drafts: list[list[int]] = [[] for _ in lines]
-        if done is not None and done.unjudged:
+        if done.unjudged:
             of_row = {each.row: each.drafts for each in done.unjudged}
             drafts = [of_row.get(line.row, []) for line in lines]
             firsts = list(itertools.accumulate((1 + len(of_row.get(row, ())) for row in done.rows), initial=0))
             places = [firsts[p] + i for p, some in zip(places, drafts, strict=True) for i in range(1 + len(some))]
-        return TokenMasks(places, self.constraints.masks(lines, drafts))
+        return TokenMasks(places, self.constraints.masks(lines, drafts, in_parallel=self.is_gpu))
+
+    def follow(self, lines: list[ConstrainedLine], tokens: list[list[int]]) -> None:
+        """Tell a step's tokens to the constraints of its rows."""
+        if lines and self.constraints is not None:
+            self.constraints.advance(lines, tokens, in_parallel=self.is_gpu)
 
     def sample(self, plan: StepPlan, done: ForwardPass, masks: TokenMasks | None = None) -> Sampled | None:
         """The next tokens of the rows that sample, stored where the next step reads them. None where no row does.
