@@ -70,9 +70,9 @@ class LocalExecutor:
     def _forward_and_masks(
         self, plan: StepPlan, clock: StepClock, lines: list[ConstrainedLine]
     ) -> tuple[ForwardPass, TokenMasks | None]:
-        """Masks are filled while a GPU runs the forward pass. Where tokens of the step before are not known yet, it runs
-        this step's pass behind that one, and the host waits for them meanwhile; other steps wait for nothing. On a CPU
-        a thread beside the pass costs more than filling a mask does: the two would take turns at the interpreter."""
+        """Masks are filled while a GPU runs the forward pass. Where tokens of the step before are not known yet, this
+        step's pass is queued behind that one, and the host waits for them meanwhile; other steps wait for nothing. On a
+        CPU a thread beside the pass costs more than filling a mask: the two would take turns at the interpreter."""
         done = self.worker.forward(plan, clock)
         if not lines:
             return done, None

@@ -39,7 +39,7 @@ class TokenMasks:
             lines = to_device(np.array(self.lines, dtype=np.int64), logits.device)
             ban_tokens(logits, lines, to_device(self.packed, logits.device))
             return None
-        few = [] if len(self.lines) == len(logits) else None
+        few: list[npt.NDArray[np.intp]] | None = [] if len(self.lines) == len(logits) else None
         for line, words in zip(self.lines, self.packed, strict=True):
             bits = np.unpackbits(words.view(np.uint8), count=logits.shape[1], bitorder="little").view(np.bool_)
             of_line = logits[line]
