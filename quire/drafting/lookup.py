@@ -79,10 +79,10 @@ class LookupDrafter(Drafter):
         if self._num_rests:
             self._num_rests -= 1
             return
-        started = time.perf_counter()
+        started = time.thread_time()
         num_decodes = self._choose(running, most)
         if num_decodes and not self._chosen and (plain_s := self._costs.plain_s(num_decodes)):
-            looked_s = time.perf_counter() - started
+            looked_s = time.thread_time() - started
             self._num_rests = min(_MAX_REST, int(looked_s / (_LOOK_SHARE * plain_s)))
 
     def _choose(self, running: Iterable[Sequence], most: int) -> int:
