@@ -25,6 +25,7 @@ FOUNDATION = {
     "plan",
     "outputs",
     "log",
+    "lora",
     "interrupt",
     "refusals",
     "inputs",
