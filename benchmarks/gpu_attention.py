@@ -117,6 +117,7 @@ def check_error(case: CheckCase) -> float:
         q, kv, batch = attention_inputs(shape, spec, block_size, dtype=dtype, kv_dtype=kv_dtype)
         poison()
         out = TritonOps("cuda", dtype).attention(q, kv, batch, spec)
+        assert isinstance(out, torch.Tensor)
         worst = max(worst, error(out, ReferenceOps("cuda", torch.float64).attention(q.double(), kv, batch, spec)))
     return worst
 

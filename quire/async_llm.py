@@ -24,7 +24,6 @@ from quire.errors import EngineDeadError
 from quire.inputs import Prompt
 from quire.llm import log_start
 from quire.log import get_logger
-from quire.lora.request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.refusals import CALL, has_refused_methods, sift
@@ -73,7 +72,6 @@ class AsyncLLM:
         sampling_params: SamplingParams | BeamSearchParams | None = None,
         request_id: str = "",
         *,
-        lora_request: LoRARequest | None = None,
         priority: int = 0,
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -83,12 +81,9 @@ class AsyncLLM:
         params = sampling_params or self.engine.built.default_sampling
         streams = self._streams_here()
         request_id = request_id or f"async-{time.monotonic_ns()}-{id(prompt):x}"
-        if lora_request is not None:
-            await asyncio.to_thread(self.engine.find_adapter, lora_request)  # it may have to be read
-        prepared = self.engine.prepare(request_id, prompt, params, priority=priority, lora_request=lora_request)
+        prepared = self.engine.prepare(request_id, prompt, params, priority=priority)
         async with aclosing(streams.read(prepared)) as outputs:
             async for output in outputs:
-                output.lora_request = lora_request
                 yield output
 
     async def beam_search(

@@ -143,6 +143,7 @@ class StepCosts:
         self._token_s = 1.0 / prefill_tokens_per_s
         self._steps: dict[StepKind, Estimate] = {}
         self._host: dict[str, Estimate] = {}
+        self._has_turnarounds = False
         self._num_steps = 0
         self._decodes_s: dict[int, float] = {}  # by number of decodes, rounded: a step of these alone
         # By that, then by number of drafts, rounded: the seconds that these add, and the step when that was seen.
@@ -174,7 +175,7 @@ class StepCosts:
             most_s = total_s if plain_s is None else min(total_s, _OUTLIER * plain_s)
             self._decodes_s[rows] = _smooth(plain_s, most_s)
         elif plain_s is not None:
-            expected_s = self.drafts_s(num_decodes, num_drafts)
+            expected_s = self._verifying_s(num_decodes, num_drafts)
             extra_s = min(max(0.0, total_s - plain_s), _OUTLIER * max(expected_s, plain_s / 4))
             table = self._drafts_s.setdefault(rows, {})
             known = table.get(drafts)
@@ -187,6 +188,12 @@ class StepCosts:
     def observe_preparing(self, seconds: float) -> None:
         """The host's time for something that spares later steps time, such as a capture."""
         self._observe_host(_PREPARING, seconds)
+
+    def observe_turnaround(self, num_decodes: int, seconds: float) -> None:
+        """The host's time from a result with drafts until the step after it is submitted. Where other steps are planned
+        while one runs, the device waits for that long, and only because of the drafts."""
+        self._has_turnarounds = True
+        self._observe_host(_turnaround(num_decodes), seconds)
 
     def _observe_host(self, work: str, seconds: float) -> None:
         if known := self._host.get(work):
@@ -231,8 +238,16 @@ class StepCosts:
         return self._decodes_s.get(rounded(num_decodes))
 
     def drafts_s(self, num_decodes: int, num_drafts: int) -> float:
-        """About how many seconds so many drafts add to a step of so many decodes. Between what was seen it is a line;
-        beyond it, each draft costs as much as a prompt's token."""
+        """About how many seconds so many drafts add to a step of so many decodes, and to the time until the next."""
+        waiting_s = 0.0
+        if self._has_turnarounds:
+            known = self._host.get(_turnaround(num_decodes)) or self._host.get(_planning(has_prompts=False))
+            waiting_s = known.mean_s if known else 0.0
+        return self._verifying_s(num_decodes, num_drafts) + waiting_s
+
+    def _verifying_s(self, num_decodes: int, num_drafts: int) -> float:
+        """What they add to the step itself. Between what was seen it is a line; beyond it, each draft costs as much as
+        a prompt's token."""
         drafts = rounded(num_drafts)
         rows = rounded(num_decodes)
         if self._drafts_s and rows not in self._drafts_s:
@@ -275,6 +290,11 @@ class StepCosts:
 def _planning(has_prompts: bool) -> str:
     """A step with prompts takes longer to plan."""
     return "planning prompts" if has_prompts else "planning decodes"
+
+
+def _turnaround(num_decodes: int) -> str:
+    """It grows with the batch: about as in steps of half or twice the width."""
+    return f"turnaround of {1 << num_decodes.bit_length()}"
 
 
 def rounded(count: int) -> int:

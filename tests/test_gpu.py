@@ -110,18 +110,36 @@ def test_an_8_bit_cache_holds_twice_the_blocks_and_stays_close(weights: Path, on
     wide = make(weights, device="cuda", dtype="bfloat16")
     narrow = make(weights, device="cuda", dtype="bfloat16", kv_cache_dtype="fp8")
     assert narrow.ledger.num_blocks == 2 * wide.ledger.num_blocks
-    prompts = [output.prompt_token_ids + output.outputs[0].token_ids for output in on_cpu]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-    found = []
-    for output in run_all(narrow, [(prompt, params) for prompt in prompts]):
-        assert output.prompt_logprobs is not None
-        found += [next(iter(e.values())).logprob for e in output.prompt_logprobs if e is not None]
-    exact = []
-    for output in run_all(wide, [(prompt, params) for prompt in prompts]):
-        assert output.prompt_logprobs is not None
-        exact += [next(iter(e.values())).logprob for e in output.prompt_logprobs if e is not None]
+    work = [(output.prompt_token_ids + output.outputs[0].token_ids, params) for output in on_cpu]
+    found, exact = logprobs(run_all(narrow, work)), logprobs(run_all(wide, work))
     mean_difference = sum(abs(a - b) for a, b in zip(found, exact, strict=True)) / len(exact)
     assert mean_difference < 0.1 * abs(sum(exact) / len(exact))
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_8_bit_weights_stay_close(weights: Path, on_cpu: list[RequestOutput], kv: str) -> None:
+    """In large steps, from graphs, and one at a time: each token's logprob is near the one of wide weights."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    work = [(output.prompt_token_ids + output.outputs[0].token_ids, params) for output in on_cpu]
+    exact = logprobs(run_all(make(weights, device="cuda", dtype="bfloat16"), work))
+    narrow = make(weights, device="cuda", dtype="bfloat16", quantization="fp8", kv_cache_dtype=kv)
+    for outputs in (run_all(narrow, work), [run_all(narrow, [one])[0] for one in work]):
+        found = logprobs(outputs)
+        mean_difference = sum(abs(a - b) for a, b in zip(found, exact, strict=True)) / len(exact)
+        assert mean_difference < 0.15 * abs(sum(exact) / len(exact))
+    more = requests(48)
+    for output, (_, wanted) in zip(run_all(narrow, more), more, strict=True):
+        assert len(output.outputs[0].token_ids) == wanted.max_tokens
+
+
+def logprobs(outputs: list[RequestOutput]) -> list[float]:
+    """Of the prompts' tokens."""
+    found = []
+    for output in outputs:
+        assert output.prompt_logprobs is not None
+        found += [next(iter(entry.values())).logprob for entry in output.prompt_logprobs if entry is not None]
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -25,7 +25,6 @@ FOUNDATION = {
     "plan",
     "outputs",
     "log",
-    "lora",
     "interrupt",
     "refusals",
     "inputs",

@@ -24,7 +24,7 @@ from quire.sizes import read_size
 
 _ENGINE_FLAGS: dict[str, tuple[Any, str]] = {
     "dtype": (str, "auto, float32, bfloat16 or float16"),
-    "quantization": (str, "int8: weights in 8 bits (CPU)"),
+    "quantization": (str, "weights in 8 bits: fp8 on a GPU, int8 on a CPU"),
     "kv_cache_dtype": (str, "auto, float32, bfloat16, float16 or fp8"),
     "block_size": (int, "tokens per KV block: 4, 8, 16, 32, 64 or 128 (default 16)"),
     "tensor_parallel_size": (int, "split every layer among so many devices"),
@@ -32,13 +32,9 @@ _ENGINE_FLAGS: dict[str, tuple[Any, str]] = {
     "max_model_len": (int, "longest sequence"),
     "max_num_seqs": (int, "sequences that run at once"),
     "max_num_batched_tokens": (int, "tokens computed in one step"),
-    "max_loras": (int, "adapters in one step, with --enable-lora"),
-    "max_lora_rank": (int, "the largest rank of an adapter (default 16)"),
     "gpu_memory_utilization": (float, "share of the GPU's memory to use (default 0.92)"),
     "kv_cache_memory_bytes": (str, "size of the KV cache, such as 8GiB: then the block count is exact"),
 }
-
-_SWITCHES = ("enforce_eager", "enable_lora")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -91,7 +87,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         names = (*SHORT.get(name, ()), "--" + name.replace("_", "-"))
         engine.add_argument(*names, type=kind, metavar=name.upper(), help=text)
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
-    engine.add_argument("--enable-lora", action="store_true", default=None, help="serve adapters, too")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)
 
@@ -104,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name} belongs to --rate and --slo: give them too, or leave it out")
     device, memory_bytes, where, record = _device(args)
-    values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, *_SWITCHES)}
+    values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, "enforce_eager")}
     config = EngineConfig(model=args.model, **values)
     _check_device(config, device)
 
@@ -140,7 +135,7 @@ def _run_capacity(args: argparse.Namespace, mix: list[Kind]) -> int:
         devices = {name: devices[name]}
     if args.plot:
         check_plot(args.plot)
-    values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, *_SWITCHES)}
+    values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, "enforce_eager")}
     spec = read_model_spec(args.model)
     longest = max((kind.prompt_len + kind.output_len for kind in mix), default=4096)
     if values["max_model_len"] is None:  # longer ones would take memory that nobody asked for
@@ -281,5 +276,7 @@ def _check_mix(mix: list[Kind], limit: int) -> None:
 def _check_device(config: EngineConfig, device: str) -> None:
     if device == "cpu" and config.kv_cache_dtype == "fp8":
         raise ConfigError("kv_cache_dtype='fp8' needs a GPU: on a CPU use float16 or bfloat16, which halve float32")
-    if device == "cuda" and config.quantization:
-        raise ConfigError(f"quantization={config.quantization!r} is for the CPU: remove it, or plan with --device cpu")
+    if device == "cuda" and config.quantization == "int8":
+        raise ConfigError("quantization='int8' is for the CPU: use 'fp8', or plan with --device cpu")
+    if device == "cpu" and config.quantization == "fp8":
+        raise ConfigError("quantization='fp8' needs a GPU: use 'int8', or plan with --device cuda")

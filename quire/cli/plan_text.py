@@ -48,11 +48,12 @@ def _kv(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     chosen, config, spec = plan.chosen, plan.config, plan.held_spec
-    values, norms = sizing.num_matrix_values(spec), sizing.num_norm_values(spec)
-    rope = chosen.weight_bytes - values * sizing.DTYPE_BYTES[plan.weight_dtype] - norms * 4
+    values = sizing.num_matrix_values(spec)
+    value_bytes = sizing.DTYPE_BYTES[plan.weight_dtype]
+    rest = "the vocabulary's second bytes, scales, norms" if plan.weight_dtype == "fp8" else "norms"
     weights = (
-        f"{values:,} × {sizing.DTYPE_BYTES[plan.weight_dtype]} B ({plan.weight_dtype}) + norms and rotary tables "
-        f"{size(norms * 4 + rope)}"
+        f"{values:,} × {value_bytes} B ({plan.weight_dtype}) + {rest} and rotary tables "
+        f"{size(chosen.weight_bytes - values * value_bytes)}"
     )
     if plan.keeps_file_packed:
         weights += ", unpacked"
@@ -67,9 +68,6 @@ def _memory(plan: Plan) -> list[str]:
         ("-" if plan.device == "cuda" and fixed is None else " ", f"weights: {weights}", chosen.weight_bytes)
     )
     sign = entries[-1][0]
-    if chosen.adapter_bytes:
-        slots = f"{config.max_loras} adapters of rank {config.max_lora_rank}"
-        entries.append((sign, f"slots of {slots}", chosen.adapter_bytes))
     entries.append((sign, f"largest step: {step}", chosen.step_bytes))
     if chosen.graph_bytes:
         entries.append((sign, "captured steps", chosen.graph_bytes))

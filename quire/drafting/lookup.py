@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ from quire.step_costs import StepCosts
 _SUFFIX_GRAM = 2  # the shortest match that suffix looks for
 _MIN_CHANCE = 0.02  # of an ngram's draft: none so unlikely was ever worth its time
 _LOST = 64  # tokens that came while nothing was guessed: their guess is not compared with them
+_LOOK_SHARE = 0.01  # of a step's time that looking in vain may take
+_MAX_REST = 32  # steps without a look
 
 
 @dataclass(slots=True)
@@ -52,6 +55,7 @@ class LookupDrafter(Drafter):
         self._chances = Chances()
         self._lines: dict[int, _Line] = {}  # by seq_id
         self._chosen: dict[int, list[int]] = {}  # by seq_id: this step's drafts
+        self._num_rests = 0  # steps until the next look
         self._is_suffix = config.method == "suffix"
         self._answers: AnswerCache | None = None
         if self._is_suffix:
@@ -69,13 +73,25 @@ class LookupDrafter(Drafter):
     # -- the scheduler's side
 
     def begin_step(self, running: Iterable[Sequence], most: int) -> None:
-        """Choose the step's drafts, `most` of them at most."""
+        """Choose the step's drafts, `most` of them at most. Where there were none, the next look is so many steps away
+        that looking stays cheap: at hundreds of sequences a look takes milliseconds."""
         self._chosen.clear()
+        if self._num_rests:
+            self._num_rests -= 1
+            return
+        started = time.thread_time()
+        num_decodes = self._choose(running, most)
+        if num_decodes and not self._chosen and (plain_s := self._costs.plain_s(num_decodes)):
+            looked_s = time.thread_time() - started
+            self._num_rests = min(_MAX_REST, int(looked_s / (_LOOK_SHARE * plain_s)))
+
+    def _choose(self, running: Iterable[Sequence], most: int) -> int:
+        """-> how many sequences decode."""
         decoding = [
             seq for seq in running if seq.num_computed_tokens == len(seq.token_ids) + seq.num_pending_tokens - 1
         ]
         if most <= 0 or not decoding or not can_pay(self._costs, len(decoding), min(most, len(decoding) * self._most)):
-            return
+            return len(decoding)
         candidates = []
         by_key = {}
         for seq in decoding:
@@ -83,12 +99,11 @@ class LookupDrafter(Drafter):
             if line.source is not None and (chances := self._reach(seq, line)):
                 candidates.append(Candidate(seq.seq_id, chances))
                 by_key[seq.seq_id] = (seq, line)
-        if not candidates:
-            return
         for key, number in choose(self._costs, len(decoding), candidates, most).items():
             seq, line = by_key[key]
             first = _num_unknown(seq)
             self._chosen[key] = line.guess(first + number)[first:]
+        return len(decoding)
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         return self._chosen.pop(seq.seq_id, [])[:most]

@@ -33,7 +33,8 @@ class ModelDrafter(Drafter):
         decoding = [
             seq
             for seq in running
-            if seq.num_computed_tokens == len(seq.token_ids) + seq.num_pending_tokens - 1 and not seq.num_pending_tokens
+            if seq.num_computed_tokens == len(seq.token_ids) + seq.num_pending_tokens - 1
+            and not seq.num_unverified_drafts  # its last token may be in flight: the executor has it
         ]
         self._chance += _RETURN * (_FIRST_CHANCE - self._chance)
         if most <= 0 or not decoding or not can_pay(self._costs, len(decoding), min(most, len(decoding) * self._most)):

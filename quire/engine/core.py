@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.adapters import AdapterGate
 from quire.engine.stats import StepStats
 from quire.errors import BadRequestError, EngineDeadError
 from quire.executor.base import Executor
@@ -41,9 +40,9 @@ class _Flight:
     num_tokens: int  # that it computes
     leaves_prompts: bool  # whether prompts remain to be computed after it
     began_s: float  # when the executor began it, or earlier
+    has_drafts: bool  # nobody knows before its result where the next step begins
 
 
-_READING_S = 0.001  # likewise, while an adapter is read
 _COMPILING_S = 0.005  # that a loop without other work sleeps: a command may come meanwhile
 _SETTLE_S = 5.0  # at the end of an engine
 _MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for nobody
@@ -53,24 +52,19 @@ class EngineCore:
     """One scheduler driving one executor. Knows tokens, not text."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: Executor,
-        kv: KVManager,
-        grammars: GrammarCompiler | None = None,
-        adapters: AdapterGate | None = None,
+        self, scheduler: Scheduler, executor: Executor, kv: KVManager, grammars: GrammarCompiler | None = None
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.kv = kv
         self._grammars = grammars
-        self.adapters = adapters
         # By request_id: not with the scheduler before their grammars are compiled, so that nobody waits behind them.
         self._compiling: dict[str, tuple[Request, Future[Any]]] = {}
         self._flights: deque[_Flight] = deque()
         self._costs = scheduler.costs
         self.can_prepare = True  # until there is nothing left of it
         self._last_added_s = 0.0
+        self._drafts_judged_s: float | None = None  # when, if nothing has been submitted since
         self._failure: BaseException | None = None
         self.host = HostSeconds()
         self.stats = StepStats()
@@ -78,10 +72,8 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         self._raise_if_dead()
-        if request.request_id in self._compiling or (self.adapters and request.request_id in self.adapters):
+        if request.request_id in self._compiling:
             raise BadRequestError(f"request id {request.request_id!r} is in use: choose another", param="request_id")
-        if request.adapter is not None and self.adapters is None:
-            raise BadRequestError("this engine has no adapters: make it with enable_lora=True", param="lora_request")
         if request.spec.is_constrained:
             if self._grammars is None:
                 raise BadRequestError(
@@ -92,25 +84,8 @@ class EngineCore:
                 self.scheduler.check_new(request)
                 self._compiling[request.request_id] = (request, compiled)
                 return
-        self._enter(request)
-        self._last_added_s = time.perf_counter()
-
-    def _enter(self, request: Request) -> None:
-        """To the scheduler, once its adapter is there."""
-        if request.adapter is not None:
-            assert self.adapters is not None
-            self.scheduler.check_new(request)
-            if not self.adapters.enter(request):
-                return
         self.scheduler.add(request)
-
-    def _add_adapted(self) -> None:
-        """Queue the requests whose adapters are there. One whose adapter cannot be read ends like any other."""
-        assert self.adapters is not None
-        for request, failure in self.adapters.take_ready():
-            self.scheduler.add(request)
-            if failure is not None:
-                self.scheduler.give_up(request, FinishReason.ERROR, failure)
+        self._last_added_s = time.perf_counter()
 
     def _add_compiled(self) -> None:
         """Queue the requests whose grammars are ready. One whose grammar turns out bad ends like any other."""
@@ -118,18 +93,14 @@ class EngineCore:
             if not compiled.done():
                 continue
             del self._compiling[request.request_id]
+            self.scheduler.add(request)
             if error := compiled.exception():
-                self.scheduler.add(request)
                 self.scheduler.give_up(request, FinishReason.BANNED, str(error))
-            else:
-                self._enter(request)
 
     def abort(self, request_id: str) -> list[SequenceUpdate]:
         """Ends a request wherever it is; its blocks are back before the next step. Unknown ids give nothing."""
         if request_id in self._compiling:
             self.scheduler.add(self._compiling.pop(request_id)[0])
-        elif self.adapters and request_id in self.adapters:
-            self.scheduler.add(self.adapters.leave(request_id))
         return self.scheduler.abort(request_id)
 
     def finish(self, seq: Sequence, stop_reason: str) -> None:
@@ -138,7 +109,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._flights or self._compiling or self.adapters) or self.scheduler.has_work
+        return bool(self._flights or self._compiling) or self.scheduler.has_work
 
     @property
     def has_room(self) -> bool:
@@ -155,14 +126,10 @@ class EngineCore:
         with self._dying_of_failures():
             if self._compiling:
                 self._add_compiled()
-            if self.adapters:
-                self._add_adapted()
             while self._submit_next():
                 pass
             if not self._flights:
-                if self.adapters and not self.scheduler.has_work:
-                    time.sleep(_READING_S)
-                elif self._compiling and not self.scheduler.has_work:
+                if self._compiling and not self.scheduler.has_work:
                     wait([compiled for _, compiled in self._compiling.values()], _COMPILING_S, FIRST_COMPLETED)
                 return self.scheduler.take_failures()
             self._prepare_meanwhile()
@@ -170,6 +137,8 @@ class EngineCore:
             flight = self._flights.popleft()
             result = self.executor.collect(flight.ticket)
             collected = time.perf_counter()
+            if flight.has_drafts and self.executor.depth > 1:
+                self._drafts_judged_s = collected
             if self._flights and result.ended_s is not None:
                 self._flights[0].began_s = result.ended_s  # it had to wait for this one
             updates = self.scheduler.update(result)
@@ -180,6 +149,9 @@ class EngineCore:
 
     def _submit_next(self) -> bool:
         if not self.has_room:
+            return False
+        if self._flights and self._flights[-1].has_drafts and self.scheduler.config.num_stages == 1:
+            # Planned now, its own drafts would be wrong unless all of those are right; and it would wait for them.
             return False
         started = time.perf_counter()
         plan = self.scheduler.schedule()
@@ -193,8 +165,12 @@ class EngineCore:
         counts = plan.spans.num_tokens
         num_tokens, num_decodes = sum(counts), counts.count(1)
         kind = StepKind(num_decodes, num_tokens - num_decodes)
-        self._flights.append(_Flight(ticket, kind, num_tokens, not all(plan.spans.samples), planned))
+        has_drafts = bool(plan.spans.drafts)
+        self._flights.append(_Flight(ticket, kind, num_tokens, not all(plan.spans.samples), planned, has_drafts))
         self._costs.observe_planning(submitted - started, has_prompts=kind.num_prompt_tokens > 0)
+        if self._drafts_judged_s is not None:
+            self._costs.observe_turnaround(len(plan.spans), submitted - self._drafts_judged_s)
+            self._drafts_judged_s = None
         self.host.submit_s += submitted - planned
         return True
 

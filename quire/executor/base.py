@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 from quire.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from quire.executor.adapter_slots import AdapterSlots
     from quire.executor.device import Backend
     from quire.executor.local import LocalExecutor
     from quire.executor.memory import MemoryLedger
@@ -54,5 +53,4 @@ class BuiltExecutor:
     swap_bytes_per_s: float | None
     timeline_s: dict[str, float]
     max_draft_position: int | None = None  # tokens that its draft model knows; None: it has none
-    adapters: AdapterSlots | None = None  # None: it serves none
     grammars: GrammarCompiler | None = None  # None: it follows no grammars, and requests that have one are refused

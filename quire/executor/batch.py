@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.adapters import AdapterBank
 from quire.kernels.interface import AttentionBatch
 from quire.plan import BeamGroup, Spans, StepPlan
 from quire.sampling.transfer import to_device
@@ -51,7 +50,6 @@ class PersistentBatch:
         device: torch.device,
         num_groups: int = 1,
         spare_block: int = 0,
-        bank: AdapterBank | None = None,
     ) -> None:
         self.block_size = block_size
         self.device = device
@@ -67,8 +65,6 @@ class PersistentBatch:
         self.version = 0  # changes whenever a row's sequence, or a block that it has already, does
         self.table_lengths = [[0] * num_rows for _ in range(num_groups)]
         self.num_computed = np.zeros(num_rows, dtype=np.int64)
-        self.bank = bank
-        self.adapter_slots = np.full(num_rows, -1, dtype=np.int64)  # of the bank; -1: the sequence has no adapter
         self._occupants = [0] * num_rows  # changes when another sequence takes the row
         self._is_held = [False] * num_rows
 
@@ -88,17 +84,9 @@ class PersistentBatch:
             self.release(row)
         return held
 
-    def admit(
-        self,
-        row: int,
-        token_ids: list[int],
-        num_computed: int,
-        tables: Sequence[tuple[int, list[int]]],
-        adapter_slot: int = -1,
-    ) -> None:
+    def admit(self, row: int, token_ids: list[int], num_computed: int, tables: Sequence[tuple[int, list[int]]]) -> None:
         """tables: see Admission."""
         self._take(row)
-        self.adapter_slots[row] = adapter_slot
         self.tokens[row, : len(token_ids)] = to_device(np.array(token_ids, dtype=np.int64), self.device)
         self.num_computed[row] = num_computed
         for group, (first, block_ids) in enumerate(tables):
@@ -112,7 +100,6 @@ class PersistentBatch:
         self._take(row)
         self.tokens[row].copy_(self.tokens[source])
         self.num_computed[row] = self.num_computed[source]
-        self.adapter_slots[row] = self.adapter_slots[source]
         self.block_tables[:, row] = self.block_tables[:, source]
         self.host_tables[:, row] = self.host_tables[:, source]
         for lengths in self.table_lengths:
@@ -201,15 +188,11 @@ class PersistentBatch:
             token_rows = rows[owner]
             positions = np.arange(num_tokens) - query_starts[owner] + starts[owner]
         max_kv_len = int(kv_lens.max())
-        if spans.drafts:
-            self._write_drafts(spans)
 
         # One transfer for all that changes every step; everything after it happens on the device.
         indices, sampled_positions = _sampled(plan, query_starts, kv_lens)
         parts = [rows, query_starts, kv_lens, token_rows, positions, indices]
-        rows_t, query_starts_t, kv_lens_t, token_rows_t, positions_t, indices_t = _to_device_together(
-            parts, self.device
-        )
+        rows_t, query_starts_t, kv_lens_t, token_rows_t, positions_t, indices_t = to_device_together(parts, self.device)
         attention = attention_batches(
             self.block_tables[..., : -(-max_kv_len // self.block_size)],
             self.block_size,
@@ -222,10 +205,6 @@ class PersistentBatch:
             max_kv_len=max_kv_len,
             num_decodes=num_decodes,
         )
-        if self.have_adapters(spans.rows):
-            assert self.bank is not None
-            packed = self.bank.pack_rows(np.repeat(self.adapter_slots[rows], counts))
-            attention[0].adapters = self.bank.unpack_rows(to_device(packed, self.device), num_tokens)
         return StepInputs(
             token_ids=self.tokens[token_rows_t, positions_t],
             attention=attention,
@@ -234,11 +213,7 @@ class PersistentBatch:
             sampled_positions=sampled_positions,
         )
 
-    def have_adapters(self, rows: list[int]) -> bool:
-        """Whether any of these rows' sequences has one."""
-        return self.bank is not None and bool((self.adapter_slots[rows] >= 0).any())
-
-    def _write_drafts(self, spans: Spans) -> None:
+    def write_drafts(self, spans: Spans) -> None:
         """Behind each row's last token, where the step reads its input."""
         rows: list[int] = []
         positions: list[int] = []
@@ -328,7 +303,7 @@ def _sampled(plan: StepPlan, query_starts: Ints, ends: Ints) -> tuple[Ints, list
     return indices, firsts
 
 
-def _to_device_together(parts: list[Ints], device: torch.device) -> list[Tensor]:
+def to_device_together(parts: list[Ints], device: torch.device) -> list[Tensor]:
     """In one transfer. Each begins at a multiple of 16 bytes: kernels are compiled once for that, not for any place."""
     starts, end = [], 0
     for part in parts:

@@ -12,7 +12,6 @@ import torch
 from quire.config import GIB, EngineConfig
 from quire.errors import MemoryBudgetError
 from quire.executor import sizing
-from quire.executor.adapter_slots import AdapterSlots
 from quire.executor.base import BuiltExecutor
 from quire.executor.batch import PersistentBatch
 from quire.executor.captured import GraphMemory, StepParts, is_out_of_memory
@@ -46,8 +45,6 @@ from quire.executor.timeline import Timeline
 from quire.executor.worker import ElsewhereSampled, Worker
 from quire.grammar import GrammarCompiler
 from quire.grammar.rows import RowConstraints
-from quire.kernels.adapters import AdapterBank
-from quire.models.architectures import stored_names
 from quire.models.decoder import Decoder
 from quire.models.kv_layout import kv_layout
 from quire.models.share import ModelShare
@@ -91,6 +88,7 @@ def build_executor(
     loaded = load_model(config, spec, checkpoint, progress, precompile=precompile, timeline=timeline)
     backend, ledger, timeline = loaded.backend, loaded.ledger, loaded.timeline
     cache = make_cache(loaded, ledger)
+    draft = None if loaded.draft is None else (loaded.draft, make_cache(loaded, ledger, loaded.draft))
     description = describe_blocks(config, checkpoint, backend, loaded.decoder) if config.has_kv_stores else ""
     stores = build_stores(config, description, ledger.block_bytes)
     timeline.mark("cache")
@@ -111,21 +109,10 @@ def build_executor(
         precompile=loaded.precompile,
         constraints=RowConstraints(grammars),
         stores=stores,
+        draft=draft,
     )
     if executor.worker.graphs is not None:
         timeline.mark("graphs")
-    adapters = None
-    if (bank := loaded.decoder.adapters) is not None:
-        adapters = executor.worker.adapters = AdapterSlots(
-            bank,
-            stored_names(checkpoint.config),
-            head_dim=spec.head_dim,
-            max_rank=config.max_lora_rank,
-            max_kept=config.max_cpu_loras or config.max_loras,
-        )
-    if loaded.draft is not None:
-        draft_cache = make_cache(loaded, ledger, loaded.draft)
-        executor.worker.draft = DraftModel(loaded.draft, draft_cache, executor.worker.batch)
     return BuiltExecutor(
         executor=executor,
         backend=backend,
@@ -136,7 +123,6 @@ def build_executor(
         timeline_s=timeline.seconds,
         max_draft_position=None if loaded.draft is None else loaded.draft.max_position,
         grammars=grammars,
-        adapters=adapters,
     )
 
 
@@ -174,7 +160,7 @@ def load_model(
         max_span_tokens=max_num_batched_tokens,
         device_bytes=device_bytes,
     )
-    with _naming_the_weights(held, backend.activation_dtype, max_position):
+    with _naming_the_weights(held, backend.weight_dtype, max_position):
         decoder = Decoder(
             spec,
             backend.ops,
@@ -184,14 +170,13 @@ def load_model(
             layout=layout,
             share=share,
             ranks=ranks,
-            adapters=make_bank(config, backend),
         )
         checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
     with torch.inference_mode():
         decoder.finish_loading()
     draft = None
     if opened is not None:
-        with _naming_the_weights(opened.spec, backend.activation_dtype, max_position):
+        with _naming_the_weights(opened.spec, backend.weight_dtype, max_position):
             draft = opened.load(backend, max_position, config.seed)
     timeline.mark("weights")
     if backend.device.type != "cuda":
@@ -205,31 +190,20 @@ def load_model(
         ranks.barrier()  # nobody counts what is free before all of them have their weights
     with torch.inference_mode():
         if backend.kv_dtype.itemsize == 1:
-            decoder.set_kv_scales(
-                calibrate_kv_scales(
-                    decoder,
-                    spec,
-                    device=backend.device,
-                    dtype=backend.activation_dtype,
-                    block_size=config.block_size,
+            for each in (decoder,) if draft is None else (decoder, draft):
+                each.set_kv_scales(
+                    calibrate_kv_scales(
+                        each,
+                        each.spec,
+                        device=backend.device,
+                        dtype=backend.activation_dtype,
+                        block_size=config.block_size,
+                    )
                 )
-            )
         ledger = _plan(config, held, backend, decoder, draft, max_num_seqs, max_num_batched_tokens, num_ranks_on_host)
     timeline.mark("memory")
     return LoadedModel(
         config, spec, backend, decoder, ledger, max_num_seqs, max_num_batched_tokens, precompile, timeline, draft
-    )
-
-
-def make_bank(config: EngineConfig, backend: Backend) -> AdapterBank | None:
-    if not config.enable_lora:
-        return None
-    return AdapterBank(
-        config.max_loras,
-        config.max_lora_rank,
-        device=backend.device,
-        dtype=backend.activation_dtype,
-        tile=backend.ops.adapter_tile,
     )
 
 
@@ -259,7 +233,7 @@ def make_sampler(loaded: LoadedModel, ledger: MemoryLedger) -> Sampler:
 
 
 @contextmanager
-def _naming_the_weights(spec: ModelSpec, dtype: torch.dtype, max_position: int) -> Iterator[None]:
+def _naming_the_weights(spec: ModelSpec, dtype: str, max_position: int) -> Iterator[None]:
     """Where memory for weights cannot be had, say how much they take instead of what the allocator says."""
     try:
         yield
@@ -267,7 +241,7 @@ def _naming_the_weights(spec: ModelSpec, dtype: torch.dtype, max_position: int) 
         # torch has no class of its own for a CPU's; a size past 64 bits overflows instead.
         if not is_out_of_memory(error) and not any(words in str(error) for words in ("allocate memory", "overflow")):
             raise
-        needed = sizing.weight_bytes(spec, str(dtype).removeprefix("torch."), max_position)
+        needed = sizing.weight_bytes(spec, dtype, max_position)
         raise MemoryBudgetError(
             f"the model's weights take about {needed / GIB:,.1f} GiB in {dtype}, and that much memory cannot be had: "
             "use a smaller model or dtype, or a machine with more memory"
@@ -292,6 +266,7 @@ def assemble_executor(
     precompile: Precompile | None,
     constraints: RowConstraints | None = None,
     stores: Sequence[SealedStore] = (),
+    draft: tuple[Decoder, KVCache] | None = None,
 ) -> LocalExecutor:
     """Everything that depends on how the cache is cut into blocks; with graphs, the common ones captured."""
     batch = PersistentBatch(
@@ -301,19 +276,34 @@ def assemble_executor(
         device=backend.device,
         num_groups=len(decoder.layout.windows),
         spare_block=cache.spare_block,
-        bank=decoder.adapters,
     )
-    graphs = mixed = None
+    graphs = mixed = draft_graphs = None
     if has_graphs:
         memory = GraphMemory(max_num_seqs, decoder.spec.vocab_size, batch.device)
         parts = StepParts(decoder, cache.layers, batch, memory, ledger.max_model_len)
         graphs, mixed = DecodeGraphs(parts, max_num_seqs), MixedGraphs(parts)
         with torch.inference_mode():
             graphs.capture_common()
+            if draft is not None:
+                parts = StepParts(
+                    draft[0], draft[1].layers, batch, memory, min(ledger.max_model_len, draft[0].max_position)
+                )
+                draft_graphs = DecodeGraphs(parts, max_num_seqs)
+                draft_graphs.capture_common()
         memory.held_bytes = ledger.activation_bytes  # from now on, also after captures that failed
     let_go_of_held_memory(backend.device)  # by captures
     hold_activation_memory(ledger.activation_bytes, backend.device)
-    worker = Worker(decoder, cache, batch, sampler, graphs=graphs, mixed=mixed, constraints=constraints, stores=stores)
+    worker = Worker(
+        decoder,
+        cache,
+        batch,
+        sampler,
+        graphs=graphs,
+        mixed=mixed,
+        constraints=constraints,
+        stores=stores,
+        draft=None if draft is None else DraftModel(*draft, batch, draft_graphs),
+    )
     return LocalExecutor(worker, single_threaded_torch=backend.is_native_cpu, precompile=precompile)
 
 
@@ -349,12 +339,12 @@ def _plan(
         dtype = sizing.activation_dtype(config, spec, device)
         lengths = (decoder.max_position, config.block_size, len(layout.windows))
         if _has_graphs(config, backend):
-            graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths, adapted=config.enable_lora)
-        activation_bytes += sizing.adapter_step_bytes(config, max_tokens)
+            graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths)
+            if draft is not None:
+                graph_bytes += sizing.graph_bytes(draft.spec, dtype, max_num_seqs, *lengths)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
         free, total = torch.cuda.mem_get_info(backend.device)
-        reckoned = sizing.weight_bytes(spec, dtype, decoder.max_position) + sizing.adapter_bytes(config, spec, dtype)
-        reckoned += sizing.adapter_step_bytes(config, max_tokens)
+        reckoned = sizing.weight_bytes(spec, backend.weight_dtype, decoder.max_position)
         reckoned += sizing.cuda_step_bytes(spec, dtype, max_num_seqs, max_tokens, *lengths)
         rest = total - free + activation_bytes - reckoned
         remember_gpu(torch.cuda.get_device_name(backend.device), GpuRecord(total, rest, record_key(config, spec)))
@@ -373,7 +363,6 @@ def _plan(
         config,
         spec,
         device=device,
-        adapter_bytes=0 if decoder.adapters is None else decoder.adapters.nbytes,
         weight_bytes=decoder.weight_bytes + (draft.weight_bytes if draft is not None else 0),
         activation_bytes=activation_bytes,
         graph_bytes=graph_bytes,

@@ -8,7 +8,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.executor.sizing import activation_dtype
+from quire.executor.sizing import activation_dtype, weight_quantization
 from quire.executor.sizing import kv_dtype as kv_dtype_name
 from quire.kernels import cpu as native
 from quire.kernels.cpu.threads import default_num_threads
@@ -28,7 +28,7 @@ class Backend:
     ops: Ops
     activation_dtype: torch.dtype
     kv_dtype: torch.dtype
-    weight_dtype: str  # as shown to users: float32, bfloat16, float16, int8
+    weight_dtype: str  # as shown to users: float32, bfloat16, float16, int8, fp8
     kernels: str  # likewise: which ones, and on how many threads
     note: str | None = None  # why a slower backend was chosen, where it was
 
@@ -55,7 +55,7 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
     kv_dtype = _kv_dtype(config, dtype, device)
     if device.type == "cuda" and spec.cpu_only is not None:
         raise ConfigError(f"{spec.architecture}: {spec.cpu_only} is served on a CPU only: use device='cpu'")
-    backend = _cuda(config, dtype, kv_dtype, device) if device.type == "cuda" else _cpu(config, dtype, kv_dtype)
+    backend = _cuda(config, spec, dtype, kv_dtype, device) if device.type == "cuda" else _cpu(config, dtype, kv_dtype)
     sizes = backend.ops.supported_block_sizes(spec.head_dim)
     if not sizes:
         raise ConfigError(f"the {backend.ops.name} backend cannot serve a head dimension of {spec.head_dim}")
@@ -98,6 +98,8 @@ def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
         get_logger().warning(
             "gpu_memory_utilization has no effect on a CPU: kv_cache_memory_bytes sets the size of the KV cache"
         )
+    if config.quantization == "fp8":
+        raise ConfigError("quantization='fp8' needs a GPU: on a CPU use 'int8'")
     reason = native.unavailable_reason()
     weight_dtype = config.quantization or dtype
     if reason is None:
@@ -132,8 +134,8 @@ def _num_threads(config: EngineConfig) -> int | None:
     return max(1, default_num_threads() // config.data_parallel_size)
 
 
-def _cuda(config: EngineConfig, dtype: str, kv_dtype: torch.dtype, device: torch.device) -> Backend:
-    if config.quantization:
+def _cuda(config: EngineConfig, spec: ModelSpec, dtype: str, kv_dtype: torch.dtype, device: torch.device) -> Backend:
+    if config.quantization == "int8":
         raise ConfigError(f"quantization={config.quantization!r} is for the CPU: remove it, or use device='cpu'")
     if config.num_threads is not None:
         raise ConfigError("num_threads is for the CPU: remove it, or use device='cpu'")
@@ -141,8 +143,35 @@ def _cuda(config: EngineConfig, dtype: str, kv_dtype: torch.dtype, device: torch
     from quire.kernels import triton
 
     reason = triton.unavailable_reason()
+    quantization = weight_quantization(config, spec, "cuda")
+    if quantization is not None:
+        _check_fp8(spec, dtype, device, reason)
     if reason is None:
-        return Backend(device, triton.TritonOps(device, torch_dtype), torch_dtype, kv_dtype, dtype, "Triton kernels")
-    ops = ReferenceOps(device, torch_dtype)
+        ops = triton.TritonOps(device, torch_dtype, quantization=quantization)
+        return Backend(device, ops, torch_dtype, kv_dtype, quantization or dtype, "Triton kernels")
+    plain_ops = ReferenceOps(device, torch_dtype)
     note = f"plain torch kernels are used, far slower: {reason}"
-    return Backend(device, ops, torch_dtype, kv_dtype, dtype, "plain torch kernels", note)
+    return Backend(device, plain_ops, torch_dtype, kv_dtype, dtype, "plain torch kernels", note)
+
+
+def _check_fp8(spec: ModelSpec, dtype: str, device: torch.device, reason: str | None) -> None:
+    """That the layers' matrices can be held and multiplied in 8-bit floats."""
+    if reason is not None:
+        raise ConfigError(f"weights in FP8 need the Triton kernels, but {reason}")
+    if dtype == "float32":
+        raise ConfigError("weights in FP8 go with dtype='bfloat16' or 'float16'")
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise ConfigError(
+            f"weights in FP8 need a GPU of compute capability 8.9 or newer, this one has {capability[0]}."
+            f"{capability[1]}: use an unquantized checkpoint without quantization='fp8'"
+        )
+    if spec.experts is not None:
+        raise ConfigError("a mixture of experts is not served with weights in FP8 yet: leave out quantization='fp8'")
+    if spec.fp8 is not None and spec.fp8.wide_modules:
+        raise ConfigError(
+            f"quantization_config leaves {spec.fp8.wide_modules[0]} unquantized: on a GPU the layers' matrices are "
+            "served in one format, use a checkpoint with all of them in FP8"
+        )
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(spec, name) % 16:
+            raise ConfigError(f"weights in FP8 need a {name} that is a multiple of 16, not {getattr(spec, name)}")

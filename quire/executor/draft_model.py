@@ -7,6 +7,7 @@ more than a guess, so its KV may be missing anywhere: it is computed when a row 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.executor.batch import PersistentBatch, attention_batches
+from quire.executor.batch import PersistentBatch, attention_batches, to_device_together
+from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.device import Backend
 from quire.executor.kv_cache import KVCache
 from quire.models.architectures import spec_from_config
@@ -23,9 +25,11 @@ from quire.models.decoder import Decoder
 from quire.models.kv_layout import kv_layout
 from quire.models.spec import ModelSpec
 from quire.plan import StepPlan
+from quire.sampling.transfer import to_device
 from quire.weights import Checkpoint, open_checkpoint, resolve_model
 
 _CHUNK = 512  # tokens of one pass, where a prompt has to be caught up with
+_MAX_CAPTURED = 64  # tokens of a pass that is run as decodes: more of them are faster as prompts
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,8 +61,6 @@ def open_draft(config: EngineConfig, spec: ModelSpec, backend: Backend) -> Opene
     speculation = config.speculative_config
     if speculation is None or speculation.model is None:
         return None
-    if backend.device.type != "cpu":
-        raise ConfigError("speculative_config: draft models run on a CPU only, for now; use method suffix or ngram")
     path = resolve_model(speculation.model, load_format=config.load_format, download_dir=config.download_dir)
     checkpoint = open_checkpoint(path, load_format=config.load_format)
     own = spec_from_config(checkpoint.config, source=str(path))
@@ -83,8 +85,11 @@ class DraftModel:
     tokens of block b, for as long as the block holds what it holds.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, batch: PersistentBatch) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, batch: PersistentBatch, graphs: DecodeGraphs | None = None
+    ) -> None:
         self.decoder = decoder
+        self._graphs = graphs
         self._cache = cache
         self._batch = batch
         self._num_known = np.zeros(batch.spare_row, dtype=np.int64)
@@ -105,7 +110,9 @@ class DraftModel:
                     self._num_full[devices] = self._num_full_on_host[hosts]
                 else:
                     self._num_full_on_host[hosts] = self._num_full[devices]
-        self._cache.take_finished()  # the model's own cache tells of them
+        if plan.moves:
+            self._cache.hold_steps_for_moves()
+            self._cache.take_finished()  # the model's own cache tells of them
         for keyed in plan.keyed_moves:
             if keyed.is_load:  # a store keeps the model's own bytes only
                 self._num_full[[block for block, _ in keyed.pairs]] = 0
@@ -140,15 +147,20 @@ class DraftModel:
         ends = {row: int(self._batch.num_computed[row]) + 1 for row in wanted}
         self._catch_up(ends)
         starts = {row: int(self._num_known[row]) for row in wanted}
-        drafts: dict[int, list[int]] = {row: [] for row in wanted}
+        owners: list[int] = []
+        tokens: list[Tensor] = []
         for depth in range(max(wanted.values())):
             rows = [row for row, size in wanted.items() if size > depth]
             rows.sort(key=lambda row: ends[row] - starts[row] != 1)  # decodes come first
-            tokens = self._next_tokens(rows, [starts[row] for row in rows], [ends[row] - starts[row] for row in rows])
-            for row, token in zip(rows, tokens, strict=True):
-                drafts[row].append(token)
+            counts = [ends[row] - starts[row] for row in rows]
+            tokens.append(self._next_tokens(rows, [starts[row] for row in rows], counts))
+            owners += rows
+            for row in rows:
                 starts[row] = ends[row]
                 ends[row] += 1
+        drafts: dict[int, list[int]] = {row: [] for row in wanted}
+        for row, token in zip(owners, torch.cat(tokens).tolist(), strict=True):
+            drafts[row].append(token)
         for row in wanted:
             self._know(row, starts[row])
         plan.spans.drafts |= drafts
@@ -161,39 +173,57 @@ class DraftModel:
                 self._forward([row], [start], [_CHUNK])
                 self._know(row, start + _CHUNK)
 
-    def _next_tokens(self, rows: list[int], starts: list[int], counts: list[int]) -> list[int]:
-        hidden, last = self._forward(rows, starts, counts)
-        tokens = self.decoder.logits(hidden, last).argmax(dim=1)
-        self._batch.store(
-            self._batch.places(rows, [start + count for start, count in zip(starts, counts, strict=True)]), tokens
-        )
-        found: list[int] = tokens.tolist()
-        return found
+    def _next_tokens(self, rows: list[int], starts: list[int], counts: list[int]) -> Tensor:
+        """Stored where the next pass reads them."""
+        logits = self._replayed(rows, starts, counts)
+        if logits is None:
+            hidden, last = self._forward(rows, starts, counts)
+            logits = self.decoder.logits(hidden, last)
+        tokens = logits.argmax(dim=1)
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        self._batch.store(self._batch.places(rows, ends), tokens)
+        return tokens
+
+    def _replayed(self, rows: list[int], starts: list[int], counts: list[int]) -> Tensor | None:
+        """Logits out of a captured step, each token as a decode of its own; None where there is none."""
+        if self._graphs is None or sum(counts) > max(_MAX_CAPTURED, len(rows)):
+            return None
+        token_rows = np.repeat(rows, counts).tolist()
+        ranges = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        positions = list(itertools.chain.from_iterable(ranges))
+        if not self._graphs.choose(token_rows, positions):
+            return None
+        self._graphs.prepare(token_rows, positions)
+        logits = self._graphs.replay(len(token_rows))
+        if len(token_rows) == len(rows):
+            return logits
+        return logits.index_select(0, to_device(np.cumsum(counts) - 1, self._batch.device))
 
     def _forward(self, rows: list[int], starts: list[int], counts: list[int]) -> tuple[Tensor, Tensor]:
         """Run the rows' tokens; rows of one token stand first. -> hidden states, and where each row's last one is."""
         batch = self._batch
-        num = np.array(counts)
+        row_array, num = np.array(rows), np.array(counts)
         query_starts = np.concatenate([[0], np.cumsum(num)])
         owner = np.repeat(np.arange(len(rows)), num)
-        positions = torch.from_numpy(np.arange(len(owner)) - query_starts[owner] + np.array(starts)[owner])
-        token_rows = torch.tensor(rows)[torch.from_numpy(owner)]
+        positions = np.arange(len(owner)) - query_starts[owner] + np.array(starts)[owner]
         kv_lens = np.array(starts) + num
         max_kv_len = int(kv_lens.max())
+        parts = [row_array, row_array[owner], positions, query_starts, kv_lens, query_starts[1:] - 1]
+        rows_t, token_rows_t, positions_t, query_starts_t, kv_lens_t, last_t = to_device_together(parts, batch.device)
         attention = attention_batches(
             batch.block_tables[:1, :, : -(-max_kv_len // batch.block_size)],
             batch.block_size,
-            rows=torch.tensor(rows),
-            token_rows=token_rows,
-            positions=positions,
-            query_starts=torch.from_numpy(query_starts),
-            kv_lens=torch.from_numpy(kv_lens),
+            rows=rows_t,
+            token_rows=token_rows_t,
+            positions=positions_t,
+            query_starts=query_starts_t,
+            kv_lens=kv_lens_t,
             max_query_len=int(num.max()),
             max_kv_len=max_kv_len,
             num_decodes=counts.count(1),
         )
-        hidden = self.decoder.forward(batch.tokens[token_rows, positions], attention, self._cache.layers)
-        return hidden, torch.from_numpy(query_starts[1:] - 1)
+        hidden = self.decoder.forward(batch.tokens[token_rows_t, positions_t], attention, self._cache.layers)
+        return hidden, last_t
 
     def _know(self, row: int, end: int) -> None:
         """The row's tokens up to there have KV now."""

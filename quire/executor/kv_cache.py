@@ -152,6 +152,11 @@ class KVCache:
         moved, self._moved = self._moved, []
         return moved
 
+    def hold_steps_for_moves(self) -> None:
+        """Steps submitted from now on run behind all moves so far: for who does not hear when these are over."""
+        if self._transfers is not None:
+            self._transfers.before_computing()
+
     def wait_for_a_move(self) -> None:
         """Until the oldest move is over, where there is any."""
         if self._transfers is not None:

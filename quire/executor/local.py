@@ -6,9 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -72,27 +70,15 @@ class LocalExecutor:
     def _forward_and_masks(
         self, plan: StepPlan, clock: StepClock, lines: list[ConstrainedLine]
     ) -> tuple[ForwardPass, TokenMasks | None]:
-        """Masks are filled while the forward pass runs. Where tokens of the step before are not known yet, a GPU runs
-        this step's pass behind it, and the host waits for them meanwhile; other steps wait for nothing."""
-        worker = self.worker
+        """Masks are filled while a GPU runs the forward pass. Where tokens of the step before are not known yet, this
+        step's pass is queued behind that one, and the host waits for them meanwhile; other steps wait for nothing. On a
+        CPU a thread beside the pass costs more than filling a mask: the two would take turns at the interpreter."""
+        done = self.worker.forward(plan, clock)
         if not lines:
-            return worker.forward(plan, clock), None
-        if plan.spans.drafts or not all(step.is_followed for step in self._submitted):
-            done = worker.forward(plan, clock)
-            for step in self._submitted:
-                self._follow(step)
-            return done, worker.masks(lines, done)
-        filling = self._filler.submit(worker.masks, lines, None)
-        try:
-            done = worker.forward(plan, clock)
-        finally:
-            masks = filling.result()
-        return done, masks
-
-    @cached_property
-    def _filler(self) -> ThreadPoolExecutor:
-        """The matchers let go of the interpreter while they work."""
-        return ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
+            return done, None
+        for step in self._submitted:
+            self._follow(step)
+        return done, self.worker.masks(lines, done)
 
     def _follow(self, step: _Submitted) -> None:
         """Tell a step's tokens to the constraints of its rows. Waits for the step, where it has any."""
@@ -103,8 +89,7 @@ class LocalExecutor:
             return
         assert step.sampled is not None
         tokens, _, _ = step.sampled.to_lists()
-        for line in step.constrained:
-            line.constraint.advance(tokens[line.index])
+        self.worker.follow(step.constrained, tokens)
 
     def collect(self, ticket: int) -> StepResult:
         step = self._submitted.popleft()

@@ -21,7 +21,6 @@ class MemoryLedger:
 
     device: str
     weight_bytes: int
-    adapter_bytes: int  # slots of adapters
     activation_bytes: int  # of the largest step
     graph_bytes: int  # what captured steps keep to themselves
     batch_bytes: int  # on a GPU: tokens and block tables of as many sequences as may run
@@ -55,7 +54,6 @@ class MemoryLedger:
     def summary(self) -> str:
         entries = [
             ("weights", self.weight_bytes, ""),
-            ("adapters' slots", self.adapter_bytes, ""),
             ("activations", self.activation_bytes, ""),
             ("graphs", self.graph_bytes, ""),
             ("sequences' tables", self.batch_bytes, ""),
@@ -79,7 +77,6 @@ def plan_memory(
     block_bytes: int,
     layout: KVLayout,
     max_span_tokens: int,
-    adapter_bytes: int = 0,
     graph_bytes: int = 0,
     batch_bytes: int = 0,
     kv_budget_bytes: int,
@@ -118,7 +115,6 @@ def plan_memory(
     return MemoryLedger(
         device=device,
         weight_bytes=weight_bytes,
-        adapter_bytes=adapter_bytes,
         activation_bytes=activation_bytes,
         graph_bytes=graph_bytes,
         batch_bytes=batch_bytes,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.executor import outlines
-from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype
+from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype, weight_quantization
 from quire.models.spec import ModelSpec
 
 _WITH_TORCH = "--with-torch"
@@ -169,10 +169,10 @@ def _key(config: EngineConfig, spec: ModelSpec, capability: int) -> str:
     settings = (
         dtype,
         kv_dtype(config, dtype),
+        weight_quantization(config, spec, "cuda"),
         config.block_size,
         config.max_model_len,
         batch_limits(config, spec, "cuda"),
-        (config.enable_lora, config.max_loras, config.max_lora_rank),
     )
     digest = hashlib.sha256(repr((settings, spec, capability, importlib.metadata.version("triton"))).encode())
     root = Path(__file__).parent.parent

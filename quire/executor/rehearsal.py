@@ -11,11 +11,18 @@ from triton.backends.compiler import GPUTarget
 
 from quire.config import EngineConfig
 from quire.executor.decode_graphs import MAX_GROUPS, common_sizes
-from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype, num_graph_rows, padded_size
-from quire.kernels.adapters import AdapterBank
+from quire.executor.sizing import (
+    activation_dtype,
+    batch_limits,
+    kv_dtype,
+    num_graph_rows,
+    padded_size,
+    weight_quantization,
+)
 from quire.kernels.interface import AttentionBatch, Norm
 from quire.kernels.shared_prefix import packed_length, unpack_shared_prefixes
 from quire.kernels.triton import TritonOps
+from quire.kernels.triton.fp8_linear import Fp8Linear
 from quire.kernels.triton.linear import TritonLinear
 from quire.kernels.triton.precompile import KernelJob, collecting
 from quire.kernels.triton.sampling_filter import draw_each_way
@@ -46,17 +53,14 @@ def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> 
         steps.prompts(steps.max_len)
     with collecting(target) as start:
         for size in common_sizes(steps.max_num_seqs):
-            for adapted in steps.kinds:
-                steps.decode(size, shares=False, adapted=adapted)
+            steps.decode(size, shares=False)
         draw_each_way(spec.vocab_size, _META)
     with collecting(target) as later:
-        for adapted in steps.kinds:
-            steps.prompts(_SHORT_PROMPT, adapted=adapted)
+        steps.prompts(_SHORT_PROMPT)
         for size in (16, 128, steps.max_num_seqs):  # a kernel for each class of batch sizes
-            for adapted in steps.kinds:
-                steps.decode(min(size, steps.max_num_seqs), shares=True, adapted=adapted)
-                for num_tokens in (2, 16, 64, 128):  # short chunks have smaller tiles
-                    steps.mixed(size - 1, num_tokens, adapted=adapted)
+            steps.decode(min(size, steps.max_num_seqs), shares=True)
+            for num_tokens in (2, 16, 64, 128):  # short chunks have smaller tiles
+                steps.mixed(size - 1, num_tokens)
         steps.logits(num_graph_rows(steps.max_num_seqs))
     return NeededKernels(
         list(prompts.values()),
@@ -92,9 +96,19 @@ class _RehearsedLinear(TritonLinear):
         return torch.empty((rows, width), dtype=self.weight.dtype, device=self.weight.device)
 
 
+class _RehearsedFp8Linear(Fp8Linear):
+    __slots__ = ()
+
+    def _multiply_narrow(self, x: Tensor) -> Tensor:
+        return torch.empty((len(x), self.out_features), dtype=torch.bfloat16, device=x.device)
+
+
 class _RehearsedOps(TritonOps):
-    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> TritonLinear:
-        return _RehearsedLinear(self, out_features, in_features, bias=bias)
+    def new_linear(
+        self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
+    ) -> TritonLinear:
+        linear = _RehearsedFp8Linear if self.is_fp8 and not is_sensitive else _RehearsedLinear
+        return linear(self, out_features, in_features, bias=bias)
 
 
 class _RehearsedDecoder(Decoder):
@@ -111,47 +125,38 @@ class _Rehearsal:
         self.config = config
         self.max_len = config.max_model_len or spec.max_position
         self.max_num_seqs, self.max_tokens = batch_limits(config, spec, "cuda")
-        self.kinds = (False, True) if config.enable_lora else (False,)  # without adapters, and with them
-        ops = _RehearsedOps(_META, dtype)
-        self.bank = None
-        if config.enable_lora:
-            self.bank = AdapterBank(
-                config.max_loras, config.max_lora_rank, device=_META, dtype=dtype, tile=ops.adapter_tile
-            )
         kept = _one_of_each(spec)
         self.spec = replace(spec, num_layers=len(kept), layers=kept)
         self.decoder = _RehearsedDecoder(
             self.spec,
-            ops,
+            _RehearsedOps(_META, dtype, quantization=weight_quantization(config, spec, "cuda")),
             device=_META,
             dtype=dtype,
             max_position=self.max_len,
-            adapters=self.bank,
         )
         self.decoder.finish_loading()
         shape = (self.max_tokens // config.block_size + 1, 2, spec.num_kv_heads, config.block_size, spec.head_dim)
         self.wide_cache = torch.empty(shape, dtype=dtype, device=_META)
         self.cache = torch.empty(shape, dtype=_DTYPES[kv_dtype(config, name)], device=_META)
 
-    def prompts(self, length: int, *, adapted: bool = False) -> None:
+    def prompts(self, length: int) -> None:
         """As many prompts of a length as a step takes."""
         length = min(length, self.max_len)
         num_seqs = -(-self.max_tokens // length)
-        self._run(self._batch(self.max_tokens, num_seqs, length), self.cache, adapted)
+        self._run(self._batch(self.max_tokens, num_seqs, length), self.cache)
         self.logits(self.max_num_seqs)  # the start-up measures them for as many rows as there may be
         if self.cache.element_size() == 1:  # its scales are found with a cache that needs none
             self._run(self._batch(self.max_tokens, num_seqs, length), self.wide_cache)
 
-    def mixed(self, num_decodes: int, num_tokens: int, *, adapted: bool) -> None:
+    def mixed(self, num_decodes: int, num_tokens: int) -> None:
         """Decodes beside one chunk of a prompt."""
-        batch = self._batch(num_decodes + num_tokens, num_decodes + 1, num_tokens, num_decodes)
-        self._run(batch, self.cache, adapted)
+        self._run(self._batch(num_decodes + num_tokens, num_decodes + 1, num_tokens, num_decodes), self.cache)
 
     def logits(self, num_rows: int) -> None:
         hidden = torch.empty((num_rows, self.spec.hidden_size), dtype=self.decoder.dtype, device=_META)
         self.decoder.logits(hidden, None)
 
-    def decode(self, size: int, *, shares: bool, adapted: bool) -> None:
+    def decode(self, size: int, *, shares: bool) -> None:
         batch = self._batch(size, size, 1, size)
         # As they lie in the graphs' own tensor: whether a row is aligned decides which kernel is compiled.
         step = torch.empty((3, padded_size(self.max_num_seqs)), dtype=torch.int64, device=_META)[:, :size]
@@ -161,7 +166,7 @@ class _Rehearsal:
             batch.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
         tokens = torch.empty((self.max_num_seqs + 1, self.max_len + 1), dtype=torch.int64, device=_META)
         self.decoder.ops.place_decodes(step, tokens, batch.block_tables, self.config.block_size)
-        self._run(batch, self.cache, adapted)
+        self._run(batch, self.cache)
 
     def _batch(self, num_tokens: int, num_seqs: int, max_query_len: int, num_decodes: int = 0) -> AttentionBatch:
         num_blocks = -(-self.max_len // self.config.block_size)
@@ -176,12 +181,7 @@ class _Rehearsal:
             num_decodes=num_decodes,
         )
 
-    def _run(self, batch: AttentionBatch, cache: Tensor, adapted: bool = False) -> None:
-        if adapted:
-            assert self.bank is not None
-            num_tokens = len(batch.positions)
-            packed = torch.empty(self.bank.rows_length(num_tokens), dtype=torch.int32, device=_META)
-            batch.adapters = self.bank.unpack_rows(packed, num_tokens)
+    def _run(self, batch: AttentionBatch, cache: Tensor) -> None:
         token_ids = torch.empty(batch.positions.shape, dtype=torch.int64, device=_META)
         hidden = self.decoder.forward(
             token_ids, [batch] * len(self.decoder.layout.windows), [cache] * self.spec.num_layers

@@ -1,6 +1,6 @@
 """Arithmetic that turns a model's shape into bytes. No torch: the executor sizes itself with it, the planner foretells.
 
-Dtypes are names here: float32, bfloat16, float16, and fp8 for a cache.
+Dtypes are names here: float32, bfloat16, float16; fp8 for a cache; int8 and fp8 for matrices.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ def activation_dtype(config: EngineConfig, spec: ModelSpec, device: str) -> str:
 
 def kv_dtype(config: EngineConfig, dtype: str) -> str:
     return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def weight_quantization(config: EngineConfig, spec: ModelSpec, device: str) -> str | None:
+    """In what fewer bits the layers' matrices are held, if in any. A CPU unpacks a checkpoint's own 8-bit floats."""
+    return config.quantization or ("fp8" if spec.fp8 is not None and device == "cuda" else None)
 
 
 def batch_limits(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[int, int]:
@@ -156,48 +161,14 @@ def num_graphs(max_num_seqs: int) -> int:
     return 2 * len(decodes) + len(mixed)  # with and without shared prefixes
 
 
-def adapter_bytes(config: EngineConfig, spec: ModelSpec, dtype: str) -> int:
-    """Bytes of the slots of adapters: the thin matrices of as many as a step may have, for the largest rank, and the
-    ranks themselves."""
-    if not config.enable_lora:
-        return 0
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = 3 * hidden + q_width + 2 * kv_width + q_width + hidden  # in and out, of what is fused and of its result
-    num_wide = 2 if spec.gated_mlp else 1
-    mlp = num_wide * (hidden + inner) + inner + hidden
-    num_mlps = sum(not layer.has_experts for layer in spec.layers)
-    values = adapter_rank(config) * (spec.num_layers * attention + num_mlps * mlp)
-    ranks = 2 * (spec.num_layers + num_mlps) * -(-config.max_loras // 4) * 4
-    return config.max_loras * values * DTYPE_BYTES[dtype] + ranks * 4
-
-
-def adapter_rank(config: EngineConfig) -> int:
-    """The rank that slots are made for: whole tiles of a tensor core."""
-    return -(-config.max_lora_rank // 16) * 16
-
-
-def adapter_step_bytes(config: EngineConfig, max_tokens: int) -> int:
-    """What a GPU's step holds beside the rest: rows of x at the rank of three adapters, in float32."""
-    return 3 * adapter_rank(config) * 4 * max_tokens if config.enable_lora else 0
-
-
 def graph_bytes(
-    spec: ModelSpec,
-    dtype: str,
-    max_num_seqs: int,
-    max_seq_len: int,
-    block_size: int,
-    num_groups: int,
-    *,
-    adapted: bool = False,
+    spec: ModelSpec, dtype: str, max_num_seqs: int, max_seq_len: int, block_size: int, num_groups: int
 ) -> int:
-    """Bytes of all captured steps together; where steps may have adapters, each is captured with and without. They
-    share their tensors, since only one runs at a time, but not what the driver keeps of each: some 34 KiB a layer on an
-    H200, and twice as much with adapters."""
+    """Bytes of all captured steps together. They share their tensors, since only one runs at a time, but not what the
+    driver keeps of each: some 34 KiB a layer on an H200."""
     tensors = layers_bytes(spec, dtype, MAX_MIXED_DECODES + MAX_MIXED_TOKENS) + _GRAPH_WORKSPACE_BYTES
     tensors += table_bytes(num_graph_rows(max_num_seqs), max_seq_len, block_size, num_groups)
-    kept = (3 if adapted else 1) * num_graphs(max_num_seqs) * spec.num_layers * _GRAPH_LAYER_BYTES
+    kept = num_graphs(max_num_seqs) * spec.num_layers * _GRAPH_LAYER_BYTES
     return tensors + logits_bytes(spec, num_graph_rows(max_num_seqs)) + kept
 
 
@@ -208,8 +179,12 @@ def num_matrix_values(spec: ModelSpec) -> int:
     qkv_width = q_width + 2 * kv_width
     attention = qkv_width * hidden + hidden * q_width + spec.qkv_bias * qkv_width + spec.output_bias * hidden
     mlps = sum(_experts_values(spec) if layer.has_experts else _mlp_values(spec) for layer in spec.layers)
-    vocabulary = spec.vocab_size * hidden * (1 if spec.tie_embeddings else 2) + (spec.learned_positions or 0) * hidden
-    return vocabulary + spec.num_layers * attention + mlps
+    return _vocabulary_values(spec) + spec.num_layers * attention + mlps
+
+
+def _vocabulary_values(spec: ModelSpec) -> int:
+    words = spec.vocab_size * (1 if spec.tie_embeddings else 2)
+    return (words + (spec.learned_positions or 0)) * spec.hidden_size
 
 
 def _mlp_values(spec: ModelSpec, inner: int | None = None) -> int:
@@ -245,9 +220,13 @@ def rotary_table_bytes(spec: ModelSpec, max_position: int) -> int:
 
 
 def weight_bytes(spec: ModelSpec, dtype: str, max_position: int) -> int:
-    """All that a model keeps on its device when its matrices are dense in `dtype`.
+    """All that a model keeps on its device when its matrices are dense in `dtype`; in fp8 those of its layers are, each
+    row with a scale, and the vocabulary's have two bytes a number.
 
     The native CPU kernels take a little more: they pad matrices to whole panels, and int8 has a scale for each row.
     """
     matrices = num_matrix_values(spec) * DTYPE_BYTES[dtype]
+    if dtype == "fp8":
+        rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 2 * spec.hidden_size
+        matrices += _vocabulary_values(spec) + spec.num_layers * (rows + 2 * spec.intermediate_size) * 4
     return matrices + num_norm_values(spec) * 4 + rotary_table_bytes(spec, max_position)

@@ -49,6 +49,10 @@ class Transfers:
         with torch.cuda.stream(self._stream):
             yield
 
+    def before_computing(self) -> None:
+        """Steps submitted from now on run behind all moves so far."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
     def track(self, ticket: int, keep: object) -> None:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.executor.adapter_slots import AdapterSlots
 from quire.executor.batch import PersistentBatch, Unjudged
 from quire.executor.clock import StepClock
 from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.draft_model import DraftModel
 from quire.executor.kv_cache import KVCache
 from quire.executor.mixed_graphs import MixedGraphs
-from quire.executor.mixed_step import MixedShape
+from quire.executor.mixed_step import MixedShape, drafts_as_decodes
 from quire.executor.store_moves import StoreMoves
 from quire.grammar.rows import ConstrainedLine, RowConstraints
 from quire.models.decoder import Decoder
@@ -87,7 +86,6 @@ class Worker:
         constraints: RowConstraints | None = None,
         stores: Sequence[SealedStore] = (),
         draft: DraftModel | None = None,
-        adapters: AdapterSlots | None = None,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
@@ -98,7 +96,6 @@ class Worker:
         self.mixed = mixed
         self.constraints = constraints
         self.draft = draft
-        self.adapters = adapters
         self.is_gpu = cache.device_blocks.is_cuda
         # By row: what a prompt's logprobs need while the prompt runs.
         self._prompt_logprob_rows: dict[int, tuple[SamplingSpec, list[int]]] = {}
@@ -117,8 +114,7 @@ class Worker:
             self.stores.move(keyed)
         self.cache.copy(plan.copies)
         for new in plan.admitted:
-            slot = -1 if new.adapter is None or self.adapters is None else self.adapters.slot_of(new.adapter)
-            self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.tables, slot)
+            self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.tables)
             self.sampler.admit(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
             if new.sampling.is_constrained and isinstance(self.sampler, Sampler):
                 assert self.constraints is not None, "a grammar came to a worker that knows none"
@@ -136,14 +132,21 @@ class Worker:
         """Run the plan's tokens: from a captured step where there is one that fits."""
         num_attempts = self._num_capture_attempts
         starts: list[int] = self.batch.starts(plan.spans).tolist()
-        can_replay = self._can_replay(plan, starts)
-        shape = None if can_replay else self._mixed_shape(plan)
+        if plan.spans.drafts:
+            self.batch.write_drafts(plan.spans)
+        apart, places = plan, starts
+        if plan.spans.drafts and self.graphs is not None:
+            apart, places = drafts_as_decodes(plan, starts)
+        can_replay = self._can_replay(apart, places)
+        shape = None if can_replay else self._mixed_shape(apart)
         if self._num_capture_attempts != num_attempts:
             clock.restart()  # the scheduler would take a capture for a slow step
-        if can_replay:
-            done = self._replay_decodes(plan, starts, clock)
+        if can_replay and self.graphs is not None:
+            done = _sampling_pass(plan, starts, self._replay_decodes(apart, places, clock))
+            if apart is plan:
+                done.places = self.graphs.next_places(len(done.rows))
         elif shape is not None:
-            done = self._replay_mixed(plan, starts, shape, clock)
+            done = _sampling_pass(plan, starts, self._replay_mixed(apart, places, shape, clock))
         elif plan.spans.rows:
             done = self._run(plan, starts, clock)
         else:
@@ -156,20 +159,24 @@ class Worker:
         """The rows of this step that sample under a grammar. Asked once a step, after `apply`."""
         return self.constraints.of_step(plan) if self.constraints is not None else []
 
-    def masks(self, lines: list[ConstrainedLine], done: ForwardPass | None) -> TokenMasks | None:
-        """Which tokens those rows may sample. Their tokens so far must have been told to them; without the forward
-        pass, which may run meanwhile, no row may have drafts."""
+    def masks(self, lines: list[ConstrainedLine], done: ForwardPass) -> TokenMasks | None:
+        """Which tokens those rows may sample. Their tokens so far must have been told to them."""
         if not lines:
             return None
         assert self.constraints is not None
         places: list[int] = [line.index for line in lines]
         drafts: list[list[int]] = [[] for _ in lines]
-        if done is not None and done.unjudged:
+        if done.unjudged:
             of_row = {each.row: each.drafts for each in done.unjudged}
             drafts = [of_row.get(line.row, []) for line in lines]
             firsts = list(itertools.accumulate((1 + len(of_row.get(row, ())) for row in done.rows), initial=0))
             places = [firsts[p] + i for p, some in zip(places, drafts, strict=True) for i in range(1 + len(some))]
-        return TokenMasks(places, self.constraints.masks(lines, drafts))
+        return TokenMasks(places, self.constraints.masks(lines, drafts, in_parallel=self.is_gpu))
+
+    def follow(self, lines: list[ConstrainedLine], tokens: list[list[int]]) -> None:
+        """Tell a step's tokens to the constraints of its rows."""
+        if lines and self.constraints is not None:
+            self.constraints.advance(lines, tokens, in_parallel=self.is_gpu)
 
     def sample(self, plan: StepPlan, done: ForwardPass, masks: TokenMasks | None = None) -> Sampled | None:
         """The next tokens of the rows that sample, stored where the next step reads them. None where no row does.
@@ -237,23 +244,17 @@ class Worker:
         for row in self.batch.release_all():
             self.sampler.release(row)
 
-    def _replay_decodes(self, plan: StepPlan, starts: list[int], clock: StepClock) -> ForwardPass:
+    def _replay_decodes(self, plan: StepPlan, starts: list[int], clock: StepClock) -> Tensor:
         assert self.graphs is not None
-        rows = plan.spans.rows
-        self.graphs.prepare(rows, starts)
+        self.graphs.prepare(plan.spans.rows, starts)
         clock.mark("prepare")
-        logits = self.graphs.replay(len(rows))
-        return ForwardPass(rows, [start + 1 for start in starts], logits, self.graphs.next_places(len(rows)))
+        return self.graphs.replay(len(plan.spans.rows))
 
-    def _replay_mixed(self, plan: StepPlan, starts: list[int], shape: MixedShape, clock: StepClock) -> ForwardPass:
+    def _replay_mixed(self, plan: StepPlan, starts: list[int], shape: MixedShape, clock: StepClock) -> Tensor:
         assert self.mixed is not None
         self.mixed.prepare(plan, starts, shape)
         clock.mark("prepare")
-        rows = plan.sampled_rows()
-        logits = self.mixed.replay(shape, len(rows))
-        spans = zip(starts, plan.spans.num_tokens, plan.spans.samples, strict=True)
-        positions = [start + count for start, count, samples in spans if samples]
-        return ForwardPass(rows, positions, logits if rows else None)
+        return self.mixed.replay(shape, len(plan.sampled_rows()))
 
     def _run(self, plan: StepPlan, starts: list[int], clock: StepClock) -> ForwardPass:
         inputs = self.batch.prepare(plan)
@@ -280,7 +281,7 @@ class Worker:
 
     def _mixed_shape(self, plan: StepPlan) -> MixedShape | None:
         """The captured shape for a step with short prompts, where there is one."""
-        if self.mixed is None or plan.forks or plan.spans.drafts or self._prompt_logprob_rows:
+        if self.mixed is None or plan.forks or self._prompt_logprob_rows:
             return None
         return self.mixed.shape_of(plan)
 
@@ -312,3 +313,12 @@ class Worker:
                     del self._prompt_logprob_rows[row]
             first += count
         return found
+
+
+def _sampling_pass(plan: StepPlan, starts: list[int], logits: Tensor) -> ForwardPass:
+    """What a captured step leaves for sampling."""
+    spans, drafts = plan.spans, plan.spans.drafts
+    columns = zip(spans.rows, starts, spans.num_tokens, spans.samples, strict=True)
+    sampled = [(row, start + (1 if row in drafts else count)) for row, start, count, samples in columns if samples]
+    rows, positions = [row for row, _ in sampled], [position for _, position in sampled]
+    return ForwardPass(rows, positions, logits if rows else None)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,6 +20,8 @@ from quire.request import Sequence
 
 # Fewer forced tokens are cheaper one by one: a step that verifies samples every position.
 _WORTH_A_JUMP = 3
+_LINES_A_THREAD = 4  # at least, of a step's masks
+_MAX_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,12 +78,37 @@ class RowConstraints:
         found = [ConstrainedLine(i, row, self._rows[row]) for i, row in rows if row in self._rows]
         return [line for line in found if not line.constraint.is_over]
 
-    def masks(self, lines: Seq[ConstrainedLine], drafts: Seq[Seq[int]]) -> Words:
+    def masks(self, lines: Seq[ConstrainedLine], drafts: Seq[Seq[int]], *, in_parallel: bool = False) -> Words:
         """[lines, words]: for each of them a line, and one more for each of its drafts."""
-        packed = np.empty((len(lines) + sum(map(len, drafts)), self._num_words), dtype=np.int32)
-        first = 0
-        for line, of_line in zip(lines, drafts, strict=True):
-            end = first + 1 + len(of_line)
-            line.constraint.fill_along(of_line, packed[first:end])
-            first = end
+        firsts = list(itertools.accumulate((1 + len(some) for some in drafts), initial=0))
+        packed = np.empty((firsts[-1], self._num_words), dtype=np.int32)
+
+        def fill(some: range) -> None:
+            for i in some:
+                lines[i].constraint.fill_along(drafts[i], packed[firsts[i] : firsts[i + 1]])
+
+        self._in_threads(fill, len(lines), in_parallel)
         return packed
+
+    def advance(self, lines: Seq[ConstrainedLine], tokens: Seq[Seq[int]], *, in_parallel: bool = False) -> None:
+        """Tell the tokens of a step, by index among its rows that sample, to those that have a constraint."""
+
+        def follow(some: range) -> None:
+            for i in some:
+                lines[i].constraint.advance(tokens[lines[i].index])
+
+        self._in_threads(follow, len(lines), in_parallel)
+
+    def _in_threads(self, work: Callable[[range], None], num_lines: int, in_parallel: bool) -> None:
+        """The matchers let go of the interpreter while they work."""
+        num_parts = min(_MAX_THREADS, num_lines // _LINES_A_THREAD) if in_parallel else 1
+        if num_parts < 2:
+            work(range(num_lines))
+            return
+        parts = [range(part, num_lines, num_parts) for part in range(num_parts)]
+        for _ in self._threads.map(work, parts):
+            pass
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="quire-masks")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from quire.kernels.interface import (
     ALL,
     AttentionBatch,
     AttentionSpec,
-    LinearWeight,
+    Float8Rows,
     Norm,
     Normed,
     Ops,
@@ -21,20 +20,9 @@ from quire.kernels.interface import (
     Rotary,
 )
 
-if TYPE_CHECKING:
-    from quire.kernels.adapters import AdaptedLinear, AdapterBank
-
 
 class ComposedOps:
     """For a backend whose norms leave nothing to the product after them."""
-
-    def new_adapted(self: Ops, matrix: LinearWeight, bank: AdapterBank) -> AdaptedLinear:
-        from quire.kernels.adapters import AdaptedLinear
-
-        return AdaptedLinear(self, matrix, bank)
-
-    def adapter_tile(self, num_tokens: int) -> int | None:
-        return None
 
     def norm(self: Ops, residual: Tensor, norm: Norm) -> Normed:
         return self.normalize(residual, norm)
@@ -75,22 +63,23 @@ class ComposedLinear(ABC):
     def multiply(self, x: Normed) -> Tensor: ...
 
     def load_rows(
-        self, first_row: int, matrix: Tensor | QuantizedRows, *, rows: slice = ALL, columns: slice = ALL
+        self, first_row: int, matrix: Tensor | QuantizedRows | Float8Rows, *, rows: slice = ALL, columns: slice = ALL
     ) -> None:
-        part = matrix[rows, columns]
+        part: Tensor | QuantizedRows | Float8Rows = matrix[rows, columns]
         end = first_row + part.shape[0]
         assert first_row >= 0 and end <= self.out_features, f"rows {first_row} to {end} of {self.out_features}"
         assert part.shape[1] == self.in_features, f"{part.shape[1]} columns for {self.in_features}"
-        if isinstance(part, QuantizedRows):
+        if isinstance(part, QuantizedRows | Float8Rows):
             if self._load_packed(first_row, part):
                 return
-            part = torch.from_numpy(part.unpacked())
+            unpacked = part.unpacked()
+            part = unpacked if isinstance(unpacked, Tensor) else torch.from_numpy(unpacked)
         self._load(first_row, part)
 
     @abstractmethod
     def _load(self, first_row: int, rows: Tensor) -> None: ...
 
-    def _load_packed(self, first_row: int, rows: QuantizedRows) -> bool:
+    def _load_packed(self, first_row: int, rows: QuantizedRows | Float8Rows) -> bool:
         """Keep the rows as they are. False, and nothing changed, where that cannot be."""
         return False
 
@@ -104,14 +93,14 @@ class ComposedLinear(ABC):
         return norm
 
     def multiply_add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
+        self, x: Normed, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
     ) -> Normed:
         branch = self.multiply(x)
         if branch_norm is not None:
             branch = self.ops.normalize(branch, branch_norm)
         return self.ops.add_norm(branch, residual, norm)
 
-    def multiply_act(self, x: Normed, activation: str) -> Tensor:
+    def multiply_act(self, x: Normed, activation: str) -> Normed:
         return self.ops.act_mul(self.multiply(x), activation)
 
     def multiply_rope_write(

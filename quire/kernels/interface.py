@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from quire.kernels.adapters import AdaptedLinear, AdapterBank
-
 
 PREFIX_ALIGN = 128  # shared prefixes are cut to a multiple of this many tokens: whole blocks, whole tiles of any kernel
 
@@ -55,6 +53,7 @@ class Norm:
     eps: float
     bias: Tensor | None = field(default=None, kw_only=True)
     is_folded: bool = False  # the weight is in the matrix that follows, and all ones here: see LinearWeight.fold_norm
+    quantizes: bool = False  # the matrix that follows multiplies rows in 8 bits: many rows are left so
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,21 +66,18 @@ class Unscaled:
     eps: float
 
 
-# What a norm leaves for the product after it. Only a backend looks inside: its matrices take what its norms leave.
-Normed: TypeAlias = "Tensor | Unscaled"
+@dataclass(slots=True, frozen=True)
+class Quantized:
+    """Rows in 8-bit floats (e4m3): x, times a scale for each row where there are such, times a factor."""
+
+    x: Tensor  # [tokens, features] float8_e4m3fn
+    scales: Tensor | None  # [tokens] float32
+    factor: float = 1.0
 
 
-@dataclass(slots=True)
-class AdapterRows:
-    """Which of a step's tokens have an adapter, and which slot of the bank it is in: `kernels/adapters.py`.
-
-    Tokens of one adapter stand side by side in `order`, cut into tiles. Tile i is order[tiles[0, i] : tiles[1, i]], of
-    the adapter in slot tiles[2, i]; it may be empty, so that a captured step serves any tokens. A token without an
-    adapter is in no tile.
-    """
-
-    order: Tensor  # [tokens] int32
-    tiles: Tensor  # [3, tiles] int32
+# What a norm, an activation or attention leaves for the product after it. Only a backend looks inside: its matrices
+# take what its other operations leave.
+Normed: TypeAlias = "Tensor | Unscaled | Quantized"
 
 
 @dataclass(slots=True)
@@ -101,7 +97,6 @@ class AttentionBatch:
     max_kv_len: int
     num_decodes: int  # leading sequences with exactly one new token
     shared: SharedPrefixes | None = None
-    adapters: AdapterRows | None = None  # None: no token has one
 
 
 @dataclass(slots=True, frozen=True)
@@ -162,6 +157,44 @@ class QuantizedRows:
         return self.unpack(self.blocks.reshape(-1, self.blocks.shape[2])).reshape(self.shape)
 
 
+@dataclass(slots=True, frozen=True)
+class Float8Rows:
+    """A matrix as a checkpoint in 8-bit floats stores it: numbers, and a scale for each block of them."""
+
+    values: Tensor  # [rows, columns] float8_e4m3fn
+    scales: Tensor  # [row blocks, column blocks] float32: 1 x 1 for one scale, rows x 1 for one a row
+    block: tuple[int, int]  # rows and columns that share a scale; the last of a matrix may be smaller
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    def __getitem__(self, part: tuple[slice, slice]) -> Float8Rows:
+        """rows[a:b, c:d], as a tensor does it. Where that cuts a block, each row or column gets a scale of its own."""
+        cuts = [cut.indices(size)[:2] for cut, size in zip(part, self.shape, strict=True)]
+        scales, block = self.scales, list(self.block)
+        for dim, (first, last) in enumerate(cuts):
+            if scales.shape[dim] == 1:
+                block[dim] = last - first
+                continue
+            if first % block[dim] or (last % block[dim] and last != self.shape[dim]):
+                scales = scales.repeat_interleave(block[dim], dim)
+                block[dim] = 1
+            scales = scales.narrow(dim, first // block[dim], -(-last // block[dim]) - first // block[dim])
+        return Float8Rows(self.values[part], scales, (block[0], block[1]))
+
+    @property
+    def row_scales(self) -> Tensor:
+        """[rows], where each row has one."""
+        return self.scales[:, 0].repeat_interleave(self.block[0])[: self.shape[0]]
+
+    def unpacked(self) -> Tensor:
+        """The numbers themselves, in float32."""
+        rows, columns = self.shape
+        scales = self.scales.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[:, :columns]
+        return self.values.float() * scales
+
+
 class LinearWeight(Protocol):
     """A matrix [out_features, in_features], perhaps with a bias, in the layout and precision of one variant.
 
@@ -186,7 +219,7 @@ class LinearWeight(Protocol):
         """Whether it is worth handing over QuantizedRows: other variants take them too, and unpack them."""
 
     def load_rows(
-        self, first_row: int, matrix: Tensor | QuantizedRows, *, rows: slice = ALL, columns: slice = ALL
+        self, first_row: int, matrix: Tensor | QuantizedRows | Float8Rows, *, rows: slice = ALL, columns: slice = ALL
     ) -> None:
         """Fill the rows from first_row on with a part of a checkpoint's matrix, which is copied and converted.
 
@@ -218,7 +251,7 @@ class LinearWeight(Protocol):
         """
 
     def multiply_add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
+        self, x: Normed, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
     ) -> Normed:
         """residual += the product, in place, itself normalized first where there is a branch_norm (Gemma 3).
 
@@ -226,7 +259,7 @@ class LinearWeight(Protocol):
         add_norm(normalize(multiply(x), branch_norm), residual, norm).
         """
 
-    def multiply_act(self, x: Normed, activation: str) -> Tensor:
+    def multiply_act(self, x: Normed, activation: str) -> Normed:
         """act_mul(multiply(x), activation)"""
 
     def multiply_rope_write(
@@ -259,13 +292,10 @@ class Ops(Protocol):
 
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]: ...
 
-    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> LinearWeight: ...
-
-    def new_adapted(self, matrix: LinearWeight, bank: AdapterBank) -> AdaptedLinear:
-        """The matrix with the adapters of a bank on top."""
-
-    def adapter_tile(self, num_tokens: int) -> int | None:
-        """Tokens in a tile of AdapterRows, in a step of so many; None: all that an adapter has."""
+    def new_linear(
+        self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
+    ) -> LinearWeight:
+        """is_sensitive: a vocabulary's or a router's, which a backend may hold in more bits than the others."""
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm of each row. A folded norm's weight is ones."""
@@ -292,7 +322,7 @@ class Ops(Protocol):
         q: [tokens, heads * head_dim], contiguous.
         """
 
-    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
+    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Normed:
         """Causal attention of each new token over its sequence's blocks -> [tokens, heads * head_dim]."""
 
     def place_decodes(self, step: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int) -> PlacedDecodes:

@@ -40,7 +40,6 @@ class DevicePlan:
     tensor_parallel: int
     num_stages: int
     weight_bytes: int
-    adapter_bytes: int
     step_bytes: int
     graph_bytes: int
     batch_bytes: int
@@ -87,9 +86,7 @@ def plan_device(
     max_len = longest_sequence(
         config, spec, layout, block_bytes=block_bytes, max_span_tokens=max_tokens, device_bytes=device_bytes
     )
-    weight_bytes = sizing.weight_bytes(shard, config.quantization or dtype, max_len)
-    adapter_bytes = sizing.adapter_bytes(config, shard, dtype)
-    held_bytes = weight_bytes + adapter_bytes
+    held_bytes = sizing.weight_bytes(shard, sizing.weight_quantization(config, spec, device) or dtype, max_len)
     whole_logits = replace(shard, vocab_size=spec.vocab_size)  # the rank that samples gathers them
     graph_bytes = batch_bytes = 0
     if device == "cpu":
@@ -97,9 +94,8 @@ def plan_device(
     else:
         lengths = (max_len, config.block_size, len(layout.windows))
         step_bytes = sizing.cuda_step_bytes(whole_logits, dtype, max_num_seqs, max_tokens, *lengths)
-        step_bytes += sizing.adapter_step_bytes(config, max_tokens)
         if not config.enforce_eager:
-            graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs, *lengths, adapted=config.enable_lora)
+            graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs, *lengths)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
     running_bytes = step_bytes + graph_bytes + batch_bytes
     driver_bytes = 0
@@ -141,8 +137,7 @@ def plan_device(
             config,
             shard,
             device=device,
-            weight_bytes=weight_bytes,
-            adapter_bytes=adapter_bytes,
+            weight_bytes=held_bytes,
             activation_bytes=step_bytes,
             graph_bytes=graph_bytes,
             batch_bytes=batch_bytes,
@@ -160,8 +155,7 @@ def plan_device(
         kv_dtype=sizing.kv_dtype(config, dtype),
         tensor_parallel=config.tensor_parallel_size,
         num_stages=config.pipeline_parallel_size,
-        weight_bytes=weight_bytes,
-        adapter_bytes=adapter_bytes,
+        weight_bytes=held_bytes,
         step_bytes=step_bytes,
         graph_bytes=graph_bytes,
         batch_bytes=batch_bytes,

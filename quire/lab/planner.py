@@ -160,7 +160,7 @@ def make_plan(
         device=device,
         memory_bytes=memory_bytes,
         dtype=dtype,
-        weight_dtype=config.quantization or dtype,
+        weight_dtype=sizing.weight_quantization(config, spec, device) or dtype,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_tokens,
         chosen=chosen,

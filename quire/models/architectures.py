@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from quire.models.config_reader import MAX_INTEGER, ConfigReader, shown
+from quire.models.quantization import read_quantization
 from quire.models.rope_config import DEFAULT_THETA, max_position_with_scaling, read_rope, read_rope_by_layer_type
 from quire.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
 from quire.models.stored_names import StoredNames
@@ -123,6 +124,7 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         bos_token_id=_bos_token_id(reader),
         eos_token_ids=_eos_token_ids(reader),
         dtype=_dtype(reader),
+        fp8=read_quantization(reader),
     )
     return _with_multipliers(reader, spec) if architecture.is_granite else spec
 
@@ -176,10 +178,6 @@ def _architecture_name(reader: ConfigReader) -> str:
 
 def _refuse_unserved(reader: ConfigReader, architecture: Architecture) -> None:
     """Anything that changes the computation in a way that the decoder does not have."""
-    quantization = reader.part("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") or "quantized"
-        raise reader.error(f"quantization_config: {method} weights are not served; use the unquantized model")
     if architecture.experts is None:
         for key in ("num_local_experts", "num_experts", "n_routed_experts"):
             if reader.get(key) not in (None, 0, 1):

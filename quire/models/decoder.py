@@ -6,7 +6,7 @@ follows it, so that a matrix may make one launch of the two: a layer is five ope
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels.adapters import AdaptedLinear, AdapterBank, AdapterSite
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Normed, Ops, Rotary
 from quire.layers.rotary import pairs_order, rotary_table
 from quire.models.experts import ExpertsMlp
@@ -48,12 +47,10 @@ class Decoder:
         layout: KVLayout | None = None,
         share: ModelShare | None = None,
         ranks: Ranks | None = None,
-        adapters: AdapterBank | None = None,
     ) -> None:
         """layout: of the layers that are here; share: what is here, where the model is split, and `ranks` then reaches
-        the others; adapters: where those lie that steps may use."""
+        the others."""
         self.spec = spec
-        self.adapters = adapters
         self.share = share or ModelShare.whole(spec)
         self._ranks = ranks
         self.layout = layout or kv_layout(spec, max_position)
@@ -66,14 +63,14 @@ class Decoder:
         self._norms: list[Tensor] = []
         self._rope_tables: list[tuple[RopeSpec, Tensor]] = []
         words = len(self.share.words)
-        self._embedding = self._new_matrix(words, spec.hidden_size) if self.share.is_first else None
+        self._embedding = self._new_matrix(words, spec.hidden_size, is_sensitive=True) if self.share.is_first else None
         self._positions = None
         if spec.learned_positions is not None and self.share.is_first:
-            self._positions = self._new_matrix(spec.learned_positions, spec.hidden_size)
+            self._positions = self._new_matrix(spec.learned_positions, spec.hidden_size, is_sensitive=True)
         self._head = self._final_norm = None
         if self.share.is_last:
             is_tied = spec.tie_embeddings and self._embedding is not None
-            self._head = self._embedding if is_tied else self._new_matrix(words, spec.hidden_size)
+            self._head = self._embedding if is_tied else self._new_matrix(words, spec.hidden_size, is_sensitive=True)
             self._final_norm = self._new_norm(spec.hidden_size)
         first = self.share.layers.start
         self._layers = [self._new_layer(first + index, group) for index, group in enumerate(self.layout.groups)]
@@ -86,8 +83,6 @@ class Decoder:
         -> [tokens, hidden], before the final norm, which only the tokens that give logits need. Where there are stages,
         they come from the one before and go to the one after."""
         ops, layers = self.ops, self._layers
-        if self.adapters is not None:
-            self.adapters.rows = batches[0].adapters
         residual = self._enter(token_ids)
         if self._positions is not None:
             residual += self._positions.embed(batches[0].positions)
@@ -158,8 +153,6 @@ class Decoder:
 
     def finish_loading(self) -> None:
         """After the last weight, before the first step."""
-        if self.adapters is not None:
-            self.adapters.allocate(self._adapter_sites())
         for layer in self._layers:
             layer.fold_norms()
 
@@ -171,7 +164,8 @@ class Decoder:
         residual = torch.zeros((num_tokens, self.spec.hidden_size), dtype=self.dtype, device=self._device)
         for matrix, is_added in (*layer.attention.matrices(), *layer.mlp.matrices()):
             rows = torch.zeros((num_tokens, matrix.in_features), dtype=self.dtype, device=self._device)
-            if is_added and layer.mlp_norm is not None and layer.mlp_norm.is_folded:
+            norm = layer.mlp_norm
+            if is_added and norm is not None and (norm.is_folded or norm.quantizes):
                 matrix.multiply_add_norm(rows, residual, None)
             else:
                 matrix.multiply(rows)
@@ -202,13 +196,6 @@ class Decoder:
             slots += layer.slots(f"model.layers.{index}", norm_offset=spec.norm_offset)
         return {slot.name: slot for slot in slots}
 
-    def _adapter_sites(self) -> Iterator[AdapterSite]:
-        """Every matrix of a layer but those of experts: their rows are not a step's tokens."""
-        for slot in self.weight_slots().values():
-            if isinstance(slot.matrix, AdaptedLinear) and len(slot.shape) == 2:
-                module = slot.name.removesuffix(".weight")
-                yield AdapterSite(module, slot.shape, slot.matrix, slot.first_row, slot.head_order)
-
     def _new_layer(self, index: int, group: int) -> Layer:
         spec, share, kind = self.spec, self.share, self.spec.layers[index]
         hidden, head_dim = spec.hidden_size, spec.head_dim
@@ -230,8 +217,8 @@ class Decoder:
                 k_norm=self._new_norm(head_dim).weight if spec.qk_norm else None,
                 eps=spec.norm_eps,
             ),
-            qkv=self._adapted(self._new_matrix(q_width + 2 * kv_width, hidden, bias=spec.qkv_bias)),
-            output=self._adapted(self._new_summed_matrix(hidden, q_width, bias=spec.output_bias)),
+            qkv=self._new_matrix(q_width + 2 * kv_width, hidden, bias=spec.qkv_bias),
+            output=self._new_summed_matrix(hidden, q_width, bias=spec.output_bias),
             branch_norm=self._new_norm(hidden) if spec.sandwich_norms else None,
             heads=share.heads,
             kv_heads=share.kv_heads,
@@ -251,19 +238,21 @@ class Decoder:
         hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
         return PlainMlp(
             self.spec.activation,
-            up=self._adapted(self._new_matrix(inner, hidden, bias=bias)),
-            down=self._adapted(self._new_summed_matrix(hidden, inner, bias=bias)),
+            up=self._new_matrix(inner, hidden, bias=bias),
+            down=self._new_summed_matrix(hidden, inner, bias=bias),
             columns=columns,
         )
 
     def _new_mlp(self, columns: Cut, *, is_summed: bool = True) -> DenseMlp:
-        """is_summed: over ranks, by itself; else it is an expert."""
+        """is_summed: over ranks, by itself."""
         hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
         new_down = self._new_summed_matrix if is_summed else self._new_matrix
-        gate_up, down = self._new_matrix(2 * inner, hidden, bias=bias), new_down(hidden, inner, bias=bias)
-        if is_summed:
-            gate_up, down = self._adapted(gate_up), self._adapted(down)
-        return DenseMlp(self.spec.activation, gate_up=gate_up, down=down, columns=columns)
+        return DenseMlp(
+            self.spec.activation,
+            gate_up=self._new_matrix(2 * inner, hidden, bias=bias),
+            down=new_down(hidden, inner, bias=bias),
+            columns=columns,
+        )
 
     def _new_experts(self) -> ExpertsMlp:
         experts, share = self.spec.experts, self.share
@@ -272,15 +261,17 @@ class Decoder:
         return ExpertsMlp(
             self.ops,
             experts,
-            router=self._new_matrix(experts.num_experts, self.spec.hidden_size),
+            router=self._new_matrix(experts.num_experts, self.spec.hidden_size, is_sensitive=True),
             experts=[self._new_mlp(share.expert_columns, is_summed=False) for _ in range(experts.num_experts)],
             shared=None if shared is None else self._new_mlp(shared, is_summed=False),
-            shared_gate=None if shared is None else self._new_matrix(1, self.spec.hidden_size),
+            shared_gate=None if shared is None else self._new_matrix(1, self.spec.hidden_size, is_sensitive=True),
             ranks=None if share.tensor_size == 1 else self._ranks,
         )
 
-    def _new_matrix(self, out_features: int, in_features: int, *, bias: bool = False) -> LinearWeight:
-        self._matrices.append(self.ops.new_linear(out_features, in_features, bias=bias))
+    def _new_matrix(
+        self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
+    ) -> LinearWeight:
+        self._matrices.append(self.ops.new_linear(out_features, in_features, bias=bias, is_sensitive=is_sensitive))
         return self._matrices[-1]
 
     def _new_summed_matrix(self, out_features: int, in_features: int, *, bias: bool) -> LinearWeight:
@@ -290,10 +281,6 @@ class Decoder:
             return matrix
         assert self._ranks is not None
         return SummedLinear(matrix, self.ops, self._ranks, adds_bias=self.share.tensor_rank == 0)
-
-    def _adapted(self, matrix: LinearWeight) -> LinearWeight:
-        """With adapters on top, where there may be any."""
-        return matrix if self.adapters is None else self.ops.new_adapted(matrix, self.adapters)
 
     def _new_norm(self, width: int) -> Norm:
         parts = [

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import LinearWeight, Norm, QuantizedRows
+from quire.kernels.interface import Float8Rows, LinearWeight, Norm, QuantizedRows
 from quire.models.share import Cut
 
 _RANDOM_VALUES = 16 << 20  # made at a time, of dummy weights that are split
@@ -22,13 +22,11 @@ class WeightSlot:
 
     name: str  # as Hugging Face names it: model.layers.0.self_attn.q_proj.weight
     shape: tuple[int, ...]  # of the whole tensor
-    load: Callable[[Any], None]  # copies its part (a Tensor or QuantizedRows) into the parameter, and converts it
+    # Copies its part (a Tensor, QuantizedRows or Float8Rows) into the parameter, and converts it.
+    load: Callable[[Any], None]
     randomize: Callable[[float, int], None]  # (std, seed): dummy weights, made where the parameter lives
     keeps_quantized: bool = False  # whether `load` had rather have a matrix as QuantizedRows than as a tensor
     part: tuple[slice, ...] | None = None  # what `load` wants of the tensor: rows, and columns; None: all of it
-    matrix: LinearWeight | None = None  # that a matrix of the checkpoint goes to, from `first_row` on
-    first_row: int = 0
-    head_order: Sequence[int] | None = None  # of a head's rows, where it is not the file's
 
 
 def matrix_slots(
@@ -53,8 +51,6 @@ def matrix_slots(
             randomize if first_row == 0 else _randomized_already,
             weight.keeps_quantized,
             (rows.slice, columns.slice) if is_split else None,
-            weight,
-            first_row,
         )
         if weight.has_bias:
             yield WeightSlot(
@@ -120,12 +116,14 @@ def reordered(slot: WeightSlot, order: Sequence[int]) -> WeightSlot:
     def load(tensor: Any) -> None:
         heads = torch.arange(tensor.shape[0]).reshape(-1, len(order))
         rows = heads[:, list(order)].flatten()
-        if isinstance(tensor, QuantizedRows):
+        if isinstance(tensor, Float8Rows):
+            slot.load(tensor.unpacked()[rows])
+        elif isinstance(tensor, QuantizedRows):
             slot.load(replace(tensor, blocks=tensor.blocks[rows.numpy()]))
         else:
             slot.load(tensor[rows])
 
-    return replace(slot, load=load, head_order=order)
+    return replace(slot, load=load)
 
 
 def _randomized_already(std: float, seed: int) -> None:

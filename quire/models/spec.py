@@ -35,6 +35,14 @@ class LayerSpec:
     has_experts: bool = False  # those of ModelSpec.experts, in place of the MLP
 
 
+@dataclass(slots=True, frozen=True)
+class CheckpointFormat:
+    """A checkpoint whose matrices are in 8-bit floats, with scales beside them."""
+
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None: a row's, or all
+    wide_modules: tuple[str, ...] = ()  # of its layers that are not in 8 bits
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelSpec:
     """The whole model apart from its weights. Made by models/architectures.py from a config."""
@@ -73,6 +81,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # what the checkpoint was saved in
+    fp8: CheckpointFormat | None = None  # where it is in 8-bit floats
     extras: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.models.quantization import SCALE_SUFFIXES, UNUSED_SCALES
 from quire.models.spec import ModelSpec
 
 
@@ -83,4 +84,6 @@ def _norms(spec: ModelSpec) -> dict[str, int]:
 def is_ignored_tensor(spec: ModelSpec, name: str) -> bool:
     """Whether a checkpoint may hold this tensor without its being needed."""
     unused = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+    if spec.fp8 is not None and name.endswith((*UNUSED_SCALES, *(f".weight{suffix}" for suffix in SCALE_SUFFIXES))):
+        return True
     return name.endswith(unused) or (spec.tie_embeddings and name == "lm_head.weight")

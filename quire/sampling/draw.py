@@ -94,8 +94,12 @@ def draw(
     keys: Tensor,  # [rows, 2]: see noise.py
     params: DrawParams,
     space: Workspace,
+    tokens: Tensor | None = None,  # [n]: the only ones that have a chance, in order, where they are few
 ) -> Tensor:
     """One token per row: [rows] int64."""
+    if tokens is not None:
+        values, order = torch.sort(logits.index_select(1, tokens), dim=1, descending=True, stable=True)
+        return _draw_ranked(_weights(values, largest, params, space), tokens[order], keys, params, space)
     match method:
         case Method.TOP_K:
             values, token_ids = tokens_from(logits, top_bound(logits, params.top_k, params.max_top_k))

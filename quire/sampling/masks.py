@@ -12,6 +12,8 @@ from torch import Tensor
 
 from quire.sampling.transfer import to_device
 
+_FEW_TOKENS = 2048  # so many are drawn from apart from the rest of the vocabulary
+
 
 @dataclass(slots=True)
 class TokenMasks:
@@ -26,18 +28,29 @@ class TokenMasks:
         found = [(new, of_line[old]) for new, old in enumerate(places) if old in of_line]
         return TokenMasks([new for new, _ in found], self.packed[[i for _, i in found]]) if found else None
 
-    def apply(self, logits: Tensor) -> None:
-        """Ban every other token. logits: [rows, vocab], changed in place."""
-        vocab_size = logits.shape[1]
-        if logits.device.type == "cpu":
-            bits = np.unpackbits(self.packed.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
-            banned = torch.from_numpy(bits == 0)
-        else:
-            words = to_device(self.packed, logits.device)
-            shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-            banned = ((words[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, :vocab_size]
-        if self.lines == list(range(len(logits))):
-            logits.masked_fill_(banned, -torch.inf)
-            return
-        where = to_device(np.array(self.lines, dtype=np.int64), logits.device)
-        logits[where] = logits[where].masked_fill(banned, -torch.inf)
+    def apply(self, logits: Tensor) -> Tensor | None:
+        """Ban every other token. logits: [rows, vocab], changed in place.
+
+        Returns, on a CPU, the tokens that any line may become, in order; None where they are many, or there are lines
+        without a mask."""
+        if logits.device.type != "cpu":
+            from quire.kernels.triton.masks import ban_tokens
+
+            lines = to_device(np.array(self.lines, dtype=np.int64), logits.device)
+            ban_tokens(logits, lines, to_device(self.packed, logits.device))
+            return None
+        few: list[npt.NDArray[np.intp]] | None = [] if len(self.lines) == len(logits) else None
+        for line, words in zip(self.lines, self.packed, strict=True):
+            bits = np.unpackbits(words.view(np.uint8), count=logits.shape[1], bitorder="little").view(np.bool_)
+            of_line = logits[line]
+            if not 0 < np.count_nonzero(bits) <= _FEW_TOKENS:
+                few = None
+                of_line.masked_fill_(torch.from_numpy(~bits), -torch.inf)
+                continue
+            allowed = np.flatnonzero(bits)
+            if few is not None:
+                few.append(allowed)
+            tokens = torch.from_numpy(allowed)
+            kept = of_line[tokens]
+            of_line.fill_(-torch.inf)[tokens] = kept
+        return torch.from_numpy(few[0] if len(few) == 1 else np.unique(np.concatenate(few))) if few else None

@@ -8,6 +8,7 @@ is kept until that changes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -124,8 +125,7 @@ class Sampler:
         edits_logits = plan.edits_logits or masks is not None or bool(self.processors)
         raw = [_copy(logits, g.indices) if edits_logits else None for g in plan.logprob_groups]
         failures = self.processors.apply(logits, rows) if self.processors else {}
-        if masks is not None:
-            masks.apply(logits)
+        few_tokens = masks.apply(logits) if masks is not None else None
         if plan.edits is not None:
             plan.edits.apply(logits)
         if plan.penalties is not None:
@@ -135,7 +135,7 @@ class Sampler:
         if self._kernel is not None:
             token_ids, codes = self._draw_fused(self._kernel, plan, logits, row_array, position_array)
         else:
-            token_ids, codes = self._draw_by_groups(plan, logits, position_array)
+            token_ids, codes = self._draw_by_groups(plan, logits, position_array, few_tokens)
         if plan.edits is not None:
             plan.edits.follow(token_ids)
         if plan.penalties is not None:
@@ -197,15 +197,15 @@ class Sampler:
         return token_ids, codes
 
     def _draw_by_groups(
-        self, plan: _BatchPlan, logits: Tensor, positions: npt.NDArray[np.int64]
+        self, plan: _BatchPlan, logits: Tensor, positions: npt.NDArray[np.int64], tokens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The same in torch."""
+        """The same in torch. tokens: see draw."""
         largest, token_ids = row_max(logits)
         if plan.draw_groups:
             words = self._words[plan.drawn_rows]
             keys = to_device(step_keys(words, positions[plan.drawn_indices]), self._device)
             for group in plan.draw_groups:
-                drawn = self._draw(group, logits, largest, keys[group.keys])
+                drawn = self._draw(group, logits, largest, keys[group.keys], tokens)
                 if group.indices is None:
                     token_ids = drawn
                 else:
@@ -213,13 +213,13 @@ class Sampler:
         failures = torch.where(largest == -torch.inf, _ALL_BANNED, _NOT_FINITE)
         return token_ids, torch.where(largest.isfinite(), token_ids, failures)
 
-    def _draw(self, group: _DrawGroup, logits: Tensor, largest: Tensor, keys: Tensor) -> Tensor:
+    def _draw(self, group: _DrawGroup, logits: Tensor, largest: Tensor, keys: Tensor, tokens: Tensor | None) -> Tensor:
         params = group.params
         largest = _select(largest, group.indices)[:, None]
         drawn = []
         for rows in chunks(len(keys), self._vocab_size, self._device):
             chosen = logits[rows] if group.indices is None else logits.index_select(0, group.indices[rows])
-            drawn.append(draw(group.method, chosen, largest[rows], keys[rows], params[rows], self._space))
+            drawn.append(draw(group.method, chosen, largest[rows], keys[rows], params[rows], self._space, tokens))
         return torch.cat(drawn)
 
     def _plan(self, rows: npt.NDArray[np.int64], bans_ends: npt.NDArray[np.bool_]) -> _BatchPlan:
@@ -227,7 +227,7 @@ class Sampler:
         held = tuple(rows.tolist())
         bans = bans_ends.tobytes()
         if self._last_plan is None or self._last_plan[:2] != (held, bans):
-            twice = {row for row in held if held.count(row) > 1} if len(set(held)) != len(held) else ()
+            twice = [row for row, times in Counter(held).items() if times > 1] if len(set(held)) != len(held) else ()
             assert not any(map(self.has_history, twice)), "rows with a history are sampled one token at a time"
             self._last_plan = (held, bans, self._new_plan(rows, bans_ends.tolist()))
         return self._last_plan[2]

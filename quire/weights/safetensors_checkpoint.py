@@ -19,6 +19,7 @@ from quire.models.architectures import spec_from_config, stored_names
 from quire.models.stored_names import StoredNames
 from quire.models.tensors import checkpoint_tensors
 from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, check_apart, match_slots
+from quire.weights.float8 import Float8Scales
 from quire.weights.json_files import read_json_object
 from quire.weights.regular import open_regular
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_FP8 = "F8_E4M3"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_NAME_CHARS = 256  # of a tensor; messages hold it
 
@@ -73,11 +75,15 @@ class SafetensorsCheckpoint(Checkpoint):
 
         entries = match_slots(self.tensors(), slots, is_ignored, source=self.path)
         for entry in entries:
-            if entry.dtype not in _DTYPE_BYTES:
+            if entry.dtype not in _DTYPE_BYTES and entry.dtype != _FP8:
                 raise WeightsError(
                     f"{entry.file}: tensor {entry.stored_name} is stored as {entry.dtype}, Quire reads "
-                    f"{', '.join(_DTYPE_BYTES)}: use an unquantized checkpoint or a GGUF file"
+                    f"{', '.join(_DTYPE_BYTES)} and {_FP8}: use an unquantized checkpoint or a GGUF file"
                 )
+        scales = Float8Scales(self.config, self.tensors(), str(self.path / "config.json"))
+        for entry in entries:
+            if entry.dtype == _FP8:
+                scales.check(entry)
         total_bytes = sum(entry.num_bytes for entry in entries)
         done_bytes = 0
         by_file: dict[Path, list[TensorEntry]] = {}
@@ -88,7 +94,12 @@ class SafetensorsCheckpoint(Checkpoint):
                 with safe_open(file, framework="pt", device="cpu") as opened:
                     for entry in sorted(in_file, key=lambda entry: entry.offset):  # the disk's own order
                         slot, name = slots[entry.name], entry.stored_name
-                        if entry.view is None and slot.part is not None:
+                        if entry.dtype == _FP8:
+                            tensor: Any = scales.rows_of(entry, opened.get_tensor(name))
+                            if entry.view is not None:
+                                tensor = entry.of(tensor.unpacked())
+                            slot.load(tensor if slot.part is None else tensor[slot.part])
+                        elif entry.view is None and slot.part is not None:
                             slot.load(opened.get_slice(name)[slot.part])
                         else:
                             tensor = entry.of(opened.get_tensor(name))
@@ -179,7 +190,7 @@ def _entry(file: Path, name: str, info: Mapping[str, Any], data_start: int) -> T
     dtype = str(info["dtype"])
     if not all(type(n) is int and n >= 0 for n in (*shape, start, end)) or len(name) > _MAX_NAME_CHARS:
         raise ValueError("not the numbers of a header")
-    value_bytes = _DTYPE_BYTES.get(dtype)
+    value_bytes = 1 if dtype == _FP8 else _DTYPE_BYTES.get(dtype)
     if start > end or (value_bytes is not None and end - start != math.prod(shape) * value_bytes):
         raise WeightsError(
             f"{file}: corrupt header: tensor {name} of shape {list(shape)} and type {dtype} at bytes {start} to {end}: "

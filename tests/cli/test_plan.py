@@ -110,6 +110,7 @@ def test_too_large_says_so_and_what_would_hold_it(capsys: pytest.CaptureFixture[
         (["--device", "cuda"], 2, "--gpu NAME or --memory SIZE"),
         (["--kv-cache-dtype", "fp8"], 2, "needs a GPU"),
         (["--memory", "8GB", "--quantization", "int8"], 2, "is for the CPU"),
+        (["--device", "cpu", "--quantization", "fp8"], 2, "needs a GPU"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,7 @@ def test_forks_read_their_sources_logits_and_get_its_row() -> None:
 def test_drafts_run_behind_the_last_token_and_each_position_gives_logits() -> None:
     batch = make(computed_2=5)
     plan = step((0, 1, True), (2, 3, True), drafts={2: [70, 71]})
+    batch.write_drafts(plan.spans)
     inputs = batch.prepare(plan)
     assert inputs.token_ids.tolist() == [21, 15, 70, 71]
     assert inputs.attention[0].positions.tolist() == [1, 5, 6, 7]

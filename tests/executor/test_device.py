@@ -14,6 +14,7 @@ from quire.executor import device
 from quire.executor.device import choose_backend
 from quire.kernels import cpu as native
 from quire.models.architectures import spec_from_config
+from quire.models.spec import CheckpointFormat
 
 SPEC = spec_from_config(fakes.TINY_LLAMA, source="test")
 
@@ -45,6 +46,13 @@ def test_what_the_backend_cannot_serve_is_refused_with_what_it_can(monkeypatch: 
     monkeypatch.setattr(native.CpuOps, "supported_block_sizes", lambda self, head_dim: (16, 32))
     with pytest.raises(ConfigError, match="choose one of 16, 32"):
         choose_backend(EngineConfig(device="cpu", block_size=4), SPEC)
+
+
+def test_8_bit_floats_are_for_gpus() -> None:
+    with pytest.raises(ConfigError, match="on a CPU use 'int8'"):
+        choose_backend(EngineConfig(device="cpu", quantization="fp8"), SPEC)
+    stored = replace(SPEC, fp8=CheckpointFormat())
+    assert choose_backend(EngineConfig(device="cpu"), stored).weight_dtype == "float32"
 
 
 def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,10 +48,12 @@ JOBS_SCRIPT = textwrap.dedent(
     from quire.executor.rehearsal import needed_kernels
 
     for name, spec in specs.items():
-        for dtype, kv, block_size, seqs in (("bfloat16", "auto", 16, None), ("float16", "fp8", 4, 7),
-                                            ("float32", "auto", 128, 40)):
+        for dtype, kv, block_size, seqs, quantization in (
+            ("bfloat16", "auto", 16, None, None), ("float16", "fp8", 4, 7, None), ("float32", "auto", 128, 40, None),
+            ("bfloat16", "fp8", 16, 40, "fp8"),
+        ):
             config = EngineConfig(model="x", dtype=dtype, kv_cache_dtype=kv, block_size=block_size,
-                                              max_num_seqs=seqs)
+                                  max_num_seqs=seqs, quantization=quantization)
             for jobs in needed_kernels(config, spec, GPUTarget("cuda", 90, 32)):
                 for job in jobs:
                     print(name, dtype, job.kernel.__name__, job.signature, job.constants, job.attributes, job.options)

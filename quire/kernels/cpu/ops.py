@@ -83,7 +83,9 @@ class CpuOps(ComposedOps):
             return ()
         return (4, 8, 16, 32, 64, 128)
 
-    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> CpuLinear:
+    def new_linear(
+        self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
+    ) -> CpuLinear:
         return CpuLinear(self, out_features, in_features, bias=bias)
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:

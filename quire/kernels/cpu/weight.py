@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.kernels.composed import ComposedLinear
 from quire.kernels.cpu.library import NativeFunctions
-from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, QuantizedRows, Rotary
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Float8Rows, Norm, Normed, QuantizedRows, Rotary
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.ops import CpuOps
@@ -101,7 +101,9 @@ class CpuLinear(ComposedLinear):
             piece = rows[at : at + step].to("cpu", torch.float32).contiguous()
             self._functions.pack(self._pool, self.address, piece.data_ptr(), first_row + at, len(piece))
 
-    def _load_packed(self, first_row: int, rows: QuantizedRows) -> bool:
+    def _load_packed(self, first_row: int, rows: QuantizedRows | Float8Rows) -> bool:
+        if isinstance(rows, Float8Rows):
+            return False
         if not self.keeps_quantized or rows.kind not in _PACKED or (self._parts and self.kinds[0] in WEIGHT_DTYPES):
             return False
         blocks = rows.blocks
@@ -153,11 +155,11 @@ class CpuLinear(ComposedLinear):
     # -- a product and what follows it, in one call each
 
     def multiply_add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
+        self, x: Normed, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
     ) -> Normed:
         if norm is None or norm.bias is not None or branch_norm is not None:
             return super().multiply_add_norm(x, residual, norm, branch_norm)
-        assert x.dtype is torch.float32 and x.is_contiguous()
+        assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_contiguous()
         assert residual.dtype is torch.float32 and residual.is_contiguous() and norm.weight.dtype is torch.float32
         rows, width = residual.shape
         out = torch.empty((rows, width))

@@ -21,11 +21,19 @@ class DenseLinear(ComposedLinear):
     __slots__ = ("weight",)
 
     def __init__(
-        self, ops: Ops, out_features: int, in_features: int, *, bias: bool, device: torch.device, dtype: torch.dtype
+        self,
+        ops: Ops,
+        out_features: int,
+        in_features: int,
+        *,
+        bias: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        bias_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(ops, out_features, in_features)
         self.weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
-        self.bias = torch.empty(out_features, device=device, dtype=dtype) if bias else None
+        self.bias = torch.empty(out_features, device=device, dtype=bias_dtype or dtype) if bias else None
 
     @property
     def nbytes(self) -> int:

@@ -34,7 +34,9 @@ class ReferenceOps(ComposedOps):
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]:
         return (4, 8, 16, 32, 64, 128)
 
-    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> ReferenceLinear:
+    def new_linear(
+        self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
+    ) -> ReferenceLinear:
         return ReferenceLinear(self, out_features, in_features, bias=bias, device=self.device, dtype=self.weight_dtype)
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:

@@ -34,9 +34,11 @@ def attention(
     decode: DecodeConfig | None = None,
     prefill: PrefillConfig | HopperPrefillConfig | None = None,
     prefix: PrefixConfig | None = None,
+    out: Tensor | None = None,  # like q, of any float type
 ) -> Tensor:
     """q: [tokens, heads * head_dim] -> the same shape. The configurations are the table's unless given."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = spec.num_heads // spec.num_kv_heads
     num_seqs = batch.kv_lens.shape[0]
     if batch.num_decodes:

@@ -13,6 +13,25 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run as numpy 
 # Gluon comes with Triton but is not yet part of what Triton promises to keep: another version's may differ.
 HAS_GLUON = triton.__version__.startswith("3.6.")
 LOG2E = 1.4426950408889634
+FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn: past it the format has only NaN
+
+IS_INTERPRETED = tl.constexpr(INTERPRETED)
+_WIDEN = "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, SELECTED; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a; }"
+WIDEN_LOW = tl.constexpr(_WIDEN.replace("SELECTED", "0x4420"))  # bytes 0 and 2 of four
+WIDEN_HIGH = tl.constexpr(_WIDEN.replace("SELECTED", "0x4431"))
+
+# Exponent and mantissa move to where bfloat16 has them; its exponent counts from 127 where e4m3's counts from 7, which
+# a product with 2 ** 120 mends, subnormal numbers too.
+_WIDEN_TWO = (
+    "prmt.b32 t, $2, 0, SELECTED; shr.b32 s, t, 4; and.b32 s, s, 0x07f007f0; "
+    "lop3.b32 t, t, 0x80008000, s, 0xea; mul.rn.bf16x2 OUT, t, m; "
+)
+WIDEN_BF16 = tl.constexpr(
+    "{ .reg .b32 t, s, m; mov.b32 m, 0x7b807b80; "
+    + _WIDEN_TWO.replace("SELECTED", "0x1404").replace("OUT", "$0")
+    + _WIDEN_TWO.replace("SELECTED", "0x3424").replace("OUT", "$1")
+    + "}"
+)
 
 
 def next_power_of_2(value: int) -> int:
@@ -32,6 +51,39 @@ def compute_dtype(activations: torch.dtype, cache: torch.dtype) -> tl.dtype:
     if cache == torch.float8_e4m3fn:
         return tl.float16
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[activations]
+
+
+@triton.jit
+def store_narrowed(pointers, values, mask):
+    if pointers.dtype.element_ty == tl.float8e4nv:
+        values = tl.minimum(tl.maximum(values, -FP8_MAX), FP8_MAX)
+    tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def widened(x, TYPE: tl.constexpr):
+    """x in TYPE, exactly: an e4m3 number becomes bfloat16 by moving its bits, where a conversion takes five steps."""
+    if x.dtype == tl.float8e4nv and tl.bfloat16 == TYPE and not IS_INTERPRETED:
+        wide = tl.inline_asm_elementwise(WIDEN_BF16, "=r,=r,r", [x], tl.bfloat16, is_pure=True, pack=4)
+    else:
+        wide = x.to(TYPE)
+    return wide
+
+
+@triton.jit
+def widened_pairs(pairs):
+    """int16 -> two tensors of float16: the e4m3 numbers in the low bytes, and those in the high ones.
+
+    Neighbours in memory are loaded as one 16-bit number, because tensor cores' operands are fetched from shared memory
+    in units of 16 bits: tiles of bytes would be fetched byte by byte where they have to be transposed.
+    """
+    if IS_INTERPRETED:
+        low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        high = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        low = tl.inline_asm_elementwise(WIDEN_LOW, "=r,r", [pairs], tl.float16, is_pure=True, pack=2)
+        high = tl.inline_asm_elementwise(WIDEN_HIGH, "=r,r", [pairs], tl.float16, is_pure=True, pack=2)
+    return low, high
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 NUM_SMS = 132  # of an H100 or H200; only load balance depends on it, not the result
 MAX_SKINNY_ROWS = 32  # from here on cuBLAS is at its best
+MAX_FP8_SKINNY_ROWS = 16  # with 8-bit weights: more are rounded to 8 bits themselves
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,6 +85,8 @@ def decode_config(head_dim: int, group: int, kv_bytes: int) -> DecodeConfig:
         return DecodeConfig(tile_tokens=16 if wide or group > 16 else 32, num_warps=8, num_stages=2)
     if wide and kv_bytes == 2:  # half the keys fill the same shared memory
         return DecodeConfig(tile_tokens=32)
+    if not wide and kv_bytes == 1 and group <= 16:  # half the bytes: more, smaller programs
+        return DecodeConfig(num_warps=2, busy_programs_per_sm=8)
     return DecodeConfig(num_warps=8 if group > 32 else 4)
 
 
@@ -116,6 +119,8 @@ def skinny_config(rows: int, n: int, k: int, weight_bytes: int = 2) -> SkinnyCon
     """None where cuBLAS is as good or better, or exact where tensor cores are not: float32 of several rows."""
     if rows > MAX_SKINNY_ROWS or k % 16:
         return None
+    if weight_bytes == 1:
+        return _fp8_skinny_config(rows, n, k)
     if rows == 1:
         if k > 8192:
             return SkinnyConfig(False, tile_n=4, tile_k=1024, num_warps=4, num_stages=1, unroll=4)
@@ -126,3 +131,14 @@ def skinny_config(rows: int, n: int, k: int, weight_bytes: int = 2) -> SkinnyCon
     tiles = -(-n // 64)
     split_k = 1 if tiles >= 96 else max(1, min(256 // tiles, 8, k // 1024))
     return SkinnyConfig(True, tile_n=64, tile_k=128, num_warps=4, num_stages=4, split_k=split_k)
+
+
+def _fp8_skinny_config(rows: int, n: int, k: int) -> SkinnyConfig | None:
+    if rows > MAX_FP8_SKINNY_ROWS:
+        return None
+    if rows == 1:
+        tile_n, unroll = (2, 4) if max(n, k) <= 8192 else (4, 2)
+        return SkinnyConfig(False, tile_n, tile_k=2048, num_warps=4, num_stages=1, unroll=unroll)
+    tiles = -(-n // 64)
+    split_k = 1 if tiles >= 192 else max(1, min(384 // tiles, 4, k // 1024))
+    return SkinnyConfig(True, tile_n=64, tile_k=256, num_warps=4, num_stages=3, split_k=split_k)

@@ -29,8 +29,10 @@ from quire.kernels.triton.common import (
     next_power_of_2,
     padded_seqs,
     scaled_scores,
+    store_narrowed,
     tile_blocks,
     tile_rows,
+    widened_pairs,
 )
 from quire.kernels.triton.configs import NUM_SMS, DecodeConfig, padded_head_dim
 
@@ -88,6 +90,12 @@ def _start_from_prefix(prefix, seq, kv_head, KV_HEADS: tl.constexpr, GROUP: tl.c
 
 
 @triton.jit
+def _split_pairs(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Even columns, odd columns."""
+    return tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
+
+
+@triton.jit
 def _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_pieces, kv_head, out_row, KV_HEADS: tl.constexpr,
            GROUP: tl.constexpr, GROUP_LOW: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):  # fmt: skip
     """Weigh the pieces' results by exp2(lse). Loads bypass L1: other multiprocessors wrote them in this launch."""
@@ -121,11 +129,8 @@ def _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_pieces, kv_head, out_r
         top = new_top
     acc = acc / weight_sum[:, None]
     row = (out_row * KV_HEADS + kv_head) * GROUP + heads
-    tl.store(
-        out_ptr + row[:, None] * HEAD_DIM + dims[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=(heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :],
-    )
+    mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    store_narrowed(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], acc, mask)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "wanted_items"])
@@ -136,6 +141,7 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
                   WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SEQS_PAD: tl.constexpr,
                   MIN_TILES: tl.constexpr, PREFIX_ROWS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """prefix: a PrefixResults, or None."""
+    PAIRED: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv and DIM_PAD >= 32  # see widened_pairs
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     index, pieces = _pieces(kv_lens_ptr, prefix, num_seqs, wanted_items, MIN_TILES, WINDOW, TILE_TOKENS, SEQS_PAD)
@@ -173,6 +179,11 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
         if (piece == 0) & (low > 0):
             top, weight_sum, acc = _start_from_prefix(prefix, seq, kv_head, KV_HEADS, GROUP, GROUP_PAD, DIM_PAD,
                                                       PREFIX_ROWS)  # fmt: skip
+    if PAIRED:
+        pairs_ptr = kv_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        pair_dims = tl.arange(0, DIM_PAD // 2)
+        q_low, q_high = _split_pairs(q, GROUP_PAD, DIM_PAD)
+        acc_low, acc_high = _split_pairs(acc, GROUP_PAD, DIM_PAD)
     ids = tile_blocks(table_ptr, tile_begin * TILE_TOKENS, kv_len, TILE_TOKENS, BLOCK_SIZE)
     for tile in tl.range(tile_begin, tile_end, num_stages=STAGES):
         first = tile * TILE_TOKENS
@@ -183,23 +194,38 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
         seen = first + steps < kv_len
         if WINDOW > 0:
             seen = seen & (first + steps >= low)
-        offsets = rows[:, None] + dims[None, :]
-        k = tl.load(kv_ptr + offsets, mask=seen[:, None] & in_head, other=0.0).to(COMPUTE)
-        s = scaled_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), qk_scale, softcap, SOFTCAP)
+        if PAIRED:
+            pair_ptrs = pairs_ptr + (rows // 2)[:, None] + pair_dims[None, :]
+            pair_mask = seen[:, None] & (pair_dims < HEAD_DIM // 2)[None, :]
+            k_low, k_high = widened_pairs(tl.load(pair_ptrs, mask=pair_mask, other=0))
+            s = tl.dot(q_high, tl.trans(k_high), tl.dot(q_low, tl.trans(k_low)))
+        else:
+            offsets = rows[:, None] + dims[None, :]
+            k = tl.load(kv_ptr + offsets, mask=seen[:, None] & in_head, other=0.0).to(COMPUTE)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = scaled_scores(s, qk_scale, softcap, SOFTCAP)
         s = tl.where(seen[None, :], s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, axis=1))
         p = tl.exp2(s - new_top[:, None])
         rescale = tl.exp2(top - new_top)
         weight_sum = weight_sum * rescale + tl.sum(p, axis=1)
-        v_offsets = offsets + KV_HEADS * BLOCK_SIZE * HEAD_DIM
-        v = tl.load(kv_ptr + v_offsets, mask=seen[:, None] & in_head, other=0.0).to(COMPUTE)
-        acc = tl.dot(p.to(COMPUTE), v, acc * rescale[:, None], input_precision="ieee")
+        V_OFFSET: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
+        if PAIRED:
+            v_low, v_high = widened_pairs(tl.load(pair_ptrs + V_OFFSET // 2, mask=pair_mask, other=0))
+            p = p.to(COMPUTE)
+            acc_low = tl.dot(p, v_low, acc_low * rescale[:, None])
+            acc_high = tl.dot(p, v_high, acc_high * rescale[:, None])
+        else:
+            v = tl.load(kv_ptr + offsets + V_OFFSET, mask=seen[:, None] & in_head, other=0.0).to(COMPUTE)
+            acc = tl.dot(p.to(COMPUTE), v, acc * rescale[:, None], input_precision="ieee")
         top = new_top
+    if PAIRED:
+        acc = tl.reshape(tl.join(acc_low, acc_high), [GROUP_PAD, DIM_PAD])
     # Each tile of a piece holds a visible token, so weight_sum is 0 only where there was no tile at all.
     acc = acc * (v_scale / tl.where(weight_sum > 0.0, weight_sum, 1.0))[:, None]
 
     if num_pieces == 1:
-        tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=head_mask)
+        store_narrowed(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], acc, head_mask)
     else:
         entry = (item * KV_HEADS + kv_head) * GROUP_LOW + heads
         tl.store(partial_ptr + entry[:, None] * DIM_PAD + dims[None, :], acc, mask=head_mask)

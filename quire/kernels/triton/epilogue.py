@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.rope import store_kv
+from quire.kernels.triton.common import store_narrowed
 
 STORE = tl.constexpr(0)
 ADD = tl.constexpr(1)  # to the residual stream, and prepare the next norm
@@ -130,5 +130,5 @@ def rope(q_ptr, to, low, high, tile, m, num_rows, STRIP: tl.constexpr, HEADS: tl
         target = to.kv + slot // BLOCK_SIZE * (2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM) + slot % BLOCK_SIZE * HEAD_DIM
         target = target + (head - HEADS) * (BLOCK_SIZE * HEAD_DIM) + dims[:, None]
         mask = exists & (slot >= 0)  # a negative slot belongs to a row that only pads the batch
-        store_kv(target, low * inverse, mask)
-        store_kv(target + HALF_DIM, high * inverse, mask)
+        store_narrowed(target, low * inverse, mask)
+        store_narrowed(target + HALF_DIM, high * inverse, mask)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, Rotary, Unscaled
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, Quantized, Rotary, Unscaled
 from quire.kernels.reference import DenseLinear
 from quire.kernels.triton.activation import act_mul
 from quire.kernels.triton.configs import MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
@@ -21,10 +21,23 @@ from quire.kernels.triton.skinny import can_rope, skinny_act, skinny_add_norm, s
 
 
 class TritonLinear(DenseLinear):
-    __slots__ = ("_scratch",)
+    __slots__ = ("_scratch", "scales")
 
-    def __init__(self, ops: TritonOps, out_features: int, in_features: int, *, bias: bool) -> None:
-        super().__init__(ops, out_features, in_features, bias=bias, device=ops.device, dtype=ops.dtype)
+    scales: Tensor | None  # [out_features] float32: what the rows are to be multiplied by, in a narrow format
+
+    def __init__(
+        self, ops: TritonOps, out_features: int, in_features: int, *, bias: bool, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(
+            ops,
+            out_features,
+            in_features,
+            bias=bias,
+            device=ops.device,
+            dtype=dtype or ops.dtype,
+            bias_dtype=ops.dtype,
+        )
+        self.scales = None
         self._scratch = ops.skinny_scratch
 
     def fold_norm(self, norm: Norm) -> Norm:
@@ -39,13 +52,15 @@ class TritonLinear(DenseLinear):
     def multiply(self, x: Normed) -> Tensor:
         config = self._config(x)
         if config is not None:
-            return skinny_linear(x, self.weight, self.bias, config, self._scratch)
+            assert not isinstance(x, Quantized)
+            return skinny_linear(x, self.weight, self.bias, config, self._scratch, weight_scales=self.scales)
         assert isinstance(x, Tensor)
         return self._multiply_many(x, self.bias)
 
     def multiply_add_norm(
-        self, x: Tensor, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
+        self, x: Normed, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
     ) -> Normed:
+        assert isinstance(x, Tensor)
         config = self._config(x)
         if branch_norm is None:
             if norm is None and config is None:
@@ -56,16 +71,19 @@ class TritonLinear(DenseLinear):
                 return Unscaled(residual, None, norm.eps)
             # The residual stream times the norm's weight has the stream's range: more than float16 is sure to hold.
             if config is not None and config.use_tensor_cores and x.dtype != torch.float16:
-                return skinny_add_norm(x, self.weight, self.bias, residual, norm, config, self._scratch)
+                return skinny_add_norm(
+                    x, self.weight, self.bias, residual, norm, config, self._scratch, weight_scales=self.scales
+                )
         return super().multiply_add_norm(x, residual, norm, branch_norm)
 
-    def multiply_act(self, x: Normed, activation: str) -> Tensor:
+    def multiply_act(self, x: Normed, activation: str) -> Normed:
         if isinstance(x, Unscaled) and x.square_sums is None:
             return act_mul(self._multiply_many(x.x, None), activation, factors_of=x, bias=self.bias)
         config = self._config(x)
         if config is None or not config.use_tensor_cores:
             return super().multiply_act(x, activation)
-        return skinny_act(x, self.weight, self.bias, activation, config, self._scratch)
+        assert not isinstance(x, Quantized)
+        return skinny_act(x, self.weight, self.bias, activation, config, self._scratch, weight_scales=self.scales)
 
     def multiply_rope_write(
         self, x: Normed, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec
@@ -77,7 +95,10 @@ class TritonLinear(DenseLinear):
         has_norms = rotary.q_norm is not None or rotary.k_norm is not None
         if config is None or not config.use_tensor_cores or has_norms or not can_rope(spec, config):
             return super().multiply_rope_write(x, rotary, kv, batch, spec)
-        return skinny_rope_write(x, self.weight, self.bias, rotary, kv, batch, spec, config, self._scratch)
+        assert not isinstance(x, Quantized)
+        return skinny_rope_write(
+            x, self.weight, self.bias, rotary, kv, batch, spec, config, self._scratch, weight_scales=self.scales
+        )
 
     def embed(self, token_ids: Tensor, scale: float | None = None) -> Tensor:
         rows = F.embedding(token_ids, self.weight)
@@ -109,6 +130,6 @@ class TritonLinear(DenseLinear):
     def _config(self, x: Normed) -> SkinnyConfig | None:
         """How an own kernel multiplies these rows, or None: then cuBLAS does."""
         plain = x.x if isinstance(x, Unscaled) else x
-        if plain.shape[0] == 0 or not plain.is_contiguous():
+        if isinstance(plain, Quantized) or plain.shape[0] == 0 or not plain.is_contiguous():
             return None
         return skinny_config(plain.shape[0], self.out_features, self.in_features, self.weight.element_size())

@@ -7,6 +7,7 @@ kernel with new constants compiles it: run each shape once before capture.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,17 +18,16 @@ from quire.kernels.composed import ComposedOps
 from quire.kernels.interface import (
     AttentionBatch,
     AttentionSpec,
-    LinearWeight,
     Norm,
     Normed,
     PlacedDecodes,
+    Quantized,
     Rotary,
     Unscaled,
 )
-from quire.kernels.triton.configs import MAX_SKINNY_ROWS
+from quire.kernels.triton.configs import MAX_FP8_SKINNY_ROWS, MAX_SKINNY_ROWS
 
 if TYPE_CHECKING:
-    from quire.kernels.adapters import AdaptedLinear, AdapterBank
     from quire.kernels.triton.linear import TritonLinear
 
 
@@ -55,6 +55,7 @@ class TritonOps(ComposedOps):
         device: torch.device | str,
         dtype: torch.dtype,
         *,
+        quantization: str | None = None,
         max_seqs: int = 1024,
         max_kv_heads: int = 64,
     ) -> None:
@@ -66,28 +67,23 @@ class TritonOps(ComposedOps):
         settle_keys()
         self.device = torch.device(device)
         self.dtype = dtype
+        self.is_fp8 = quantization == "fp8"  # the layers' matrices
         self._attention_scratch = AttentionScratch.allocate(max_seqs, max_kv_heads, self.device)
+        self.one = torch.ones(1, dtype=torch.float32, device=self.device)  # a scale that changes nothing
         self.skinny_scratch = SkinnyScratch.allocate(1 << 14, self.device)
 
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]:
         return (4, 8, 16, 32, 64, 128)
 
-    def new_linear(self, out_features: int, in_features: int, *, bias: bool = False) -> TritonLinear:
+    def new_linear(
+        self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
+    ) -> TritonLinear:
+        from quire.kernels.triton.fp8_linear import Fp8Linear
         from quire.kernels.triton.linear import TritonLinear
 
+        if self.is_fp8 and not is_sensitive:
+            return Fp8Linear(self, out_features, in_features, bias=bias)
         return TritonLinear(self, out_features, in_features, bias=bias)
-
-    def new_adapted(self, matrix: LinearWeight, bank: AdapterBank) -> AdaptedLinear:
-        from quire.kernels.triton.adapters import TritonAdaptedLinear
-        from quire.kernels.triton.linear import TritonLinear
-
-        assert isinstance(matrix, TritonLinear)
-        return TritonAdaptedLinear(self, matrix, bank)
-
-    def adapter_tile(self, num_tokens: int) -> int:
-        from quire.kernels.triton.adapters import adapter_tile
-
-        return adapter_tile(num_tokens)
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
         from quire.kernels.triton.norm import rms_norm
@@ -95,6 +91,10 @@ class TritonOps(ComposedOps):
         return rms_norm(x, norm)
 
     def norm(self, residual: Tensor, norm: Norm) -> Normed:
+        if norm.quantizes and len(residual) > MAX_FP8_SKINNY_ROWS:
+            from quire.kernels.triton.quantize import add_norm_quantized
+
+            return add_norm_quantized(residual, norm)
         if norm.is_folded and len(residual) > MAX_SKINNY_ROWS:
             return Unscaled(residual, None, norm.eps)
         return self.normalize(residual, norm)
@@ -102,6 +102,10 @@ class TritonOps(ComposedOps):
     def add_norm(self, branch: Tensor, residual: Tensor, norm: Norm | None) -> Normed:
         from quire.kernels.triton.norm import rms_norm
 
+        if norm is not None and norm.quantizes and len(residual) > MAX_FP8_SKINNY_ROWS:
+            from quire.kernels.triton.quantize import add_norm_quantized
+
+            return add_norm_quantized(residual, norm, branch=branch)
         if norm is None or (norm.is_folded and len(residual) > MAX_SKINNY_ROWS):
             return super().add_norm(branch, residual, norm)
         return rms_norm(branch, norm, residual=residual)
@@ -118,9 +122,14 @@ class TritonOps(ComposedOps):
 
         return rope_and_write(qkv, rotary, kv, batch, spec)
 
-    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
+    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Normed:
         from quire.kernels.triton.attention import attention
 
+        if self.is_fp8 and kv.dtype == torch.float8_e4m3fn and len(q) > MAX_FP8_SKINNY_ROWS:
+            # A mean of values is in the range of the values: it fits their format at their scale.
+            out = torch.empty(q.shape, dtype=kv.dtype, device=q.device)
+            unscaled = replace(spec, v_scale=1.0)
+            return Quantized(attention(q, kv, batch, unscaled, self._attention_scratch, out=out), None, spec.v_scale)
         return attention(q, kv, batch, spec, self._attention_scratch)
 
     def place_decodes(self, step: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int) -> PlacedDecodes:

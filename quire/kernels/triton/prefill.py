@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import AttentionSpec
-from quire.kernels.triton.common import compute_dtype, padded_seqs, scaled_scores, tile_blocks, tile_rows
+from quire.kernels.triton.common import (
+    compute_dtype,
+    padded_seqs,
+    scaled_scores,
+    store_narrowed,
+    tile_blocks,
+    tile_rows,
+)
 from quire.kernels.triton.configs import PrefillConfig, padded_head_dim
 from quire.kernels.triton.decode import qk_scale
 
@@ -139,7 +146,7 @@ def prefill_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_ptr, tables
         softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, WINDOW, SOFTCAP, COMPUTE, True, STAGES,
     )  # fmt: skip
     acc = acc * (v_scale / tl.where(weight_sum > 0.0, weight_sum, 1.0))[:, None]
-    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    store_narrowed(out_ptr + offsets, acc, mask)
 
 
 def prefill_attention(

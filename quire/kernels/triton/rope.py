@@ -11,27 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Rotary, Unscaled
-from quire.kernels.triton.common import next_power_of_2
-from quire.kernels.triton.expand import Expand, expand_arguments, expand_one
+from quire.kernels.triton.common import next_power_of_2, store_narrowed
 from quire.kernels.triton.norm import ROWS_OF_SEVERAL_PROGRAMS, row_factor, stream_arguments
-
-FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn: past it the format has only NaN
-
-
-@triton.jit
-def store_kv(pointers, values, mask):
-    if pointers.dtype.element_ty == tl.float8e4nv:
-        values = tl.minimum(tl.maximum(values, -FP8_MAX), FP8_MAX)
-    tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
-                bias_ptr, stream_ptr, stream_eps, eps, k_inverse, v_inverse, expand, HEADS: tl.constexpr,
-                KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                TILE_HEADS: tl.constexpr, TILES_EACH: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-                STREAM: tl.constexpr, STREAM_PAD: tl.constexpr, MAX_RANK: tl.constexpr,
-                SLOT: tl.constexpr):  # fmt: skip
+                bias_ptr, stream_ptr, stream_eps, row_scales_ptr, row_scale, column_scales_ptr, eps, k_inverse,
+                v_inverse, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr,
+                BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, TILES_EACH: tl.constexpr, Q_NORM: tl.constexpr,
+                K_NORM: tl.constexpr, STREAM: tl.constexpr, STREAM_PAD: tl.constexpr):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     # A token's programs are neighbours: all of them look at its row of the stream, which is in the L2 cache by then.
     HEADS_EACH: tl.constexpr = TILE_HEADS * TILES_EACH
@@ -44,6 +33,8 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
     slot = tl.load(slots_ptr + token)
     cos = tl.load(cos_sin_ptr + position * HEAD_DIM + dims, mask=dims < HALF, other=0.0)[None, :]
     sin = tl.load(cos_sin_ptr + position * HEAD_DIM + HALF + dims, mask=dims < HALF, other=0.0)[None, :]
+    if row_scales_ptr is not None:
+        row_scale *= tl.load(row_scales_ptr + token)
     for i in tl.static_range(TILES_EACH):
         head = first + i * TILE_HEADS + tl.arange(0, TILE_HEADS)  # q's heads, then k's, then v's
         is_q = head < HEADS
@@ -52,17 +43,15 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
         source = qkv_ptr + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
         low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-        if expand is not None:
-            N: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-            part = ((head >= HEADS).to(tl.int32) + is_v.to(tl.int32))[:, None]
-            cols = head[:, None] * HEAD_DIM + dims[None, :]
-            low += expand_one(expand, part, cols, mask, N, MAX_RANK, SLOT)
-            high += expand_one(expand, part, cols + HALF, mask, N, MAX_RANK, SLOT)
         if stream_ptr is not None:
             if i == 0:
                 factor = row_factor(stream_ptr + token * STREAM, stream_eps, STREAM, STREAM_PAD)
             low *= factor
             high *= factor
+        if column_scales_ptr is not None:
+            scales = column_scales_ptr + head[:, None] * HEAD_DIM + dims[None, :]
+            low *= row_scale * tl.load(scales, mask=mask, other=0.0)
+            high *= row_scale * tl.load(scales + HALF, mask=mask, other=0.0)
         if bias_ptr is not None:
             bias = bias_ptr + head[:, None] * HEAD_DIM + dims[None, :]
             low += tl.load(bias, mask=mask, other=0.0).to(tl.float32)
@@ -95,8 +84,8 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
         target = kv_ptr + block * (2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM) + (slot % BLOCK_SIZE) * HEAD_DIM
         target = target + kv_head[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
         inverse = tl.where(is_v, v_inverse, k_inverse)[:, None]
-        store_kv(target, tl.where(is_v[:, None], low, r_low) * inverse, kv_mask)
-        store_kv(target + HALF, tl.where(is_v[:, None], high, r_high) * inverse, kv_mask)
+        store_narrowed(target, tl.where(is_v[:, None], low, r_low) * inverse, kv_mask)
+        store_narrowed(target + HALF, tl.where(is_v[:, None], high, r_high) * inverse, kv_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +113,27 @@ def rope_and_write(
     *,
     factors_of: Unscaled | None = None,
     bias: Tensor | None = None,
-    expand: Expand | None = None,
+    row_scales: Tensor | None = None,
+    row_scale: float = 1.0,
+    column_scales: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     config: RopeConfig | None = None,
 ) -> Tensor:
     """See Ops.rope_and_write. Rows with a negative slot write no KV.
 
-    factors_of: rows that were multiplied before they were normalised; the bias is then added here. expand: qkv lacks
-    that.
+    factors_of: rows that were multiplied before they were normalised; the bias is then added here.
+    column_scales: what a product of 8-bit numbers is yet to be multiplied by, beside its rows' scales.
     """
     assert qkv.is_contiguous() and kv.is_contiguous() and rotary.cos_sin.is_contiguous() and spec.head_dim % 2 == 0
     tokens = qkv.shape[0]
     total_heads = spec.num_heads + 2 * spec.num_kv_heads
-    q_out = torch.empty((tokens, spec.num_heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
+    q_out = torch.empty((tokens, spec.num_heads * spec.head_dim), dtype=out_dtype or qkv.dtype, device=qkv.device)
     stream, stream_eps, stream_width, stream_pad = stream_arguments(factors_of)
     config = config or rope_config(tokens, total_heads, has_stream=stream is not None)
     rope_kernel[(tokens * -(-total_heads // (config.tile_heads * config.tiles_each)),)](
         qkv, rotary.cos_sin, kv, q_out, batch.positions, batch.slots, rotary.q_norm, rotary.k_norm,
-        bias, stream, stream_eps, rotary.eps, 1.0 / spec.k_scale, 1.0 / spec.v_scale,
-        **expand_arguments(expand), HEADS=spec.num_heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
+        bias, stream, stream_eps, row_scales, row_scale, column_scales, rotary.eps, 1.0 / spec.k_scale,
+        1.0 / spec.v_scale, HEADS=spec.num_heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
         HALF_PAD=next_power_of_2(spec.head_dim // 2), BLOCK_SIZE=kv.shape[3],
         TILE_HEADS=config.tile_heads, TILES_EACH=config.tiles_each,
         Q_NORM=rotary.q_norm is not None, K_NORM=rotary.k_norm is not None, STREAM=stream_width, STREAM_PAD=stream_pad,

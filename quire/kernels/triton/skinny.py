@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Rotary, Unscaled
 from quire.kernels.triton import epilogue
-from quire.kernels.triton.common import next_power_of_2
+from quire.kernels.triton.common import next_power_of_2, widened
 from quire.kernels.triton.configs import SkinnyConfig
 from quire.kernels.triton.epilogue import ADD, GATE, ROPE, STORE, Add, Rope, Scale
 
@@ -34,13 +34,15 @@ def _load_weights(w_ptr, rows, exists, cols, K: tl.constexpr, TILE_K: tl.constex
 
 
 @triton.jit
-def _finish(sums, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, num_rows, squares, K: tl.constexpr,
-            MODE: tl.constexpr, ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, SILU: tl.constexpr,
+def _finish(sums, rows, exists, out_ptr, w_scales_ptr, bias_ptr, scale, to, tile, m, n, num_rows, squares,
+            K: tl.constexpr, MODE: tl.constexpr, ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, SILU: tl.constexpr,
             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr,
             BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """sums: [TILE_N, ROWS_PAD]. Scale, add the bias, and do what MODE says."""
     if scale is not None:
         sums = sums * tl.rsqrt(tl.sum(squares, axis=0) / K + scale.eps)[None, :]
+    if w_scales_ptr is not None:
+        sums = sums * tl.load(w_scales_ptr + rows, mask=exists, other=0.0)[:, None]
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(tl.float32)[:, None]
     if MODE == STORE:
@@ -56,10 +58,12 @@ def _finish(sums, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, num_ro
             epilogue.rope(out_ptr, to, low, high, tile, m, num_rows, STRIP, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)
 
 
-@triton.jit
-def multiply_vector(x_ptr, w_ptr, rows, exists, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-                    EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """One row of x with rows of w -> [TILE_N] float32."""
+@triton.jit(do_not_specialize=["n"])
+def vector_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, n, K: tl.constexpr, TILE_N: tl.constexpr,
+                  TILE_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """One row of x."""
+    rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    exists = rows < n
     cols = tl.arange(0, TILE_K)
     w = _load_weights(w_ptr, rows, exists, cols, K, TILE_K, EVEN_N).to(tl.float32)
     # x is loaded once for each row of the tile, from L1: in w's own layout, so that no thread waits for another.
@@ -68,23 +72,16 @@ def multiply_vector(x_ptr, w_ptr, rows, exists, K: tl.constexpr, TILE_N: tl.cons
     for start in tl.range(TILE_K, K, TILE_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
         w = _load_weights(w_ptr, rows, exists, start + cols, K, TILE_K, EVEN_N).to(tl.float32)
         acc += w * tl.load(x_ptrs + start, mask=start + cols[None, :] < K, other=0.0).to(tl.float32)
-    return tl.sum(acc, axis=1)
-
-
-@triton.jit(do_not_specialize=["n"])
-def vector_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, n, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-                  EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """One row of x."""
-    rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    exists = rows < n
-    sums = multiply_vector(x_ptr, w_ptr, rows, exists, K, TILE_N, TILE_K, EVEN_N, STAGES, UNROLL)
+    sums = tl.sum(acc, axis=1)
+    if w_scales_ptr is not None:
+        sums *= tl.load(w_scales_ptr + rows, mask=exists, other=0.0)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(tl.float32)
     tl.store(out_ptr + rows, sums.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=["n", "num_rows"])
-def tile_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, scale, to, partial_ptr, arrivals_ptr, n, num_rows,
+def tile_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, scale, to, partial_ptr, arrivals_ptr, n, num_rows,
                 K: tl.constexpr, ROWS_PAD: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
                 SPLIT_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
                 PARTS_PAD: tl.constexpr, MODE: tl.constexpr, SILU: tl.constexpr, HEADS: tl.constexpr,
@@ -100,16 +97,23 @@ def tile_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, scale, to, partial_ptr, arrival
     squares = None
     if scale is not None:
         squares = epilogue.load_square_sums(scale, m, num_rows, PARTS, PARTS_PAD)
-    acc = tl.zeros([TILE_N, ROWS_PAD], tl.float32)
+    # 8-bit weights are widened in registers. As the right operand each thread's bytes are neighbours then.
+    W_RIGHT: tl.constexpr = w_ptr.dtype.element_ty == tl.float8e4nv
+    acc = tl.zeros([ROWS_PAD, TILE_N] if W_RIGHT else [TILE_N, ROWS_PAD], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         k = step * TILE_K + cols
         w = _load_weights(w_ptr, rows, exists, k, K, TILE_K, EVEN_N)
         # Rows past the last are masked, so they cost no traffic.
         x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=(m < num_rows)[None, :] & (k < K)[:, None], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if W_RIGHT:
+            acc = tl.dot(tl.trans(x), tl.trans(widened(w, x.dtype)), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+    if W_RIGHT:
+        acc = tl.trans(acc)
     if SPLIT_K == 1:
-        _finish(acc, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, num_rows, squares, K, MODE, ROWS_PAD,
-                TILE_N, SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
+        _finish(acc, rows, exists, out_ptr, w_scales_ptr, bias_ptr, scale, to, tile, m, n, num_rows, squares, K, MODE,
+                ROWS_PAD, TILE_N, SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
     else:
         offsets = m[None, :] * n + rows[:, None]
         mask = (m < num_rows)[None, :] & exists[:, None]
@@ -122,8 +126,8 @@ def tile_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, scale, to, partial_ptr, arrival
                 # Bypasses L1: other multiprocessors wrote it in this launch.
                 other = partial_ptr + other_part * num_rows * n + offsets
                 acc += tl.load(other, mask=mask, other=0.0, cache_modifier=".cg")
-            _finish(acc, rows, exists, out_ptr, bias_ptr, scale, to, tile, m, n, num_rows, squares, K, MODE, ROWS_PAD,
-                    TILE_N, SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
+            _finish(acc, rows, exists, out_ptr, w_scales_ptr, bias_ptr, scale, to, tile, m, n, num_rows, squares, K,
+                    MODE, ROWS_PAD, TILE_N, SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -145,16 +149,17 @@ def skinny_linear(
     scratch: SkinnyScratch,
     *,
     out: Tensor | None = None,  # [rows, n], contiguous, of any float type
+    weight_scales: Tensor | None = None,  # [n] float32: what the matrix's rows are to be multiplied by
 ) -> Tensor:
     """x @ weight.T + bias -> [rows, n], summed in float32."""
     plain = x.x if isinstance(x, Unscaled) else x
     if out is None:
         out = torch.empty((plain.shape[0], weight.shape[0]), dtype=plain.dtype, device=plain.device)
     if config.use_tensor_cores:
-        _launch(x, weight, bias, out, None, config, scratch, mode=STORE.value)
+        _launch(x, weight, bias, out, None, config, scratch, mode=STORE.value, weight_scales=weight_scales)
     else:
         assert isinstance(x, Tensor)
-        _launch_vector(x, weight, bias, out, config)
+        _launch_vector(x, weight, bias, out, config, weight_scales)
     return out
 
 
@@ -166,15 +171,19 @@ def skinny_add_norm(
     norm: Norm | None,
     config: SkinnyConfig,
     scratch: SkinnyScratch,
+    *,
+    weight_scales: Tensor | None = None,
 ) -> Tensor | Unscaled:
     """residual += x @ weight.T + bias; -> what the next product takes as its normalised input, or the residual."""
     if norm is None:
-        _launch(x, weight, bias, residual, Add(residual, None, None), config, scratch, mode=ADD.value)
+        _launch(x, weight, bias, residual, Add(residual, None, None), config, scratch, mode=ADD.value,
+                weight_scales=weight_scales)  # fmt: skip
         return residual
     tiles = -(-weight.shape[0] // config.tile_n)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     square_sums = torch.empty((tiles, residual.shape[0]), dtype=torch.float32, device=residual.device)
-    _launch(x, weight, bias, out, Add(residual, norm.weight, square_sums), config, scratch, mode=ADD.value)
+    _launch(x, weight, bias, out, Add(residual, norm.weight, square_sums), config, scratch, mode=ADD.value,
+            weight_scales=weight_scales)  # fmt: skip
     return Unscaled(out, square_sums, norm.eps)
 
 
@@ -185,11 +194,14 @@ def skinny_act(
     activation: str,
     config: SkinnyConfig,
     scratch: SkinnyScratch,
+    *,
+    weight_scales: Tensor | None = None,
 ) -> Tensor:
     """activation(first half of x @ weight.T + bias) * second half -> [rows, n]."""
     plain = x.x if isinstance(x, Unscaled) else x
     out = torch.empty((plain.shape[0], weight.shape[0] // 2), dtype=plain.dtype, device=plain.device)
-    _launch(x, weight, bias, out, None, config, scratch, mode=GATE.value, silu=activation == "silu")
+    _launch(x, weight, bias, out, None, config, scratch, mode=GATE.value, silu=activation == "silu",
+            weight_scales=weight_scales)  # fmt: skip
     return out
 
 
@@ -203,13 +215,16 @@ def skinny_rope_write(
     spec: AttentionSpec,
     config: SkinnyConfig,
     scratch: SkinnyScratch,
+    *,
+    weight_scales: Tensor | None = None,
 ) -> Tensor:
     """See LinearWeight.multiply_rope_write; without norms of q and k, which need whole heads."""
     assert can_rope(spec, config)
     plain = x.x if isinstance(x, Unscaled) else x
     out = torch.empty((plain.shape[0], spec.num_heads * spec.head_dim), dtype=plain.dtype, device=plain.device)
     to = Rope(rotary.cos_sin, kv, batch.positions, batch.slots, 1.0 / spec.k_scale, 1.0 / spec.v_scale)
-    _launch(x, weight, bias, out, to, config, scratch, mode=ROPE.value, spec=spec, block_size=kv.shape[3])
+    _launch(x, weight, bias, out, to, config, scratch, mode=ROPE.value, spec=spec, block_size=kv.shape[3],
+            weight_scales=weight_scales)  # fmt: skip
     return out
 
 
@@ -218,12 +233,14 @@ def can_rope(spec: AttentionSpec, config: SkinnyConfig) -> bool:
     return spec.head_dim % config.tile_n == 0
 
 
-def _launch_vector(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: SkinnyConfig) -> None:
+def _launch_vector(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: SkinnyConfig, weight_scales: Tensor | None
+) -> None:
     assert x.shape[0] == 1, "plain multiplication is written for one row"
     n, k = weight.shape
     vector_kernel[(-(-n // config.tile_n),)](
-        x, weight, out, bias, n, K=k, TILE_N=config.tile_n, TILE_K=config.tile_k, EVEN_N=n % config.tile_n == 0,
-        STAGES=config.num_stages, UNROLL=config.unroll, num_warps=config.num_warps,
+        x, weight, weight_scales, out, bias, n, K=k, TILE_N=config.tile_n, TILE_K=config.tile_k,
+        EVEN_N=n % config.tile_n == 0, STAGES=config.num_stages, UNROLL=config.unroll, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -237,6 +254,7 @@ def _launch(
     scratch: SkinnyScratch,
     *,
     mode: int,
+    weight_scales: Tensor | None,
     silu: bool = False,
     spec: AttentionSpec | None = None,
     block_size: int = 0,
@@ -271,6 +289,6 @@ def _launch(
         partial = torch.empty(config.split_k * rows * n, dtype=torch.float32, device=x.device)
         assert tiles <= scratch.arrivals.numel()
     tile_kernel[(tiles, config.split_k)](
-        x, weight, out, bias, scale, to, partial, scratch.arrivals, n, rows,
+        x, weight, weight_scales, out, bias, scale, to, partial, scratch.arrivals, n, rows,
         ROWS_PAD=max(16, next_power_of_2(rows)), SPLIT_K=config.split_k, **constants,
     )  # fmt: skip

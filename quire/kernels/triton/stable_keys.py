@@ -16,17 +16,16 @@ from quire.kernels.triton.common import HAS_GLUON
 # Callees before callers; within a module that is the order of the text.
 _MODULES = (
     "common",
-    "expand",
     "norm",
     "rope",
     "epilogue",
     "activation",
+    "quantize",
     "prefill",
     "prefill_hopper",
     "prefix",
     "decode",
     "skinny",
-    "adapters",
     "sampling",
     "sampling_filter",
 )

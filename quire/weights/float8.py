@@ -1,0 +1,75 @@
+"""Matrices in 8-bit floats and their scales, which are tensors of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import WeightsError
+from quire.models.config_reader import ConfigReader
+from quire.models.quantization import SCALE_SUFFIXES, read_quantization
+from quire.weights.checkpoint import TensorEntry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.kernels.interface import Float8Rows
+
+_SCALE_DTYPES = ("F32", "BF16", "F16")
+
+
+class Float8Scales:
+    """The scales of one checkpoint, found by the names of their weights."""
+
+    def __init__(self, config: Mapping[str, Any], entries: Iterable[TensorEntry], source: str) -> None:
+        self._format = read_quantization(ConfigReader(config, source))
+        self._entries = {entry.stored_name: entry for entry in entries}
+
+    def check(self, weight: TensorEntry) -> None:
+        """That its scales are there, in a shape that fits."""
+        self._layout(weight)
+
+    def rows_of(self, weight: TensorEntry, values: Tensor) -> Float8Rows:
+        import torch
+        from safetensors import safe_open
+
+        from quire.kernels.interface import Float8Rows
+
+        entry, shape, block = self._layout(weight)
+        with safe_open(entry.file, framework="pt", device="cpu") as opened:
+            scales = opened.get_tensor(entry.stored_name).to(torch.float32).reshape(shape)
+        if not bool(((scales > 0) & torch.isfinite(scales)).all()):
+            raise WeightsError(
+                f"{entry.file}: tensor {entry.stored_name} holds a scale that is no positive number: fetch it again"
+            )
+        return Float8Rows(values, scales, block)
+
+    def _layout(self, weight: TensorEntry) -> tuple[TensorEntry, tuple[int, int], tuple[int, int]]:
+        """The entry of its scales, their shape as a matrix, and the rows and columns that share one."""
+        name = weight.stored_name
+        if self._format is None:
+            raise WeightsError(
+                f"{weight.file}: tensor {name} is in 8-bit floats, and config.json has no quantization_config that "
+                "says so: fetch both again"
+            )
+        found = [self._entries[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in self._entries]
+        if not found:
+            raise WeightsError(
+                f"{weight.file}: tensor {name} is in 8-bit floats, and its scales ({name}_scale) are missing: fetch "
+                "the checkpoint again"
+            )
+        entry, (rows, columns) = found[0], weight.shape
+        block = self._format.block
+        if block is not None:
+            shape = (-(-rows // block[0]), -(-columns // block[1]))
+            fits = entry.shape == shape
+        elif entry.shape in ((), (1,), (1, 1)):
+            shape, block, fits = (1, 1), (rows, columns), True
+        else:
+            shape, block, fits = (rows, 1), (1, columns), entry.shape in ((rows,), (rows, 1))
+        if not fits or entry.dtype not in _SCALE_DTYPES:
+            raise WeightsError(
+                f"{entry.file}: tensor {entry.stored_name} has shape {list(entry.shape)} and type {entry.dtype}, which "
+                f"does not fit {name} of shape {[rows, columns]}: expected {list(shape)} in {', '.join(_SCALE_DTYPES)}"
+            )
+        return entry, shape, block
