@@ -105,6 +105,65 @@ def test_the_cpus_tokens(weights: Path, on_cpu: list[RequestOutput], kwargs: dic
         assert engine.core.scheduler.stats.num_preemptions > 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("level", ["host", "host and swap", "disk"])
+def test_levels_below_bring_the_same_tokens(weights: Path, tmp_path: Path, level: str, dtype: str) -> None:
+    """Chats that a small cache evicts between their turns: tokens of an engine that has no levels."""
+    rng = random.Random(5)
+    head = [rng.randrange(256) for _ in range(40)]
+    chats = [head + [rng.randrange(256) for _ in range(rng.randint(1, 40))] for _ in range(12)]
+    work = []
+    for _ in range(3):
+        for chat in chats:
+            chat += [rng.randrange(256) for _ in range(rng.randint(1, 12))]
+            params = SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 20), ignore_eos=True, logprobs=2)
+            work.append((list(chat), params))
+    sizes: dict[str, Any] = {"dtype": dtype, "kv_cache_memory_bytes": None, "num_gpu_blocks_override": 28}
+    sizes["max_num_seqs"] = 4
+    below = {
+        "host": {"kv_offloading_size": 0.02},
+        "host and swap": {"kv_offloading_size": 0.01, "swap_space_gb": 0.01, "preemption": "swap"},
+        "disk": {"kv_disk_path": str(tmp_path), "kv_disk_size": 32 << 20},
+    }
+    expected = run_all(make(weights, device="cuda", **sizes), work)
+    engine = make(weights, device="cuda", **sizes, **below[level])
+    for _ in range(2):
+        found = run_all(engine, work)
+        for ours, theirs in zip(found, expected, strict=True):
+            same_until_a_tie(ours, theirs, 5e-3 if dtype == "float32" else 0.1)
+        engine.core.settle(30.0)
+        engine.core.kv.check()
+    tiers = engine.core.kv.tiers
+    assert tiers is not None and all(counters.num_loaded > 20 for counters in tiers.counters.levels.values())
+    engine.close()
+
+
+def test_blocks_cross_the_link_whole(weights: Path) -> None:
+    """More than the staging buffer holds, in runs and singly, there and back."""
+    import torch
+
+    from quire.executor import kv_cache
+    from quire.plan import Move
+
+    before, kv_cache._STAGED_BYTES = kv_cache._STAGED_BYTES, 5 * 16 * 1024
+    try:
+        engine = make(weights, device="cuda", kv_offloading_size=0.02)
+    finally:
+        kv_cache._STAGED_BYTES = before
+    cache = engine.core.executor.worker.cache
+    cache.device_blocks.normal_()
+    blocks = cache.device_blocks.clone()
+    num = min(40, cache.spare_block // 2, len(cache.host_blocks))
+    hosts = list(range(num))
+    random.Random(1).shuffle(hosts)
+    hosts[: num // 2] = sorted(hosts[: num // 2])
+    cache.move(Move(1, False, list(zip(range(num), hosts, strict=True))))
+    cache.move(Move(2, True, list(zip(range(num, 2 * num), hosts, strict=True))))
+    cache.forget_moves()
+    assert torch.equal(cache.device_blocks[:, num : 2 * num], blocks[:, :num])
+    engine.close()
+
+
 def test_an_8_bit_cache_holds_twice_the_blocks_and_stays_close(weights: Path, on_cpu: list[RequestOutput]) -> None:
     """Each token's logprob, given the same history, is near the float32 one."""
     wide = make(weights, device="cuda", dtype="bfloat16")

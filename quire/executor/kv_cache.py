@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from quire.models.kv_layout import KVLayout
 from quire.models.spec import ModelSpec
 from quire.plan import Move
 from quire.sampling.transfer import to_device
+
+_STAGED_BYTES = 64 << 20  # device memory by way of which blocks are copied between host and device
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -68,6 +70,8 @@ class KVCache:
         self._device_words = self.device_blocks.view(torch.int32)
         self._host_words = self.host_blocks.view(torch.int32)
         self._transfers = Transfers(device) if on_gpu else None
+        num_staged = min(num_host_blocks, max(1, _STAGED_BYTES // self.block_bytes)) if on_gpu else 0
+        self._staging = torch.empty((num_staged, *self._host_words.shape[1:]), dtype=torch.int32, device=device)
         self._threads = threading.local()
         self._moved: list[int] = []  # of a CPU, whose moves are over at once
 
@@ -85,8 +89,8 @@ class KVCache:
             self._moved.append(move.ticket)
             return
         with self._transfers.after_computing():
-            staged = copy(move.pairs)
-        self._transfers.track(move.ticket, staged)
+            copy(move.pairs)
+        self._transfers.track(move.ticket)
 
     # -- blocks as bytes, for stores below: begun in the order of plans, carried out on other threads
 
@@ -167,31 +171,32 @@ class KVCache:
         self._synchronize()
         self.take_finished()
 
-    def _copy_out(self, pairs: list[tuple[int, int]]) -> Tensor | None:
-        if not pairs:
-            return None
-        devices, hosts = self._columns(pairs)
-        staged = self._device_words.index_select(1, devices).transpose(0, 1).contiguous()
-        if self._transfers is None:
-            self._host_words[hosts] = staged
-        else:
-            for (_, host), block in zip(pairs, staged, strict=True):
-                self._host_words[host].copy_(block, non_blocking=True)
-        return staged
+    def _copy_out(self, pairs: list[tuple[int, int]]) -> None:
+        for piece in self._pieces(pairs):
+            devices, hosts = self._columns(piece)
+            words = self._device_words.index_select(1, devices).transpose(0, 1)
+            if self._transfers is None:
+                self._host_words[hosts] = words
+                continue
+            staged = self._staging[: len(piece)].copy_(words)
+            for first, host, count in _runs(piece):
+                self._host_words[host : host + count].copy_(staged[first : first + count], non_blocking=True)
 
-    def _copy_in(self, pairs: list[tuple[int, int]]) -> Tensor | None:
-        if not pairs:
-            return None
-        devices, hosts = self._columns(pairs)
-        if self._transfers is None:
-            staged = self._host_words[hosts]
-        else:
-            shape = (len(pairs), *self._host_words.shape[1:])
-            staged = torch.empty(shape, dtype=torch.int32, device=self._device_words.device)
-            for (_, host), block in zip(pairs, staged, strict=True):
-                block.copy_(self._host_words[host], non_blocking=True)
-        self._device_words[:, devices] = staged.transpose(0, 1)
-        return staged
+    def _copy_in(self, pairs: list[tuple[int, int]]) -> None:
+        for piece in self._pieces(pairs):
+            devices, hosts = self._columns(piece)
+            if self._transfers is None:
+                self._device_words[:, devices] = self._host_words[hosts].transpose(0, 1)
+                continue
+            staged = self._staging[: len(piece)]
+            for first, host, count in _runs(piece):
+                staged[first : first + count].copy_(self._host_words[host : host + count], non_blocking=True)
+            self._device_words[:, devices] = staged.transpose(0, 1)
+
+    def _pieces(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        """What the staging buffer holds at once. Moves share it: they run one after the other on one stream."""
+        size = len(self._staging) or max(1, len(pairs))
+        return (pairs[first : first + size] for first in range(0, len(pairs), size))
 
     def measure_swap_rate(self) -> float | None:
         """Bytes per second between device and host, measured on real blocks; None without a host pool."""
@@ -214,3 +219,12 @@ class KVCache:
     def _columns(self, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         columns = to_device(np.array(pairs, dtype=np.int64).T.copy(), self.device_blocks.device)
         return columns[0], columns[1]
+
+
+def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """(place, host block, how many) of host blocks that follow one another: one copy moves them."""
+    first = 0
+    for end in range(1, len(pairs) + 1):
+        if end == len(pairs) or pairs[end][1] != pairs[end - 1][1] + 1:
+            yield first, pairs[first][1], end - first
+            first = end

@@ -39,8 +39,7 @@ class Transfers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # (ticket, done, what has to stay allocated until then)
-        self._under_way: deque[tuple[int, torch.cuda.Event, object]] = deque()
+        self._under_way: deque[tuple[int, torch.cuda.Event]] = deque()
 
     @contextlib.contextmanager
     def after_computing(self) -> Iterator[None]:
@@ -53,10 +52,10 @@ class Transfers:
         """Steps submitted from now on run behind all moves so far."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def track(self, ticket: int, keep: object) -> None:
+    def track(self, ticket: int) -> None:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
-        self._under_way.append((ticket, done, keep))
+        self._under_way.append((ticket, done))
 
     def wait_for_oldest(self) -> None:
         if self._under_way:

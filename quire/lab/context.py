@@ -60,7 +60,7 @@ class LabSettings:
                 device="cuda",
                 max_model_len=8192,
                 kv_cache_memory_bytes=20 * GIB,
-                swap_space_gb=6.0,
+                swap_space_gb=24.0,
                 seed=self.seed,
                 **limits,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.charts import bar_chart, line_chart
@@ -18,77 +19,121 @@ from quire.tiers.disk import DiskStore
 
 _DISK_BYTES = 4 << 30
 _BEATS_FROM = 512  # tokens: where the disk is to be ahead of a CPU
+_LINK_BYTES = 512 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class _Chats:
+    """Conversations that begin with one system prompt. So many users are there at a time, and take turns."""
+
+    num: int
+    num_users: int
+    num_turns: int
+    system: int  # tokens
+    turn: int
+    answer: int
+    at_once: int
 
 
 def measure(context: LabContext) -> Data:
+    settings = _settings(context)
+    data: Data = {"level": "host memory" if context.on_gpu else "disk"}
     with tempfile.TemporaryDirectory(prefix="quire-lab-tiers-") as path:
-        settings = _settings(context)
-        disk = settings | {"kv_disk_path": path, "kv_disk_size": _DISK_BYTES}
-        lengths = _first_tokens(context, context.engine(**disk))
-    levels = {"none": settings}
-    if context.on_gpu:
-        levels["host memory"] = settings | {"kv_offloading_size": context.bench.config.swap_space_gb}
-    chats = _chats(context)
-    runs = []
-    for name in (*levels, "disk"):
+        engine = context.engine(**settings, **_below(context, path))
+        if context.on_gpu:
+            data |= _link_rates(context, engine)
+        data["lengths"] = _first_tokens(context, engine)
+        if context.on_gpu:
+            data["beside"] = _decodes_beside_loads(context, engine)
+    chats, runs = _chats(context), []
+    for name in ("none", data["level"]):
         with tempfile.TemporaryDirectory(prefix="quire-lab-tiers-") as path:
-            own = levels.get(name) or settings | {"kv_disk_path": path, "kv_disk_size": _DISK_BYTES}
             context.report(f"chats that outgrow the cache, level below: {name}")
-            engine = context.engine(num_blocks=_num_blocks(context), **own)
+            below = {} if name == "none" else _below(context, path)
+            engine = context.engine(num_blocks=_num_blocks(context), **settings, **below)
             runs.append({"level": name} | _serve(context, engine, chats))
             engine.core.settle(60.0)
-    return {"lengths": lengths, "measured": runs, "num_chats": len(chats[0]), "num_turns": len(chats)}
+    return data | {"measured": runs, "num_chats": chats.num, "num_turns": chats.num_turns}
 
 
 def _settings(context: LabContext) -> dict[str, Any]:
-    return {"max_num_seqs": context.pick(4, 4, 64), "max_num_batched_tokens": context.pick(512, 512, 8192)}
+    return {"max_num_seqs": context.pick(4, 4, 128), "max_num_batched_tokens": context.pick(512, 512, 8192)}
+
+
+def _below(context: LabContext, path: str) -> dict[str, Any]:
+    """The level below the device: host memory of a GPU, a disk of a CPU."""
+    if context.on_gpu:
+        return {"kv_offloading_size": context.bench.config.swap_space_gb}
+    return {"kv_disk_path": path, "kv_disk_size": _DISK_BYTES}
 
 
 def _num_blocks(context: LabContext) -> int:
-    """How many blocks the small cache has: it holds a quarter of the chats, or less."""
-    return context.pick(80, 100, 8192)
+    """How many blocks the small cache has: it holds a third of the users' chats, or less."""
+    return context.pick(80, 100, 4096)
 
 
-def _chats(context: LabContext) -> list[list[list[int]]]:
-    """By turn and chat: the prompt, which is the chat so far and something new. All begin with one system prompt."""
-    num_chats, num_turns, system, turn = context.pick((8, 3, 64, 48), (12, 3, 128, 96), (2000, 3, 256, 256))
-    rng = random.Random(context.seed)
-    head = [rng.randrange(context.vocab) for _ in range(system)]
-    chats = [list(head) for _ in range(num_chats)]
-    prompts = []
-    for _ in range(num_turns):
-        for chat in chats:
-            chat += [rng.randrange(context.vocab) for _ in range(turn)]
-        prompts.append([list(chat) for chat in chats])
-    return prompts
+def _chats(context: LabContext) -> _Chats:
+    return context.pick(
+        _Chats(8, 8, 3, 64, 40, 8, 2), _Chats(12, 12, 3, 128, 80, 16, 2), _Chats(2000, 500, 4, 256, 48, 16, 128)
+    )
+
+
+def _link_rates(context: LabContext, engine: LLMEngine) -> dict[str, float]:
+    """Bytes a second from pinned host memory to the device: of one copy, and of blocks as a load moves them."""
+    import torch
+
+    from quire.plan import Move
+
+    context.report("the link between host and device")
+    source = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda")
+    cache = engine.built.executor.executor.worker.cache  # type: ignore[union-attr]
+    num_blocks = min(_LINK_BYTES // cache.block_bytes, len(cache.host_blocks))
+    move = Move(0, True, [(i, i) for i in range(num_blocks)])
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    def load() -> None:
+        cache.move(move)
+        cache.wait_for_a_move()
+
+    found = {}
+    for name, call, num_bytes in (("link", copy, _LINK_BYTES), ("load", load, num_blocks * cache.block_bytes)):
+        times_s = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            times_s.append(time.perf_counter() - started)
+        found[f"{name}_bytes_per_s"] = num_bytes / min(times_s)
+    cache.take_finished()
+    return found
 
 
 def _first_tokens(context: LabContext, engine: LLMEngine) -> list[dict[str, float]]:
-    """By length of a prefix: the shortest of several times to the first token, computed and loaded from disk. The two
-    are taken in turn, so that whatever else the machine does meets both."""
-    [disk] = [store.connector for store in engine.built.executor.executor.stores]
-    assert isinstance(disk, DiskStore)
+    """By length of a prefix: the shortest of several times to the first token, computed and loaded. They are taken in
+    turn, so that whatever else the machine does meets all."""
+    stores = [store.connector for store in engine.built.executor.executor.stores]
+    disk = next((store for store in stores if isinstance(store, DiskStore)), None)
     found: list[dict[str, float]] = []
     rng = random.Random(context.seed)
     for length in context.pick((64, 256), (128, 256, 512, 1024), (512, 1024, 2048, 4096)):
         context.report(f"first token after a prefix of {length:,} tokens, computed and loaded")
-        computed: list[float] = []
-        loaded: list[float] = []
-        cold: list[float] = []
+        names = ("computed_s", "loaded_s", *(("cold_s",) if disk else ()))
+        times_s: dict[str, list[float]] = {name: [] for name in names}
         num_loaded = 0
         for _ in range(context.pick(1, 3, 5)):
             prompt = [rng.randrange(context.vocab) for _ in range(length + 1)]
-            computed.append(_one(engine, prompt)[0])
-            engine.core.settle(60.0)
-            engine.reset_prefix_cache()
-            for times_s in (loaded, cold):
-                if times_s is cold:
+            for name, seconds in times_s.items():
+                if name == "cold_s" and disk is not None:
                     disk.drop_from_page_cache()
-                seconds, num_loaded = _one(engine, prompt)
-                times_s.append(seconds)
+                took_s, num_loaded = _one(engine, prompt)
+                seconds.append(took_s)
                 engine.core.settle(60.0)
                 engine.reset_prefix_cache()
-        best = {"computed_s": min(computed), "loaded_s": min(loaded), "cold_s": min(cold)}
+        best = {name: min(seconds) for name, seconds in times_s.items()}
         found.append({"tokens": length, "num_loaded_tokens": num_loaded, **best})
     return found
 
@@ -103,33 +148,81 @@ def _one(engine: LLMEngine, prompt: list[int]) -> tuple[float, int]:
                 return time.perf_counter() - started, output.num_cached_tokens or 0
 
 
-def _serve(context: LabContext, engine: LLMEngine, chats: list[list[list[int]]]) -> dict[str, Any]:
-    """A few users at a time, turn after turn: by the time that a chat goes on, its blocks have been evicted."""
-    at_once, num_out = context.pick((2, 8), (2, 16), (64, 64))
-    waiting = [prompt for turn in chats for prompt in turn]
-    params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
+def _decodes_beside_loads(context: LabContext, engine: LLMEngine) -> dict[str, float]:
+    """Tokens a second of sequences that decode, alone and while prefixes of 4,096 tokens come from below."""
+    context.report("decodes beside loads")
+    rng = random.Random(context.seed + 1)
+    num_decodes, num_steps, num_prefixes = 64, 240, 4
+    prefixes = [[rng.randrange(context.vocab) for _ in range(4097)] for _ in range(num_prefixes)]
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    for prefix in prefixes:
+        _one(engine, prefix)
+        engine.core.settle(60.0)
+    long = SamplingParams(temperature=0.0, max_tokens=3 * num_steps, ignore_eos=True, detokenize=False)
+    for i in range(num_decodes):
+        prompt = [rng.randrange(context.vocab) for _ in range(128)]
+        engine.add_request(f"decode-{i}", {"prompt_token_ids": prompt}, long)
+    for _ in range(20):
+        engine.step()
+    rates = {}
+    num_loads = 0
+    for name in ("alone", "beside_loads"):
+        num_tokens, started = 0, time.perf_counter()
+        for step in range(num_steps):
+            if name == "beside_loads" and step % 10 == 0:
+                engine.core.kv.reset_prefix_cache(force=True)  # the device's; what is in use stays
+                prefix = prefixes[num_loads % num_prefixes]
+                engine.add_request(f"load-{num_loads}", {"prompt_token_ids": prefix}, one)
+                num_loads += 1
+            outputs = engine.step()
+            num_tokens += sum(output.request_id.startswith("decode") for output in outputs)
+        rates[f"{name}_tok_s"] = num_tokens / (time.perf_counter() - started)
+    engine.abort_request([f"decode-{i}" for i in range(num_decodes)])
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.core.settle(60.0)
+    return rates | {"num_loads": num_loads}
+
+
+def _serve(context: LabContext, engine: LLMEngine, chats: _Chats) -> dict[str, Any]:
+    """A few users are answered at a time: by the time that a chat goes on, its blocks have been evicted."""
+    rng = random.Random(context.seed)
+    head = [rng.randrange(context.vocab) for _ in range(chats.system)]
+    said = [list(head) for _ in range(chats.num)]
+    order = [
+        chat
+        for first in range(0, chats.num, chats.num_users)
+        for _ in range(chats.num_turns)
+        for chat in range(first, min(first + chats.num_users, chats.num))
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=chats.answer, ignore_eos=True, detokenize=False)
     begun_s: dict[str, float] = {}
     first_s: dict[str, float] = {}
-    num_cached = num_added = 0
+    talking: dict[str, int] = {}  # by request: the chat that it is a turn of
+    num_cached = num_prompt = 0
     started = time.perf_counter()
-    while num_added < len(waiting) or engine.has_unfinished_requests():
-        while num_added < len(waiting) and engine.get_num_unfinished_requests() < at_once:
-            name = f"chat-{num_added}"
-            begun_s[name] = time.perf_counter()
-            engine.add_request(name, {"prompt_token_ids": waiting[num_added]}, params)
-            num_added += 1
+    while len(begun_s) < len(order) or talking:
+        while len(begun_s) < len(order) and len(talking) < chats.at_once:
+            chat, name = order[len(begun_s)], f"turn-{len(begun_s)}"
+            if chat in talking.values():
+                break  # it has not had its answer yet
+            said[chat] += [rng.randrange(context.vocab) for _ in range(chats.turn)]
+            talking[name], begun_s[name] = chat, time.perf_counter()
+            engine.add_request(name, {"prompt_token_ids": list(said[chat])}, params)
         for output in engine.step():
-            if output.request_id not in first_s:
-                first_s[output.request_id] = time.perf_counter() - begun_s[output.request_id]
-            num_cached += (output.num_cached_tokens or 0) * output.finished
+            first_s.setdefault(output.request_id, time.perf_counter() - begun_s[output.request_id])
+            if output.finished:
+                num_cached += output.num_cached_tokens or 0
+                num_prompt += len(output.prompt_token_ids)
+                said[talking.pop(output.request_id)] += output.outputs[0].token_ids
     seconds = time.perf_counter() - started
     waits = sorted(first_s.values())
     return {
         "seconds": seconds,
-        "output_tok_s": len(waiting) * num_out / seconds,
+        "output_tok_s": len(order) * chats.answer / seconds,
         "first_token_p50_s": waits[len(waits) // 2],
         "first_token_p99_s": waits[int(0.99 * (len(waits) - 1))],
-        "prompt_tokens": sum(map(len, waiting)),
+        "prompt_tokens": num_prompt,
         "found_tokens": num_cached,
     }
 
@@ -140,23 +233,25 @@ def _serve(context: LabContext, engine: LLMEngine, chats: list[list[list[int]]])
 def tell(data: Data, context: LabContext) -> Story:
     lengths, runs = data["lengths"], data["measured"]
     plain, below = runs[0], runs[-1]
+    level = below["level"]
+    sources = {"loaded_s": "from the page cache", "cold_s": "from the disk"} if level == "disk" else {}
+    sources = sources or {"loaded_s": f"from {level}"}
+    slowest = list(sources)[-1]
     gain, tokens = below["output_tok_s"] / plain["output_tok_s"], [entry["tokens"] for entry in lengths]
     long = [entry for entry in lengths if entry["tokens"] >= _BEATS_FROM] or lengths[-1:]
     return Story(
-        question="Blocks that the cache has no room for can be kept on disk. From which length on is loading a prefix "
-        "faster than computing it, and what is that worth to chats that do not fit in the cache together?",
-        headline=f"chats that outgrow the cache: {times(gain)} the throughput with a disk below it, first token p50 "
-        f"{duration(below['first_token_p50_s'])} instead of {duration(plain['first_token_p50_s'])}",
+        question=f"Blocks that the cache has no room for can be kept below it (here: {level}). From which length on is "
+        "loading a prefix faster than computing it, and what is that worth to chats that do not fit in the cache "
+        "together?",
+        headline=f"chats that outgrow the cache: {times(gain)} the throughput with a level below it ({level}), first "
+        f"token p50 {duration(below['first_token_p50_s'])} instead of {duration(plain['first_token_p50_s'])}",
         charts=[
             line_chart(
                 "First token after a prefix",
                 "tokens of the prefix",
                 "seconds",
-                {
-                    "computed": (tokens, [entry["computed_s"] for entry in lengths]),
-                    "loaded, from the page cache": (tokens, [entry["loaded_s"] for entry in lengths]),
-                    "loaded, from the disk": (tokens, [entry["cold_s"] for entry in lengths]),
-                },
+                {"computed": (tokens, [entry["computed_s"] for entry in lengths])}
+                | {f"loaded, {where}": (tokens, [entry[name] for entry in lengths]) for name, where in sources.items()},
                 log="xy",
             ),
             bar_chart(
@@ -180,21 +275,26 @@ def tell(data: Data, context: LabContext) -> Story:
         tables=[
             Table(
                 "First token, computed and loaded",
-                ["prefix tokens", "computed", "from the page cache", "from the disk", "times", "tokens loaded"],
+                ["prefix tokens", "computed", *sources.values(), "times", "tokens loaded"],
                 [
                     [
                         f"{entry['tokens']:,}",
                         duration(entry["computed_s"]),
-                        duration(entry["loaded_s"]),
-                        duration(entry["cold_s"]),
-                        times(entry["computed_s"] / entry["cold_s"]),
+                        *(duration(entry[name]) for name in sources),
+                        times(entry["computed_s"] / entry[slowest]),
                         f"{entry['num_loaded_tokens']:,}",
                     ]
                     for entry in lengths
                 ],
-                "The shortest of several, taken in turn. What was written or read lately comes from the system's page "
-                "cache; for the next column it was dropped.",
+                "The shortest of several, taken in turn."
+                + (
+                    " What was written or read lately comes from the system's page cache; for the next column it was "
+                    "dropped."
+                    if level == "disk"
+                    else ""
+                ),
             ),
+            *_gpu_tables(data),
             Table(
                 f"{data['num_chats']} chats of {data['num_turns']} turns",
                 ["level below", "output tok/s", "first token p50", "first token p99", "prompt tokens found %"],
@@ -214,11 +314,11 @@ def tell(data: Data, context: LabContext) -> Story:
             Finding(
                 f"From {_BEATS_FROM} tokens on, loading beats computing.",
                 "; ".join(
-                    f"{entry['tokens']:,} tokens: {duration(entry['cold_s'])} against {duration(entry['computed_s'])}"
+                    f"{entry['tokens']:,} tokens: {duration(entry[slowest])} against {duration(entry['computed_s'])}"
                     for entry in long
                 )
                 + ".",
-                all(max(entry["loaded_s"], entry["cold_s"]) < entry["computed_s"] for entry in long),
+                all(entry[name] < entry["computed_s"] for entry in long for name in sources),
             ),
             Finding(
                 "With a level below, most of what a chat said before is found when it goes on.",
@@ -242,6 +342,30 @@ def tell(data: Data, context: LabContext) -> Story:
             "what keeps the gain from being larger.",
         ],
     )
+
+
+def _gpu_tables(data: Data) -> list[Table]:
+    """What loads leave of the link, and of others' decodes."""
+    if "beside" not in data:
+        return []
+    link, load, beside = data["link_bytes_per_s"], data["load_bytes_per_s"], data["beside"]
+    slower = 1 - beside["beside_loads_tok_s"] / beside["alone_tok_s"]
+    return [
+        Table(
+            "From host memory to the device",
+            ["", "", "share"],
+            [
+                ["one copy from pinned memory", f"{link / 1e9:.1f} GB/s", ""],
+                ["blocks, as loads move them", f"{load / 1e9:.1f} GB/s", f"{100 * load / link:.0f} %"],
+                ["64 decodes alone", f"{number(beside['alone_tok_s'])} tok/s", ""],
+                [
+                    f"beside {beside['num_loads']} loads of 4,096 tokens",
+                    f"{number(beside['beside_loads_tok_s'])} tok/s",
+                    f"{100 * slower:.1f} % slower",
+                ],
+            ],
+        )
+    ]
 
 
 EXPERIMENT = Experiment("tiers", "Levels below the device: chats that outgrow the cache", measure, tell)
