@@ -123,6 +123,7 @@ class KeyedMove:
     level: int  # which store
     is_load: bool
     pairs: list[tuple[int, bytes]]  # (device block, its hash)
+    to: str | None = None  # of a store whose blocks go to other engines: which one
 
 
 @dataclass(slots=True)

@@ -212,6 +212,31 @@ class KVCache:
         self._synchronize()
         return num * self.block_bytes / max(time.perf_counter() - start, 1e-9)
 
+    def measure_link_rates(self, num_bytes: int) -> tuple[float, float]:
+        """Bytes per second from pinned host memory to a GPU: of one copy, and of as many bytes in blocks, as loads move
+        them. The shortest of several; the blocks that it writes to must be nobody's."""
+        assert self._transfers is not None, "a CPU's host memory is its own"
+        source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(num_bytes, dtype=torch.uint8, device=self.device_blocks.device)
+        num_blocks = min(num_bytes // self.block_bytes, len(self.host_blocks), self.spare_block)
+        move = Move(0, True, [(i, i) for i in range(num_blocks)])
+        calls: tuple[tuple[int, Callable[[], object]], ...] = (
+            (num_bytes, lambda: target.copy_(source, non_blocking=True)),
+            (num_blocks * self.block_bytes, lambda: self.move(move)),
+        )
+        rates = []
+        for moved_bytes, call in calls:
+            seconds = []
+            for _ in range(5):
+                self._synchronize()
+                started = time.perf_counter()
+                call()
+                self._synchronize()
+                seconds.append(time.perf_counter() - started)
+            rates.append(moved_bytes / min(seconds))
+        self.take_finished()
+        return rates[0], rates[1]
+
     def _synchronize(self) -> None:
         if self.device_blocks.is_cuda:
             torch.cuda.synchronize(self.device_blocks.device)

@@ -40,7 +40,7 @@ class StoreMoves:
         if move.is_load:
             store.start_load(keys, self._cache.fillers(block_ids), done)
         else:
-            store.start_store(keys, self._cache.payloads(block_ids, SEAL_BYTES), done)
+            store.start_store(keys, self._cache.payloads(block_ids, SEAL_BYTES), done, move.to)
 
     def take_finished(self) -> list[tuple[int, list[int]]]:
         """(ticket, places of what did not come) of moves that are over, each told once."""

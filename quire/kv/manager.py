@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from quire.errors import ConfigError
 from quire.kv.blocks import BLOCK_SIZES, Block
@@ -37,6 +37,9 @@ from quire.request import CacheOutcome
 
 # Outcomes of a lookup that may go on below the device.
 _LOOKED_UP = (CacheOutcome.COLD, CacheOutcome.PARTIAL, CacheOutcome.EVICTED)
+
+_NOBODY = -1  # holds blocks that are fetched for later
+_SLOWEST = 1e-9  # tokens/s: as if computing took for ever
 
 
 class KVManager:
@@ -285,6 +288,40 @@ class KVManager:
         self.tiers.counters.num_joined += len(match.tickets) > 0
         match.tickets.update(move.ticket for move in moves)
         return moves
+
+    # -- to and from other engines
+
+    def start_send(
+        self, seq_id: int, first: int, known: Collection[BlockHash], *, to: str, take_ticket: TakeTicket
+    ) -> tuple[int, KeyedMove | None]:
+        """A move of a sequence's full blocks, from block `first` on, to another engine: as many as may be on their way
+        now, without those that it is `known` to have. Returns also the block that comes next."""
+        assert self.tiers is not None
+        table = self.tables[seq_id]
+        end = max(first, min(len(table.hashes), first + self.tiers.num_storable // len(table.groups)))
+        pairs = []
+        for number, group in enumerate(table.groups):
+            for index in range(max(first, group.first), end):
+                key = in_group(table.hashes[index], number)
+                if key not in known:
+                    pairs.append((group.block_ids[index - group.first], key))
+        return end, self.tiers.start_send(pairs, to, take_ticket) if pairs else None
+
+    def start_fetch(
+        self, token_ids: Sequence[int], *, salt: str | None, adapter: str | None, take_ticket: TakeTicket
+    ) -> tuple[list[Move | KeyedMove], set[int]]:
+        """Moves that bring what levels below have of a prefix into the device's cache, for nobody yet, and the tickets
+        after which all of it is there. None of either where there is nothing to load, or no room."""
+        match = self.match(token_ids, salt=salt, adapter=adapter)
+        below = self.match_below(match, token_ids, salt=salt, adapter=adapter, prefill_tokens_per_s=_SLOWEST)
+        if below is None:
+            return [], set()
+        wanted = token_ids[: below.num_tokens + 1]
+        if self.admit(_NOBODY, wanted, below, salt=salt, adapter=adapter, recompute=True) is None:
+            return [], set()
+        moves = self.start_loads(_NOBODY, below, wanted, take_ticket)
+        self.free(_NOBODY)  # what is on its way is cached when it has come
+        return moves, below.tickets
 
     def new_groups(self, slices: TableSlices, num_tokens: int) -> list[tuple[GroupTable, int]]:
         """Tables that begin with these slices, for a sequence of so many tokens, and where each shall end."""

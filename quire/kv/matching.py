@@ -92,7 +92,8 @@ def match_below(
                     block_ids[index - first] = origin.block.block_id
                     tickets.add(origin.ticket)
                 else:
-                    holes[next(n for n, level in enumerate(tiers.levels) if level.contains(key))] += 1
+                    holders = (n for n, level in enumerate(tiers.levels) if level.contains(key))
+                    holes[next(holders, len(tiers.levels) - 1)] += 1
         load_s = sum(tiers.levels[number].load_s(num_blocks) for number, num_blocks in holes.items())
         total_s = load_s + (num_most - length) * block_s
         if total_s < best_s:

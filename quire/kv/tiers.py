@@ -31,6 +31,11 @@ class Store(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether every full block is written to it; else only what is sent on purpose."""
+        ...
+
     def contains(self, key: BlockHash) -> bool: ...
 
     def load_s(self, num_blocks: int) -> float:
@@ -55,6 +60,9 @@ class Level(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def takes_all(self) -> bool: ...
 
     def contains(self, key: BlockHash) -> bool: ...
 
@@ -85,6 +93,7 @@ class HostLevel:
     """Cached blocks in host memory. The pool is shared with swap, whose sequences come first."""
 
     name = "host"
+    takes_all = True
 
     def __init__(self, pool: HostPool, block_s: float) -> None:
         self.pool = pool
@@ -161,6 +170,10 @@ class StoreLevel:
     def name(self) -> str:
         return self.store.name
 
+    @property
+    def takes_all(self) -> bool:
+        return self.store.takes_all
+
     def contains(self, key: BlockHash) -> bool:
         return self.store.contains(key)
 
@@ -172,6 +185,9 @@ class StoreLevel:
 
     def start_store(self, ticket: int, pairs: Pairs) -> KeyedMove:
         return KeyedMove(ticket, self._number, False, pairs)
+
+    def start_send(self, ticket: int, pairs: Pairs, to: str) -> KeyedMove:
+        return KeyedMove(ticket, self._number, False, pairs, to)
 
     def done(self, ticket: int) -> None:
         pass
@@ -237,7 +253,9 @@ class Tiers:
         self._fresh: OrderedDict[BlockHash, Block] = OrderedDict()  # cached and not looked at yet, the oldest first
         self._max_storing = max(1, min(_MAX_STORING_BLOCKS, len(pool.blocks) // _STORING_SHARE))
         self._num_storing = 0
-        self._cache.on_insert = self._note_fresh
+        self._writable = [number for number, level in enumerate(levels) if level.takes_all]
+        if self._writable:
+            self._cache.on_insert = self._note_fresh
 
     @property
     def has_stores_waiting(self) -> bool:
@@ -263,7 +281,8 @@ class Tiers:
         """Moves that bring these blocks, each from the nearest level that has it."""
         by_level: dict[int, list[int]] = {}
         for i, key in enumerate(keys):
-            source = next(n for n, level in enumerate(self.levels) if level.contains(key))
+            # One that is gone since it was matched, because others write to its level too, will be told missing.
+            source = next((n for n, level in enumerate(self.levels) if level.contains(key)), len(self.levels) - 1)
             by_level.setdefault(source, []).append(i)
         moves = []
         for number, chosen in by_level.items():
@@ -288,13 +307,13 @@ class Tiers:
         """Moves that write blocks down. Everything that was noted must have been computed by the steps before the one
         whose plan these go into."""
         by_level: dict[int, Pairs] = {}
-        room = self._max_storing - self._num_storing
+        room = self.num_storable
         while self._fresh and room > 0:
             key, block = self._fresh.popitem(last=False)
             if block.block_hash != key:
                 self.counters.num_lost += not self.has(key)
                 continue
-            lacking = [n for n, level in enumerate(self.levels) if not level.contains(key)]
+            lacking = [number for number in self._writable if not self.levels[number].contains(key)]
             for number in lacking:
                 by_level.setdefault(number, []).append((block.block_id, key))
             room -= bool(lacking)
@@ -307,6 +326,25 @@ class Tiers:
                 self._start(ticket, TierMove(level, False, pairs[: len(move.pairs)]))
                 self._num_storing += len(move.pairs)
         return moves
+
+    @property
+    def peers(self) -> StoreLevel | None:
+        """The level of blocks from other engines, and of those that are sent to them."""
+        of_peers = (level for level in self.levels if isinstance(level, StoreLevel) and not level.takes_all)
+        return next(of_peers, None)
+
+    @property
+    def num_storable(self) -> int:
+        """Blocks that may begin to go down or out now."""
+        return max(0, self._max_storing - self._num_storing)
+
+    def start_send(self, pairs: Pairs, to: str, take_ticket: TakeTicket) -> KeyedMove:
+        """A move that gives blocks to another engine. As with stores, earlier steps must have computed them."""
+        assert self.peers is not None, "this engine has no peers"
+        ticket = take_ticket()
+        self._start(ticket, TierMove(self.peers, False, pairs))
+        self._num_storing += len(pairs)
+        return self.peers.start_send(ticket, pairs, to)
 
     def _start(self, ticket: int, move: TierMove) -> None:
         self.moves[ticket] = move
@@ -328,7 +366,8 @@ class Tiers:
                 if i not in lost and self._cache.insert(key, block):
                     block.parent_hash, block.chain_index = origin.parent, origin.chain_index
                     block.packed_tokens = origin.packed_tokens
-                    self._note_fresh(block)  # levels above the one it came from may want it
+                    if self._writable:
+                        self._note_fresh(block)  # levels above the one it came from may want it
             self._pool.transfer_finished(block)
         move.level.done(ticket)
         if move.is_load:

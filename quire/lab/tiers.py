@@ -41,7 +41,9 @@ def measure(context: LabContext) -> Data:
     with tempfile.TemporaryDirectory(prefix="quire-lab-tiers-") as path:
         engine = context.engine(**settings, **_below(context, path))
         if context.on_gpu:
-            data |= _link_rates(context, engine)
+            context.report("the link between host and device")
+            cache = engine.built.executor.executor.worker.cache  # type: ignore[union-attr]
+            data["link_bytes_per_s"], data["load_bytes_per_s"] = cache.measure_link_rates(_LINK_BYTES)
         data["lengths"] = _first_tokens(context, engine)
         if context.on_gpu:
             data["beside"] = _decodes_beside_loads(context, engine)
@@ -76,40 +78,6 @@ def _chats(context: LabContext) -> _Chats:
     return context.pick(
         _Chats(8, 8, 3, 64, 40, 8, 2), _Chats(12, 12, 3, 128, 80, 16, 2), _Chats(2000, 500, 4, 256, 48, 16, 128)
     )
-
-
-def _link_rates(context: LabContext, engine: LLMEngine) -> dict[str, float]:
-    """Bytes a second from pinned host memory to the device: of one copy, and of blocks as a load moves them."""
-    import torch
-
-    from quire.plan import Move
-
-    context.report("the link between host and device")
-    source = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda")
-    cache = engine.built.executor.executor.worker.cache  # type: ignore[union-attr]
-    num_blocks = min(_LINK_BYTES // cache.block_bytes, len(cache.host_blocks))
-    move = Move(0, True, [(i, i) for i in range(num_blocks)])
-
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-
-    def load() -> None:
-        cache.move(move)
-        cache.wait_for_a_move()
-
-    found = {}
-    for name, call, num_bytes in (("link", copy, _LINK_BYTES), ("load", load, num_blocks * cache.block_bytes)):
-        times_s = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            times_s.append(time.perf_counter() - started)
-        found[f"{name}_bytes_per_s"] = num_bytes / min(times_s)
-    cache.take_finished()
-    return found
 
 
 def _first_tokens(context: LabContext, engine: LLMEngine) -> list[dict[str, float]]:

@@ -33,6 +33,7 @@ from quire.scheduler.preemption import (
 )
 from quire.scheduler.results import PromptLogprobs, append_until_stop
 from quire.scheduler.step import InFlight, StepBuilder, SubmittedDrafts, num_drafts
+from quire.scheduler.traffic import BlockTraffic
 from quire.scheduler.types import Drafter, SchedulerStats, SequenceUpdate, TenantLoad, WaitReason
 from quire.step_costs import StepCosts, StepKind
 
@@ -50,6 +51,7 @@ class Scheduler:
         self._kv = kv
         self._clock = clock
         self._life = Lifecycle(config, kv, clock)
+        self.traffic = BlockTraffic(self._life, kv)  # with other engines
         self.costs = StepCosts(prefill_tokens_per_s=config.prefill_tokens_per_s)
         self.target_step_s = None if config.target_step_ms is None else config.target_step_ms / 1e3
         self._prompts_match_decodes = False
@@ -73,7 +75,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        is_busy = self._life.requests or self._in_flight or self._life.moving or self._failures
+        is_busy = self._life.requests or self._in_flight or self._life.moving or self._failures or self.traffic.has_work
         return bool(is_busy) or (self._kv.tiers is not None and self._kv.tiers.has_stores_waiting)
 
     @property
@@ -217,6 +219,7 @@ class Scheduler:
             step.num_coming_blocks = sum(self._life.moving.values())
             if self._kv.tiers is not None:
                 self._life.enter_moves(step.plan, self._kv.tiers.start_stores(self._life.take_ticket))
+            self.traffic.plan(step.plan)
             if self._life.queue.is_shared and (
                 victim := pick_victim_for_fairness(self._life, self._kv, self._refusal, step)
             ):
@@ -604,6 +607,7 @@ class Scheduler:
             self._life.moving.pop(ticket)
             is_complete = self._kv.moves_done(ticket, result.missing.get(ticket, ()))
             self._life.on_loaded(ticket, is_complete)
+            self.traffic.on_moved(ticket, is_complete)
         timings = result.timings
         kind = StepKind(memory.num_decodes, memory.num_prefill_tokens, memory.num_draft_tokens)
         self.costs.observe_step(kind, device_s=timings.forward_s + timings.sample_s, total_s=timings.total_s)

@@ -58,8 +58,12 @@ class SimMemory:
 class SimStore:
     """A store of blocks by hash, below simulated memory. What is in `lost` is told of, and does not come."""
 
-    def __init__(self, name: str = "store", *, block_s: float = 0.0) -> None:
+    def __init__(self, name: str = "store", *, block_s: float = 0.0, peers: dict[str, SimStore] | None = None) -> None:
+        """peers: where blocks are sent to, by address; this store has what others sent. Else every block is kept."""
         self.name = name
+        self.takes_all = peers is None
+        self._peers = {} if peers is None else peers
+        self.is_torn = False  # the next send fails in its middle
         self.blocks: dict[bytes, list[int | None]] = {}
         self.lost: set[bytes] = set()
         self._block_s = block_s
@@ -81,8 +85,14 @@ class SimStore:
         return {"num_blocks": len(self.blocks)}
 
     def move(self, move: KeyedMove, device: list[list[int | None]]) -> list[int]:
-        """Returns the entries of a load that did not come."""
-        missing = []
+        """Returns the entries of a load that did not come, or of a send that did not arrive."""
+        missing: list[int] = []
+        if move.to is not None:
+            num_sent = len(move.pairs) // 2 if self.is_torn else len(move.pairs)
+            self.is_torn = False
+            for block, key in move.pairs[:num_sent]:
+                self._peers[move.to].blocks[key] = list(device[block])
+            return list(range(num_sent, len(move.pairs)))
         for i, (block, key) in enumerate(move.pairs):
             if not move.is_load:
                 self.blocks[key] = list(device[block])

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 from quire.log import get_logger
 from quire.tiers.connector import Bytes, Connector, Expires, HasUsage
+from quire.tiers.peers import Peers
 
 SEAL_BYTES = 16
 _READERS = 2
+_SENDERS = 4  # sealing takes a core longer than a socket takes to pass the bytes on
 _FIRST_BYTES_PER_S = 500e6  # before a load was measured
 _LATENCY_S = 1e-3  # a step has to end before a load is noticed
 _SMOOTHING = 0.3
@@ -28,6 +30,12 @@ def seal_of(key: bytes, payload: Bytes) -> bytes:
     digest = hashlib.sha256(key)
     digest.update(payload)
     return digest.digest()[:SEAL_BYTES]
+
+
+def is_whole(key: bytes, record: Bytes) -> bool:
+    """Whether a sealed block is what was sealed under this key."""
+    view = memoryview(record)
+    return seal_of(key, view[:-SEAL_BYTES]) == view[-SEAL_BYTES:]
 
 
 @dataclass(slots=True)
@@ -54,7 +62,8 @@ class SealedStore:
         self._num_queued = 0  # blocks whose loads have begun and are not over
         self._lock = threading.Lock()
         self._forgotten: set[bytes] = set()  # until the writer has told the connector
-        self._writer = ThreadPoolExecutor(1, f"kv-{name}-store")
+        self.takes_all = not isinstance(connector, Peers)
+        self._writer = ThreadPoolExecutor(1 if self.takes_all else _SENDERS, f"kv-{name}-store")
         self._readers = ThreadPoolExecutor(_READERS, f"kv-{name}-load")
         self._told_s = -_TELL_EVERY_S
 
@@ -70,6 +79,8 @@ class SealedStore:
             return False
 
     def load_s(self, num_blocks: int) -> float:
+        if not self.takes_all:
+            return 0.0  # what another engine sent is here so that this one need not compute it
         return _LATENCY_S + (self._num_queued + num_blocks) * self._block_s
 
     @property
@@ -100,9 +111,12 @@ class SealedStore:
             self._num_queued += len(keys)
         self._readers.submit(self._load, [self._identity + key for key in keys], use, done)
 
-    def start_store(self, keys: Sequence[bytes], read: Callable[[], Sequence[memoryview]], done: Done) -> None:
-        """`read` gives the blocks, each with room for the seal behind its payload. It is called on another thread."""
-        self._writer.submit(self._store, [self._identity + key for key in keys], read, done)
+    def start_store(
+        self, keys: Sequence[bytes], read: Callable[[], Sequence[memoryview]], done: Done, to: str | None = None
+    ) -> None:
+        """`read` gives the blocks, each with room for the seal behind its payload. It is called on another thread.
+        to: a peer that they are sent to."""
+        self._writer.submit(self._store, [self._identity + key for key in keys], read, done, to)
 
     def _load(self, keys: list[bytes], use: Callable[[int, memoryview], None], done: Done) -> None:
         missing = list(range(len(keys)))
@@ -137,16 +151,21 @@ class SealedStore:
         view = memoryview(block).cast("B")
         if len(view) != self.block_bytes + SEAL_BYTES:
             return None
-        payload = view[: self.block_bytes]
-        return payload if seal_of(key, payload) == view[self.block_bytes :] else None
+        return view[: self.block_bytes] if is_whole(key, view) else None
 
-    def _store(self, keys: list[bytes], read: Callable[[], Sequence[memoryview]], done: Done) -> None:
+    def _store(
+        self, keys: list[bytes], read: Callable[[], Sequence[memoryview]], done: Done, to: str | None = None
+    ) -> None:
         missing = list(range(len(keys)))
         try:
             blocks = read()
             for key, block in zip(keys, blocks, strict=True):
                 block[self.block_bytes :] = seal_of(key, block[: self.block_bytes])
-            self.connector.store(keys, blocks)
+            if to is None:
+                self.connector.store(keys, blocks)
+            else:
+                assert isinstance(self.connector, Peers)
+                self.connector.send(to, keys, blocks)
             self.counters.num_stored += len(keys)
             missing = []
         except Exception as error:

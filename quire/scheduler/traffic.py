@@ -1,0 +1,151 @@
+"""Blocks between engines: those of running requests go out while they run, and others' are fetched before they come.
+
+Neither stops a step, and nothing depends on either: a request whose blocks did not arrive is computed where it goes on,
+and one that does not go stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass, field
+
+from quire.kv import KVManager
+from quire.kv.hashing import BlockHash
+from quire.plan import StepPlan
+from quire.request import Request, SequenceState
+from quire.scheduler.lifecycle import Lifecycle
+
+
+@dataclass(slots=True, frozen=True)
+class SendReport:
+    """How far a request's blocks have arrived at the other engine."""
+
+    request_id: str
+    num_tokens: int  # of each of its sequences, at least
+    has_failed: bool = False  # nothing more is sent
+
+
+@dataclass(slots=True, frozen=True)
+class FetchReport:
+    """How many leading tokens of a prefix are in the device's cache now."""
+
+    fetch_id: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Sending:
+    request: Request
+    to: str
+    num_known: int  # leading blocks that the other has already
+    num_sent: dict[int, int] = field(default_factory=dict)  # by seq_id: leading blocks
+    keys: set[BlockHash] = field(default_factory=set)  # what was sent: sequences of one request share blocks
+    tickets: set[int] = field(default_factory=set)
+    is_told: bool = False
+
+
+@dataclass(slots=True)
+class _Fetch:
+    fetch_id: int
+    token_ids: list[int]
+    salt: str | None
+    adapter: str | None
+    tickets: set[int] | None = None  # None: it has not begun
+
+
+class BlockTraffic:
+    """What leaves and what is about to come. Belongs to the scheduler, which plans its moves first in each step."""
+
+    def __init__(self, life: Lifecycle, kv: KVManager) -> None:
+        self._life = life
+        self._kv = kv
+        self._sending: dict[str, _Sending] = {}  # by request_id
+        self._fetches: list[_Fetch] = []
+        self._reports: list[SendReport | FetchReport] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._fetches)
+
+    def take_reports(self) -> list[SendReport | FetchReport]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    def send(self, request: Request, to: str, num_known: int = 0) -> None:
+        """From now on until it ends or `stop`: every full block of the request goes to another engine."""
+        if self._kv.tiers is None or self._kv.tiers.peers is None or request.beams is not None:
+            self._reports.append(SendReport(request.request_id, 0, has_failed=True))
+        else:
+            self._sending[request.request_id] = _Sending(request, to, num_known)
+
+    def stop(self, request_id: str) -> None:
+        self._sending.pop(request_id, None)
+
+    def fetch(self, fetch_id: int, token_ids: TokenIds[int], salt: str | None, adapter: str | None) -> None:
+        """Load into the cache what levels below the device have of a prefix; a report tells when that is over."""
+        self._fetches.append(_Fetch(fetch_id, list(token_ids), salt, adapter))
+
+    def plan(self, plan: StepPlan) -> None:
+        """Before anything else of a step is planned: what is sent must have been computed by earlier ones."""
+        for fetch in self._fetches:
+            if fetch.tickets is None:
+                self._begin(fetch, plan)
+        for sending in list(self._sending.values()):
+            if sending.request.is_finished:
+                del self._sending[sending.request.request_id]
+            elif not sending.tickets:
+                self._send_more(sending, plan)
+        self._tell_fetches()
+
+    def _begin(self, fetch: _Fetch, plan: StepPlan) -> None:
+        moves, fetch.tickets = self._kv.start_fetch(
+            fetch.token_ids, salt=fetch.salt, adapter=fetch.adapter, take_ticket=self._life.take_ticket
+        )
+        self._life.enter_moves(plan, moves)
+
+    def _send_more(self, sending: _Sending, plan: StepPlan) -> None:
+        for seq in sending.request.sequences:
+            if seq.state is not SequenceState.RUNNING:
+                continue
+            first = sending.num_sent.get(seq.seq_id, sending.num_known)
+            end, move = self._kv.start_send(
+                seq.seq_id, first, sending.keys, to=sending.to, take_ticket=self._life.take_ticket
+            )
+            sending.num_sent[seq.seq_id] = end
+            if move is not None:
+                sending.keys.update(key for _, key in move.pairs)
+                sending.tickets.add(move.ticket)
+                self._life.enter_moves(plan, [move])
+        if not sending.tickets and sending.num_sent and not sending.is_told:
+            self._tell(sending)  # there was nothing to send
+
+    def _tell(self, sending: _Sending) -> None:
+        sending.is_told = True
+        running = {seq.seq_id for seq in sending.request.sequences if seq.state is SequenceState.RUNNING}
+        blocks = [count for seq_id, count in sending.num_sent.items() if seq_id in running]
+        num_tokens = min(blocks, default=0) * self._kv.block_size
+        self._reports.append(SendReport(sending.request.request_id, num_tokens))
+
+    def on_moved(self, ticket: int, is_complete: bool) -> None:
+        for fetch in self._fetches:
+            if fetch.tickets:
+                fetch.tickets.discard(ticket)
+        self._tell_fetches()
+        for request_id, sending in list(self._sending.items()):
+            if ticket not in sending.tickets:
+                continue
+            sending.tickets.discard(ticket)
+            if not is_complete:
+                del self._sending[request_id]
+                self._reports.append(SendReport(request_id, 0, has_failed=True))
+            elif not sending.tickets:
+                self._tell(sending)
+
+    def _tell_fetches(self) -> None:
+        over = [fetch for fetch in self._fetches if fetch.tickets is not None and not fetch.tickets]
+        if not over:
+            return
+        self._fetches = [fetch for fetch in self._fetches if fetch not in over]
+        for fetch in over:
+            match = self._kv.match(fetch.token_ids, salt=fetch.salt, adapter=fetch.adapter)
+            self._reports.append(FetchReport(fetch.fetch_id, match.num_tokens))
