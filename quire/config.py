@@ -38,6 +38,15 @@ _KV_DTYPES = _DTYPES | {"fp8": "fp8", "fp8_e4m3": "fp8"}
 _LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 _POLICIES = ("fcfs", "priority")
 _PREEMPTIONS = ("auto", "recompute", "swap")
+# vLLM's names of what kv_transfer_config calls kv_role -> ours.
+_ROLES = {
+    "prefill": "prefill",
+    "decode": "decode",
+    "both": "both",
+    "kv_producer": "prefill",
+    "kv_consumer": "decode",
+    "kv_both": "both",
+}
 
 # vLLM's spelling -> ours.
 _SPELLINGS = {
@@ -130,6 +139,7 @@ class EngineConfig:
     device: str = "auto"
     num_threads: int | None = None  # of each replica
     data_parallel_size: int = 1  # engines behind one server
+    roles: tuple[str, ...] = ()  # of each of them: prefill, decode or both; empty: all do both
     enforce_eager: bool = False
     batch_invariant: bool = False  # logits depend on nothing but the request; or VLLM_BATCH_INVARIANT=1
     # Among how many devices the model is split
@@ -148,6 +158,7 @@ class EngineConfig:
     kv_disk_path: str | None = None  # a directory for cached blocks
     kv_disk_size: int | None = None  # bytes that they may take there, or text such as 50GiB
     kv_transfer_config: Mapping[str, Any] | None = None  # a store of the user's own: docs/tiers.md
+    kv_listen: str | None = None  # host:port or a Unix socket's path, where other engines of the model send blocks
     pinned_prefixes: tuple[str | tuple[int, ...], ...] = ()
     watermark: float = 0.01
     # The scheduler
@@ -179,7 +190,7 @@ class EngineConfig:
 
     @property
     def has_kv_stores(self) -> bool:
-        return self.kv_disk_path is not None or bool(self.kv_transfer_config)
+        return self.kv_disk_path is not None or bool(self.kv_transfer_config) or self.kv_listen is not None
 
     def __post_init__(self) -> None:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
@@ -242,10 +253,11 @@ class EngineConfig:
             raise ConfigError("kv_disk_path and kv_disk_size go together: where blocks are kept, and how much of it")
         if (self.kv_offloading_size or self.has_kv_stores) and not self.enable_prefix_caching:
             raise ConfigError(
-                "kv_offloading_size, kv_disk_path and kv_transfer_config keep the prefix cache's blocks: they need "
-                "enable_prefix_caching=True"
+                "kv_offloading_size, kv_disk_path, kv_transfer_config and kv_listen are about the prefix cache's "
+                "blocks: they need enable_prefix_caching=True"
             )
-
+        if self.roles:
+            self._check_roles()
         if self.speculative_config is not None and self.speculative_config.model is not None and self.num_ranks > 1:
             raise ConfigError(
                 "speculative_config: a model that is split among ranks has no draft model yet: use method suffix or "
@@ -253,8 +265,29 @@ class EngineConfig:
             )
         if self.has_kv_stores and self.num_ranks > 1:
             raise ConfigError(
-                "kv_disk_path and kv_transfer_config keep the blocks of one process: leave tensor_parallel_size and "
-                "pipeline_parallel_size at 1"
+                "kv_disk_path, kv_transfer_config and kv_listen are about the blocks of one process: leave "
+                "tensor_parallel_size and pipeline_parallel_size at 1"
+            )
+
+    def _check_roles(self) -> None:
+        """One for each engine, of which some compute prompts and some go on with them."""
+        given = self.roles.replace(",", " ").split() if isinstance(self.roles, str) else self.roles
+        if not isinstance(given, (list, tuple)) or not all(isinstance(role, str) for role in given):
+            raise ConfigError(f"roles are names such as prefill and decode, got {self.roles!r}")
+        self._set("roles", tuple(_choice(role, "roles", _ROLES) for role in given))
+        if len(self.roles) != self.data_parallel_size:
+            raise ConfigError(
+                f"{len(self.roles)} roles are given, and data_parallel_size={self.data_parallel_size} engines take "
+                "them: give one for each, e.g. -dp 2 --roles prefill decode"
+            )
+        if "prefill" in self.roles and not {"decode", "both"} & set(self.roles):
+            raise ConfigError("roles: nobody goes on with the prompts that are computed: give an engine decode or both")
+        if "decode" in self.roles and not {"prefill", "both"} & set(self.roles):
+            raise ConfigError("roles: nobody computes prompts: give an engine prefill or both")
+        if len(set(self.roles)) > 1 and (not self.enable_prefix_caching or self.num_ranks > 1):
+            raise ConfigError(
+                "roles: blocks go from engine to engine by the prefix cache's hashes, and from one process: they need "
+                "enable_prefix_caching=True and tensor_parallel_size=1"
             )
 
     def _check_numbers(self) -> None:

@@ -54,6 +54,7 @@ class EngineInfo:
     blocks_line: str
     ready_s: float
     timeline_s: dict[str, float] = field(default_factory=dict)
+    kv_address: str | None = None  # where other engines of this model send it blocks
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -24,11 +24,15 @@ from quire.engine.messages import (
     Ended,
     EngineMessage,
     ErrorInfo,
+    Fetch,
+    Fetched,
     Finish,
     LoadReport,
     Logprobs,
     Preempted,
     Refused,
+    Send,
+    Sent,
     Started,
     StepOutputs,
     Stop,
@@ -40,6 +44,7 @@ from quire.errors import BadRequestError, QuireError
 from quire.log import get_logger
 from quire.request import Request, Sequence
 from quire.scheduler import SequenceUpdate
+from quire.scheduler.traffic import SendReport
 
 _REPORT_EVERY_S = 0.1
 _QUIET_S = 0.1  # without a request, before something is prepared that the next one would have to wait for
@@ -93,6 +98,7 @@ class EngineLoop:
                 return
             if self.core.has_work:
                 self._step()
+            self._tell_traffic()
             if time.monotonic() >= self._next_report_s:
                 self._report()
 
@@ -148,6 +154,10 @@ class EngineLoop:
                 self._call(command)
             case Stop():
                 self._is_stopping = True
+            case Send():
+                self._send_blocks(command)
+            case Fetch():
+                self.core.scheduler.traffic.fetch(command.fetch_id, command.token_ids, command.salt, command.adapter)
 
     def _add(self, command: Add) -> None:
         request = command.request
@@ -188,6 +198,24 @@ class EngineLoop:
             if not isinstance(error, QuireError):
                 get_logger().exception("the engine call %s failed", command.name)
             self._send(CallFailed(command.call_id, ErrorInfo.of(error)))
+
+    # -- blocks to and from other engines
+
+    def _send_blocks(self, command: Send) -> None:
+        request = self._requests.get(command.key)
+        if request is None:
+            return  # it ended while the command was on its way
+        if command.to is None:
+            self.core.scheduler.traffic.stop(request.request_id)
+        else:
+            self.core.scheduler.traffic.send(request, command.to, command.num_known)
+
+    def _tell_traffic(self) -> None:
+        for report in self.core.scheduler.traffic.take_reports():
+            if not isinstance(report, SendReport):
+                self._send(Fetched(report.fetch_id, report.num_tokens))
+            elif (key := self._keys.get(report.request_id)) is not None:
+                self._send(Sent(key, report.num_tokens, report.has_failed))
 
     # -- outputs
 

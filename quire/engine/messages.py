@@ -75,7 +75,26 @@ class Stop:
     """End the loop."""
 
 
-Command = Add | Abort | Finish | Call | Stop
+@dataclass(slots=True, frozen=True)
+class Send:
+    """Give a request's full blocks to another engine, from now on while it runs."""
+
+    key: int
+    to: str | None  # its EngineInfo.kv_address; None: no longer
+    num_known: int = 0  # leading blocks that it has already
+
+
+@dataclass(slots=True, frozen=True)
+class Fetch:
+    """Load what there is of a prefix below the device into its cache: a request with it is about to come."""
+
+    fetch_id: int
+    token_ids: list[int]
+    salt: str | None
+    adapter: str | None
+
+
+Command = Add | Abort | Finish | Call | Stop | Send | Fetch
 
 
 # -- from the engine
@@ -192,6 +211,32 @@ class CallFailed:
     error: ErrorInfo
 
 
+@dataclass(slots=True, frozen=True)
+class Sent:
+    """Blocks of a request have arrived at another engine."""
+
+    key: int
+    num_tokens: int  # that they hold, counted from the first
+    has_failed: bool  # nothing more is sent
+
+
+@dataclass(slots=True, frozen=True)
+class Fetched:
+    fetch_id: int
+    num_tokens: int  # of the prefix that the device's cache has
+
+
 EngineMessage = (
-    Hello | Ready | Failed | Refused | StepOutputs | LoadReport | CacheReport | Heartbeat | CallDone | CallFailed
+    Hello
+    | Ready
+    | Failed
+    | Refused
+    | StepOutputs
+    | LoadReport
+    | CacheReport
+    | Heartbeat
+    | CallDone
+    | CallFailed
+    | Sent
+    | Fetched
 )

@@ -34,6 +34,7 @@ from quire.log import get_logger
 def build_core(launch: Launch) -> tuple[EngineCore, EngineInfo]:
     """The engine that the server asked for."""
     from quire.engine.build import build_token_side  # torch: not before the server has heard from us
+    from quire.executor.stores import address_of
 
     config = launch.config
     opened = open_model(config)
@@ -63,6 +64,7 @@ def build_core(launch: Launch) -> tuple[EngineCore, EngineInfo]:
         blocks_line=ledger.blocks_line(),
         ready_s=0.0,
         timeline_s=dict(tokens.executor.timeline_s),
+        kv_address=address_of(tokens.executor.executor.stores),
     )
     return tokens.core, info
 

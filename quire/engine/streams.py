@@ -24,8 +24,12 @@ from quire.engine.messages import (
     Command,
     Ended,
     EngineMessage,
+    Fetch,
+    Fetched,
     Finish,
     Refused,
+    Send,
+    Sent,
     Started,
     StepOutputs,
 )
@@ -52,6 +56,7 @@ class Stream(Job):
         "is_patient",
         "key",
         "made",
+        "on_sent",
         "on_start",
     )
 
@@ -60,6 +65,7 @@ class Stream(Job):
         self.key = key
         self.home = home  # where it is now: it may go on with another engine
         self.on_start: Callable[[], None] | None = None  # called once it has its first token
+        self.on_sent: Callable[[Sent], None] | None = None  # told of its blocks that have arrived elsewhere
         self.made: deque[RequestOutput] = deque()  # outputs made before their reader came
         self.error: BaseException | None = None
         self.is_finished = False  # its reader has had the last output
@@ -131,6 +137,8 @@ class Streams:
         self._lines: dict[int, tuple[Line, Stream]] = {}  # by the sequences' keys
         self._keys = keys or itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._fetches: dict[int, asyncio.Future[int]] = {}
+        self._token_waiters: dict[int, asyncio.Future[None]] = {}  # by the sequences' keys
 
     def __len__(self) -> int:
         return len(self._streams) + len(self._calls)
@@ -218,18 +226,28 @@ class Streams:
     def release(self, *, abort: bool) -> list[tuple[Stream, list[int]]]:
         """Let go of every request that has not ended, each with its sequences that have not, for another engine to go
         on with. abort: this engine lives and shall forget them."""
-        released = []
-        for key, stream in list(self._streams.items()):
-            open_indices = [index for index in stream.lines if key + index in self._lines]
-            if stream.is_gone or not open_indices:
-                continue  # only its reader has not been here yet
+        released = ((stream, self.release_one(stream, abort=abort)) for stream in list(self._streams.values()))
+        return [(stream, open_indices) for stream, open_indices in released if open_indices]
+
+    def release_one(self, stream: Stream, *, abort: bool) -> list[int]:
+        """The same for one of them: its sequences that have not ended. Empty where there are none, and nothing is let
+        go."""
+        key, open_indices = stream.key, self.open_indices(stream)
+        if open_indices:
             del self._streams[key]
             for index in open_indices:
                 del self._lines[key + index]
             if abort:
                 self._send(Abort(key))
-            released.append((stream, open_indices))
-        return released
+        return open_indices
+
+    def open_indices(self, stream: Stream) -> list[int]:
+        """The sequences of a request that have not ended. None where it is not here, or only its reader has not come
+        for its end yet."""
+        key = stream.key
+        if self._streams.get(key) is not stream or stream.is_gone:
+            return []
+        return [index for index in stream.lines if key + index in self._lines]
 
     def adopt(self, stream: Stream, open_indices: list[int]) -> None:
         """Go on with a request that another one released. Under new keys: the old engine may still send tokens."""
@@ -242,6 +260,30 @@ class Streams:
             stream.lines[0].waiting.prompt_logprobs = None
             self._outputs.begin_prompt_logprobs(stream)
         self._send(Add(stream.key, request))
+
+    def send_blocks(self, stream: Stream, to: str | None, num_known: int = 0) -> None:
+        """Have the engine give a request's blocks to another one; `stream.on_sent` is told. None: no longer."""
+        self._send(Send(stream.key, to, num_known))
+
+    async def fetch(self, token_ids: list[int], salt: str | None, adapter: str | None) -> int:
+        """Have the engine load a prefix from below its device; returns how many of the tokens are there then."""
+        fetch_id = next(self._keys)
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._fetches[fetch_id] = future
+        try:
+            self._send(Fetch(fetch_id, token_ids, salt, adapter))
+            return await future
+        finally:
+            self._fetches.pop(fetch_id, None)
+
+    async def next_token(self, stream: Stream, index: int) -> None:
+        """Until a token of one of a request's sequences has come."""
+        key = stream.key + index
+        self._token_waiters[key] = future = asyncio.get_running_loop().create_future()
+        try:
+            await future
+        finally:
+            self._token_waiters.pop(key, None)
 
     def _take_keys(self, count: int) -> int:
         """The first of so many in a row."""
@@ -260,6 +302,14 @@ class Streams:
                 if (stream := self._streams.get(message.key)) is not None:
                     stream.error, stream.is_gone = message.error.to_error(), True
                     stream.wake()
+            case Sent():
+                stream = self._streams.get(message.key)
+                if stream is not None and stream.on_sent is not None:
+                    stream.on_sent(message)
+            case Fetched():
+                fetched = self._fetches.get(message.fetch_id)
+                if fetched is not None and not fetched.done():
+                    fetched.set_result(message.num_tokens)
             case CallDone() | CallFailed():
                 future = self._calls.get(message.call_id)
                 if future is None or future.done():
@@ -311,9 +361,13 @@ class Streams:
             if stream.is_eager:
                 self._make(stream)
             stream.wake()
+        if self._token_waiters:
+            for key in self._token_waiters.keys() & outputs.keys:
+                if not self._token_waiters[key].done():
+                    self._token_waiters[key].set_result(None)
 
     def fail_all(self, error: QuireError) -> None:
-        for future in self._calls.values():
+        for future in (*self._calls.values(), *self._fetches.values()):
             if not future.done():
                 future.set_exception(error)
         for stream in self._streams.values():

@@ -70,8 +70,9 @@ class KVCache:
         self._device_words = self.device_blocks.view(torch.int32)
         self._host_words = self.host_blocks.view(torch.int32)
         self._transfers = Transfers(device) if on_gpu else None
-        num_staged = min(num_host_blocks, max(1, _STAGED_BYTES // self.block_bytes)) if on_gpu else 0
-        self._staging = torch.empty((num_staged, *self._host_words.shape[1:]), dtype=torch.int32, device=device)
+        num_staged = min(num_host_blocks, max(1, _STAGED_BYTES // 2 // self.block_bytes)) if on_gpu else 0
+        # Two halves, in turn: while one is spread over the layers, the next bytes come into the other.
+        self._staging = torch.empty((2, num_staged, *self._host_words.shape[1:]), dtype=torch.int32, device=device)
         self._threads = threading.local()
         self._moved: list[int] = []  # of a CPU, whose moves are over at once
 
@@ -178,24 +179,28 @@ class KVCache:
             if self._transfers is None:
                 self._host_words[hosts] = words
                 continue
-            staged = self._staging[: len(piece)].copy_(words)
+            staged = self._staging[0, : len(piece)].copy_(words)
             for first, host, count in _runs(piece):
                 self._host_words[host : host + count].copy_(staged[first : first + count], non_blocking=True)
 
     def _copy_in(self, pairs: list[tuple[int, int]]) -> None:
-        for piece in self._pieces(pairs):
-            devices, hosts = self._columns(piece)
-            if self._transfers is None:
-                self._device_words[:, devices] = self._host_words[hosts].transpose(0, 1)
-                continue
-            staged = self._staging[: len(piece)]
+        if self._transfers is None:
+            devices, hosts = self._columns(pairs)
+            self._device_words[:, devices] = self._host_words[hosts].transpose(0, 1)
+            return
+        for number, piece in enumerate(self._pieces(pairs)):
+            staged = self._staging[number % 2, : len(piece)]
+            self._transfers.await_spread(number % 2)
             for first, host, count in _runs(piece):
                 staged[first : first + count].copy_(self._host_words[host : host + count], non_blocking=True)
-            self._device_words[:, devices] = staged.transpose(0, 1)
+            with self._transfers.spreading(number % 2):
+                devices, _ = self._columns(piece)
+                self._device_words[:, devices] = staged.transpose(0, 1)
+        self._transfers.await_spread(0, 1)
 
     def _pieces(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-        """What the staging buffer holds at once. Moves share it: they run one after the other on one stream."""
-        size = len(self._staging) or max(1, len(pairs))
+        """What half of the staging buffer holds. Moves share it: they run one after the other on one stream."""
+        size = self._staging.shape[1] or max(1, len(pairs))
         return (pairs[first : first + size] for first in range(0, len(pairs), size))
 
     def measure_swap_rate(self) -> float | None:
@@ -204,8 +209,9 @@ class KVCache:
         if not num:
             return None
         pairs = [(i, i) for i in range(num)]
-        for move in (self._copy_in, self._copy_out):  # writes to the pages of both, so that the timed one need not
-            move(pairs)
+        self._copy_in(pairs)  # writes to the pages of both, so that the timed one need not
+        self._synchronize()
+        self._copy_out(pairs)
         self._synchronize()
         start = time.perf_counter()
         self._copy_out(pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from quire import __version__
 from quire.config import EngineConfig
@@ -10,9 +11,12 @@ from quire.executor.device import Backend
 from quire.models.decoder import Decoder
 from quire.tiers.connector import make_connector
 from quire.tiers.disk import DiskStore
-from quire.tiers.sealed import SEAL_BYTES, SealedStore
+from quire.tiers.peers import Peers
+from quire.tiers.sealed import SEAL_BYTES, SealedStore, is_whole
 from quire.weights import Checkpoint
 from quire.weights.fingerprint import weights_fingerprint
+
+_INBOX_BYTES = 2 << 30  # blocks that other engines sent and nobody has loaded yet
 
 
 def describe_blocks(
@@ -22,10 +26,12 @@ def describe_blocks(
     decoder: Decoder,
 ) -> str:
     """Everything that makes a block's bytes what they are, beside its tokens: equal text, equal bytes."""
+    weights, files = weights_fingerprint(checkpoint, config.seed)
     parts = {
         "quire": __version__,
         "model": config.model,
-        "weights": weights_fingerprint(checkpoint, config.seed),
+        "weights": weights,
+        "files": files,
         "spec": repr(decoder.spec),
         "quantization": config.quantization,
         "activations": str(backend.activation_dtype),
@@ -42,7 +48,7 @@ def describe_blocks(
 
 
 def build_stores(config: EngineConfig, description: str, block_bytes: int) -> list[SealedStore]:
-    """In the order in which they are asked: the disk, then the user's own."""
+    """In the order in which they are asked: the disk, the user's own, then what other engines sent."""
     identity = hashlib.sha256(description.encode()).digest()[:16]
     stores: list[SealedStore] = []
     if config.kv_disk_path is not None:
@@ -58,4 +64,21 @@ def build_stores(config: EngineConfig, description: str, block_bytes: int) -> li
     if config.kv_transfer_config:
         name, connector = make_connector(config.kv_transfer_config)
         stores.append(SealedStore(name, connector, identity=identity, block_bytes=block_bytes))
+    if config.kv_listen is not None:
+        # The same model may lie elsewhere on another machine.
+        lines = [line for line in description.splitlines() if not line.startswith(("model: ", "files: "))]
+        identity = hashlib.sha256("\n".join(lines).encode()).digest()[:16]
+        peers = Peers(
+            config.kv_listen,
+            description="\n".join(lines),
+            record_bytes=block_bytes + SEAL_BYTES,
+            max_bytes=_INBOX_BYTES,
+            is_whole=is_whole,
+        )
+        stores.append(SealedStore("peers", peers, identity=identity, block_bytes=block_bytes))
     return stores
+
+
+def address_of(stores: Sequence[SealedStore]) -> str | None:
+    """Where other engines reach this one, if they do."""
+    return next((store.connector.address for store in stores if isinstance(store.connector, Peers)), None)

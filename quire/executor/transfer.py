@@ -39,6 +39,8 @@ class Transfers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._spread_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._spread: list[torch.cuda.Event | None] = [None, None]
         self._under_way: deque[tuple[int, torch.cuda.Event]] = deque()
 
     @contextlib.contextmanager
@@ -51,6 +53,22 @@ class Transfers:
     def before_computing(self) -> None:
         """Steps submitted from now on run behind all moves so far."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def await_spread(self, *halves: int) -> None:
+        """What comes next on this stream waits until these halves of the staging buffer have been read."""
+        for half in halves:
+            if (event := self._spread[half]) is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
+
+    @contextlib.contextmanager
+    def spreading(self, half: int) -> Iterator[None]:
+        """Queue the reading of a half behind what has come into it, on a stream of its own."""
+        self._spread_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._spread_stream):
+            yield
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._spread_stream)
+        self._spread[half] = event
 
     def track(self, ticket: int) -> None:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]

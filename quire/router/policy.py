@@ -167,6 +167,11 @@ class Router:
         """Blocks that the replica is known or thought to have."""
         return self._index.num_cached(self.replicas[name].bit)
 
+    def num_leading_blocks(self, name: str, hashes: Sequence[BlockHash]) -> int:
+        """How many blocks of a prefix a replica has, from the first on."""
+        bit = self.replicas[name].bit
+        return self._index.leading(hashes, 1 << bit).get(bit, 0)
+
     # -- the choice
 
     def route(self, prompt: Prompt, *, excluding: Iterable[str] = ()) -> Ticket | None:
@@ -179,8 +184,7 @@ class Router:
     def route_to(self, name: str, prompt: Prompt) -> Ticket:
         """Count a request at a replica that somebody else chose."""
         replica = self.replicas[name]
-        num_blocks = self._index.leading(prompt.hashes, 1 << replica.bit).get(replica.bit, 0)
-        num_cached = self._tokens(num_blocks, prompt)
+        num_cached = self._tokens(self.num_leading_blocks(name, prompt.hashes), prompt)
         now_s = self._clock()
         ticket = Ticket(replica, prompt, num_cached, self._expected_s(replica, prompt, num_cached, now_s), now_s)
         self._enter(ticket)

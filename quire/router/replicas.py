@@ -1,9 +1,10 @@
 """ReplicaSet: several engines of one model behind the interface of one, and requests that outlive them.
 
 Every request's text, and with it the tokens that its reader has, is kept on this side of the engines. When a replica
-dies, hangs or is drained, its requests go on at another one from exactly there: the tokens so far are computed again
-as those of a preempted sequence are, and sampling goes on at the same position with the same seed. A replica that died
-is started again, after a while that grows with every failure.
+dies, hangs or is drained, its requests go on at another one from exactly there, and sampling goes on at the same
+position with the same seed. One that lives sends their blocks ahead (`carry.py`); what a dead one had is computed
+again, as the tokens of a preempted sequence are. A replica that died is started again, after a while that grows with
+every failure.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from quire.kv.hashing import BlockHash
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
+from quire.router.carry import bring_blocks
 from quire.router.hashes import prompt_hashes
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
+from quire.socket_folder import SocketFolder
 from quire.text import Tokenizer
 
 _LOOK_S = 1.0  # between two looks at whether a replica hangs
@@ -46,6 +49,13 @@ _WELL_AFTER_S = 60.0  # a replica that has served so long had no fault of its ow
 _MAX_DEATHS = 3  # of replicas under one request: it may be what kills them
 _MAX_FAILURES = 5  # in a row, of the last replica that was left
 _NONE_TAKEN = 3  # EngineLoad.brownout_level
+_CARRY_S = 30.0  # for a request's blocks to reach another replica
+_CARRIES = 4  # requests that leave one replica at the same time
+_MAX_FAILED_CARRIES = 2  # of one request, before it is left where it is
+_BALANCE_S = 0.25  # between two looks at how the requests are spread
+_UNEVEN = 4  # sequences, and half of what the fuller replica has: a smaller difference is not worth a move
+_WORTH_MOVING = 64  # tokens that a request may still make
+_SHORT_PROMPT = 256  # uncached tokens that a replica computes itself though its role is to decode
 _EVERYWHERE = ("reset_prefix_cache", "pin_prefix", "unpin_prefix")  # calls that are for all replicas
 
 
@@ -61,6 +71,7 @@ class _Member:
     keeper: asyncio.Task[None] | None = None
     is_ready: bool = False
     is_draining: bool = False
+    role: str = "both"
     num_failures: int = 0
     num_restarts: int = 0
 
@@ -71,6 +82,8 @@ class _Flight:
 
     ticket: Ticket
     num_deaths: int = 0
+    carrying: asyncio.Task[bool] | None = None
+    num_failed_carries: int = 0
 
 
 class ReplicaSet:
@@ -91,6 +104,7 @@ class ReplicaSet:
         self._make_client = make_client
         self._members: dict[str, _Member] = {}
         self._names = itertools.count()
+        self._listeners = itertools.count()
         self._text = SharedText(config)
         self._flights: dict[Stream, _Flight] = {}
         self._homeless: dict[Stream, list[int]] = {}  # no replica takes requests: by stream, the sequences that go on
@@ -100,6 +114,10 @@ class ReplicaSet:
         self._is_closing = False
         self._info: EngineInfo | None = None
         self.num_moved = 0  # requests that went on at another replica
+        self.num_carried = 0  # of these, those whose blocks went with them
+        can_send = config.enable_prefix_caching and config.num_ranks == 1 and config.kv_listen is None
+        self._sockets = SocketFolder() if can_send else None
+        self._balancer: asyncio.Task[None] | None = None
         device_environment(config, num_replicas - 1)  # what does not fit is refused before anything starts
 
     # -- life
@@ -107,6 +125,8 @@ class ReplicaSet:
     async def start(self) -> None:
         for _ in range(self._num_first):
             self._add_member()
+        self._balancer = asyncio.create_task(self._balance())
+        self._balancer.add_done_callback(_tell_of_bug)
 
     async def ready(self) -> None:
         """Until every replica can serve. Raises what keeps one from it."""
@@ -118,6 +138,8 @@ class ReplicaSet:
 
     async def close(self, grace_s: float = 10.0) -> None:
         self._is_closing = True
+        if self._balancer is not None:
+            self._balancer.cancel()
         members = list(self._members.values())
         for member in members:
             if member.keeper is not None:
@@ -125,6 +147,9 @@ class ReplicaSet:
         await asyncio.gather(*(m.keeper for m in members if m.keeper is not None), return_exceptions=True)
         await asyncio.gather(*(member.client.close(grace_s) for member in members))
         self._fail_waiting(EngineDeadError("the engine was shut down"))
+        if self._sockets is not None:
+            self._sockets.close()
+            self._sockets = None
 
     def _add_member(self) -> _Member:
         index = next(i for i in itertools.count() if all(m.index != i for m in self._members.values()))
@@ -132,6 +157,8 @@ class ReplicaSet:
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         started.add_done_callback(lambda done: done.cancelled() or done.exception())
         member = _Member(name, index, self._client_of(name, index), started, started)
+        if index < len(self.config.roles):
+            member.role = self.config.roles[index]
         self._members[name] = member
         member.keeper = asyncio.create_task(self._keep(member))
         member.keeper.add_done_callback(_tell_of_bug)
@@ -141,6 +168,8 @@ class ReplicaSet:
         config = self.config
         if self._info is not None:  # clients were told this length, and there is one block size for all hashes
             config = config.replace(max_model_len=self._info.max_model_len)
+        if self._sockets is not None:
+            config = config.replace(kv_listen=f"{self._sockets.path}/kv-{name}-{next(self._listeners)}")
         return self._make_client(
             config,
             replace(self.options, environment={**self.options.environment, **device_environment(config, index)}),
@@ -237,10 +266,11 @@ class ReplicaSet:
         if not member.is_ready:
             return 0
         self.router.set_open(name, False)
-        lost = member.client.streams.release(abort=True)
+        num_carried = await self._carry_all(member)
+        lost = member.client.streams.release(abort=True) if member.is_ready else []
         for stream, open_indices in lost:
             self._move(stream, open_indices, has_died=False)
-        return len(lost)
+        return num_carried + len(lost)
 
     def undrain(self, name: str) -> None:
         member = self._find(name)
@@ -290,6 +320,7 @@ class ReplicaSet:
                     "engine": name,
                     "state": member.client.health().state.value,
                     "draining": member.is_draining,
+                    "role": member.role,
                     "restarts": member.num_restarts,
                     "pid": member.client.pid,
                     "num_running": load.num_running,
@@ -388,7 +419,7 @@ class ReplicaSet:
         """Run a request, wherever it is soonest answered, and to its end wherever that is."""
         request = prepared.request
         prompt = Prompt(request.num_prompt_tokens, self.hashes_of(prepared), request.tenant, request.n)
-        while (ticket := self.router.route(prompt)) is None:
+        while (ticket := self._route(prompt)) is None:
             await self._wait_for_replica()
         try:
             stream = self._members[ticket.replica].client.streams.start(prepared)
@@ -397,6 +428,8 @@ class ReplicaSet:
             raise
         flight = self._flights[stream] = _Flight(ticket)
         stream.on_start = partial(self._on_start, flight)
+        if self._members[ticket.replica].role == "prefill":
+            self._start_carry(stream, flight)
         try:
             while not stream.is_finished:
                 output = stream.home.take(stream)
@@ -407,6 +440,8 @@ class ReplicaSet:
         finally:
             prepared.num_made_tokens, prepared.num_cached_tokens = stream.num_made_tokens, stream.num_cached_tokens
             del self._flights[stream]
+            if flight.carrying is not None:
+                flight.carrying.cancel()
             self.router.on_end(flight.ticket)
             if self._homeless.pop(stream, None) is not None:
                 self._text.outputs.discard(request.request_id)
@@ -428,7 +463,126 @@ class ReplicaSet:
             found += [replace(one, labels={"engine": name, **one.labels}) for one in await client.metrics()]
         return found
 
-    # -- from one replica to another
+    # -- from one replica to another, with its blocks
+
+    def _route(self, prompt: Prompt) -> Ticket | None:
+        """Prompts go to replicas that compute them. One that is short, or mostly cached where requests go on, need not
+        travel."""
+        roles = {name: self._members[name].role for name in self.router.replicas}
+        if not self.config.roles:
+            return self.router.route(prompt)
+        direct = self.router.choose(prompt, excluding=[name for name, role in roles.items() if role == "prefill"])
+        if direct is not None and direct.num_uncached_tokens <= _SHORT_PROMPT:
+            return self.router.route_to(direct.replica, prompt)
+        decoding = [name for name, role in roles.items() if role == "decode"]
+        return self.router.route(prompt, excluding=decoding) or self.router.route(prompt)
+
+    def _target_for(self, source: _Member) -> _Member | None:
+        """The replica with the fewest sequences that would go on with a request of another; None where none can."""
+        found = [
+            member
+            for name, member in self._members.items()
+            if member is not source
+            and member.is_ready
+            and member.role != "prefill"
+            and member.client.info.kv_address is not None
+            and self.router.replicas[name].is_open
+            and self.router.replicas[name].num_sequences < member.client.info.max_num_seqs
+        ]
+        return min(found, key=lambda member: self.router.replicas[member.name].num_sequences, default=None)
+
+    def _start_carry(self, stream: Stream, flight: _Flight) -> asyncio.Task[bool] | None:
+        """Begin to move a running request, where there is a replica for it. It stays where it is if that fails."""
+        source = self._members.get(flight.ticket.replica)
+        target = None if source is None else self._target_for(source)
+        if source is None or target is None or source.client.info.kv_address is None or flight.carrying is not None:
+            return None
+        flight.carrying = task = asyncio.create_task(self._carry(stream, flight, source, target))
+
+        def done(task: asyncio.Task[bool]) -> None:
+            flight.carrying = None
+            if task.cancelled():
+                return
+            if (error := task.exception()) is not None:
+                get_logger().error("a request could not be moved", exc_info=error)
+            flight.num_failed_carries += error is not None or not task.result()
+
+        task.add_done_callback(done)
+        return task
+
+    async def _carry(self, stream: Stream, flight: _Flight, source: _Member, target: _Member) -> bool:
+        client, to = target.client, target.client.info.kv_address
+        here, there = source.client.streams, client.streams
+        assert to is not None
+        hashes = self.hashes_of(PreparedRequest(stream.request, stream.params, None))
+        num_known = self.router.num_leading_blocks(target.name, hashes)
+        block_size = self.config.block_size
+        limits = {"block_size": block_size, "num_known": num_known, "within_s": _CARRY_S}
+        if not await bring_blocks(stream, here, there, to, **limits) or not target.is_ready:  # type: ignore[arg-type]
+            return False
+        if target.client is not client or not (open_indices := here.release_one(stream, abort=True)):
+            return False
+        self.router.on_end(flight.ticket)
+        self._adopt(stream, open_indices, self.router.route_to(target.name, self._prompt_of(stream, open_indices)))
+        self.num_carried += 1
+        return True
+
+    async def _carry_all(self, source: _Member) -> int:
+        """Those that decode; the others have little to take along, or wait."""
+        room = asyncio.Semaphore(_CARRIES)
+
+        async def carry(stream: Stream, flight: _Flight) -> bool:
+            async with room:
+                task = flight.carrying or self._start_carry(stream, flight)
+                if task is None:
+                    return False
+                await asyncio.wait([task])
+                return not task.cancelled() and task.exception() is None and task.result()
+
+        decoding = [
+            (stream, flight)
+            for stream, flight in self._flights.items()
+            if flight.ticket.replica == source.name and flight.ticket.first_token_s is not None
+        ]
+        return sum(await asyncio.gather(*(carry(stream, flight) for stream, flight in decoding)))
+
+    async def _balance(self) -> None:
+        """Requests leave a replica that has far more than another, one at a time, and those whose prompt another one
+        should have computed go where they decode."""
+        while not self._is_closing:
+            await asyncio.sleep(_BALANCE_S)
+            counts = {
+                name: known.num_sequences
+                for name, known in self.router.replicas.items()
+                if known.is_open and self._members[name].role != "prefill"
+            }
+            fullest = max(counts, key=counts.__getitem__, default=None)
+            if fullest is not None and counts[fullest] - min(counts.values()) < max(_UNEVEN, counts[fullest] / 2):
+                fullest = None
+            for stream, flight in self._movable(fullest):
+                task = self._start_carry(stream, flight)
+                if task is not None:
+                    await asyncio.wait([task])
+                break
+
+    def _movable(self, fullest: str | None) -> list[tuple[Stream, _Flight]]:
+        """Requests that decode at the fullest replica, or at one that should not; the one with most to make first."""
+        found = []
+        for stream, flight in self._flights.items():
+            member = self._members.get(flight.ticket.replica)
+            num_left = stream.request.max_tokens - max(stream.num_made_tokens)
+            if (
+                member is not None
+                and (member.name == fullest or member.role == "prefill")
+                and flight.ticket.first_token_s is not None
+                and flight.carrying is None
+                and flight.num_failed_carries < _MAX_FAILED_CARRIES
+                and num_left >= _WORTH_MOVING
+            ):
+                found.append((num_left, stream, flight))
+        return [(stream, flight) for _, stream, flight in sorted(found, key=lambda one: -one[0])]
+
+    # -- from one replica to another, without them
 
     def _on_report(self, name: str, report: LoadReport | CacheReport) -> None:
         if name not in self.router.replicas:
@@ -478,24 +632,29 @@ class ReplicaSet:
     def _place_waiting(self) -> None:
         """Requests that lost their replica come first, then those that wait for any."""
         for stream, open_indices in list(self._homeless.items()):
-            flight = self._flights[stream]
-            line = stream.lines[open_indices[0]]
-            made = line.token_ids + line.waiting.new_token_ids
-            prepared = PreparedRequest(stream.request, stream.params, None)
-            num_tokens = stream.request.num_prompt_tokens + len(made)
-            ticket = self.router.route(
-                Prompt(num_tokens, self.hashes_of(prepared, made), stream.request.tenant, len(open_indices))
-            )
+            ticket = self._route(self._prompt_of(stream, open_indices))
             if ticket is None:
                 return
             del self._homeless[stream]
-            flight.ticket = ticket
-            stream.on_start = partial(self._on_start, flight)
-            self.num_moved += 1
-            self._members[ticket.replica].client.streams.adopt(stream, open_indices)
+            self._adopt(stream, open_indices, ticket)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+    def _prompt_of(self, stream: Stream, open_indices: list[int]) -> Prompt:
+        """What a request that goes on is to a router: its tokens so far."""
+        line = stream.lines[open_indices[0]]
+        made = line.token_ids + line.waiting.new_token_ids
+        hashes = self.hashes_of(PreparedRequest(stream.request, stream.params, None), made)
+        num_tokens = stream.request.num_prompt_tokens + len(made)
+        return Prompt(num_tokens, hashes, stream.request.tenant, len(open_indices))
+
+    def _adopt(self, stream: Stream, open_indices: list[int], ticket: Ticket) -> None:
+        flight = self._flights[stream]
+        flight.ticket = ticket
+        stream.on_start = partial(self._on_start, flight)
+        self.num_moved += 1
+        self._members[ticket.replica].client.streams.adopt(stream, open_indices)
 
     async def _wait_for_replica(self) -> None:
         if self._death_reason or self._is_closing:

@@ -69,6 +69,7 @@ def make_connector(config: Mapping[str, Any]) -> tuple[str, Connector]:
         if value not in _NEUTRAL.get(name, ()):
             raise ConfigError(
                 f"kv_transfer_config has no {name}={value!r} here: give kv_connector, and kv_connector_extra_config"
+                + (" (engines have roles with quire serve -dp 2 --roles prefill decode)" if name == "kv_role" else "")
             )
     path, extra = config.get("kv_connector"), config.get("kv_connector_extra_config") or {}
     if not isinstance(path, str) or not isinstance(extra, Mapping):

@@ -198,7 +198,9 @@ class SealedStore:
         return self.connector.expire(older_than_s) if isinstance(self.connector, Expires) else 0
 
     def close(self) -> None:
-        """Finishes the stores that are under way."""
+        """Finishes the stores that are under way; what goes to a peer is not waited for."""
+        if not self.takes_all:
+            self.connector.close()
         self._readers.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True)
         self.connector.close()

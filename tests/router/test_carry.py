@@ -1,0 +1,192 @@
+"""Requests that move between real engines with their blocks: the same tokens, and a pause of a step or two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import write_tiny_model
+
+from quire import StructuredOutputsParams
+from quire.config import EngineConfig
+from quire.engine.launch import EngineProcessOptions
+from quire.errors import ConfigError
+from quire.outputs import RequestOutput
+from quire.params import OutputKind, SamplingParams
+from quire.router import replicas
+from quire.router.replicas import ReplicaSet
+
+BLOCK = 16
+NUM_OUT = 600
+GREEDY = SamplingParams(max_tokens=NUM_OUT, ignore_eos=True, temperature=0.0, output_kind=OutputKind.DELTA)
+SAMPLED = GREEDY.clone(temperature=1.0)
+KINDS = {
+    "greedy": GREEDY,
+    "seeded": SAMPLED.clone(seed=7, top_p=0.9),
+    "penalties": SAMPLED.clone(seed=9, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.1),
+    "logprobs": SAMPLED.clone(seed=10, logprobs=2, prompt_logprobs=1),
+    "several": SAMPLED.clone(seed=11, n=2),
+    "structured": SamplingParams(
+        max_tokens=NUM_OUT,
+        temperature=1.0,
+        seed=15,
+        output_kind=OutputKind.DELTA,
+        structured_outputs=StructuredOutputsParams(regex="([a-z]{5} [0-9]{3},){56}"),
+    ),
+    "stop": SAMPLED.clone(seed=13, stop=["zzzzqqqq"]),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("carry"), max_position_embeddings=4096)
+
+
+def run(model: Path, body: Callable[[ReplicaSet], Coroutine[Any, Any, None]], **changes: Any) -> None:
+    values: dict[str, Any] = {"max_num_seqs": 16, "num_gpu_blocks_override": 600, **changes}
+    config = EngineConfig(
+        model=str(model), load_format="dummy", device="cpu", num_threads=1, block_size=BLOCK, dtype="float32", **values
+    )
+
+    async def whole() -> None:
+        group = ReplicaSet(config, config.data_parallel_size, EngineProcessOptions())
+        try:
+            await group.start()
+            await group.ready()
+            await body(group)
+        finally:
+            await group.close()
+            group.router.check()
+
+    asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+def prompt(number: int, length: int = 400) -> dict[str, list[int]]:
+    return {"prompt_token_ids": [(number * 7919 + i * 31) % 199 for i in range(length)]}
+
+
+async def read(group: ReplicaSet, name: str, what: Any, params: SamplingParams, after: Any = None) -> list[Any]:
+    """(tokens by sequence, output) of each output; calls `after` when a few tokens have come."""
+    found: list[Any] = []
+    num_tokens = 0
+    async for output in group.stream(group.prepare(name, what, params)):
+        tokens = {one.index: list(one.token_ids) for one in output.outputs}
+        found.append((tokens, output))
+        num_tokens += sum(map(len, tokens.values()))
+        if after is not None and num_tokens >= 10:
+            after()
+            after = None
+    return found
+
+
+def line(outputs: list[Any], index: int = 0) -> list[int]:
+    return [token for tokens, _ in outputs for token in tokens.get(index, ())]
+
+
+def ends(outputs: list[Any]) -> list[Any]:
+    last: RequestOutput = outputs[-1][1]
+    return [(one.index, one.finish_reason) for one in last.outputs]
+
+
+def test_a_drained_replica_gives_its_requests_and_their_blocks_away(model: Path) -> None:
+    async def body(group: ReplicaSet) -> None:
+        numbers = dict(enumerate(KINDS.items()))
+        expected = {k: await read(group, f"a-{k}", prompt(i), p) for i, (k, p) in numbers.items()}
+        begun = [asyncio.Event() for _ in KINDS]
+        group.undrain("1")
+        group.router.set_open("1", False)
+        for name in group.replicas:
+            await group.replicas[name].call("reset_prefix_cache", force=True)
+        tasks = [
+            asyncio.create_task(read(group, f"b-{k}", prompt(i), p, begun[i].set)) for i, (k, p) in numbers.items()
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        group.router.set_open("1", True)
+        await group.drain("0")
+        found = dict(zip(KINDS, await asyncio.gather(*tasks), strict=True))
+        assert group.num_moved >= group.num_carried > 0  # some may have ended before their turn came
+        for kind in KINDS:
+            for index in range(2):
+                assert line(found[kind], index) == line(expected[kind], index), kind
+            assert ends(found[kind]) == ends(expected[kind]), kind
+        entries = [entry for _, output in found["logprobs"] for entry in output.outputs[0].logprobs or ()]
+        assert len(entries) == NUM_OUT
+        loaded = [
+            metric.value
+            for metric in await group.replicas["1"].metrics()
+            if metric.name == "quire:kv_level_loaded_blocks_total" and metric.labels["level"] == "peers"
+        ]
+        assert loaded[0] >= 400 // BLOCK * group.num_carried
+
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    run(model, body, data_parallel_size=2, speculative_config=drafts)
+
+
+def test_requests_even_out_and_stay_where_the_other_side_takes_no_blocks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_BALANCE_S", 0.01)
+
+    async def body(group: ReplicaSet) -> None:
+        group.router.set_open("1", False)
+        begun = [asyncio.Event() for _ in range(6)]
+        tasks = [asyncio.create_task(read(group, f"r{i}", prompt(i, 200), GREEDY, begun[i].set)) for i in range(6)]
+        await asyncio.gather(*(event.wait() for event in begun))
+        group.router.set_open("1", True)
+        while group.num_carried < 2:
+            await asyncio.sleep(0.01)
+        assert all(len(line(outputs)) == NUM_OUT for outputs in await asyncio.gather(*tasks))
+        num_moved, make = group.num_moved, group._make_client
+
+        def other(config: EngineConfig, *arguments: Any, **options: Any) -> Any:
+            """Its blocks are of another dtype."""
+            return make(config.replace(kv_cache_dtype="bfloat16"), *arguments, **options)
+
+        group._make_client = other
+        await group.remove("1")
+        await group.add()
+        started = asyncio.Event()
+        task = asyncio.create_task(read(group, "a", prompt(77), GREEDY, started.set))
+        await started.wait()
+        [(stream, flight)] = group._flights.items()
+        carrying = group._start_carry(stream, flight)
+        assert carrying is not None and not await carrying
+        assert len(line(await task)) == NUM_OUT and group.num_moved == num_moved
+
+    run(model, body, data_parallel_size=2)
+
+
+def test_prompts_are_computed_here_and_decoded_there(model: Path) -> None:
+    async def body(group: ReplicaSet) -> None:
+        long = {f"long{i}": prompt(i, 600) for i in range(4)}
+        found = await asyncio.gather(*(read(group, name, what, GREEDY) for name, what in long.items()))
+        assert group.num_carried == 4
+        metrics = {name: {m.name: m.value for m in await one.metrics()} for name, one in group.replicas.items()}
+        assert metrics["1"]["vllm:generation_tokens_total"] > metrics["0"]["vllm:generation_tokens_total"] > 0
+        # A prompt that comes back is cached where it was decoded, and a short one is computed there.
+        again = await read(group, "again", long["long0"], GREEDY)
+        assert line(again) == line(found[0])
+        await read(group, "short", prompt(9, 20), GREEDY.clone(max_tokens=5))
+        assert group.num_carried == 4
+        assert [one["role"] for one in group.describe()] == ["prefill", "decode"]
+        # Without the other, each does both.
+        await group.drain("1")
+        assert line(await read(group, "alone", prompt(3, 600), GREEDY)) == line(found[3])
+
+    run(model, body, data_parallel_size=2, roles=("kv_producer", "decode"))
+
+
+def test_roles_that_cannot_be_are_refused(model: Path) -> None:
+    for roles, words in (
+        (("prefill",), "give one for each"),
+        (("prefill", "prefill"), "nobody goes on"),
+        (("decode", "decode"), "nobody computes prompts"),
+        (("prefill", "sleep"), "must be one of"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            EngineConfig(model=str(model), data_parallel_size=2, roles=roles)
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        EngineConfig(data_parallel_size=2, roles="prefill decode", enable_prefix_caching=False)
