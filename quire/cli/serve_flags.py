@@ -79,6 +79,14 @@ _ENGINE = [
         aliases=("-dp",),
     ),
     Flag(
+        name="roles",
+        help="of each of these engines: prefill, decode or both (default: all do both)",
+        metavar="ROLE",
+        aliases=("--role",),
+        is_list=True,
+        takes_several=True,
+    ),
+    Flag(
         name="pinned_prefixes",
         help="text that is computed at start and never evicted; may be repeated",
         metavar="TEXT",
