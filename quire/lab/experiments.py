@@ -18,6 +18,7 @@ from quire.lab import (
     pressure,
     step_budget,
     tiers,
+    weight_accuracy,
 )
 from quire.lab.experiment import Experiment
 
@@ -34,6 +35,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     kv_accuracy.EXPERIMENT,
     beam_sharing.EXPERIMENT,
     tiers.EXPERIMENT,
+    weight_accuracy.EXPERIMENT,
 )
 
 

@@ -66,7 +66,7 @@ def measure(context: LabContext) -> Data:
     pairs = [("float32", "float32"), ("float32", "float16"), ("float32", "bfloat16"), ("float32", "fp8")]
     if context.on_gpu:
         pairs = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "fp8")]
-    config, is_real = _model(context)
+    config, is_real = reading_model(context)
     readings = [_read(context, config, dtype, kv, is_real) for dtype, kv in pairs]
     done = [each for each in readings if each.logprobs]
     if not done:
@@ -89,7 +89,7 @@ def _data(reading: Reading, done: list[Reading]) -> Record:
     return data
 
 
-def _model(context: LabContext) -> tuple[EngineConfig, bool]:
+def reading_model(context: LabContext) -> tuple[EngineConfig, bool]:
     """A model whose predictions mean something, where one can be had; else the lab's own, with random weights."""
     from quire.weights import resolve_model
 
@@ -122,14 +122,14 @@ def _read(context: LabContext, config: EngineConfig, dtype: str, kv_dtype: str, 
         return reading
     try:
         reading.token_bytes = engine.ledger.block_bytes / engine.ledger.block_size
-        for index, token_ids in enumerate(_windows(engine, is_real, context)):
-            reading.logprobs += _logprobs(engine, f"window-{index}", token_ids)
+        for index, token_ids in enumerate(windows(engine, is_real, context)):
+            reading.logprobs += logprobs(engine, f"window-{index}", token_ids)
     finally:
         engine.close()
     return reading
 
 
-def _windows(engine: LLMEngine, is_real: bool, context: LabContext) -> list[list[int]]:
+def windows(engine: LLMEngine, is_real: bool, context: LabContext) -> list[list[int]]:
     window, num_windows = context.pick((256, 2), (512, 4), (512, 4))
     length = min(window, engine.max_model_len - 1)
     if is_real and engine.tokenizer is not None:
@@ -140,7 +140,7 @@ def _windows(engine: LLMEngine, is_real: bool, context: LabContext) -> list[list
     return [ids[at : at + length] for at in range(0, len(ids), length) if len(ids) - at > 1][:num_windows]
 
 
-def _logprobs(engine: LLMEngine, request_id: str, token_ids: list[int]) -> list[float]:
+def logprobs(engine: LLMEngine, request_id: str, token_ids: list[int]) -> list[float]:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
     found: list[Any] = []

@@ -9,7 +9,17 @@ from fakes import write_tiny_model
 
 from quire.bench.workloads import even_lengths
 from quire.errors import ConfigError
-from quire.lab import batch_width, beam_sharing, block_size, kv_accuracy, prefix_sharing, pressure, step_budget, tiers
+from quire.lab import (
+    batch_width,
+    beam_sharing,
+    block_size,
+    kv_accuracy,
+    prefix_sharing,
+    pressure,
+    step_budget,
+    tiers,
+    weight_accuracy,
+)
 from quire.lab.baseline import static_share
 from quire.lab.context import LabContext, LabSettings
 from quire.lab.experiments import EXPERIMENTS, choose
@@ -160,6 +170,17 @@ def test_accuracy_of_random_weights_claims_nothing(context: LabContext) -> None:
     assert readings["float16"]["perplexity"] == pytest.approx(readings["float32"]["perplexity"], rel=1e-3)
     assert readings["float16"]["perplexity"] != readings["float32"]["perplexity"]  # the cache was really read
     assert [finding.holds for finding in result.findings] == [None, None, True]
+
+
+def test_formats_of_weights_differ_a_little(context: LabContext) -> None:
+    result = check(weight_accuracy.EXPERIMENT.run(context))
+    formats = {each["name"]: each for each in result.data["formats"]}
+    assert list(formats) == ["float32", "float16", "bfloat16", "int8"]
+    reference = formats["float32"]
+    assert set(reference["same_tokens"]) == {result.data["answer_tokens"]} and reference["shift"]["largest"] == 0
+    for name in ("float16", "bfloat16", "int8"):
+        assert 0 < formats[name]["shift"]["mean"] < 0.1
+        assert formats[name]["weight_bytes"] < reference["weight_bytes"]
 
 
 def test_baseline_without_transformers(context: LabContext, monkeypatch: pytest.MonkeyPatch) -> None:

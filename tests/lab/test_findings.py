@@ -19,6 +19,7 @@ from quire.lab import (
     prefix_sharing,
     pressure,
     step_budget,
+    weight_accuracy,
 )
 from quire.lab.context import LabContext, LabSettings, record, run_of
 from quire.lab.report import render_report
@@ -261,6 +262,23 @@ def told_accuracy(model: str, context: LabContext = GPU, same: float = 0.3) -> R
 def test_random_weights_are_no_finding() -> None:
     assert holds(told_accuracy("random weights")) == holds(told_accuracy("random weights", CPU)) == [None, None]
     assert holds(told_accuracy("smollm2")) == holds(told_accuracy("smollm2", same=0.02)) == [True, True]
+
+
+def told_formats(model: str, percent: float) -> Result:
+    def one(name: str, percent: float, same: list[int]) -> dict[str, Any]:
+        shift = {"perplexity_percent": percent, "mean": 0.01, "largest": 0.1}
+        return {"name": name, "refusal": "", "weight_bytes": 9, "perplexity": 40.0, "shift": shift, "same_tokens": same}
+
+    formats = [one("float32", 0.0, [64, 64]), one("bfloat16", -0.1, [64, 64]), one("int8", percent, [64, 3])]
+    formats.append({"name": "fp8", "refusal": "fp8 needs a GPU", "weight_bytes": 0})
+    return tell(weight_accuracy, {"model": model, "tokens": 9, "answer_tokens": 64, "formats": formats}, CPU)
+
+
+def test_a_format_may_cost_a_little_perplexity() -> None:
+    assert holds(told_formats("smollm2", 0.9)) == [True, True, True]
+    assert holds(told_formats("smollm2", 1.1)) == [True, False, True]
+    assert holds(told_formats("random weights", 1.1)) == [None, None, True]
+    assert told_formats("smollm2", 0.9).tables[0].rows[2][-2:] == ["33.5", "1 of 2"]
 
 
 # -- the page
