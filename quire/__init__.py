@@ -17,8 +17,17 @@ if TYPE_CHECKING:
     from quire.errors import QuireError
     from quire.inputs import TextPrompt, TokensPrompt
     from quire.llm import LLM
-    from quire.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.outputs import (
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
     from quire.params import OutputKind, SamplingParams
+    from quire.pooling import PoolerConfig, PoolingParams
     from quire.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -40,6 +49,15 @@ _HOMES = {
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
     "Logprob": "quire.outputs",
+    "PoolingParams": "quire.pooling",
+    "PoolerConfig": "quire.pooling",
+    **dict.fromkeys(
+        ("PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput"), "quire.outputs"
+    ),
+    **dict.fromkeys(
+        ("ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
+        "quire.outputs",
+    ),
     "TextPrompt": "quire.inputs",
     "TokensPrompt": "quire.inputs",
     "PromptType": "quire.inputs",
@@ -53,8 +71,6 @@ _ALIASES = {
     "AsyncEngineArgs": "EngineConfig",
     "RequestOutputKind": "OutputKind",
 }
-# Classes of vLLM that are refused when one is made, not when they are imported.
-_REFUSED = {"PoolingParams"}
 
 __all__ = [
     "LLM",
@@ -62,14 +78,20 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "LLMEngine",
     "Logprob",
     "OutputKind",
+    "PoolerConfig",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "QuireError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -79,8 +101,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     name = _ALIASES.get(name, name)
-    if name in _REFUSED:
-        return importlib.import_module("quire.refusals").refused_class(name)
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -18,14 +18,16 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import Command, EngineMessage, LoadReport, Stop
 from quire.engine.metrics import request_metrics
+from quire.engine.pooled import pooled_of
 from quire.engine.stats import Metric
 from quire.engine.streams import Streams
 from quire.errors import EngineDeadError
 from quire.inputs import Prompt
-from quire.llm import log_start
+from quire.llm import as_tensor, log_start, pooled_fields
 from quire.log import get_logger
-from quire.outputs import RequestOutput
+from quire.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.params import SamplingParams
+from quire.pooling import PoolingParams, PoolingTask
 from quire.refusals import CALL, has_refused_methods, sift
 from quire.text import HFTokenizerFacade
 
@@ -69,7 +71,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         request_id: str = "",
         *,
         priority: int = 0,
@@ -85,6 +87,22 @@ class AsyncLLM:
         async with aclosing(streams.read(prepared)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str = "",
+        *,
+        priority: int = 0,
+        **others: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Pool a prompt, as `LLM.encode`: one output, at its end. The parameters' task is embed unless they say."""
+        params = pooling_params or PoolingParams()
+        async with aclosing(self.generate(prompt, params, request_id, priority=priority, **others)) as outputs:
+            async for output in outputs:
+                tensor = as_tensor(pooled_of(output), str(params.task or PoolingTask.EMBED))
+                yield PoolingRequestOutput(outputs=PoolingOutput(tensor), **pooled_fields(output))
 
     async def beam_search(
         self, prompt: Prompt, request_id: str, params: BeamSearchParams, *, priority: int = 0, **others: Any

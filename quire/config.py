@@ -16,6 +16,7 @@ from typing import Any
 from quire import refusals
 from quire.errors import ConfigError
 from quire.params import plain, plain_list
+from quire.pooling import PoolerConfig
 from quire.refusals import reads_arguments, sift
 from quire.sizes import read_size
 from quire.speculation import SpeculativeConfig
@@ -53,6 +54,18 @@ _SPELLINGS = {
     "swap_space": "swap_space_gb",
     "max_seq_len": "max_model_len",
     "preemption_mode": "preemption",
+    "override_pooler_config": "pooler_config",
+}
+_RUNNERS = ("auto", "generate", "pooling")
+_CONVERSIONS = ("auto", "none", "embed", "classify")
+# vLLM's older `task` -> runner and convert.
+_TASKS = {
+    "auto": {},
+    "generate": {"runner": "generate"},
+    "embed": {"runner": "pooling", "convert": "embed"},
+    "embedding": {"runner": "pooling", "convert": "embed"},
+    "classify": {"runner": "pooling", "convert": "classify"},
+    "score": {"runner": "pooling"},
 }
 
 
@@ -67,7 +80,7 @@ def _understood(given: dict[str, Any]) -> dict[str, Any]:
             values[ours] = values.pop(theirs)
     if values.get("batch_invariant") is None and os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         values["batch_invariant"] = True
-    values = _with_speculation(values)
+    values = _with_speculation(_with_task(values))
     values = sift(values, refusals.ENGINE, known, error=lambda _, message: ConfigError(message))
     written = frozenset(values) - {"given"}
     values = {name: _plain(value) for name, value in values.items() if value is not None}
@@ -113,6 +126,20 @@ def _with_speculation(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "speculative_config": SpeculativeConfig.read(keys)}
 
 
+def _with_task(values: dict[str, Any]) -> dict[str, Any]:
+    task = values.get("task")
+    values = {name: value for name, value in values.items() if name != "task"}
+    if task is None:
+        return values
+    if task not in _TASKS:
+        raise ConfigError(f"task must be one of {', '.join(_TASKS)}, got {task!r}")
+    for name, value in _TASKS[task].items():
+        if values.get(name) not in (None, "auto", value):
+            raise ConfigError(f"task={task!r} and {name}={values[name]!r} contradict each other: give one")
+        values[name] = value
+    return values
+
+
 @reads_arguments(_understood)
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineConfig:
@@ -133,6 +160,9 @@ class EngineConfig:
     tool_call_parser: str | None = None  # None: as the chat template has it; likewise the next
     reasoning_parser: str | None = None
     allow_special_tokens_in_content: bool = False  # in messages of chats
+    runner: str = "auto"  # generate, or pooling: embeddings, scores and classes; auto: as the model is made for
+    convert: str = "auto"  # of a pooling model: embed or classify
+    pooler_config: PoolerConfig | None = None  # or a mapping with vLLM's keys
     max_model_len: int | None = None  # None: the longest that model and cache serve
     seed: int = 0
     # Where and how it runs
@@ -207,6 +237,10 @@ class EngineConfig:
         _one_of(self.load_format, "load_format", _LOAD_FORMATS)
         _one_of(self.scheduling_policy, "scheduling_policy", _POLICIES)
         _one_of(self.preemption, "preemption", _PREEMPTIONS)
+        _one_of(self.runner, "runner", _RUNNERS)
+        _one_of(self.convert, "convert", _CONVERSIONS)
+        if self.pooler_config is not None:
+            self._set("pooler_config", PoolerConfig.read(_mapping(self.pooler_config, "pooler_config")))
         if self.quantization is not None:
             _one_of(self.quantization, "quantization", ("fp8", "int8"))
             fitting = {"int8": ("auto", "float32"), "fp8": ("auto", "bfloat16", "float16")}[self.quantization]

@@ -16,12 +16,24 @@ from quire.config import EngineConfig
 from quire.engine.api import PreparedRequest
 from quire.engine.batch import run_batch, runs_beside_host
 from quire.engine.llm_engine import LLMEngine
+from quire.engine.pooled import checked_scorer, cosine, distinct, pair_prompt, pair_up, pooled_of
 from quire.engine.stats import Metric
 from quire.errors import BadRequestError, QuireError
 from quire.inputs import Prompt
 from quire.log import get_logger
-from quire.outputs import RequestOutput
+from quire.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from quire.params import OutputKind, SamplingParams, plain, plain_list
+from quire.pooling import Pooled, PoolingParams, PoolingTask
 from quire.refusals import CALL, has_refused_methods, sift
 from quire.request import Request
 from quire.text import HFTokenizerFacade
@@ -165,16 +177,117 @@ class LLM:
             )
         return BeamSearchOutput(found)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for every prompt, of a model that embeds."""
+        return [
+            EmbeddingRequestOutput(outputs=EmbeddingOutput(pooled.floats().tolist()), **base)
+            for pooled, base in self._pool(prompts, pooling_params, PoolingTask.EMBED, use_tqdm, others)
+        ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of a classifier's classes, for every prompt."""
+        return [
+            ClassificationRequestOutput(outputs=ClassificationOutput(pooled.floats().tolist()), **base)
+            for pooled, base in self._pool(prompts, pooling_params, PoolingTask.CLASSIFY, use_tqdm, others)
+        ]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Hidden states as tensors: one for each token, or whatever `pooling_task` says (embed, classify, token_embed,
+        token_classify). Of a classifier the logits of its classes, as probabilities."""
+        task = pooling_task or (PoolingTask.CLASSIFY if self._has_classes else PoolingTask.TOKEN_EMBED)
+        return [
+            PoolingRequestOutput(outputs=PoolingOutput(as_tensor(pooled, str(task))), **base)
+            for pooled, base in self._pool(prompts, pooling_params, task, use_tqdm, others)
+        ]
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How well pairs go together: one text with each of many, or the first with the first and so on. By a model
+        that reads pairs, or by the cosine of a model's embeddings."""
+        left, right = pair_up(data_1, data_2)
+        if checked_scorer(self.llm_engine.spec.pooler):
+            pairs = [pair_prompt(a, b) for a, b in zip(left, right, strict=True)]
+            return [
+                ScoringRequestOutput(outputs=ScoringOutput(pooled.floats()[0]), **base)
+                for pooled, base in self._pool(pairs, pooling_params, PoolingTask.CLASSIFY, use_tqdm, others)
+            ]
+        texts, at = distinct([*left, *right])
+        done = self._pool(texts, pooling_params, PoolingTask.EMBED, use_tqdm, others)
+        scores = []
+        for i, j in zip(at[: len(left)], at[len(left) :], strict=True):
+            (a, first), (b, second) = done[i], done[j]
+            base = first | {
+                "prompt_token_ids": first["prompt_token_ids"] + second["prompt_token_ids"],
+                "num_cached_tokens": first["num_cached_tokens"] + second["num_cached_tokens"],
+            }
+            scores.append(ScoringRequestOutput(outputs=ScoringOutput(cosine(a, b)), **base))
+        return scores
+
+    @property
+    def _has_classes(self) -> bool:
+        pooler = self.llm_engine.spec.pooler
+        return pooler is not None and bool(pooler.labels)
+
+    def _pool(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        given: PoolingParams | Sequence[PoolingParams] | None,
+        task: str,
+        use_tqdm: bool | Callable[..., Any],
+        others: dict[str, Any],
+    ) -> list[tuple[Pooled, dict[str, Any]]]:
+        """What every prompt was pooled to, and the other fields of its output."""
+        truncate = others.pop("truncate_prompt_tokens", None)
+        sift(others, CALL)
+        batch = _as_batch(prompts)
+        params = [own or PoolingParams() for own in _per_prompt(given, len(batch), "pooling_params", PoolingParams)]
+        params = [own if own.task is not None else own.clone(task=task) for own in params]
+        if truncate is not None:
+            params = [own.clone(truncate_prompt_tokens=truncate) for own in params]
+        outputs = self._generate(batch.__getitem__, len(batch), params, None, use_tqdm)
+        return [(pooled_of(output), pooled_fields(output)) for output in outputs]
+
     def _generate(
         self,
         prompt_of: Callable[[int], Prompt],
         count: int,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | BeamSearchParams | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | Sequence[PoolingParams] | BeamSearchParams | None,
         priority: int | Sequence[int] | None,
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
         is_search = isinstance(sampling_params, BeamSearchParams)
-        kind = BeamSearchParams if is_search else SamplingParams
+        pools = isinstance(sampling_params, list) and any(isinstance(own, PoolingParams) for own in sampling_params)
+        kind = BeamSearchParams if is_search else PoolingParams if pools else SamplingParams
         params = _per_prompt(sampling_params, count, "sampling_params", kind)
         priorities = _per_prompt(priority, count, "priority", int)
         ids = [str(next(self._ids)) for _ in range(count)]
@@ -182,7 +295,7 @@ class LLM:
 
         def prepare(i: int) -> PreparedRequest:
             own = params[i] or self.get_default_sampling_params()
-            if not is_search:
+            if isinstance(own, SamplingParams):
                 own = own.clone(output_kind=OutputKind.FINAL_ONLY)  # nobody sees a batch before it is done
             with _naming_prompt(i, count):
                 return self.llm_engine.prepare(ids[i], prompt_of(i), own, arrival_time=now, priority=priorities[i] or 0)
@@ -238,6 +351,19 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         return self.llm_engine.get_metrics()
+
+
+def pooled_fields(output: RequestOutput) -> dict[str, Any]:
+    names = ("request_id", "prompt_token_ids", "finished", "num_cached_tokens", "metrics")
+    return {name: getattr(output, name) for name in names}
+
+
+def as_tensor(pooled: Pooled, task: str) -> Any:
+    """A torch tensor of its own: [width], or [tokens, width] where each token has a vector."""
+    import torch
+
+    tensor = torch.frombuffer(bytearray(pooled.data), dtype=torch.float32).view(pooled.num_vectors, -1)
+    return tensor if PoolingTask(task).is_by_token else tensor[0]
 
 
 class _Bar:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import eq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from quire.plan import TokenLogprobs
+    from quire.pooling import Pooled
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,6 +71,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop string or stop token that ended it; None for eos
     error: str | None = None  # what went wrong, where finish_reason is error or banned
     lora_request: None = None
+    pooled: Pooled | None = (
+        None  # of a request that pools, which has no text: the fronts show it as PoolingRequestOutput
+    )
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -108,3 +112,66 @@ class RequestOutput:
     kv_transfer_params: None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = field(default=None, repr=False)
+
+
+_Output = TypeVar("_Output")
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What a prompt was pooled to: a tensor of one vector, or of one a token."""
+
+    data: Any
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[_Output]):
+    """A pooled request."""
+
+    request_id: str
+    outputs: _Output
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """outputs.embedding"""
+
+    __slots__ = ()
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """outputs.probs"""
+
+    __slots__ = ()
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """outputs.score"""
+
+    __slots__ = ()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.params import SamplingSpec
+from quire.pooling import Pooled, PoolingSpec
 from quire.request import FinishReason
 
 
@@ -29,7 +30,8 @@ class Spans:
     """The tokens that this step computes, in columns: entry i is one running sequence. Plain decodes come first.
 
     A row's next `num_tokens[i]` tokens run, from the executor's own length of that row on. Where samples[i] is true
-    they end with the last token that the row has, and the token after it is sampled.
+    they end with the last token that the row has, and the token after it is sampled; or, for a row that was admitted
+    to be pooled, its vectors are made.
 
     A span with drafts runs the row's last token and then the drafts: num_tokens[i] is one more than there may be. Each
     of these positions is sampled from, and a draft is accepted while it equals what was sampled before it. So the
@@ -62,6 +64,7 @@ class Admission:
     tables: list[tuple[int, list[int]]]  # by KV group: index of the first block that it has, and the block ids
     sampling: SamplingSpec
     adapter: str | None = None
+    pooling: PoolingSpec | None = None  # it is pooled at the end of its tokens, and nothing is sampled
 
 
 @dataclass(slots=True, frozen=True)
@@ -195,6 +198,7 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by index into tokens, one per token
     # By row: the logprobs of the prompt tokens that follow each token of this step's span, where asked for.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: dict[int, Pooled] = field(default_factory=dict)  # by index into tokens, of rows that pool: they have none
     # By index into tokens: this one sequence cannot go on after those, how that counts (ERROR or BANNED), and what
     # happened. Without drafts it has no token then.
     failed: dict[int, tuple[FinishReason, str]] = field(default_factory=dict)

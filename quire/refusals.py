@@ -52,7 +52,7 @@ _ONE_GRAMMAR_BACKEND = "one backend compiles every grammar; StructuredOutputsPar
 _NEW_GRAMMAR_NAME = "vLLM calls it structured_outputs and StructuredOutputsParams now, and so does Quire"
 _DRAFTS = 'use speculative_config, e.g. {"method": "suffix"}'
 _BEAMS_APART = "it is BeamSearchParams's, for LLM.beam_search"
-_NO_POOLING = "Quire generates text only"
+_NO_REWARDS = "Quire serves no reward models: a classifier's head gives scores, see LLM.classify"
 _NO_MEDIA = "Quire reads and writes text only"
 _NO_PARSER_PLUGINS = "Quire runs no code from flags: tool_call_parser and reasoning_parser choose among its own"
 _NO_EXPERTS = "a mixture of experts runs on a CPU, and of several ranks each has a part of every expert"
@@ -101,9 +101,6 @@ ENGINE = _table(
             guided_decoding_disable_fallback=false|true guided_decoding_disable_any_whitespace=false
             guided_decoding_disable_additional_properties=false""",
         _NO_PARSER_PLUGINS: 'reasoning_parser_plugin="" reasoning_config={}',
-        _NO_POOLING: """
-            task="auto"|"generate" runner="auto"|"generate" convert="auto"|"none" pooler_config={}
-            override_pooler_config={}""",
         _NO_MEDIA: """
             limit_mm_per_prompt={} mm_processor_kwargs={} media_io_kwargs={} allowed_local_media_path=""
             allowed_media_domains=[] language_model_only=false|true enable_mm_embeds=false interleave_mm_strings=false
@@ -259,6 +256,16 @@ BEAMS = _table(
     }
 )
 
+# Fields of PoolingParams.
+POOLING = _table(
+    {
+        "a pooled prompt is told when it is done": "output_kind",
+        _NO_REWARDS: "step_tag_id returned_token_ids",
+        "requests bring no code and no data of models' own": "extra_kwargs={} additional_data late_interaction_params",
+        "token ids are in the output: prompt_token_ids": "requires_token_ids=false",
+    }
+)
+
 # Fields of StructuredOutputsParams.
 STRUCTURED = _table({"there is one backend, and nothing to fall back to": "disable_fallback=false|true"})
 
@@ -320,7 +327,6 @@ FIELDS = {
 )
 
 # Methods by the class that vLLM has them in.
-_POOLED = "encode embed classify score reward"
 _ENGINE_METHODS = {
     _NO_SLEEP: "sleep wake_up is_sleeping",
     "requests can be aborted, not paused": "pause_generation resume_generation",
@@ -331,15 +337,15 @@ _ENGINE_METHODS = {
 METHODS = {
     "LLM": _table(
         {
-            _NO_POOLING: _POOLED,
+            _NO_REWARDS: "reward",
             "hand all prompts to generate": "enqueue enqueue_chat wait_for_completion",
             "render with get_tokenizer().apply_chat_template": "preprocess_chat",
             "give LLM(tokenizer=...)": "set_tokenizer",
             **_ENGINE_METHODS,
         }
     ),
-    "AsyncLLM": _table({_NO_POOLING: "encode", **_ENGINE_METHODS}),
-    "LLMEngine": _table({_NO_POOLING: "encode", **_ENGINE_METHODS}),
+    "AsyncLLM": _table(_ENGINE_METHODS),
+    "LLMEngine": _table({"call add_request with PoolingParams": "encode", **_ENGINE_METHODS}),
 }
 
 # Classes that programs import at their top, whether they use them or not.
@@ -347,7 +353,6 @@ CLASSES = _table(
     {
         _NO_ADAPTERS: "LoRARequest",
         _NEW_GRAMMAR_NAME: "GuidedDecodingParams",
-        _NO_POOLING: "PoolingParams",
     }
 )
 

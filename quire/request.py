@@ -13,6 +13,7 @@ from hashlib import blake2b
 
 from quire.errors import BadRequestError, ContextLengthError
 from quire.params import SamplingSpec
+from quire.pooling import PoolingSpec
 
 
 class FinishReason(StrEnum):
@@ -82,6 +83,7 @@ class Request:
     spec: SamplingSpec = field(default_factory=SamplingSpec)  # of the first sequence
     n: int = 1  # sequences
     beams: BeamSpec | None = None  # its sequences are beams: ranked together, not sampled
+    pooling: PoolingSpec | None = None  # it is pooled when its prompt is computed, and ends
     priority: int = 0  # lower runs first
     arrival_s: float = 0.0
     salt: str | None = None  # of `cache_scope`; enters the hash of every cached block: other salts never match
@@ -102,7 +104,14 @@ class Request:
 
     def check_limits(self, max_model_len: int, max_num_seqs: int | None) -> None:
         """Refuse what could not run even alone. Asked where the request is made, and again by the scheduler."""
-        if self.num_prompt_tokens >= max_model_len:
+        if self.pooling is not None:
+            if self.num_prompt_tokens > max_model_len:
+                raise ContextLengthError.of(
+                    max_model_len,
+                    f"the prompt has {self.num_prompt_tokens}. Shorten it, or set truncate_prompt_tokens=-1",
+                    param="prompt",
+                )
+        elif self.num_prompt_tokens >= max_model_len:
             raise ContextLengthError.of(
                 max_model_len,
                 f"the prompt has {self.num_prompt_tokens}, and at least one is for the answer. Shorten the prompt or "

@@ -23,6 +23,7 @@ FOUNDATION = {
     "params",
     "request",
     "plan",
+    "pooling",
     "outputs",
     "log",
     "interrupt",

@@ -13,6 +13,7 @@ from quire.engine.stats import Metric
 from quire.inputs import Prompt
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
+from quire.pooling import PoolingParams
 from quire.request import Request
 from quire.text import Tokenizer
 
@@ -125,7 +126,7 @@ class ServingEngine(Protocol):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         priority: int = 0,
         tenant: str = "",

@@ -100,7 +100,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
     timeline = Timeline()
     opened = open_model(config)
     timeline.mark("open")
-    precompile = Precompile.start(config, opened.spec) if config.num_ranks == 1 else None
+    precompile = Precompile.start(config, opened.spec) if config.num_ranks == 1 and not opened.spec.pooler else None
     text = TextSide(config, opened)
     timeline.mark("tokenizer")
     tokens = build_token_side(
@@ -168,7 +168,7 @@ def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenS
         stores=executor.executor.stores,
         windows=executor.ledger.windows,
         max_span_tokens=executor.max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=config.enable_prefix_caching and bool(executor.ledger.windows),
         watermark=config.watermark,
     )
     scheduler = Scheduler(scheduler_config(config, executor), kv)
@@ -203,13 +203,14 @@ def scheduler_config(config: EngineConfig, executor: BuiltExecutor) -> Scheduler
         max_num_seqs=executor.max_num_seqs,
         max_num_batched_tokens=executor.max_num_batched_tokens,
         max_model_len=executor.ledger.max_model_len,
-        enable_chunked_prefill=config.enable_chunked_prefill,
+        # Every token of an encoder sees all of its text.
+        enable_chunked_prefill=config.enable_chunked_prefill and bool(executor.ledger.windows),
         long_prefill_token_threshold=config.long_prefill_token_threshold,
-        target_step_ms=config.target_step_ms,
+        target_step_ms=config.target_step_ms if executor.ledger.windows else None,
         policy=config.scheduling_policy,
         priority_ageing_s=config.priority_ageing_s,
         preemption=config.preemption,
-        kv_bytes_per_block=executor.ledger.block_bytes,
+        kv_bytes_per_block=max(1, executor.ledger.block_bytes),
         swap_bytes_per_s=executor.swap_bytes_per_s or _FIRST_SWAP_BYTES_PER_S,
         prefill_tokens_per_s=_FIRST_PREFILL_TOKENS_PER_S[device],
         max_in_flight=executor.executor.depth,

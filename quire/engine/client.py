@@ -32,6 +32,7 @@ from quire.inputs import Prompt
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
+from quire.pooling import PoolingParams
 from quire.request import cache_scope
 from quire.text import Tokenizer
 
@@ -241,7 +242,7 @@ class EngineClient:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         priority: int = 0,
         tenant: str = "",

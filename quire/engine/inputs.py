@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,16 +16,19 @@ from quire.engine.api import PreparedRequest
 from quire.errors import BadRequestError, ConfigError
 from quire.grammar import GrammarCompiler, lower
 from quire.inputs import Prompt
+from quire.models.spec import PoolerSpec
 from quire.params import (
     MAX_CACHE_SALT_CHARS,
     MAX_PRIORITY,
     MIN_PRIORITY,
+    OutputKind,
     SamplingParams,
     SamplingSpec,
     ThinkingSpec,
     plain,
     plain_list,
 )
+from quire.pooling import PoolingKind, PoolingParams, PoolingSpec, PoolingTask
 from quire.refusals import CALL, sift
 from quire.request import Request, cache_scope
 from quire.structured import StructuredOutputsParams
@@ -35,6 +39,8 @@ MAX_BAD_WORD_TOKENS = 16_384
 _NUM_KEPT_LISTS = 32
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _IS_CHAT = "is_chat"  # a key of prompts that a chat template made
+SECOND_TEXT = "second_text"  # a key of prompts that are pairs, for models that score them
+_NO_TEXT = SamplingParams(max_tokens=1, detokenize=False, output_kind=OutputKind.FINAL_ONLY)  # of a request that pools
 
 
 class InputProcessor:
@@ -53,7 +59,11 @@ class InputProcessor:
         is_split: bool = False,
         grammars: GrammarCompiler | None = None,
         thinking: ThinkingFormat | None = None,
+        pooler: PoolerSpec | None = None,
+        hidden_size: int = 0,
     ) -> None:
+        self.pooler = pooler
+        self.hidden_size = hidden_size
         self.tokenizer = tokenizer
         self.grammars = grammars
         self.thinking = thinking
@@ -72,7 +82,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         arrival_s: float,
         priority: int = 0,
@@ -83,23 +93,29 @@ class InputProcessor:
 
         `cache_tenant`: the tenant whose cached prefixes it may find, where tenants do not share them.
         """
+        if isinstance(params, PoolingParams):
+            request, text = self._pooled_request(request_id, prompt, params)
+            request.priority, request.arrival_s, request.tenant = self._priority(priority), arrival_s, tenant
+            request.salt = cache_scope(request.salt, cache_tenant)
+            request.check_limits(self.max_model_len, self.max_num_seqs)
+            return PreparedRequest(request, _NO_TEXT, text)
+        if self.pooler is not None:
+            raise BadRequestError(
+                "this model pools and generates no text: use LLM.embed, .score, .classify or .encode, or over HTTP "
+                "/v1/embeddings, /v1/rerank, /score, /classify or /pooling",
+                param="prompt",
+            )
         beams = None
         if isinstance(params, BeamSearchParams):
             beams, params = params.to_spec(), params.to_sampling()
         text, token_ids, salt = self.read_prompt(prompt)
         self._check_tokens(token_ids, "prompt")
-        priority = plain(priority)
         self._check_params(params)
         self._check_processors(params, beams is not None)
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         stop_ids = frozenset(params.stop_token_ids or ())
         eos_ids = frozenset() if params.ignore_eos else self.eos_token_ids
-        if type(priority) is not int or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
-            raise BadRequestError(
-                f"priority must be a whole number between {MIN_PRIORITY} and {MAX_PRIORITY}, got {priority!r}",
-                param="priority",
-            )
         request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -109,7 +125,7 @@ class InputProcessor:
             spec=self._spec(params, eos_ids | stop_ids, self._thinking(params, prompt, text, token_ids)),
             n=params.n,
             beams=beams,
-            priority=priority,
+            priority=self._priority(priority),
             arrival_s=arrival_s,
             salt=cache_scope(salt, cache_tenant),
             tenant=tenant,
@@ -124,20 +140,56 @@ class InputProcessor:
             )
         return PreparedRequest(request, params, text)
 
+    def _priority(self, given: Any) -> int:
+        priority = plain(given)
+        if type(priority) is not int or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+            raise BadRequestError(
+                f"priority must be a whole number between {MIN_PRIORITY} and {MAX_PRIORITY}, got {priority!r}",
+                param="priority",
+            )
+        return priority
+
+    def _pooled_request(self, request_id: str, prompt: Prompt, params: PoolingParams) -> tuple[Request, str | None]:
+        spec = pooling_spec(params, self.pooler, self.hidden_size)
+        keep = params.truncate_prompt_tokens
+        if keep is not None:
+            if keep > self.max_model_len:
+                raise BadRequestError(
+                    f"truncate_prompt_tokens={keep} is more than the {self.max_model_len} tokens that fit: lower it",
+                    param="truncate_prompt_tokens",
+                )
+            keep = self.max_model_len if keep == -1 else keep
+        second = prompt.get(SECOND_TEXT) if isinstance(prompt, Mapping) else None
+        text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
+            text = prompt.get("prompt")
+        num_first, salt = None, None
+        if isinstance(text, str) and self.tokenizer is not None:
+            if isinstance(prompt, Mapping):
+                salt = self._salt(prompt)
+            token_ids, num_first = self.tokenizer.encode_whole(text, second, at_most=self.max_model_len, keep=keep)
+        else:
+            text, token_ids, salt = self.read_prompt(prompt)
+            token_ids = token_ids[:keep]
+        self._check_tokens(token_ids, "prompt")
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            max_tokens=1,  # it ends where a first token would be
+            end_token_ids=frozenset(),
+            pooling=replace(spec, num_first_tokens=num_first),
+            salt=salt,
+            # The states of cached tokens are not kept: only the last token's has to be computed in any case.
+            skip_prefix_cache_read=bool(params.skip_reading_prefix_cache) or spec.kind is not PoolingKind.LAST,
+        )
+        return request, text
+
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, salt)."""
         salt = None
         given: Any = prompt
         if isinstance(prompt, Mapping):
-            prompt = sift(prompt, CALL, _PROMPT_KEYS | {_IS_CHAT}, error=_about_key)
-            salt = prompt.get("cache_salt")
-            if salt is not None and (not isinstance(salt, str) or not salt):
-                raise BadRequestError("cache_salt must be a non-empty text", param="cache_salt")
-            if salt is not None and len(salt) > MAX_CACHE_SALT_CHARS:
-                raise BadRequestError(
-                    f"cache_salt may have {MAX_CACHE_SALT_CHARS:,} characters, and has {len(salt):,}: send its hash",
-                    param="cache_salt",
-                )
+            salt = self._salt(prompt)
             text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is None and given is None:
                 raise BadRequestError("a prompt dict needs prompt or prompt_token_ids", param="prompt")
@@ -147,6 +199,19 @@ class InputProcessor:
         if isinstance(given, str):
             return given, self.encode(given), salt
         return None, _token_list(given), salt
+
+    def _salt(self, prompt: Mapping[str, Any]) -> str | None:
+        """Of a prompt dict, whose keys are checked on the way."""
+        sift(prompt, CALL, _PROMPT_KEYS | {_IS_CHAT, SECOND_TEXT}, error=_about_key)
+        salt = prompt.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise BadRequestError("cache_salt must be a non-empty text", param="cache_salt")
+        if salt is not None and len(salt) > MAX_CACHE_SALT_CHARS:
+            raise BadRequestError(
+                f"cache_salt may have {MAX_CACHE_SALT_CHARS:,} characters, and has {len(salt):,}: send its hash",
+                param="cache_salt",
+            )
+        return salt
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
@@ -329,6 +394,46 @@ class InputProcessor:
         if "min_tokens" in names:
             hint = f" (before min_tokens={params.min_tokens} no end token and none of stop_token_ids is sampled)"
         raise BadRequestError(f"{' and '.join(names)} leave no token to sample{hint}: change them", param=names[0])
+
+
+def pooling_spec(params: PoolingParams, pooler: PoolerSpec | None, hidden_size: int) -> PoolingSpec:
+    """What a model makes of these; BadRequestError where it cannot."""
+    if pooler is None:
+        raise BadRequestError(
+            "this engine generates text: make it with runner='pooling' (quire serve --runner pooling) to embed with "
+            "this model, or use one that was made to embed or to classify",
+            param="task",
+        )
+    task = params.task or (PoolingTask.CLASSIFY if pooler.labels else PoolingTask.EMBED)
+    assert isinstance(task, PoolingTask)
+    if task.has_classes != bool(pooler.labels):
+        can = "classifies, and gives no embeddings: set convert='embed', or use LLM.classify and .score"
+        cannot = "embeds, and has no classes: use LLM.embed, .score or .encode, or a model with a classifier"
+        raise BadRequestError(f"this model {can if pooler.labels else cannot}", param="task")
+    number = params.dimensions
+    if number is not None and task is not PoolingTask.EMBED:
+        raise BadRequestError(
+            f"dimensions are those of an embedding, not of {task}: leave them out", param="dimensions"
+        )
+    if number is not None and pooler.dimensions is None:
+        raise BadRequestError(
+            "dimensions: this model is not known to be trained for shorter embeddings (matryoshka): leave them out, or "
+            "make the engine with hf_overrides={'is_matryoshka': True}",
+            param="dimensions",
+        )
+    allowed = pooler.dimensions or range(1, hidden_size + 1)
+    if number is not None and number not in allowed:
+        which = ", ".join(map(str, allowed)) if pooler.dimensions else f"1 to {hidden_size}"
+        raise BadRequestError(f"dimensions={number}: this model has {which}", param="dimensions")
+    is_activated = params.use_activation
+    if is_activated is None:
+        is_activated = True if task.has_classes else pooler.normalizes
+    return PoolingSpec(
+        kind=PoolingKind.ALL if task.is_by_token else pooler.kind,
+        has_classes=task.has_classes,
+        is_activated=is_activated,
+        dimensions=number,
+    )
 
 
 def _token_list(given: Any) -> list[int]:

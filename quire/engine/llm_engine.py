@@ -19,6 +19,7 @@ from quire.errors import BadRequestError, ConfigError, EngineDeadError
 from quire.inputs import Prompt
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
+from quire.pooling import PoolingParams
 from quire.refusals import CALL, has_refused_methods, sift
 from quire.request import Request, cache_scope
 from quire.text import HFTokenizerFacade
@@ -68,7 +69,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -87,7 +88,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -102,7 +103,7 @@ class LLMEngine:
         return self._inputs.make_request(
             request_id,
             prompt,
-            params or self.built.default_sampling,
+            params or (self.built.default_sampling if self.spec.pooler is None else PoolingParams()),
             arrival_s=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
         )

@@ -29,6 +29,7 @@ from quire.engine.messages import (
     Finish,
     LoadReport,
     Logprobs,
+    PooledResult,
     Preempted,
     Refused,
     Send,
@@ -238,6 +239,8 @@ class EngineLoop:
                 tokens.append(token)
             if update.logprobs is not None or update.prompt_logprobs is not None:
                 outputs.logprobs.append(Logprobs(key, update.logprobs, update.prompt_logprobs))
+            if update.pooled is not None:
+                outputs.pooled.append(PooledResult(key, update.pooled))
             if seq.num_preemptions:
                 self._tell_preemptions(key, seq, outputs)
             if update.finished:

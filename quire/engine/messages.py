@@ -16,6 +16,7 @@ from quire.engine.api import EngineInfo, EngineLoad
 from quire.engine.brownout import BrownoutSettings
 from quire.errors import ErrorInfo as ErrorInfo
 from quire.plan import TokenLogprobs
+from quire.pooling import Pooled
 from quire.request import Request
 
 
@@ -153,6 +154,14 @@ class Logprobs:
 
 
 @dataclass(slots=True, frozen=True)
+class PooledResult:
+    """Of a sequence that ends in the same message."""
+
+    key: int
+    pooled: Pooled
+
+
+@dataclass(slots=True, frozen=True)
 class Ended:
     key: int
     reason: str
@@ -172,6 +181,7 @@ class StepOutputs:
     started: list[Started] = field(default_factory=list)
     preempted: list[Preempted] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    pooled: list[PooledResult] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
 
 

@@ -8,6 +8,7 @@ from quire.engine.api import PreparedRequest
 from quire.errors import BadRequestError
 from quire.outputs import CompletionOutput, LogprobList, RequestMetrics, RequestOutput
 from quire.params import OutputKind, SamplingParams
+from quire.pooling import Pooled
 from quire.request import FinishReason, Sequence
 from quire.scheduler import SequenceUpdate
 from quire.text import Detokenizer, StopStrings, Tokenizer
@@ -31,6 +32,7 @@ class Line:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    pooled: Pooled | None = None
     num_sent_tokens: int = 0
 
     def take(self) -> SequenceUpdate | None:
@@ -140,7 +142,7 @@ class OutputProcessor:
             if is_shown and self._show(job, line, token):
                 return True
         if update.finished:
-            line.error = update.error
+            line.error, line.pooled = update.error, update.pooled
             self._end(line, update.seq.finish_reason, update.seq.stop_reason, job, num_hidden)
         return False
 
@@ -246,6 +248,7 @@ def _completion(line: Line, delta: bool) -> CompletionOutput:
         line.finish_reason,
         line.stop_reason,
         line.error,
+        pooled=line.pooled,
     )
 
 

@@ -353,6 +353,9 @@ class Streams:
                     preempted.num_preemptions,
                     preempted.num_recomputed_tokens,
                 )
+        for result in outputs.pooled:
+            if (found := lines.get(result.key)) is not None:
+                found[0].waiting.pooled = result.pooled
         for ended in outputs.ended:
             if (found := lines.pop(ended.key, None)) is not None:
                 _end(found[0], ended, now_s)

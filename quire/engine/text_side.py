@@ -62,6 +62,8 @@ class TextSide:
             is_split=self.config.num_ranks > 1,
             grammars=self.grammars,
             thinking=self.dialect.thinking,
+            pooler=self.spec.pooler,
+            hidden_size=self.spec.hidden_size,
         )
 
     def make_outputs(self) -> OutputProcessor:

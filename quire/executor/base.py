@@ -9,6 +9,7 @@ from quire.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.executor.device import Backend
+    from quire.executor.encoder import EncoderExecutor
     from quire.executor.local import LocalExecutor
     from quire.executor.memory import MemoryLedger
     from quire.executor.rank_executor import RankBackend, RankExecutor
@@ -45,7 +46,7 @@ class Executor(Protocol):
 class BuiltExecutor:
     """An executor and the numbers that were settled while it was built."""
 
-    executor: LocalExecutor | RankExecutor
+    executor: LocalExecutor | RankExecutor | EncoderExecutor
     backend: Backend | RankBackend
     ledger: MemoryLedger
     max_num_seqs: int

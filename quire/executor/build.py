@@ -18,6 +18,7 @@ from quire.executor.captured import GraphMemory, StepParts, is_out_of_memory
 from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.device import Backend, choose_backend
 from quire.executor.draft_model import DraftModel, open_draft
+from quire.executor.encoder import build_encoder
 from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
 from quire.executor.kv_cache import KVCache
 from quire.executor.local import LocalExecutor
@@ -84,6 +85,8 @@ def build_executor(
     grammars: GrammarCompiler | None = None,
 ) -> BuiltExecutor:
     """Load the weights, size the cache to what is left, and put the parts together."""
+    if spec.is_encoder:
+        return build_encoder(config, spec, checkpoint, progress, timeline=timeline)
     grammars = grammars or GrammarCompiler.of_model(config, checkpoint, spec)
     loaded = load_model(config, spec, checkpoint, progress, precompile=precompile, timeline=timeline)
     backend, ledger, timeline = loaded.backend, loaded.ledger, loaded.timeline
@@ -105,7 +108,7 @@ def build_executor(
         ledger,
         block_size=config.block_size,
         max_num_seqs=loaded.max_num_seqs,
-        has_graphs=_has_graphs(config, backend),
+        has_graphs=_has_graphs(config, backend, pools=spec.pooler is not None),
         precompile=loaded.precompile,
         constraints=RowConstraints(grammars),
         stores=stores,
@@ -221,7 +224,9 @@ def make_cache(loaded: LoadedModel, ledger: MemoryLedger, draft: Decoder | None 
     )
 
 
-def make_sampler(loaded: LoadedModel, ledger: MemoryLedger) -> Sampler:
+def make_sampler(loaded: LoadedModel, ledger: MemoryLedger) -> Sampler | ElsewhereSampled:
+    if loaded.spec.pooler is not None:
+        return ElsewhereSampled()
     with torch.inference_mode():
         return Sampler(
             num_rows=loaded.max_num_seqs,
@@ -248,9 +253,9 @@ def _naming_the_weights(spec: ModelSpec, dtype: str, max_position: int) -> Itera
         ) from error
 
 
-def _has_graphs(config: EngineConfig, backend: Backend) -> bool:
-    """Plain torch kernels look at tensors from the host, which a graph cannot hold."""
-    return backend.ops.name == "triton" and not config.enforce_eager
+def _has_graphs(config: EngineConfig, backend: Backend, *, pools: bool) -> bool:
+    """Plain torch kernels look at tensors from the host, which a graph cannot hold. Captured steps end in logits."""
+    return backend.ops.name == "triton" and not config.enforce_eager and not pools
 
 
 def assemble_executor(
@@ -338,7 +343,7 @@ def _plan(
         )
         dtype = sizing.activation_dtype(config, spec, device)
         lengths = (decoder.max_position, config.block_size, len(layout.windows))
-        if _has_graphs(config, backend):
+        if _has_graphs(config, backend, pools=spec.pooler is not None):
             graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths)
             if draft is not None:
                 graph_bytes += sizing.graph_bytes(draft.spec, dtype, max_num_seqs, *lengths)

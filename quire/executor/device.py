@@ -55,7 +55,12 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
     kv_dtype = _kv_dtype(config, dtype, device)
     if device.type == "cuda" and spec.cpu_only is not None:
         raise ConfigError(f"{spec.architecture}: {spec.cpu_only} is served on a CPU only: use device='cpu'")
+    if spec.is_encoder and device.type == "cuda":  # its operations are torch's own, in half precision
+        ops = ReferenceOps(device, _TORCH_DTYPES[dtype])
+        return Backend(device, ops, _TORCH_DTYPES[dtype], kv_dtype, dtype, "torch kernels")
     backend = _cuda(config, spec, dtype, kv_dtype, device) if device.type == "cuda" else _cpu(config, dtype, kv_dtype)
+    if spec.is_encoder:
+        return backend
     sizes = backend.ops.supported_block_sizes(spec.head_dim)
     if not sizes:
         raise ConfigError(f"the {backend.ops.name} backend cannot serve a head dimension of {spec.head_dim}")

@@ -103,6 +103,9 @@ class LocalExecutor:
             result.tokens, result.logprobs, result.failed = step.sampled.to_lists()
             if isinstance(step.sampled, RankedBatch):
                 result.candidates = step.sampled.candidates()
+        if step.done.pooled is not None:
+            pooled = step.done.pooled.to_list()
+            result.tokens, result.pooled = [[] for _ in pooled], dict(enumerate(pooled))
         for line in step.constrained if result.failed else ():
             if line.index in result.failed and result.failed[line.index][0] is FinishReason.BANNED:
                 result.failed[line.index] = (FinishReason.BANNED, line.constraint.why_stuck())

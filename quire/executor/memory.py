@@ -36,6 +36,8 @@ class MemoryLedger:
     @property
     def num_tokens(self) -> int:
         """That the cache holds; where layers have windows, in sequences of the greatest length."""
+        if not self.windows:
+            return 0
         if self.windows == (None,):
             return self.num_blocks * self.block_size
         return self.num_blocks * self.max_model_len // self.blocks_for(self.max_model_len)
@@ -47,6 +49,8 @@ class MemoryLedger:
 
     def blocks_line(self) -> str:
         """The start-up line that vLLM's users look for."""
+        if not self.windows:
+            return "no blocks: an encoder keeps no KV"
         if self.device == "cpu":
             return f"# CPU blocks: {self.num_blocks}"
         return f"# GPU blocks: {self.num_blocks}, # CPU blocks: {self.num_host_blocks}"

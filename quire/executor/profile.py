@@ -36,9 +36,12 @@ def measure_activation_bytes(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     hidden = decoder.forward(inputs.token_ids, inputs.attention, [kv] * len(kept))
-    rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-    logits = decoder.logits(hidden, rows)
-    scratch = _sampling_scratch(logits)
+    if spec.pooler is not None:
+        logits = scratch = decoder.normalized(hidden).float()
+    else:
+        rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        logits = decoder.logits(hidden, rows)
+        scratch = _sampling_scratch(logits)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del hidden, logits, scratch, kv

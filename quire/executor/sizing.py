@@ -68,7 +68,8 @@ def activation_dtype(config: EngineConfig, spec: ModelSpec, device: str) -> str:
         return config.dtype
     if device == "cpu":
         return "float32"
-    return "float16" if spec.dtype == "float16" else "bfloat16"
+    # Norms keep an encoder's states small, so that the finer of the two types holds them.
+    return "float16" if spec.dtype == "float16" or (spec.is_encoder and spec.dtype == "float32") else "bfloat16"
 
 
 def kv_dtype(config: EngineConfig, dtype: str) -> str:
@@ -90,7 +91,7 @@ def batch_limits(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[in
     max_num_seqs = config.max_num_seqs or min(1024 if on_gpu else 64, tokens or 1024)
     if tokens is None:
         tokens = max(8192 if on_gpu else 512, max_num_seqs)
-        if not config.enable_chunked_prefill:
+        if not config.enable_chunked_prefill or spec.is_encoder:
             tokens = max(tokens, config.max_model_len or spec.max_position)
     return max_num_seqs, tokens
 

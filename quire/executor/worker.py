@@ -22,6 +22,7 @@ from quire.executor.draft_model import DraftModel
 from quire.executor.kv_cache import KVCache
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.mixed_step import MixedShape, drafts_as_decodes
+from quire.executor.pooling import PooledBatch, RowPools, pooled_spans
 from quire.executor.store_moves import StoreMoves
 from quire.grammar.rows import ConstrainedLine, RowConstraints
 from quire.models.decoder import Decoder
@@ -56,10 +57,11 @@ class ForwardPass:
     places: tuple[Tensor, Tensor] | None = None  # rows and positions on the device, where they are there already
     unjudged: list[Unjudged] = field(default_factory=list)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
+    pooled: PooledBatch | None = None  # of a model that pools, in the order of the rows
 
 
 class ElsewhereSampled:
-    """In a sampler's place on ranks that do not sample: they are told the tokens."""
+    """In a sampler's place on ranks that do not sample: they are told the tokens. And where rows are pooled."""
 
     def admit(self, row: int, spec: SamplingSpec, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         pass
@@ -88,6 +90,7 @@ class Worker:
         draft: DraftModel | None = None,
     ) -> None:
         self.decoder = decoder
+        self.pools = RowPools(decoder.classifier) if decoder.spec.pooler is not None else None
         self.cache = cache
         self.stores = StoreMoves(cache, stores)
         self.batch = batch
@@ -106,6 +109,8 @@ class Worker:
             self.batch.release(row)
             self.sampler.release(row)
             self._prompt_logprob_rows.pop(row, None)
+            if self.pools is not None:
+                self.pools.release(row)
             if self.constraints is not None:
                 self.constraints.release(row)
         for move in plan.moves:
@@ -115,6 +120,9 @@ class Worker:
         self.cache.copy(plan.copies)
         for new in plan.admitted:
             self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.tables)
+            if self.pools is not None:
+                self.pools.admit(new)
+                continue
             self.sampler.admit(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
             if new.sampling.is_constrained and isinstance(self.sampler, Sampler):
                 assert self.constraints is not None, "a grammar came to a worker that knows none"
@@ -235,6 +243,8 @@ class Worker:
     def reset(self) -> None:
         """Forget every row: the next plan may be another scheduler's first."""
         self._prompt_logprob_rows.clear()
+        if self.pools is not None:
+            self.pools.clear()
         if self.constraints is not None:
             self.constraints.clear()
         self.cache.forget_moves()
@@ -261,6 +271,9 @@ class Worker:
         clock.mark("prepare")
         hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.cache.layers)
         done = ForwardPass(inputs.sampled_rows, inputs.sampled_positions)
+        if self.pools is not None:
+            done.pooled = self.pools.take(self.decoder.normalized(hidden), pooled_spans(plan))
+            return done
         done.prompt_logprobs = self._prompt_logprobs(plan, starts, hidden)
         if inputs.sampled_rows:
             done.logits = self.decoder.gathered_logits(hidden, inputs.logit_indices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.interface import (
@@ -15,10 +16,12 @@ from quire.kernels.interface import (
     Norm,
     Normed,
     Ops,
+    PackedBatch,
     PlacedDecodes,
     QuantizedRows,
     Rotary,
 )
+from quire.kernels.packed import packed_attention
 
 
 class ComposedOps:
@@ -30,6 +33,15 @@ class ComposedOps:
     def add_norm(self: Ops, branch: Tensor, residual: Tensor, norm: Norm | None) -> Normed:
         residual.add_(branch)
         return residual if norm is None else self.norm(residual, norm)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        if activation == "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        activated: Tensor = getattr(F, activation)(x)
+        return activated
+
+    def packed_attention(self, qkv: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+        return packed_attention(qkv, batch, spec)
 
     def place_decodes(self: Ops, step: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int) -> PlacedDecodes:
         rows, positions, kv_lens = step.unbind(0)

@@ -100,6 +100,18 @@ class AttentionBatch:
 
 
 @dataclass(slots=True, frozen=True)
+class PackedBatch:
+    """Whole sequences one after the other, as an encoder takes them: their keys are rows of the step itself."""
+
+    lengths: list[int]
+    starts: Tensor  # [seqs + 1] int32: sequence i is rows starts[i] .. starts[i+1]-1
+
+    @property
+    def max_len(self) -> int:
+        return max(self.lengths)
+
+
+@dataclass(slots=True, frozen=True)
 class AttentionSpec:
     """One layer's attention, apart from the data."""
 
@@ -324,6 +336,13 @@ class Ops(Protocol):
 
     def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Normed:
         """Causal attention of each new token over its sequence's blocks -> [tokens, heads * head_dim]."""
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """Of an MLP without a gate: silu, gelu, gelu_tanh or relu of each element. May use x's memory."""
+
+    def packed_attention(self, qkv: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+        """Attention of each token over all of its sequence. qkv: as the fused projection gives it
+        -> [tokens, heads * head_dim]."""
 
     def place_decodes(self, step: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int) -> PlacedDecodes:
         """Out of a batch's tokens [rows, positions] and tables [rows, blocks], what stands where `step` says.

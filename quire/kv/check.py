@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from quire.kv.hashing import in_group
-from quire.kv.table import NEVER, UNCHANGED, BlockTable
+from quire.kv.table import NEVER, UNCHANGED, BlockTable, capacity_of
 
 if TYPE_CHECKING:
     from quire.kv.manager import KVManager
@@ -38,7 +38,7 @@ def _check_references(kv: KVManager) -> None:
 def _check_table(kv: KVManager, table: BlockTable) -> None:
     name, block_size = f"sequence {table.seq_id}", kv.block_size
     assert tuple(group.window for group in table.groups) == kv.windows, f"{name}: tables of other groups"
-    capacity = min(group.end for group in table.groups) * block_size
+    capacity = capacity_of(table.groups, block_size)
     assert table.capacity == capacity, f"{name}: capacity {table.capacity}, its blocks hold {capacity}"
     for group in table.groups:  # a windowed one has room for the next span alone
         room = group.end * block_size

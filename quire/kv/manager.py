@@ -29,7 +29,7 @@ from quire.kv.prefix_cache import PrefixCache, PrefixMatch
 from quire.kv.snapshot import KVSnapshot, take_snapshot
 from quire.kv.stats import Counters, KVStats, RateMeter, read_stats
 from quire.kv.swap import Moves, SwappedSequence, finish_swap, swap_in, swap_out
-from quire.kv.table import NEVER, UNCHANGED, Allocation, BlockTable, GroupTable, TableSlices
+from quire.kv.table import NEVER, UNCHANGED, Allocation, BlockTable, GroupTable, TableSlices, capacity_of
 from quire.kv.tiers import HostLevel, Level, Origin, Store, StoreLevel, TakeTicket, Tiers
 from quire.kv.watch import KVWatch
 from quire.plan import KeyedMove, Move, max_window_blocks
@@ -46,7 +46,8 @@ class KVManager:
     """Block tables over one pool of `num_blocks` device blocks, and a host pool to swap to.
 
     `windows` has an entry for each KV group (see table.py): its sliding window, or None. A step computes at most
-    `max_span_tokens` of one sequence: a windowed group has no more blocks than the window and such a span take.
+    `max_span_tokens` of one sequence: a windowed group has no more blocks than the window and such a span take. An
+    encoder has no groups: its sequences take no blocks.
 
     `host_block_s` makes host blocks a level of the prefix cache too, and says how long a copy of one takes. `stores`
     are levels below it; plans name them by their places here.
@@ -562,7 +563,7 @@ class KVManager:
             root=root,
             groups=groups,
             num_tokens=num_tokens,
-            capacity=min(group.end for group in groups) * block_size,
+            capacity=capacity_of(groups, block_size),
             writable_from=num_committed,
             next_commit=num_committed + block_size if self.enable_prefix_caching else NEVER,
             hashes=hashes,
@@ -620,7 +621,7 @@ class KVManager:
                 block_ids.extend(own_ids[len(replaced) :])
             if self.watch is not None:
                 self.watch.remapped(table.seq_id, replaced_ids, own_ids)
-        table.capacity = min(group.end for group in table.groups) * block_size
+        table.capacity = capacity_of(table.groups, block_size)
         self.counters.num_copies += len(change.copies)
         return change
 

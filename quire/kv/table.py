@@ -57,6 +57,11 @@ class GroupTable:
         return max(self.first, first_seen_block(position, self.window, block_size))
 
 
+def capacity_of(groups: list[GroupTable], block_size: int) -> int:
+    """Tokens that all groups have room for. A model without KV has no groups, and its tables room for everything."""
+    return min(group.end for group in groups) * block_size if groups else NEVER
+
+
 @dataclass(slots=True, eq=False)
 class BlockTable:
     """The blocks of one running sequence.

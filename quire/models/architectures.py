@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from quire.models.config_reader import MAX_INTEGER, ConfigReader, shown
+from quire.models.encoders import ENCODER_NAMES, ENCODERS, encoder_spec
 from quire.models.quantization import read_quantization
 from quire.models.rope_config import DEFAULT_THETA, max_position_with_scaling, read_rope, read_rope_by_layer_type
 from quire.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
@@ -53,7 +54,12 @@ class Architecture:
 def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
     """A Hugging Face config.json's content as a ModelSpec. `source` is its file, for messages."""
     name = _architecture_name(ConfigReader(config, source))
-    architecture = ARCHITECTURES[name]
+    if name in ENCODERS:
+        reader = ConfigReader(config, source)
+        return encoder_spec(reader, name, _dtype(reader))
+    base = _base_name(name)
+    assert base is not None
+    architecture = ARCHITECTURES[base]
     reader = ConfigReader(config, source, architecture.keys)
     _refuse_unserved(reader, architecture)
 
@@ -113,7 +119,7 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         layer_norms=architecture.layer_norms,
         entry_norms=architecture.entry_norms,
         sandwich_norms=architecture.is_gemma or architecture.sandwich_norms,
-        parallel_residual=reader.flag("use_parallel_residual", True) if name == "GPTNeoXForCausalLM" else False,
+        parallel_residual=reader.flag("use_parallel_residual", True) if base == "GPTNeoXForCausalLM" else False,
         gated_mlp=architecture.gated_mlp,
         learned_positions=max_position if architecture.learned_positions else None,
         embedding_scale=hidden_size**0.5 if architecture.is_gemma else None,
@@ -145,8 +151,23 @@ def _with_multipliers(reader: ConfigReader, spec: ModelSpec) -> ModelSpec:
 def stored_names(config: Mapping[str, Any]) -> StoredNames:
     """How a checkpoint with this config.json names its tensors."""
     names = config.get("architectures")
-    known = [name for name in names if name in ARCHITECTURES] if isinstance(names, list | tuple) else []
-    return ARCHITECTURES[known[0]].names if known else StoredNames()
+    for name in names if isinstance(names, list | tuple) else ():
+        if name in ENCODERS:
+            return ENCODER_NAMES
+        if (base := _base_name(name)) is not None:
+            return ARCHITECTURES[base].names
+    return StoredNames()
+
+
+def _base_name(name: Any) -> str | None:
+    """The architecture that a model is one of: itself, or that with another head on the same layers, or none."""
+    if not isinstance(name, str) or name in ARCHITECTURES:
+        return name if isinstance(name, str) else None
+    for head in ("ForSequenceClassification", "Model"):
+        if name.endswith(head):
+            stem = name.removesuffix(head)
+            return next((each for each in (f"{stem}ForCausalLM", f"{stem}LMHeadModel") if each in ARCHITECTURES), None)
+    return None
 
 
 def _max_position(reader: ConfigReader, rope: RopeSpec, layer_types: LayerTypes) -> int:
@@ -162,9 +183,9 @@ def _architecture_name(reader: ConfigReader) -> str:
     if not isinstance(names, list | tuple) or not names:
         raise reader.error(f"architectures is missing: expected a list with one of {served}")
     for name in names:
-        if isinstance(name, str) and name in ARCHITECTURES:
+        if isinstance(name, str) and (name in ENCODERS or _base_name(name) is not None):
             return name
-    near = difflib.get_close_matches(str(names[0])[:200], ARCHITECTURES, n=2, cutoff=0.6)
+    near = difflib.get_close_matches(str(names[0])[:200], [*ARCHITECTURES, *ENCODERS], n=2, cutoff=0.6)
     message = f"architecture {', '.join(map(str, names))[:200]} is not served (there are {served})"
     if near:
         message += f". Nearest: {' and '.join(near)}"

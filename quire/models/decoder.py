@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Normed, Ops, Rotary
 from quire.layers.rotary import pairs_order, rotary_table
+from quire.models.classifier import Classifier
 from quire.models.experts import ExpertsMlp
 from quire.models.kv_layout import KVLayout, kv_layout
 from quire.models.layer import DenseMlp, Layer, Mlp, PlainMlp, SelfAttention
@@ -67,8 +68,12 @@ class Decoder:
         self._positions = None
         if spec.learned_positions is not None and self.share.is_first:
             self._positions = self._new_matrix(spec.learned_positions, spec.hidden_size, is_sensitive=True)
-        self._head = self._final_norm = None
-        if self.share.is_last:
+        self._head = self._final_norm = self.classifier = None
+        if self.share.is_last and spec.pooler is not None:
+            self._final_norm = self._new_norm(spec.hidden_size)
+            if spec.pooler.labels:
+                self.classifier = Classifier(spec.pooler, spec.hidden_size, device=self._device)
+        elif self.share.is_last:
             is_tied = spec.tie_embeddings and self._embedding is not None
             self._head = self._embedding if is_tied else self._new_matrix(words, spec.hidden_size, is_sensitive=True)
             self._final_norm = self._new_norm(spec.hidden_size)
@@ -132,6 +137,11 @@ class Decoder:
         x = self.ops.normalize(hidden, self._final_norm)
         return self._head.logits(x, self.spec.logit_softcap, out)
 
+    def normalized(self, hidden: Tensor) -> Tensor:
+        """hidden: [tokens, hidden] from `forward` -> the states that a model which pools makes its vectors of."""
+        assert self._final_norm is not None
+        return self.ops.normalize(hidden, self._final_norm)
+
     def gathered_logits(self, hidden: Tensor, indices: Tensor) -> Tensor | None:
         """As `logits`, over the whole vocabulary, on the rank that samples; None on the others."""
         if not self.share.is_last:
@@ -142,7 +152,9 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Everything that the model keeps on its device: matrices, norms and rotary tables."""
-        held: list[Tensor | LinearWeight] = [*self._matrices, *self._norms, *(table for _, table in self._rope_tables)]
+        held: list[Tensor | LinearWeight | Classifier] = [*self._matrices, *self._norms]
+        held += [table for _, table in self._rope_tables]
+        held += [self.classifier] if self.classifier is not None else []
         return sum(part.nbytes for part in held)
 
     def is_ignored_weight(self, name: str) -> bool:
@@ -192,6 +204,8 @@ class Decoder:
             slots += matrix_slots(self._positions, {"model.embed_positions": self._positions.out_features})
         if self._final_norm is not None:
             slots += norm_slots("model.norm", self._final_norm, offset=spec.norm_offset, scale=spec.logit_scale)
+        if self.classifier is not None:
+            slots += self.classifier.slots()
         for index, layer in enumerate(self._layers, self.share.layers.start):
             slots += layer.slots(f"model.layers.{index}", norm_offset=spec.norm_offset)
         return {slot.name: slot for slot in slots}

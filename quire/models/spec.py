@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.pooling import PoolingKind
+
 
 @dataclass(slots=True, frozen=True)
 class RopeSpec:
@@ -24,6 +26,20 @@ class ExpertsSpec:
     intermediate_size: int  # of one expert
     normalizes: bool  # whether a token's weights are made to sum to 1 (the same as a softmax after the choice)
     shared_intermediate_size: int | None = None  # of an expert that every token has beside those, weighed by a sigmoid
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PoolerSpec:
+    """What a model makes of hidden states, where it does not generate."""
+
+    kind: PoolingKind
+    normalizes: bool = True  # embeddings
+    # How many numbers an embedding may be cut to: those that the model was trained for, any, or none.
+    dimensions: tuple[int, ...] | None = None  # (): any
+    labels: tuple[str, ...] = ()  # of the classes; empty: it embeds
+    has_dense: bool = False  # a layer and a tanh before the classifier's matrix (BERT)
+    has_bias: bool = False  # of that matrix
+    activation: str = "softmax"  # of logits; or sigmoid or identity
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,6 +94,10 @@ class ModelSpec:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     tie_embeddings: bool = False
+    pooler: PoolerSpec | None = None  # it pools; None: it generates
+    is_encoder: bool = False  # every token sees all others, and norms follow the residual sums (BERT)
+    num_token_types: int = 0  # of an encoder: kinds of tokens with a vector each, such as those of a second text
+    first_position: int = 0  # of an encoder: the learned position of the first token
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # what the checkpoint was saved in
@@ -87,12 +107,16 @@ class ModelSpec:
     @property
     def cpu_only(self) -> str | None:
         """What of it no GPU kernel has yet; None if all is there."""
-        features = {
-            "mixture of experts": self.experts is not None,
-            "LayerNorm": self.layer_norms,
-            "an MLP without a gate": not self.gated_mlp,
-            "a norm over all of q and k": self.wide_qk_norm,
-        }
+        features = (
+            {}
+            if self.is_encoder
+            else {
+                "mixture of experts": self.experts is not None,
+                "LayerNorm": self.layer_norms,
+                "an MLP without a gate": not self.gated_mlp,
+                "a norm over all of q and k": self.wide_qk_norm,
+            }
+        )
         return next((name for name, is_there in features.items() if is_there), None)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.models.quantization import SCALE_SUFFIXES, UNUSED_SCALES
-from quire.models.spec import ModelSpec
+from quire.models.spec import ModelSpec, PoolerSpec
 
 
 def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -15,8 +15,12 @@ def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
     if spec.learned_positions is not None:
         shapes["model.embed_positions.weight"] = (spec.learned_positions, hidden)
-    if not spec.tie_embeddings:
+    if not spec.tie_embeddings and spec.pooler is None:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    if spec.num_token_types:
+        shapes["model.embed_types.weight"] = (spec.num_token_types, hidden)
+    if spec.pooler is not None:
+        shapes |= classifier_tensors(spec.pooler, hidden)
     for index, layer in enumerate(spec.layers):
         matrices = _attention_matrices(spec) | (_experts_matrices(spec) if layer.has_experts else _mlp_matrices(spec))
         for name, (rows, columns, has_bias) in matrices.items():
@@ -25,6 +29,18 @@ def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
                 shapes[f"model.layers.{index}.{name}.bias"] = (rows,)
         for name, width in _norms(spec).items():
             shapes |= _norm_shapes(spec, f"model.layers.{index}.{name}", width)
+    return shapes
+
+
+def classifier_tensors(pooler: PoolerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """None for a model that embeds."""
+    if not pooler.labels:
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {"score.weight": (len(pooler.labels), hidden)}
+    if pooler.has_bias:
+        shapes["score.bias"] = (len(pooler.labels),)
+    if pooler.has_dense:
+        shapes |= {"score.dense.weight": (hidden, hidden), "score.dense.bias": (hidden,)}
     return shapes
 
 
@@ -86,4 +102,6 @@ def is_ignored_tensor(spec: ModelSpec, name: str) -> bool:
     unused = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
     if spec.fp8 is not None and name.endswith((*UNUSED_SCALES, *(f".weight{suffix}" for suffix in SCALE_SUFFIXES))):
         return True
+    if spec.pooler is not None and (name.startswith(("lm_head.", "score.", "cls.")) or name.endswith(".position_ids")):
+        return True  # of heads that are not asked for
     return name.endswith(unused) or (spec.tie_embeddings and name == "lm_head.weight")

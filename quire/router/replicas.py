@@ -37,6 +37,7 @@ from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.router.carry import bring_blocks
+from quire.pooling import PoolingParams
 from quire.router.hashes import prompt_hashes
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 from quire.socket_folder import SocketFolder
@@ -384,7 +385,7 @@ class ReplicaSet:
         self,
         request_id: str,
         prompt: UserPrompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         priority: int = 0,
         tenant: str = "",

@@ -19,13 +19,14 @@ def refuse_if_it_never_fits(request: Request, config: SchedulerConfig, kv: KVMan
         raise BadRequestError("the prompt is empty: it needs at least one token", param="prompt")
     request.check_limits(config.max_model_len, config.max_num_seqs)
     if not config.enable_chunked_prefill and num_prompt > config.max_num_batched_tokens:
+        instead = "set enable_chunked_prefill=True" if kv.windows else "shorten it: an encoder computes it in one step"
         raise BadRequestError(
             f"the prompt has {num_prompt} tokens and a step computes at most max_num_batched_tokens="
-            f"{config.max_num_batched_tokens}: raise it, or set enable_chunked_prefill=True",
+            f"{config.max_num_batched_tokens}: raise it, or {instead}",
             param="prompt",
         )
     # The last token that is sampled needs no KV.
-    num_tokens = min(num_prompt + request.max_tokens, config.max_model_len) - 1
+    num_tokens = max(num_prompt, min(num_prompt + request.max_tokens, config.max_model_len) - 1)
     if request.beams is not None:
         num_blocks = kv.num_blocks_for_beams(num_prompt, num_tokens, request.n)
         if num_blocks > kv.num_blocks:

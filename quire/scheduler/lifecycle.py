@@ -214,6 +214,7 @@ class Lifecycle:
                 tables=tables,
                 sampling=request.spec_of(seq.index),
                 adapter=request.adapter,
+                pooling=request.pooling,
             )
         )
 

@@ -26,6 +26,7 @@ from quire.scheduler.beams import BeamSearch
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.preemption import (
+    PreemptionKind,
     choose_kind,
     pick_victim,
     pick_victim_between_tenants,
@@ -439,6 +440,8 @@ class Scheduler:
             self._life.preempt_beams(self._life.beams[victim.request.request_id], step.plan)
             return
         kind = choose_kind(victim, self.config, self._kv.block_size, self.costs.prefill_tokens_per_s)
+        if victim.request.pooling is not None:
+            kind = PreemptionKind.RECOMPUTE  # what its row has pooled so far is not among the blocks
         step.num_coming_blocks += self._life.preempt(victim, kind, step.plan)
 
     def _issue(self, step: StepBuilder) -> StepPlan:
@@ -622,6 +625,11 @@ class Scheduler:
             if memory.beams and seq.request.beams is not None:
                 if failed and i in failed:
                     updates.append(self._end(seq, *failed[i]))
+                continue
+            if result.pooled and i in result.pooled:
+                seq.first_token_s = seq.last_token_s = now
+                updates.append(self._end(seq, FinishReason.STOP))
+                updates[-1].pooled = result.pooled[i]
                 continue
             if drafts and i in drafts:
                 self._count_accepted(seq, drafts[i], len(new_token_ids) - 1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quire.plan import TokenLogprobs
+from quire.pooling import Pooled
 from quire.request import Sequence
 
 
@@ -18,6 +19,7 @@ class SequenceUpdate:
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None  # one per new token, where asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # the next ones of the prompt, from its second token on
+    pooled: Pooled | None = None
     finished: bool = False
     error: str | None = None  # with FinishReason.ERROR or BANNED: what happened
 

@@ -66,6 +66,11 @@ def decode_rule(backend: tokenizers.Tokenizer, source: str) -> DecodeRule:
     kinds = [step["type"] for step in steps if step["type"] != "Fuse"]
     if kinds == ["ByteLevel"]:
         return DecodeRule(_byte_level)
+    if kinds == ["WordPiece"]:
+        prefix = steps[0]["prefix"]
+        return DecodeRule(
+            lambda token: token.removeprefix(prefix).encode() if token.startswith(prefix) else b" " + token.encode(), 1
+        )
     replacements: list[tuple[str, str]] = []
     has_bytes = False
     num_spaces_stripped = 0

@@ -149,6 +149,38 @@ class Tokenizer:
             raise _not_text(texts) from None
         return [encoding.ids for encoding in encodings]
 
+    def encode_whole(
+        self, text: str, second: str | None = None, *, at_most: int, keep: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """Token ids of a text, or of a pair; and of a pair how many tokens are the first's, where the tokenizer tells
+        them apart. at_most: see `encode`.
+
+        Of more than `keep` tokens the last go, of a pair the longer one's first. What stands around a text, such as
+        [CLS] and [SEP], stays.
+        """
+        texts = [text] if second is None else [text, second]
+        try:
+            for each in texts if keep is None else ():
+                if len(each) > _LONG_TEXT_CHARS:
+                    self._refuse_far_too_long(each, at_most)
+            if keep is not None:  # the rest would hardly be read
+                texts = [each[: 4 * worth_of_work(keep)] for each in texts]
+            parts = self._backend.encode_batch(texts, add_special_tokens=False)
+        except TypeError:
+            raise _not_text(texts) from None
+        if keep is not None:
+            room = keep - self._backend.num_special_tokens_to_add(len(parts) == 2)
+            if room < len(parts):
+                raise BadRequestError(
+                    f"truncate_prompt_tokens={keep} leaves no room for a text", param="truncate_prompt_tokens"
+                )
+            num_second = len(parts[1]) if len(parts) == 2 else 0
+            num_first = min(len(parts[0]), max(room - num_second, room - room // 2 if num_second else room))
+            for part, count in zip(parts, (num_first, room - num_first), strict=False):
+                part.truncate(count)
+        whole = self._backend.post_process(parts[0], parts[1] if len(parts) == 2 else None, True)
+        return whole.ids, whole.type_ids.index(1) if second is not None and 1 in whole.type_ids else None
+
     def decode(
         self,
         token_ids: Iterable[int],

@@ -18,8 +18,9 @@ from quire.weights.hub_gguf import choose_gguf
 
 _CONFIG_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]  # config, tokenizer, chat template
 _WEIGHT_FILES = ["*.safetensors"]
-# The same weights in a vendor's own layout, and whatever lies in subdirectories.
-_NOT_NEEDED = ["consolidated*", "*/*"]
+# The same weights in a vendor's own layout, and what lies in subdirectories, but for those of sentence-transformers'
+# modules, such as 1_Pooling.
+_NOT_NEEDED = ["consolidated*", "[!0-9]*/*"]
 _CONNECT_S = 5.0
 
 

@@ -31,6 +31,8 @@ SINGLE_NAME = "model.safetensors"
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _FP8 = "F8_E4M3"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_BASE_MODULES = ("embed_tokens.", "layers.")
+_BASE_NAMES = r"^(?=(embed_tokens|layers|norm)\.)"
 _MAX_NAME_CHARS = 256  # of a tensor; messages hold it
 
 
@@ -53,6 +55,9 @@ class SafetensorsCheckpoint(Checkpoint):
     def _parts(self, entries: list[TensorEntry]) -> Iterator[TensorEntry]:
         """Under the names that the decoder has for them; a fused tensor as one entry for each of its parts."""
         names = stored_names(self.config)
+        if any(entry.stored_name.startswith(_BASE_MODULES) for entry in entries):
+            # Saved without a head, so that nothing stands before the layers' names: embedding models often are.
+            names = replace(names, renames=(*names.renames, (_BASE_NAMES, "model.")))
         if names == StoredNames():
             yield from entries
             return
