@@ -42,6 +42,10 @@ VLLM_FLAGS: dict[str, str] = {
     "chat_template": "",
     "tool_call_parser": "needed only where the chat template does not show the format",
     "reasoning_parser": "likewise",
+    "runner": "",
+    "convert": "embed and classify; reward is refused",
+    "task": "",
+    "pooler_config": "pooling_type and normalize",
     "max_model_len": "auto (or -1) takes what model and cache serve, which is also the default",
     "seed": "",
     "hf_overrides": "",
@@ -89,10 +93,10 @@ VLLM_PATHS_MISSING: dict[str, str] = {
 VLLM_METHODS: dict[str, tuple[str, ...]] = {
     "LLM": (
         *("from_engine_args", "generate", "chat", "get_metrics", "get_tokenizer", "get_default_sampling_params"),
-        "reset_prefix_cache",
+        *("reset_prefix_cache", "embed", "encode", "classify", "score"),
     ),
     "AsyncLLM": (
-        *("from_engine_args", "generate", "abort", "check_health", "get_tokenizer", "reset_prefix_cache", "shutdown"),
+        *("from_engine_args", "generate", "encode", "abort", "check_health", "get_tokenizer", "reset_prefix_cache", "shutdown"),
     ),
     "LLMEngine": (
         *("from_engine_args", "add_request", "step", "abort_request", "has_unfinished_requests"),
