@@ -96,7 +96,16 @@ VLLM_METHODS: dict[str, tuple[str, ...]] = {
         *("reset_prefix_cache", "embed", "encode", "classify", "score"),
     ),
     "AsyncLLM": (
-        *("from_engine_args", "generate", "encode", "abort", "check_health", "get_tokenizer", "reset_prefix_cache", "shutdown"),
+        *(
+            "from_engine_args",
+            "generate",
+            "encode",
+            "abort",
+            "check_health",
+            "get_tokenizer",
+            "reset_prefix_cache",
+            "shutdown",
+        ),
     ),
     "LLMEngine": (
         *("from_engine_args", "add_request", "step", "abort_request", "has_unfinished_requests"),
