@@ -187,3 +187,18 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     fakes.add_sentence_files(bert, "max_tokens")
     with pytest.raises(QuireError, match="pooling by pooling_mode_max_tokens"):
         make(bert)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["BertModel", "XLMRobertaModel", "LlamaModel"])
+@pytest.mark.parametrize("kind", ["mean_tokens", "cls_token", "lasttoken"])
+def test_a_gpu_embeds_as_transformers_does(tmp_path: Path, name: str, kind: str) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 3} if name != "LlamaModel" else {}
+    model = fakes.save(tmp_path, name, initializer_range=0.1, **sizes)
+    fakes.add_sentence_files(tmp_path, kind)
+    texts = TEXTS * 40
+    llm = LLM(str(tmp_path), device="cuda", dtype="float16", max_num_batched_tokens=256, max_num_seqs=64)
+    for output in llm.embed(texts, use_tqdm=False):
+        hidden = states(model, output.prompt_token_ids)
+        expected = {"mean_tokens": hidden.mean(0), "cls_token": hidden[0], "lasttoken": hidden[-1]}[kind]
+        assert F.cosine_similarity(torch.tensor(output.outputs.embedding), expected, dim=0) > 0.9999

@@ -36,8 +36,8 @@ from quire.kv.hashing import BlockHash
 from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
-from quire.router.carry import bring_blocks
 from quire.pooling import PoolingParams
+from quire.router.carry import bring_blocks
 from quire.router.hashes import prompt_hashes
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 from quire.socket_folder import SocketFolder
