@@ -25,6 +25,7 @@ from quire.errors import EngineDeadError
 from quire.inputs import Prompt
 from quire.llm import as_tensor, log_start, pooled_fields
 from quire.log import get_logger
+from quire.lora.request import LoRARequest
 from quire.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.params import SamplingParams
 from quire.pooling import PoolingParams, PoolingTask
@@ -74,6 +75,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         request_id: str = "",
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -83,9 +85,12 @@ class AsyncLLM:
         params = sampling_params or self.engine.built.default_sampling
         streams = self._streams_here()
         request_id = request_id or f"async-{time.monotonic_ns()}-{id(prompt):x}"
-        prepared = self.engine.prepare(request_id, prompt, params, priority=priority)
+        if lora_request is not None:
+            await asyncio.to_thread(self.engine.find_adapter, lora_request)  # it may have to be read
+        prepared = self.engine.prepare(request_id, prompt, params, priority=priority, lora_request=lora_request)
         async with aclosing(streams.read(prepared)) as outputs:
             async for output in outputs:
+                output.lora_request = lora_request
                 yield output
 
     async def encode(

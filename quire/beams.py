@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import BadRequestError
 from quire.outputs import Logprob
 from quire.params import OutputKind, SamplingParams, check_integer, check_number
 from quire.refusals import BEAMS, reads_arguments, sift
 from quire.request import BeamSpec
+
+if TYPE_CHECKING:
+    from quire.lora.request import LoRARequest
 
 MAX_BEAM_WIDTH = 128
 # So many candidates are ranked for each end token and beam that enough are left to go on with.
@@ -85,7 +88,7 @@ class BeamSearchSequence:
     score: float = 0.0  # what it was ranked by: cum_logprob divided by its length raised to length_penalty
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    lora_request: None = field(default=None, repr=False)
+    lora_request: LoRARequest | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)

@@ -176,6 +176,11 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None  # mp: processes of this machine; ray: where Ray puts them
+    # Adapters
+    enable_lora: bool = False
+    max_loras: int = 1  # of them in one step
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None  # kept in host memory; None: as many as max_loras
     # The cache
     block_size: int = 16
     enable_prefix_caching: bool = True
@@ -277,6 +282,28 @@ class EngineConfig:
         if self.pinned_prefixes and not self.enable_prefix_caching:
             raise ConfigError("pinned_prefixes need enable_prefix_caching=True")
         self._check_tiers()
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        if not isinstance(self.enable_lora, bool):
+            raise ConfigError(f"enable_lora must be True or False, got {self.enable_lora!r}")
+        if not self.enable_lora:
+            for name, default in (("max_loras", 1), ("max_lora_rank", 16), ("max_cpu_loras", None)):
+                if getattr(self, name) != default:
+                    raise ConfigError(f"{name} has no effect without adapters: set enable_lora=True, or leave it out")
+            return
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}: an adapter of a step is "
+                "kept in host memory too"
+            )
+        if self.batch_invariant:
+            raise ConfigError("batch_invariant and enable_lora contradict each other: adapters' products are torch's")
+        if self.num_ranks > 1:
+            raise ConfigError(
+                "enable_lora is for a model on one device so far: leave tensor_parallel_size and "
+                "pipeline_parallel_size at 1, or merge the adapter into the model"
+            )
 
     def _check_tiers(self) -> None:
         if self.kv_transfer_config is not None:
@@ -337,6 +364,9 @@ class EngineConfig:
             "kv_disk_size",
             "tensor_parallel_size",
             "pipeline_parallel_size",
+            "max_loras",
+            "max_lora_rank",
+            "max_cpu_loras",
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

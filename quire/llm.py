@@ -21,6 +21,7 @@ from quire.engine.stats import Metric
 from quire.errors import BadRequestError, QuireError
 from quire.inputs import Prompt
 from quire.log import get_logger
+from quire.lora.request import LoRARequest
 from quire.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -71,24 +72,25 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Continue every prompt; outputs in the prompts' order.
+        """Continue every prompt; outputs in the prompts' order. `lora_request`: with this adapter, or one for each.
 
         A prompt that is refused ends the call, and nothing of it goes on. A GPU may have begun with the ones before it;
         otherwise nothing starts until all are taken. `others` are arguments of vLLM's, refused with their reason.
         """
         sift(others, CALL)
         batch = _as_batch(prompts)
-        return self._generate(batch.__getitem__, len(batch), sampling_params, priority, use_tqdm)
+        return self._generate(batch.__getitem__, len(batch), sampling_params, priority, use_tqdm, lora_request)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -104,7 +106,7 @@ class LLM:
         `allow_special_tokens_in_content` (None: as the engine was made). `tools` are shown to the model; its calls are
         in the text, as the model writes them, and `quire.agents.AnswerParser` reads them.
         """
-        sift({"lora_request": lora_request, **others}, CALL)
+        sift(others, CALL)
         if chat_template_content_format not in ("auto", "string", "openai"):
             raise BadRequestError(
                 f"chat_template_content_format must be auto, string or openai, got {chat_template_content_format!r}",
@@ -138,13 +140,13 @@ class LLM:
         def prompt_of(i: int) -> Prompt:
             return self.llm_engine.render_chat(conversations[i], chat_template=template, **options)  # type: ignore[arg-type]
 
-        return self._generate(prompt_of, len(conversations), sampling_params, None, use_tqdm)
+        return self._generate(prompt_of, len(conversations), sampling_params, None, use_tqdm, lora_request)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
         **others: Any,
@@ -153,11 +155,11 @@ class LLM:
 
         `concurrency_limit` is vLLM's: the engine itself runs as many prompts at once as fit.
         """
-        sift({"lora_request": lora_request, "concurrency_limit": concurrency_limit, **others}, CALL)
+        sift({"concurrency_limit": concurrency_limit, **others}, CALL)
         if not isinstance(params, BeamSearchParams):
             raise BadRequestError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
         batch = _as_batch(prompts)
-        outputs = self._generate(batch.__getitem__, len(batch), params, None, use_tqdm)
+        outputs = self._generate(batch.__getitem__, len(batch), params, None, use_tqdm, lora_request)
         return [self._beams_of(output, params) for output in outputs]
 
     def _beams_of(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
@@ -284,12 +286,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | Sequence[PoolingParams] | BeamSearchParams | None,
         priority: int | Sequence[int] | None,
         use_tqdm: bool | Callable[..., Any],
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         is_search = isinstance(sampling_params, BeamSearchParams)
         pools = isinstance(sampling_params, list) and any(isinstance(own, PoolingParams) for own in sampling_params)
         kind = BeamSearchParams if is_search else PoolingParams if pools else SamplingParams
         params = _per_prompt(sampling_params, count, "sampling_params", kind)
         priorities = _per_prompt(priority, count, "priority", int)
+        adapters = _per_prompt(lora_request, count, "lora_request", LoRARequest, optional=True)
         ids = [str(next(self._ids)) for _ in range(count)]
         now = time.monotonic()
 
@@ -298,13 +302,23 @@ class LLM:
             if isinstance(own, SamplingParams):
                 own = own.clone(output_kind=OutputKind.FINAL_ONLY)  # nobody sees a batch before it is done
             with _naming_prompt(i, count):
-                return self.llm_engine.prepare(ids[i], prompt_of(i), own, arrival_time=now, priority=priorities[i] or 0)
+                return self.llm_engine.prepare(
+                    ids[i],
+                    prompt_of(i),
+                    own,
+                    arrival_time=now,
+                    priority=priorities[i] or 0,
+                    lora_request=adapters[i],
+                )
 
         # With priorities the last may have to go first: nothing can begin before it is known.
         in_slices = priority is None and runs_beside_host(self.llm_engine.core)
         prepared = prepare if in_slices else [prepare(i) for i in range(count)].__getitem__
         with self._one_at_a_time:  # each call takes all outputs that a step brings
-            return self._run(ids, prepared, in_slices, use_tqdm)
+            outputs = self._run(ids, prepared, in_slices, use_tqdm)
+        for output, adapter in zip(outputs, adapters, strict=True):
+            output.lora_request = adapter
+        return outputs
 
     def _run(
         self,
@@ -458,12 +472,13 @@ def _as_batch(prompts: Any) -> list[Prompt]:
     return [batch] if batch and isinstance(batch[0], int) else batch
 
 
-def _per_prompt(value: Any, count: int, name: str, kind: type) -> list[Any]:
+def _per_prompt(value: Any, count: int, name: str, kind: type, *, optional: bool = False) -> list[Any]:
+    """optional: some prompts may have none."""
     value = plain(value)
     if value is None or isinstance(value, kind):
         return [value] * count
     values = plain_list(value)
-    if values is None or any(not isinstance(v, kind) for v in values):
+    if values is None or any(not isinstance(v, kind) and not (optional and v is None) for v in values):
         raise BadRequestError(f"{name} must be a {kind.__name__} or a list of them", param=name)
     if len(values) != count:
         raise BadRequestError(

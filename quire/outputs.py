@@ -8,6 +8,7 @@ from operator import eq
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from quire.lora.request import LoRARequest
     from quire.plan import TokenLogprobs
     from quire.pooling import Pooled
 
@@ -70,7 +71,7 @@ class CompletionOutput:
     finish_reason: str | None = None  # stop, length, abort, error or banned
     stop_reason: int | str | None = None  # the stop string or stop token that ended it; None for eos
     error: str | None = None  # what went wrong, where finish_reason is error or banned
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     pooled: Pooled | None = (
         None  # of a request that pools, which has no text: the fronts show it as PoolingRequestOutput
     )
@@ -108,7 +109,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     num_cache_creation_tokens: int = 0  # prompt tokens that this request added to the prefix cache
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     kv_transfer_params: None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = field(default=None, repr=False)

@@ -47,7 +47,8 @@ def _table(by_reason: Mapping[str, str]) -> dict[str, Refusal]:
 
 
 _OTHER_SPLITS = "a model is split by tensor_parallel_size and pipeline_parallel_size alone"
-_NO_ADAPTERS = "Quire has no LoRA yet"
+_NO_ADAPTERS = "adapters are PEFT's LoRA of a text model, in its own dtype and vocabulary"
+_ADAPTERS_BY_USE = "an adapter is read when a request first names it, and the least recently used leaves"
 _ONE_GRAMMAR_BACKEND = "one backend compiles every grammar; StructuredOutputsParams say how JSON is written"
 _NEW_GRAMMAR_NAME = "vLLM calls it structured_outputs and StructuredOutputsParams now, and so does Quire"
 _DRAFTS = 'use speculative_config, e.g. {"method": "suffix"}'
@@ -89,7 +90,7 @@ ENGINE = _table(
             eplb_config={} expert_placement_strategy="linear" moe_backend="auto" all2all_backend
             enable_return_routed_experts=false enable_bf16x3_router_gemm=false""",
         _NO_ADAPTERS: """
-            enable_lora=false max_loras=1 max_lora_rank=16 max_cpu_loras lora_dtype="auto" fully_sharded_loras=false
+            lora_dtype="auto" fully_sharded_loras=false
             lora_extra_vocab_size=256 lora_target_modules default_mm_loras={} long_lora_scaling_factors
             enable_lora_bias=false enable_tower_connector_lora=false specialize_active_lora=false
             enable_mixed_moe_lora_format=false enable_moe_shared_loras=false qlora_adapter_name_or_path
@@ -182,7 +183,7 @@ ENGINE = _table(
 # Flags of `vllm serve` that are no arguments of its engine.
 SERVER = _table(
     {
-        _NO_ADAPTERS: "lora_modules=[]",
+        "adapters are served by LLM and AsyncLLM so far": "lora_modules=[]",
         "tools are always served where the model's template has them": "enable_auto_tool_choice=false|true",
         _NO_PARSER_PLUGINS: 'tool_parser_plugin="" tool_server',
         "a model is not shown tools that it must not call": "exclude_tools_when_tool_choice_none=true",
@@ -272,7 +273,7 @@ STRUCTURED = _table({"there is one backend, and nothing to fall back to": "disab
 # Arguments of generate, chat and add_request, and keys of a prompt.
 CALL = _table(
     {
-        _NO_ADAPTERS: "lora_request prompt_adapter_request",
+        _NO_ADAPTERS: "prompt_adapter_request",
         _NEW_GRAMMAR_NAME: "guided_options_request",
         'put them into the prompts: [{"prompt_token_ids": [1, 2]}]': "prompt_token_ids",
         "tokenize with get_tokenizer() and give the token ids": "tokenization_kwargs={}",
@@ -294,10 +295,11 @@ FIELDS = {
     name: (SAMPLING | CALL)[name]
     for name in (
         *("truncate_prompt_tokens",),
-        *("lora_request", "data_parallel_rank", "mm_processor_kwargs", "prompt_embeds"),
+        *("data_parallel_rank", "mm_processor_kwargs", "prompt_embeds"),
     )
 } | _table(
     {
+        "the adapter is the request's model": "lora_request",
         _ONE_GRAMMAR_BACKEND: 'guided_decoding_backend="auto"|"guidance"',
         "OpenAI calls them tools and tool_choice now": 'functions=[] function_call="none"|"auto"',
         "tools are for /v1/chat/completions": "tools=[]",
@@ -330,7 +332,7 @@ FIELDS = {
 _ENGINE_METHODS = {
     _NO_SLEEP: "sleep wake_up is_sleeping",
     "requests can be aborted, not paused": "pause_generation resume_generation",
-    _NO_ADAPTERS: "add_lora remove_lora list_loras pin_lora",
+    _ADAPTERS_BY_USE: "add_lora remove_lora list_loras pin_lora",
     "see get_metrics()": "start_profile stop_profile",
     "workers take plans and no calls": "collective_rpc apply_model",
 }
@@ -351,7 +353,6 @@ METHODS = {
 # Classes that programs import at their top, whether they use them or not.
 CLASSES = _table(
     {
-        _NO_ADAPTERS: "LoRARequest",
         _NEW_GRAMMAR_NAME: "GuidedDecodingParams",
     }
 )

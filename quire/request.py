@@ -10,6 +10,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from hashlib import blake2b
+from typing import NamedTuple
 
 from quire.errors import BadRequestError, ContextLengthError
 from quire.params import SamplingSpec
@@ -63,6 +64,13 @@ def cache_scope(cache_salt: str | None, tenant: str = "") -> str | None:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+class AdapterRef(NamedTuple):
+    """An adapter that the engine has read."""
+
+    key: str  # its name, and a digest of its files
+    path: str
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class BeamSpec:
     """How the continuations of a beam search are compared. See BeamSearchParams."""
@@ -87,7 +95,8 @@ class Request:
     priority: int = 0  # lower runs first
     arrival_s: float = 0.0
     salt: str | None = None  # of `cache_scope`; enters the hash of every cached block: other salts never match
-    adapter: str | None = None
+    adapter: str | None = None  # its key: enters the hashes too
+    adapter_path: str = ""  # where it can be read, should it have been dropped
     tenant: str = ""  # whose it is: tenants share the engine fairly
     skip_prefix_cache_read: bool = False
     # Where it goes on from another engine: the output tokens that its sequences have already, by index. A sequence that

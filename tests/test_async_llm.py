@@ -76,7 +76,7 @@ def test_vllms_other_arguments_are_refused_by_name(engine: AsyncLLM) -> None:
         async for _ in engine.generate("hello", LONG, lora_request=object()):
             raise AssertionError
 
-    with pytest.raises(BadRequestError, match="lora_request is not supported: Quire has no LoRA yet"):
+    with pytest.raises(BadRequestError, match="this engine has no adapters: make it with enable_lora=True"):
         asyncio.run(run())
     with pytest.raises(BadRequestError, match="trace_headers"):
         engine.engine.add_request("id", "hello", LONG, trace_headers={"a": "b"})

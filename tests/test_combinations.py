@@ -37,6 +37,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "drafts by n-gram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "drafts by suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
     "batch invariance": {"batch_invariant": True},
+    "adapters": {"enable_lora": True, "max_loras": 2},
     "two ranks": {"tensor_parallel_size": 2},
     "a disk level": {"num_gpu_blocks_override": 24, "kv_disk_path": "disk", "kv_disk_size": "64MiB"},
 }

@@ -86,13 +86,13 @@ def test_a_flag_of_serve_likewise(flag: Any) -> None:
 
 def test_flags_are_refused_in_variables_and_files_too(tmp_path: Path) -> None:
     assert read_flags(environ={"QUIRE_TENSOR_PARALLEL_SIZE": "1", "QUIRE_ENABLE_LORA": "false"}) == EngineConfig()
-    with pytest.raises(ConfigError, match="QUIRE_LORA_MODULES is not supported: Quire has no LoRA yet"):
+    with pytest.raises(ConfigError, match="QUIRE_LORA_MODULES is not supported: adapters are served by LLM"):
         read_flags(environ={"QUIRE_LORA_MODULES": "x"})
     file = tmp_path / "quire.yaml"
     file.write_text("diffusion-config: {method: x}\n")
     with pytest.raises(ConfigError, match=r"diffusion-config in .* is not supported: Quire serves no diffusion"):
         read_flags("--config", str(file))
-    file.write_text("max-lora: 1\n")
+    file.write_text("max-prompt-adapter: 1\n")
     with pytest.raises(ConfigError, match=r"is no flag of quire serve$"):  # none that is refused is suggested
         read_flags("--config", str(file))
 

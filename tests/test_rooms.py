@@ -26,6 +26,7 @@ FOUNDATION = {
     "pooling",
     "outputs",
     "log",
+    "lora",
     "interrupt",
     "refusals",
     "inputs",

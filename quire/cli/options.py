@@ -41,6 +41,9 @@ RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "tensor_parallel_size": (int, "split every layer among so many processes (CPU)"),
     "pipeline_parallel_size": (int, "split the layers into so many stages, each with its own processes (CPU)"),
     "distributed_executor_backend": (str, "mp: processes of this machine (default); ray: where Ray puts them"),
+    "max_loras": (int, "adapters in one step (default 1)"),
+    "max_lora_rank": (int, "the largest rank of an adapter (default 16)"),
+    "max_cpu_loras": (int, "adapters kept in host memory (default: as many as in a step)"),
     "block_size": (int, "tokens per KV block: 4, 8, 16, 32, 64 or 128 (default 16)"),
     "kv_cache_dtype": (str, "auto, float32, bfloat16, float16, or fp8 on a GPU"),
     "kv_cache_memory_bytes": (str, "size of the KV cache, such as 4GiB (CPU default 1 GiB)"),
@@ -71,6 +74,7 @@ ENGINE_SWITCHES: dict[str, str] = {
     "enable_prefix_caching": "find prompts' blocks in the cache (default: on)",
     "enable_chunked_prefill": "compute long prompts in several steps (default: on)",
     "enforce_eager": "no CUDA graphs",
+    "enable_lora": "serve adapters (LoRA) on top of the model (default: off)",
     "batch_invariant": "bitwise the same logits in any batch and at any chunking (CPU; default: off)",
 }
 _SAMPLING: dict[str, tuple[Any, str]] = {

@@ -32,9 +32,13 @@ _ENGINE_FLAGS: dict[str, tuple[Any, str]] = {
     "max_model_len": (int, "longest sequence"),
     "max_num_seqs": (int, "sequences that run at once"),
     "max_num_batched_tokens": (int, "tokens computed in one step"),
+    "max_loras": (int, "adapters in one step, with --enable-lora"),
+    "max_lora_rank": (int, "the largest rank of an adapter (default 16)"),
     "gpu_memory_utilization": (float, "share of the GPU's memory to use (default 0.92)"),
     "kv_cache_memory_bytes": (str, "size of the KV cache, such as 8GiB: then the block count is exact"),
 }
+
+_SWITCHES = ("enforce_eager", "enable_lora")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -87,6 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         names = (*SHORT.get(name, ()), "--" + name.replace("_", "-"))
         engine.add_argument(*names, type=kind, metavar=name.upper(), help=text)
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
+    engine.add_argument("--enable-lora", action="store_true", default=None, help="serve adapters, too")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)
 
@@ -99,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name} belongs to --rate and --slo: give them too, or leave it out")
     device, memory_bytes, where, record = _device(args)
-    values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, "enforce_eager")}
+    values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, *_SWITCHES)}
     config = EngineConfig(model=args.model, **values)
     _check_device(config, device)
 
@@ -135,7 +140,7 @@ def _run_capacity(args: argparse.Namespace, mix: list[Kind]) -> int:
         devices = {name: devices[name]}
     if args.plot:
         check_plot(args.plot)
-    values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, "enforce_eager")}
+    values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, *_SWITCHES)}
     spec = read_model_spec(args.model)
     longest = max((kind.prompt_len + kind.output_len for kind in mix), default=4096)
     if values["max_model_len"] is None:  # longer ones would take memory that nobody asked for

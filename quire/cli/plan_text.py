@@ -68,6 +68,9 @@ def _memory(plan: Plan) -> list[str]:
         ("-" if plan.device == "cuda" and fixed is None else " ", f"weights: {weights}", chosen.weight_bytes)
     )
     sign = entries[-1][0]
+    if chosen.adapter_bytes:
+        slots = f"{config.max_loras} adapters of rank {config.max_lora_rank}"
+        entries.append((sign, f"slots of {slots}", chosen.adapter_bytes))
     entries.append((sign, f"largest step: {step}", chosen.step_bytes))
     if chosen.graph_bytes:
         entries.append((sign, "captured steps", chosen.graph_bytes))

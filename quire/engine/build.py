@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.drafting import LookupDrafter, ModelDrafter
+from quire.engine.adapters import AdapterGate
 from quire.engine.core import EngineCore
 from quire.engine.inputs import InputProcessor
 from quire.engine.launch import keep_what_is_built
@@ -180,7 +181,8 @@ def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenS
     if executor.executor.depth == 1 and worker is not None and worker.constraints is not None:
         # Deeper, a step's tokens are not known yet when the next is planned; elsewhere, the constraints are not here.
         scheduler.forced_tokens = worker.constraints.forced_tokens
-    return TokenSide(executor, EngineCore(scheduler, executor.executor, kv, executor.grammars))
+    gate = None if executor.adapters is None else AdapterGate(executor.adapters)
+    return TokenSide(executor, EngineCore(scheduler, executor.executor, kv, executor.grammars, gate))
 
 
 def make_drafter(

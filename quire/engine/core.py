@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.adapters import AdapterGate
 from quire.engine.stats import StepStats
 from quire.errors import BadRequestError, EngineDeadError
 from quire.executor.base import Executor
@@ -43,6 +44,7 @@ class _Flight:
     has_drafts: bool  # nobody knows before its result where the next step begins
 
 
+_READING_S = 0.001  # likewise, while an adapter is read
 _COMPILING_S = 0.005  # that a loop without other work sleeps: a command may come meanwhile
 _SETTLE_S = 5.0  # at the end of an engine
 _MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for nobody
@@ -52,12 +54,18 @@ class EngineCore:
     """One scheduler driving one executor. Knows tokens, not text."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, kv: KVManager, grammars: GrammarCompiler | None = None
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        kv: KVManager,
+        grammars: GrammarCompiler | None = None,
+        adapters: AdapterGate | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.kv = kv
         self._grammars = grammars
+        self.adapters = adapters
         # By request_id: not with the scheduler before their grammars are compiled, so that nobody waits behind them.
         self._compiling: dict[str, tuple[Request, Future[Any]]] = {}
         self._flights: deque[_Flight] = deque()
@@ -72,8 +80,10 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         self._raise_if_dead()
-        if request.request_id in self._compiling:
+        if request.request_id in self._compiling or (self.adapters and request.request_id in self.adapters):
             raise BadRequestError(f"request id {request.request_id!r} is in use: choose another", param="request_id")
+        if request.adapter is not None and self.adapters is None:
+            raise BadRequestError("this engine has no adapters: make it with enable_lora=True", param="lora_request")
         if request.spec.is_constrained:
             if self._grammars is None:
                 raise BadRequestError(
@@ -84,8 +94,25 @@ class EngineCore:
                 self.scheduler.check_new(request)
                 self._compiling[request.request_id] = (request, compiled)
                 return
-        self.scheduler.add(request)
+        self._enter(request)
         self._last_added_s = time.perf_counter()
+
+    def _enter(self, request: Request) -> None:
+        """To the scheduler, once its adapter is there."""
+        if request.adapter is not None:
+            assert self.adapters is not None
+            self.scheduler.check_new(request)
+            if not self.adapters.enter(request):
+                return
+        self.scheduler.add(request)
+
+    def _add_adapted(self) -> None:
+        """Queue the requests whose adapters are there. One whose adapter cannot be read ends like any other."""
+        assert self.adapters is not None
+        for request, failure in self.adapters.take_ready():
+            self.scheduler.add(request)
+            if failure is not None:
+                self.scheduler.give_up(request, FinishReason.ERROR, failure)
 
     def _add_compiled(self) -> None:
         """Queue the requests whose grammars are ready. One whose grammar turns out bad ends like any other."""
@@ -93,14 +120,18 @@ class EngineCore:
             if not compiled.done():
                 continue
             del self._compiling[request.request_id]
-            self.scheduler.add(request)
             if error := compiled.exception():
+                self.scheduler.add(request)
                 self.scheduler.give_up(request, FinishReason.BANNED, str(error))
+            else:
+                self._enter(request)
 
     def abort(self, request_id: str) -> list[SequenceUpdate]:
         """Ends a request wherever it is; its blocks are back before the next step. Unknown ids give nothing."""
         if request_id in self._compiling:
             self.scheduler.add(self._compiling.pop(request_id)[0])
+        elif self.adapters and request_id in self.adapters:
+            self.scheduler.add(self.adapters.leave(request_id))
         return self.scheduler.abort(request_id)
 
     def finish(self, seq: Sequence, stop_reason: str) -> None:
@@ -109,7 +140,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._flights or self._compiling) or self.scheduler.has_work
+        return bool(self._flights or self._compiling or self.adapters) or self.scheduler.has_work
 
     @property
     def has_room(self) -> bool:
@@ -126,10 +157,14 @@ class EngineCore:
         with self._dying_of_failures():
             if self._compiling:
                 self._add_compiled()
+            if self.adapters:
+                self._add_adapted()
             while self._submit_next():
                 pass
             if not self._flights:
-                if self._compiling and not self.scheduler.has_work:
+                if self.adapters and not self.scheduler.has_work:
+                    time.sleep(_READING_S)
+                elif self._compiling and not self.scheduler.has_work:
                     wait([compiled for _, compiled in self._compiling.values()], _COMPILING_S, FIRST_COMPLETED)
                 return self.scheduler.take_failures()
             self._prepare_meanwhile()

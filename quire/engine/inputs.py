@@ -30,7 +30,7 @@ from quire.params import (
 )
 from quire.pooling import PoolingKind, PoolingParams, PoolingSpec, PoolingTask
 from quire.refusals import CALL, sift
-from quire.request import Request, cache_scope
+from quire.request import AdapterRef, Request, cache_scope
 from quire.structured import StructuredOutputsParams
 from quire.text import Tokenizer
 
@@ -88,6 +88,7 @@ class InputProcessor:
         priority: int = 0,
         tenant: str = "",
         cache_tenant: str = "",
+        adapter: AdapterRef | None = None,
     ) -> PreparedRequest:
         """Raises BadRequestError.
 
@@ -129,6 +130,8 @@ class InputProcessor:
             arrival_s=arrival_s,
             salt=cache_scope(salt, cache_tenant),
             tenant=tenant,
+            adapter=None if adapter is None else adapter.key,
+            adapter_path="" if adapter is None else adapter.path,
             # Logprobs of cached prompt tokens are not kept, so the prompt has to run.
             skip_prefix_cache_read=bool(params.skip_reading_prefix_cache) or params.prompt_logprobs is not None,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -15,13 +16,14 @@ from quire.engine.calls import pin_prefix
 from quire.engine.metrics import request_metrics, step_metrics
 from quire.engine.outputs import Job
 from quire.engine.stats import Metric, RequestStats, StepStats
-from quire.errors import BadRequestError, ConfigError, EngineDeadError
+from quire.errors import BadRequestError, ConfigError, DownloadError, EngineDeadError, ModelError
 from quire.inputs import Prompt
+from quire.lora.request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.pooling import PoolingParams
 from quire.refusals import CALL, has_refused_methods, sift
-from quire.request import Request, cache_scope
+from quire.request import AdapterRef, Request, cache_scope
 from quire.text import HFTokenizerFacade
 
 
@@ -37,6 +39,8 @@ class LLMEngine:
         self.tokenizer = built.tokenizer
         self.core = built.core
         self.request_stats = RequestStats()
+        self._adapters: dict[int, tuple[tuple[str, str], AdapterRef]] = {}  # by number: name and path, as read
+        self._adapters_lock = threading.Lock()
         self._inputs = built.inputs
         self._outputs = built.outputs
         if built.config.pinned_prefixes:
@@ -73,6 +77,7 @@ class LLMEngine:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         **others: Any,
     ) -> Request:
         """Queue a request. Raises BadRequestError, and then nothing has changed.
@@ -80,7 +85,9 @@ class LLMEngine:
         `arrival_time` is on time.monotonic's clock. `others` are arguments of vLLM's, refused with their reason.
         """
         sift(others, CALL)
-        prepared = self.prepare(request_id, prompt, params, arrival_time=arrival_time, priority=priority)
+        prepared = self.prepare(
+            request_id, prompt, params, arrival_time=arrival_time, priority=priority, lora_request=lora_request
+        )
         self.add_prepared(prepared)
         return prepared.request
 
@@ -92,6 +99,7 @@ class LLMEngine:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> PreparedRequest:
         """Tokenize and check without touching the engine: any thread may do it, so that no step waits for it."""
         if priority and self.config.scheduling_policy == "fcfs":
@@ -106,7 +114,33 @@ class LLMEngine:
             params or (self.built.default_sampling if self.spec.pooler is None else PoolingParams()),
             arrival_s=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
+            adapter=None if lora_request is None else self.find_adapter(lora_request),
         )
+
+    def find_adapter(self, wanted: LoRARequest) -> AdapterRef:
+        """The adapter that is meant; it is read where it is new. Any thread may call it."""
+        if self.core.adapters is None:
+            raise BadRequestError("this engine has no adapters: make it with enable_lora=True", param="lora_request")
+        if not isinstance(wanted, LoRARequest):
+            raise BadRequestError(f"lora_request must be a LoRARequest, got {wanted!r}", param="lora_request")
+        with self._adapters_lock:
+            known = self._adapters.get(wanted.lora_int_id)
+            if known is not None and not wanted.load_inplace:
+                if known[0] == (wanted.lora_name, wanted.lora_path):
+                    return known[1]
+                name, path = known[0]
+                raise BadRequestError(
+                    f"lora_int_id={wanted.lora_int_id} is the adapter {name!r} in {path}: give {wanted.lora_name!r} "
+                    "another number, or set load_inplace=True",
+                    param="lora_int_id",
+                )
+            try:
+                info = self.core.adapters.slots.read(wanted.lora_name, wanted.lora_path)
+            except (ModelError, DownloadError) as error:
+                raise BadRequestError(str(error), param="lora_path") from error
+            found = AdapterRef(info.key, info.path)
+            self._adapters[wanted.lora_int_id] = ((wanted.lora_name, wanted.lora_path), found)
+            return found
 
     def add_prepared(self, prepared: PreparedRequest) -> None:
         self._outputs.add(Job(prepared))

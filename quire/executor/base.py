@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from quire.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from quire.executor.adapter_slots import AdapterSlots
     from quire.executor.device import Backend
     from quire.executor.encoder import EncoderExecutor
     from quire.executor.local import LocalExecutor
@@ -54,4 +55,5 @@ class BuiltExecutor:
     swap_bytes_per_s: float | None
     timeline_s: dict[str, float]
     max_draft_position: int | None = None  # tokens that its draft model knows; None: it has none
+    adapters: AdapterSlots | None = None  # None: it serves none
     grammars: GrammarCompiler | None = None  # None: it follows no grammars, and requests that have one are refused

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.adapters import AdapterBank
 from quire.kernels.interface import AttentionBatch
 from quire.plan import BeamGroup, Spans, StepPlan
 from quire.sampling.transfer import to_device
@@ -50,6 +51,7 @@ class PersistentBatch:
         device: torch.device,
         num_groups: int = 1,
         spare_block: int = 0,
+        bank: AdapterBank | None = None,
     ) -> None:
         self.block_size = block_size
         self.device = device
@@ -65,6 +67,8 @@ class PersistentBatch:
         self.version = 0  # changes whenever a row's sequence, or a block that it has already, does
         self.table_lengths = [[0] * num_rows for _ in range(num_groups)]
         self.num_computed = np.zeros(num_rows, dtype=np.int64)
+        self.bank = bank
+        self.adapter_slots = np.full(num_rows, -1, dtype=np.int64)  # of the bank; -1: the sequence has no adapter
         self._occupants = [0] * num_rows  # changes when another sequence takes the row
         self._is_held = [False] * num_rows
 
@@ -84,9 +88,17 @@ class PersistentBatch:
             self.release(row)
         return held
 
-    def admit(self, row: int, token_ids: list[int], num_computed: int, tables: Sequence[tuple[int, list[int]]]) -> None:
+    def admit(
+        self,
+        row: int,
+        token_ids: list[int],
+        num_computed: int,
+        tables: Sequence[tuple[int, list[int]]],
+        adapter_slot: int = -1,
+    ) -> None:
         """tables: see Admission."""
         self._take(row)
+        self.adapter_slots[row] = adapter_slot
         self.tokens[row, : len(token_ids)] = to_device(np.array(token_ids, dtype=np.int64), self.device)
         self.num_computed[row] = num_computed
         for group, (first, block_ids) in enumerate(tables):
@@ -100,6 +112,7 @@ class PersistentBatch:
         self._take(row)
         self.tokens[row].copy_(self.tokens[source])
         self.num_computed[row] = self.num_computed[source]
+        self.adapter_slots[row] = self.adapter_slots[source]
         self.block_tables[:, row] = self.block_tables[:, source]
         self.host_tables[:, row] = self.host_tables[:, source]
         for lengths in self.table_lengths:
@@ -205,6 +218,10 @@ class PersistentBatch:
             max_kv_len=max_kv_len,
             num_decodes=num_decodes,
         )
+        if self.have_adapters(spans.rows):
+            assert self.bank is not None
+            packed = self.bank.pack_rows(np.repeat(self.adapter_slots[rows], counts))
+            attention[0].adapters = self.bank.unpack_rows(to_device(packed, self.device), num_tokens)
         return StepInputs(
             token_ids=self.tokens[token_rows_t, positions_t],
             attention=attention,
@@ -212,6 +229,10 @@ class PersistentBatch:
             sampled_rows=plan.sampled_rows(),
             sampled_positions=sampled_positions,
         )
+
+    def have_adapters(self, rows: list[int]) -> bool:
+        """Whether any of these rows' sequences has one."""
+        return self.bank is not None and bool((self.adapter_slots[rows] >= 0).any())
 
     def write_drafts(self, spans: Spans) -> None:
         """Behind each row's last token, where the step reads its input."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from quire.config import GIB, EngineConfig
-from quire.errors import MemoryBudgetError
+from quire.errors import ConfigError, MemoryBudgetError
 from quire.executor import sizing
+from quire.executor.adapter_slots import AdapterSlots
 from quire.executor.base import BuiltExecutor
 from quire.executor.batch import PersistentBatch
 from quire.executor.captured import GraphMemory, StepParts, is_out_of_memory
@@ -46,6 +47,8 @@ from quire.executor.timeline import Timeline
 from quire.executor.worker import ElsewhereSampled, Worker
 from quire.grammar import GrammarCompiler
 from quire.grammar.rows import RowConstraints
+from quire.kernels.adapters import AdapterBank
+from quire.models.architectures import stored_names
 from quire.models.decoder import Decoder
 from quire.models.kv_layout import kv_layout
 from quire.models.share import ModelShare
@@ -86,6 +89,8 @@ def build_executor(
 ) -> BuiltExecutor:
     """Load the weights, size the cache to what is left, and put the parts together."""
     if spec.is_encoder:
+        if config.enable_lora:
+            raise ConfigError("enable_lora: adapters are for models that generate, not for encoders: leave it out")
         return build_encoder(config, spec, checkpoint, progress, timeline=timeline)
     grammars = grammars or GrammarCompiler.of_model(config, checkpoint, spec)
     loaded = load_model(config, spec, checkpoint, progress, precompile=precompile, timeline=timeline)
@@ -116,6 +121,15 @@ def build_executor(
     )
     if executor.worker.graphs is not None:
         timeline.mark("graphs")
+    adapters = None
+    if (bank := loaded.decoder.adapters) is not None:
+        adapters = executor.worker.adapters = AdapterSlots(
+            bank,
+            stored_names(checkpoint.config),
+            head_dim=spec.head_dim,
+            max_rank=config.max_lora_rank,
+            max_kept=config.max_cpu_loras or config.max_loras,
+        )
     return BuiltExecutor(
         executor=executor,
         backend=backend,
@@ -126,6 +140,7 @@ def build_executor(
         timeline_s=timeline.seconds,
         max_draft_position=None if loaded.draft is None else loaded.draft.max_position,
         grammars=grammars,
+        adapters=adapters,
     )
 
 
@@ -173,6 +188,7 @@ def load_model(
             layout=layout,
             share=share,
             ranks=ranks,
+            adapters=make_bank(config, backend),
         )
         checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
     with torch.inference_mode():
@@ -207,6 +223,18 @@ def load_model(
     timeline.mark("memory")
     return LoadedModel(
         config, spec, backend, decoder, ledger, max_num_seqs, max_num_batched_tokens, precompile, timeline, draft
+    )
+
+
+def make_bank(config: EngineConfig, backend: Backend) -> AdapterBank | None:
+    if not config.enable_lora:
+        return None
+    return AdapterBank(
+        config.max_loras,
+        config.max_lora_rank,
+        device=backend.device,
+        dtype=backend.activation_dtype,
+        tile=backend.ops.adapter_tile,
     )
 
 
@@ -281,6 +309,7 @@ def assemble_executor(
         device=backend.device,
         num_groups=len(decoder.layout.windows),
         spare_block=cache.spare_block,
+        bank=decoder.adapters,
     )
     graphs = mixed = draft_graphs = None
     if has_graphs:
@@ -344,12 +373,14 @@ def _plan(
         dtype = sizing.activation_dtype(config, spec, device)
         lengths = (decoder.max_position, config.block_size, len(layout.windows))
         if _has_graphs(config, backend, pools=spec.pooler is not None):
-            graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths)
+            graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths, adapted=config.enable_lora)
             if draft is not None:
                 graph_bytes += sizing.graph_bytes(draft.spec, dtype, max_num_seqs, *lengths)
+        activation_bytes += sizing.adapter_step_bytes(config, max_tokens)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
         free, total = torch.cuda.mem_get_info(backend.device)
         reckoned = sizing.weight_bytes(spec, backend.weight_dtype, decoder.max_position)
+        reckoned += sizing.adapter_bytes(config, spec, dtype) + sizing.adapter_step_bytes(config, max_tokens)
         reckoned += sizing.cuda_step_bytes(spec, dtype, max_num_seqs, max_tokens, *lengths)
         rest = total - free + activation_bytes - reckoned
         remember_gpu(torch.cuda.get_device_name(backend.device), GpuRecord(total, rest, record_key(config, spec)))
@@ -368,6 +399,7 @@ def _plan(
         config,
         spec,
         device=device,
+        adapter_bytes=0 if decoder.adapters is None else decoder.adapters.nbytes,
         weight_bytes=decoder.weight_bytes + (draft.weight_bytes if draft is not None else 0),
         activation_bytes=activation_bytes,
         graph_bytes=graph_bytes,

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.executor.captured import COST_WITHOUT_SHARING, CapturedSteps, Fallbacks, StepParts
 from quire.executor.sizing import MAX_GRAPH_SEQS, padded_size
 from quire.executor.transfer import StagingRing
+from quire.kernels.adapters import AdapterBank
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.shared_prefix import (
     find_shared_prefixes,
@@ -44,14 +45,17 @@ def other_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass(slots=True, frozen=True)
 class DecodeShape:
-    """Padded batch size, and whether the step reads shared prefixes once for all that share them."""
+    """Padded batch size, whether the step reads shared prefixes once for all that share them, and whether it has
+    adapters."""
 
     size: int
     shares: bool
+    adapted: bool = False
 
     def holds(self, other: DecodeShape) -> bool:
-        """Shared or not is only a matter of speed; but groups are packed for one size."""
-        return self.size >= other.size and not self.shares
+        """Shared or not is only a matter of speed; but groups are packed for one size. Nobody pays for adapters that
+        another step has."""
+        return self.size >= other.size and not self.shares and self.adapted == other.adapted
 
 
 class DecodeGraphs(CapturedSteps[DecodeShape]):
@@ -66,7 +70,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
                 size=lambda shape: shape.size,
                 cost=lambda shape: COST_WITHOUT_SHARING if shape.shares else 0,
             ),
-            while_idle=[DecodeShape(size, shares=False) for size in other_sizes(self._max_num_seqs)],
+            while_idle=_plain_shapes(other_sizes(self._max_num_seqs), parts.decoder.adapters),
         )
         batch, size = parts.batch, padded_size(self._max_num_seqs)
         # [rows, positions, kv_lens] of each sequence: what changes from step to step.
@@ -74,6 +78,10 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=batch.device)
         self._staging = StagingRing(3 * size)
         self._groups = torch.zeros(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=batch.device)
+        self._bank = parts.decoder.adapters  # a draft model has none
+        num_ints = 0 if self._bank is None else self._bank.rows_length(size)
+        self._adapters = torch.zeros(num_ints, dtype=torch.int32, device=batch.device)
+        self._adapters_of: tuple[int, list[int], int] | None = None  # version, rows and size that _adapters is about
         self._grouped: tuple[int, list[int]] | None = None  # the batch's version and rows that _groups is about
         self._has_groups = False
         self._has_full_attention = parts.decoder.layout.windows[0] is None
@@ -88,7 +96,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
 
     def capture_common(self) -> None:
         """Largest first: the smaller ones then fit into memory that the pool already has."""
-        shapes = [DecodeShape(size, shares=False) for size in common_sizes(self._max_num_seqs)]
+        shapes = _plain_shapes(common_sizes(self._max_num_seqs), self._bank)
         if without := [shape.size for shape in shapes if not self._try_to_capture(shape)]:
             get_logger().warning(
                 "no GPU memory is left for captured steps of %s sequences, which will be slower: lower "
@@ -104,7 +112,8 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         if self._grouped != (self._batch.version, rows):
             self._group(rows, positions, size)
         self._rows, self._positions = rows, positions
-        chosen = self._shape_for(DecodeShape(size, self._has_groups))
+        adapted = self._bank is not None and self._batch.have_adapters(rows)
+        chosen = self._shape_for(DecodeShape(size, self._has_groups, adapted))
         self._rows, self._positions = [], []
         if chosen is None:
             return False
@@ -114,6 +123,8 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
     def prepare(self, rows: list[int], positions: list[int]) -> None:
         """For the graph that was chosen."""
         self._fill(rows, positions, self._next.size)
+        if self._next.adapted:
+            self._place_adapters(rows, self._next.size)
 
     def replay(self, num_rows: int) -> Tensor:
         """Run what was prepared; logits [num_rows, vocab], valid until the next step."""
@@ -127,7 +138,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         if found := self._shape_that_serves(shape, self._graphs):
             return found
         # One capture that then serves all, instead of one for each size that a growing batch passes through.
-        largest = DecodeShape(padded_size(self._max_num_seqs), shares=False)
+        largest = DecodeShape(padded_size(self._max_num_seqs), shares=False, adapted=shape.adapted)
         return largest if largest not in self._without and self._try_to_capture(largest) else None
 
     def _group(self, rows: list[int], positions: list[int], size: int) -> None:
@@ -146,6 +157,17 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
             packed = pack_shared_prefixes(groups, size, MAX_GROUPS)
             self._groups[: len(packed)].copy_(to_device(packed, batch.device))
 
+    def _place_adapters(self, rows: list[int], size: int) -> None:
+        """Which rows have which adapter. It stays true until the batch changes."""
+        batch, bank = self._batch, self._bank
+        assert bank is not None
+        if self._adapters_of != (batch.version, rows, size):
+            self._adapters_of = (batch.version, list(rows), size)
+            slots = np.full(size, -1, dtype=np.int64)
+            slots[: len(rows)] = batch.adapter_slots[rows]
+            packed = bank.pack_rows(slots)
+            self._adapters[: len(packed)].copy_(to_device(packed, batch.device))
+
     def _fill(self, rows: list[int], positions: list[int], size: int) -> None:
         host = np.empty((3, size), dtype=np.int64)
         host[0], host[1], host[2] = self._batch.spare_row, 0, 1
@@ -155,6 +177,8 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         self._staging.copy_to(host, self._step[:, :size])
 
     def _fill_for_capture(self, shape: DecodeShape) -> None:
+        self._adapters.zero_()  # nobody has one
+        self._adapters_of = None
         # With the step that is about to run, where there is one: what the kernels write now, it writes again. Groups
         # of sequences, which lie there already, would not agree with padding.
         if self._rows:
@@ -192,5 +216,14 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
             packed = self._groups[: packed_length(size, MAX_GROUPS)]
             for each in attention:  # layers with a window take no notice
                 each.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
+        if shape.adapted:
+            assert self._bank is not None
+            attention[0].adapters = self._bank.unpack_rows(self._adapters, size)
         hidden = parts.decoder.forward(groups[0].token_ids, attention, parts.layers)
         parts.decoder.logits(hidden, None, self.memory.logits[:size])
+
+
+def _plain_shapes(sizes: list[int], bank: AdapterBank | None) -> list[DecodeShape]:
+    """Without sharing; where there may be adapters, once without them and once with them."""
+    kinds = (False,) if bank is None else (False, True)
+    return [DecodeShape(size, shares=False, adapted=adapted) for adapted in kinds for size in sizes]

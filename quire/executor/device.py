@@ -149,6 +149,11 @@ def _cuda(config: EngineConfig, spec: ModelSpec, dtype: str, kv_dtype: torch.dty
 
     reason = triton.unavailable_reason()
     quantization = weight_quantization(config, spec, "cuda")
+    if quantization is not None and config.enable_lora:
+        raise ConfigError(
+            f"enable_lora on weights in {quantization} is not served on a GPU yet: use one in 16 bits, without "
+            "quantization"
+        )
     if quantization is not None:
         _check_fp8(spec, dtype, device, reason)
     if reason is None:

@@ -32,6 +32,7 @@ class MemoryLedger:
     block_size: int
     max_model_len: int
     windows: tuple[int | None, ...] = (None,)  # by KV group
+    adapter_bytes: int = 0  # slots of adapters
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +59,7 @@ class MemoryLedger:
     def summary(self) -> str:
         entries = [
             ("weights", self.weight_bytes, ""),
+            ("adapters' slots", self.adapter_bytes, ""),
             ("activations", self.activation_bytes, ""),
             ("graphs", self.graph_bytes, ""),
             ("sequences' tables", self.batch_bytes, ""),
@@ -81,6 +83,7 @@ def plan_memory(
     block_bytes: int,
     layout: KVLayout,
     max_span_tokens: int,
+    adapter_bytes: int = 0,
     graph_bytes: int = 0,
     batch_bytes: int = 0,
     kv_budget_bytes: int,
@@ -119,6 +122,7 @@ def plan_memory(
     return MemoryLedger(
         device=device,
         weight_bytes=weight_bytes,
+        adapter_bytes=adapter_bytes,
         activation_bytes=activation_bytes,
         graph_bytes=graph_bytes,
         batch_bytes=batch_bytes,

@@ -17,16 +17,18 @@ from torch import Tensor
 
 from quire.executor.batch import attention_batches
 from quire.executor.sizing import MAX_MIXED_DECODES, MAX_MIXED_PROMPTS, MAX_MIXED_TOKENS, mixed_sizes
+from quire.kernels.interface import AdapterRows
 from quire.models.decoder import Decoder
 from quire.plan import Spans, StepPlan
 
 
 @dataclass(slots=True, frozen=True)
 class MixedShape:
-    """Padded sizes: decodes, and tokens of prompts."""
+    """Padded sizes: decodes, and tokens of prompts; and whether any of them has an adapter."""
 
     num_decodes: int
     num_tokens: int
+    adapted: bool = False
 
     @property
     def num_seqs(self) -> int:
@@ -37,7 +39,8 @@ class MixedShape:
         return self.num_decodes + self.num_tokens
 
     def holds(self, other: MixedShape) -> bool:
-        return self.num_decodes >= other.num_decodes and self.num_tokens >= other.num_tokens
+        fits = self.num_decodes >= other.num_decodes and self.num_tokens >= other.num_tokens
+        return fits and self.adapted == other.adapted
 
 
 _SHAPES = sorted((MixedShape(*sizes) for sizes in mixed_sizes()), key=lambda shape: shape.total_tokens)
@@ -53,14 +56,15 @@ def all_shapes(most_seqs: int) -> list[MixedShape]:
     return [largest, *(shape for shape in shapes if shape != largest)]
 
 
-def shape_of(plan: StepPlan, most_seqs: int) -> MixedShape | None:
+def shape_of(plan: StepPlan, most_seqs: int, *, adapted: bool = False) -> MixedShape | None:
     """The smallest shape that the step fits into, of those with at most so many sequences; None: there is none."""
     counts = plan.spans.num_tokens
     num_decodes = next((i for i, count in enumerate(counts) if count != 1), len(counts))
     if not 0 < len(counts) - num_decodes <= MAX_MIXED_PROMPTS:
         return None
     step = MixedShape(num_decodes, sum(counts) - num_decodes)
-    return next((shape for shape in _SHAPES if shape.holds(step) and shape.num_seqs <= most_seqs), None)
+    found = next((shape for shape in _SHAPES if shape.holds(step) and shape.num_seqs <= most_seqs), None)
+    return found if found is None or not adapted else replace(found, adapted=True)
 
 
 def drafts_as_decodes(plan: StepPlan, starts: list[int]) -> tuple[StepPlan, list[int]]:
@@ -102,6 +106,13 @@ class MixedInputs:
         sizes = (seqs, seqs, seqs + 1, tokens, tokens, seqs)
         return cls(*(ints[start : start + size] for start, size in zip(starts.tolist(), sizes, strict=True)))
 
+    def adapter_slots(self, of_rows: Any, num_rows: int) -> Any:
+        """On the host: of each token, given those of the batch's rows; -1 for padding."""
+        slots = np.full(len(self.token_rows), -1, dtype=np.int64)
+        is_token = self.token_rows < num_rows
+        slots[is_token] = of_rows[self.token_rows[is_token]]
+        return slots
+
     def fill(self, plan: StepPlan, first_positions: list[int], shape: MixedShape, spare_row: int) -> None:
         """On the host."""
         spans = plan.spans
@@ -141,6 +152,7 @@ def run_mixed_step(
     block_tables: Tensor,  # [groups, rows, blocks]: likewise
     block_size: int,
     max_model_len: int,
+    adapters: AdapterRows | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Logits of the wanted tokens, in their order; what follows them is padding."""
@@ -156,5 +168,6 @@ def run_mixed_step(
         max_kv_len=max_model_len,
         num_decodes=shape.num_decodes,
     )
+    attention[0].adapters = adapters
     hidden = decoder.forward(tokens[inputs.token_rows, inputs.positions], attention, layers)
     return decoder.logits(hidden, inputs.indices, out)

@@ -173,6 +173,7 @@ def _key(config: EngineConfig, spec: ModelSpec, capability: int) -> str:
         config.block_size,
         config.max_model_len,
         batch_limits(config, spec, "cuda"),
+        (config.enable_lora, config.max_loras, config.max_lora_rank),
     )
     digest = hashlib.sha256(repr((settings, spec, capability, importlib.metadata.version("triton"))).encode())
     root = Path(__file__).parent.parent

@@ -19,6 +19,7 @@ from quire.executor.sizing import (
     padded_size,
     weight_quantization,
 )
+from quire.kernels.adapters import AdapterBank
 from quire.kernels.interface import AttentionBatch, Norm
 from quire.kernels.shared_prefix import packed_length, unpack_shared_prefixes
 from quire.kernels.triton import TritonOps
@@ -53,14 +54,17 @@ def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> 
         steps.prompts(steps.max_len)
     with collecting(target) as start:
         for size in common_sizes(steps.max_num_seqs):
-            steps.decode(size, shares=False)
+            for adapted in steps.kinds:
+                steps.decode(size, shares=False, adapted=adapted)
         draw_each_way(spec.vocab_size, _META)
     with collecting(target) as later:
-        steps.prompts(_SHORT_PROMPT)
+        for adapted in steps.kinds:
+            steps.prompts(_SHORT_PROMPT, adapted=adapted)
         for size in (16, 128, steps.max_num_seqs):  # a kernel for each class of batch sizes
-            steps.decode(min(size, steps.max_num_seqs), shares=True)
-            for num_tokens in (2, 16, 64, 128):  # short chunks have smaller tiles
-                steps.mixed(size - 1, num_tokens)
+            for adapted in steps.kinds:
+                steps.decode(min(size, steps.max_num_seqs), shares=True, adapted=adapted)
+                for num_tokens in (2, 16, 64, 128):  # short chunks have smaller tiles
+                    steps.mixed(size - 1, num_tokens, adapted=adapted)
         steps.logits(num_graph_rows(steps.max_num_seqs))
     return NeededKernels(
         list(prompts.values()),
@@ -125,38 +129,47 @@ class _Rehearsal:
         self.config = config
         self.max_len = config.max_model_len or spec.max_position
         self.max_num_seqs, self.max_tokens = batch_limits(config, spec, "cuda")
+        self.kinds = (False, True) if config.enable_lora else (False,)  # without adapters, and with them
+        ops = _RehearsedOps(_META, dtype, quantization=weight_quantization(config, spec, "cuda"))
+        self.bank = None
+        if config.enable_lora:
+            self.bank = AdapterBank(
+                config.max_loras, config.max_lora_rank, device=_META, dtype=dtype, tile=ops.adapter_tile
+            )
         kept = _one_of_each(spec)
         self.spec = replace(spec, num_layers=len(kept), layers=kept)
         self.decoder = _RehearsedDecoder(
             self.spec,
-            _RehearsedOps(_META, dtype, quantization=weight_quantization(config, spec, "cuda")),
+            ops,
             device=_META,
             dtype=dtype,
             max_position=self.max_len,
+            adapters=self.bank,
         )
         self.decoder.finish_loading()
         shape = (self.max_tokens // config.block_size + 1, 2, spec.num_kv_heads, config.block_size, spec.head_dim)
         self.wide_cache = torch.empty(shape, dtype=dtype, device=_META)
         self.cache = torch.empty(shape, dtype=_DTYPES[kv_dtype(config, name)], device=_META)
 
-    def prompts(self, length: int) -> None:
+    def prompts(self, length: int, *, adapted: bool = False) -> None:
         """As many prompts of a length as a step takes."""
         length = min(length, self.max_len)
         num_seqs = -(-self.max_tokens // length)
-        self._run(self._batch(self.max_tokens, num_seqs, length), self.cache)
+        self._run(self._batch(self.max_tokens, num_seqs, length), self.cache, adapted)
         self.logits(self.max_num_seqs)  # the start-up measures them for as many rows as there may be
         if self.cache.element_size() == 1:  # its scales are found with a cache that needs none
             self._run(self._batch(self.max_tokens, num_seqs, length), self.wide_cache)
 
-    def mixed(self, num_decodes: int, num_tokens: int) -> None:
+    def mixed(self, num_decodes: int, num_tokens: int, *, adapted: bool) -> None:
         """Decodes beside one chunk of a prompt."""
-        self._run(self._batch(num_decodes + num_tokens, num_decodes + 1, num_tokens, num_decodes), self.cache)
+        batch = self._batch(num_decodes + num_tokens, num_decodes + 1, num_tokens, num_decodes)
+        self._run(batch, self.cache, adapted)
 
     def logits(self, num_rows: int) -> None:
         hidden = torch.empty((num_rows, self.spec.hidden_size), dtype=self.decoder.dtype, device=_META)
         self.decoder.logits(hidden, None)
 
-    def decode(self, size: int, *, shares: bool) -> None:
+    def decode(self, size: int, *, shares: bool, adapted: bool) -> None:
         batch = self._batch(size, size, 1, size)
         # As they lie in the graphs' own tensor: whether a row is aligned decides which kernel is compiled.
         step = torch.empty((3, padded_size(self.max_num_seqs)), dtype=torch.int64, device=_META)[:, :size]
@@ -166,7 +179,7 @@ class _Rehearsal:
             batch.shared = unpack_shared_prefixes(packed, size, MAX_GROUPS)
         tokens = torch.empty((self.max_num_seqs + 1, self.max_len + 1), dtype=torch.int64, device=_META)
         self.decoder.ops.place_decodes(step, tokens, batch.block_tables, self.config.block_size)
-        self._run(batch, self.cache)
+        self._run(batch, self.cache, adapted)
 
     def _batch(self, num_tokens: int, num_seqs: int, max_query_len: int, num_decodes: int = 0) -> AttentionBatch:
         num_blocks = -(-self.max_len // self.config.block_size)
@@ -181,7 +194,12 @@ class _Rehearsal:
             num_decodes=num_decodes,
         )
 
-    def _run(self, batch: AttentionBatch, cache: Tensor) -> None:
+    def _run(self, batch: AttentionBatch, cache: Tensor, adapted: bool = False) -> None:
+        if adapted:
+            assert self.bank is not None
+            num_tokens = len(batch.positions)
+            packed = torch.empty(self.bank.rows_length(num_tokens), dtype=torch.int32, device=_META)
+            batch.adapters = self.bank.unpack_rows(packed, num_tokens)
         token_ids = torch.empty(batch.positions.shape, dtype=torch.int64, device=_META)
         hidden = self.decoder.forward(
             token_ids, [batch] * len(self.decoder.layout.windows), [cache] * self.spec.num_layers

@@ -162,14 +162,48 @@ def num_graphs(max_num_seqs: int) -> int:
     return 2 * len(decodes) + len(mixed)  # with and without shared prefixes
 
 
+def adapter_bytes(config: EngineConfig, spec: ModelSpec, dtype: str) -> int:
+    """Bytes of the slots of adapters: the thin matrices of as many as a step may have, for the largest rank, and the
+    ranks themselves."""
+    if not config.enable_lora:
+        return 0
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = 3 * hidden + q_width + 2 * kv_width + q_width + hidden  # in and out, of what is fused and of its result
+    num_wide = 2 if spec.gated_mlp else 1
+    mlp = num_wide * (hidden + inner) + inner + hidden
+    num_mlps = sum(not layer.has_experts for layer in spec.layers)
+    values = adapter_rank(config) * (spec.num_layers * attention + num_mlps * mlp)
+    ranks = 2 * (spec.num_layers + num_mlps) * -(-config.max_loras // 4) * 4
+    return config.max_loras * values * DTYPE_BYTES[dtype] + ranks * 4
+
+
+def adapter_rank(config: EngineConfig) -> int:
+    """The rank that slots are made for: whole tiles of a tensor core."""
+    return -(-config.max_lora_rank // 16) * 16
+
+
+def adapter_step_bytes(config: EngineConfig, max_tokens: int) -> int:
+    """What a GPU's step holds beside the rest: rows of x at the rank of three adapters, in float32."""
+    return 3 * adapter_rank(config) * 4 * max_tokens if config.enable_lora else 0
+
+
 def graph_bytes(
-    spec: ModelSpec, dtype: str, max_num_seqs: int, max_seq_len: int, block_size: int, num_groups: int
+    spec: ModelSpec,
+    dtype: str,
+    max_num_seqs: int,
+    max_seq_len: int,
+    block_size: int,
+    num_groups: int,
+    *,
+    adapted: bool = False,
 ) -> int:
-    """Bytes of all captured steps together. They share their tensors, since only one runs at a time, but not what the
-    driver keeps of each: some 34 KiB a layer on an H200."""
+    """Bytes of all captured steps together; where steps may have adapters, each is captured with and without. They
+    share their tensors, since only one runs at a time, but not what the driver keeps of each: some 34 KiB a layer on an
+    H200, and twice as much with adapters."""
     tensors = layers_bytes(spec, dtype, MAX_MIXED_DECODES + MAX_MIXED_TOKENS) + _GRAPH_WORKSPACE_BYTES
     tensors += table_bytes(num_graph_rows(max_num_seqs), max_seq_len, block_size, num_groups)
-    kept = num_graphs(max_num_seqs) * spec.num_layers * _GRAPH_LAYER_BYTES
+    kept = (3 if adapted else 1) * num_graphs(max_num_seqs) * spec.num_layers * _GRAPH_LAYER_BYTES
     return tensors + logits_bytes(spec, num_graph_rows(max_num_seqs)) + kept
 
 

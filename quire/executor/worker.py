@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.executor.adapter_slots import AdapterSlots
 from quire.executor.batch import PersistentBatch, Unjudged
 from quire.executor.clock import StepClock
 from quire.executor.decode_graphs import DecodeGraphs
@@ -88,6 +89,7 @@ class Worker:
         constraints: RowConstraints | None = None,
         stores: Sequence[SealedStore] = (),
         draft: DraftModel | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.decoder = decoder
         self.pools = RowPools(decoder.classifier) if decoder.spec.pooler is not None else None
@@ -99,6 +101,7 @@ class Worker:
         self.mixed = mixed
         self.constraints = constraints
         self.draft = draft
+        self.adapters = adapters
         self.is_gpu = cache.device_blocks.is_cuda
         # By row: what a prompt's logprobs need while the prompt runs.
         self._prompt_logprob_rows: dict[int, tuple[SamplingSpec, list[int]]] = {}
@@ -119,7 +122,8 @@ class Worker:
             self.stores.move(keyed)
         self.cache.copy(plan.copies)
         for new in plan.admitted:
-            self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.tables)
+            slot = -1 if new.adapter is None or self.adapters is None else self.adapters.slot_of(new.adapter)
+            self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.tables, slot)
             if self.pools is not None:
                 self.pools.admit(new)
                 continue

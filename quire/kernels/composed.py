@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from quire.kernels.interface import (
     AttentionBatch,
     AttentionSpec,
     Float8Rows,
+    LinearWeight,
     Norm,
     Normed,
     Ops,
@@ -23,9 +25,20 @@ from quire.kernels.interface import (
 )
 from quire.kernels.packed import packed_attention
 
+if TYPE_CHECKING:
+    from quire.kernels.adapters import AdaptedLinear, AdapterBank
+
 
 class ComposedOps:
     """For a backend whose norms leave nothing to the product after them."""
+
+    def new_adapted(self: Ops, matrix: LinearWeight, bank: AdapterBank) -> AdaptedLinear:
+        from quire.kernels.adapters import AdaptedLinear
+
+        return AdaptedLinear(self, matrix, bank)
+
+    def adapter_tile(self, num_tokens: int) -> int | None:
+        return None
 
     def norm(self: Ops, residual: Tensor, norm: Norm) -> Normed:
         return self.normalize(residual, norm)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from quire.kernels.adapters import AdaptedLinear, AdapterBank
+
 
 PREFIX_ALIGN = 128  # shared prefixes are cut to a multiple of this many tokens: whole blocks, whole tiles of any kernel
 
@@ -81,6 +83,19 @@ Normed: TypeAlias = "Tensor | Unscaled | Quantized"
 
 
 @dataclass(slots=True)
+class AdapterRows:
+    """Which of a step's tokens have an adapter, and which slot of the bank it is in: `kernels/adapters.py`.
+
+    Tokens of one adapter stand side by side in `order`, cut into tiles. Tile i is order[tiles[0, i] : tiles[1, i]], of
+    the adapter in slot tiles[2, i]; it may be empty, so that a captured step serves any tokens. A token without an
+    adapter is in no tile.
+    """
+
+    order: Tensor  # [tokens] int32
+    tiles: Tensor  # [3, tiles] int32
+
+
+@dataclass(slots=True)
 class AttentionBatch:
     """Where one step's tokens stand. Sequence i's new tokens are rows query_starts[i] .. query_starts[i+1]-1.
 
@@ -97,6 +112,7 @@ class AttentionBatch:
     max_kv_len: int
     num_decodes: int  # leading sequences with exactly one new token
     shared: SharedPrefixes | None = None
+    adapters: AdapterRows | None = None  # None: no token has one
 
 
 @dataclass(slots=True, frozen=True)
@@ -308,6 +324,12 @@ class Ops(Protocol):
         self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
     ) -> LinearWeight:
         """is_sensitive: a vocabulary's or a router's, which a backend may hold in more bits than the others."""
+
+    def new_adapted(self, matrix: LinearWeight, bank: AdapterBank) -> AdaptedLinear:
+        """The matrix with the adapters of a bank on top."""
+
+    def adapter_tile(self, num_tokens: int) -> int | None:
+        """Tokens in a tile of AdapterRows, in a step of so many; None: all that an adapter has."""
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm of each row. A folded norm's weight is ones."""

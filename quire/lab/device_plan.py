@@ -40,6 +40,7 @@ class DevicePlan:
     tensor_parallel: int
     num_stages: int
     weight_bytes: int
+    adapter_bytes: int
     step_bytes: int
     graph_bytes: int
     batch_bytes: int
@@ -86,7 +87,9 @@ def plan_device(
     max_len = longest_sequence(
         config, spec, layout, block_bytes=block_bytes, max_span_tokens=max_tokens, device_bytes=device_bytes
     )
-    held_bytes = sizing.weight_bytes(shard, sizing.weight_quantization(config, spec, device) or dtype, max_len)
+    weight_bytes = sizing.weight_bytes(shard, sizing.weight_quantization(config, spec, device) or dtype, max_len)
+    adapter_bytes = sizing.adapter_bytes(config, shard, dtype)
+    held_bytes = weight_bytes + adapter_bytes
     whole_logits = replace(shard, vocab_size=spec.vocab_size)  # the rank that samples gathers them
     graph_bytes = batch_bytes = 0
     if device == "cpu":
@@ -94,8 +97,9 @@ def plan_device(
     else:
         lengths = (max_len, config.block_size, len(layout.windows))
         step_bytes = sizing.cuda_step_bytes(whole_logits, dtype, max_num_seqs, max_tokens, *lengths)
+        step_bytes += sizing.adapter_step_bytes(config, max_tokens)
         if not config.enforce_eager:
-            graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs, *lengths)
+            graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs, *lengths, adapted=config.enable_lora)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
     running_bytes = step_bytes + graph_bytes + batch_bytes
     driver_bytes = 0
@@ -137,7 +141,8 @@ def plan_device(
             config,
             shard,
             device=device,
-            weight_bytes=held_bytes,
+            weight_bytes=weight_bytes,
+            adapter_bytes=adapter_bytes,
             activation_bytes=step_bytes,
             graph_bytes=graph_bytes,
             batch_bytes=batch_bytes,
@@ -155,7 +160,8 @@ def plan_device(
         kv_dtype=sizing.kv_dtype(config, dtype),
         tensor_parallel=config.tensor_parallel_size,
         num_stages=config.pipeline_parallel_size,
-        weight_bytes=held_bytes,
+        weight_bytes=weight_bytes,
+        adapter_bytes=adapter_bytes,
         step_bytes=step_bytes,
         graph_bytes=graph_bytes,
         batch_bytes=batch_bytes,

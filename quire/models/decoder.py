@@ -6,7 +6,7 @@ follows it, so that a matrix may make one launch of the two: a layer is five ope
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quire.kernels.adapters import AdaptedLinear, AdapterBank, AdapterSite
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Normed, Ops, Rotary
 from quire.layers.rotary import pairs_order, rotary_table
 from quire.models.classifier import Classifier
@@ -48,10 +49,12 @@ class Decoder:
         layout: KVLayout | None = None,
         share: ModelShare | None = None,
         ranks: Ranks | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
         """layout: of the layers that are here; share: what is here, where the model is split, and `ranks` then reaches
-        the others."""
+        the others; adapters: where those lie that steps may use."""
         self.spec = spec
+        self.adapters = adapters
         self.share = share or ModelShare.whole(spec)
         self._ranks = ranks
         self.layout = layout or kv_layout(spec, max_position)
@@ -88,6 +91,8 @@ class Decoder:
         -> [tokens, hidden], before the final norm, which only the tokens that give logits need. Where there are stages,
         they come from the one before and go to the one after."""
         ops, layers = self.ops, self._layers
+        if self.adapters is not None:
+            self.adapters.rows = batches[0].adapters
         residual = self._enter(token_ids)
         if self._positions is not None:
             residual += self._positions.embed(batches[0].positions)
@@ -165,6 +170,8 @@ class Decoder:
 
     def finish_loading(self) -> None:
         """After the last weight, before the first step."""
+        if self.adapters is not None:
+            self.adapters.allocate(self._adapter_sites())
         for layer in self._layers:
             layer.fold_norms()
 
@@ -210,6 +217,13 @@ class Decoder:
             slots += layer.slots(f"model.layers.{index}", norm_offset=spec.norm_offset)
         return {slot.name: slot for slot in slots}
 
+    def _adapter_sites(self) -> Iterator[AdapterSite]:
+        """Every matrix of a layer but those of experts: their rows are not a step's tokens."""
+        for slot in self.weight_slots().values():
+            if isinstance(slot.matrix, AdaptedLinear) and len(slot.shape) == 2:
+                module = slot.name.removesuffix(".weight")
+                yield AdapterSite(module, slot.shape, slot.matrix, slot.first_row, slot.head_order)
+
     def _new_layer(self, index: int, group: int) -> Layer:
         spec, share, kind = self.spec, self.share, self.spec.layers[index]
         hidden, head_dim = spec.hidden_size, spec.head_dim
@@ -231,8 +245,8 @@ class Decoder:
                 k_norm=self._new_norm(head_dim).weight if spec.qk_norm else None,
                 eps=spec.norm_eps,
             ),
-            qkv=self._new_matrix(q_width + 2 * kv_width, hidden, bias=spec.qkv_bias),
-            output=self._new_summed_matrix(hidden, q_width, bias=spec.output_bias),
+            qkv=self._adapted(self._new_matrix(q_width + 2 * kv_width, hidden, bias=spec.qkv_bias)),
+            output=self._adapted(self._new_summed_matrix(hidden, q_width, bias=spec.output_bias)),
             branch_norm=self._new_norm(hidden) if spec.sandwich_norms else None,
             heads=share.heads,
             kv_heads=share.kv_heads,
@@ -252,21 +266,19 @@ class Decoder:
         hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
         return PlainMlp(
             self.spec.activation,
-            up=self._new_matrix(inner, hidden, bias=bias),
-            down=self._new_summed_matrix(hidden, inner, bias=bias),
+            up=self._adapted(self._new_matrix(inner, hidden, bias=bias)),
+            down=self._adapted(self._new_summed_matrix(hidden, inner, bias=bias)),
             columns=columns,
         )
 
     def _new_mlp(self, columns: Cut, *, is_summed: bool = True) -> DenseMlp:
-        """is_summed: over ranks, by itself."""
+        """is_summed: over ranks, by itself; else it is an expert."""
         hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
         new_down = self._new_summed_matrix if is_summed else self._new_matrix
-        return DenseMlp(
-            self.spec.activation,
-            gate_up=self._new_matrix(2 * inner, hidden, bias=bias),
-            down=new_down(hidden, inner, bias=bias),
-            columns=columns,
-        )
+        gate_up, down = self._new_matrix(2 * inner, hidden, bias=bias), new_down(hidden, inner, bias=bias)
+        if is_summed:
+            gate_up, down = self._adapted(gate_up), self._adapted(down)
+        return DenseMlp(self.spec.activation, gate_up=gate_up, down=down, columns=columns)
 
     def _new_experts(self) -> ExpertsMlp:
         experts, share = self.spec.experts, self.share
@@ -295,6 +307,10 @@ class Decoder:
             return matrix
         assert self._ranks is not None
         return SummedLinear(matrix, self.ops, self._ranks, adds_bias=self.share.tensor_rank == 0)
+
+    def _adapted(self, matrix: LinearWeight) -> LinearWeight:
+        """With adapters on top, where there may be any."""
+        return matrix if self.adapters is None else self.ops.new_adapted(matrix, self.adapters)
 
     def _new_norm(self, width: int) -> Norm:
         parts = [

@@ -27,6 +27,9 @@ class WeightSlot:
     randomize: Callable[[float, int], None]  # (std, seed): dummy weights, made where the parameter lives
     keeps_quantized: bool = False  # whether `load` had rather have a matrix as QuantizedRows than as a tensor
     part: tuple[slice, ...] | None = None  # what `load` wants of the tensor: rows, and columns; None: all of it
+    matrix: LinearWeight | None = None  # that a matrix of the checkpoint goes to, from `first_row` on
+    first_row: int = 0
+    head_order: Sequence[int] | None = None  # of a head's rows, where it is not the file's
 
 
 def matrix_slots(
@@ -51,6 +54,8 @@ def matrix_slots(
             randomize if first_row == 0 else _randomized_already,
             weight.keeps_quantized,
             (rows.slice, columns.slice) if is_split else None,
+            weight,
+            first_row,
         )
         if weight.has_bias:
             yield WeightSlot(
@@ -123,7 +128,7 @@ def reordered(slot: WeightSlot, order: Sequence[int]) -> WeightSlot:
         else:
             slot.load(tensor[rows])
 
-    return replace(slot, load=load)
+    return replace(slot, load=load, head_order=order)
 
 
 def _randomized_already(std: float, seed: int) -> None:

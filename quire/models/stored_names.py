@@ -30,11 +30,9 @@ class StoredNames:
         self, stored_name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], head_dim: int
     ) -> Iterator[Part]:
         """shapes: of the decoder's tensors. A fused tensor of another size is left as it is: nothing will want it."""
-        name = stored_name
-        for pattern, replacement in self.renames:
-            name = re.sub(pattern, replacement, name)
+        name = self._renamed(stored_name)
         module, _, suffix = name.rpartition(".")
-        is_transposed = len(shape) == 2 and bool(self.transposed) and module.endswith(self.transposed)
+        is_transposed = len(shape) == 2 and self.is_transposed(stored_name)
         shape = shape[::-1] if is_transposed else shape
         end = next((end for end in self.fused if module.endswith(end)), None)
         if end is None:
@@ -53,6 +51,15 @@ class StoredNames:
                 view = partial(_rows, first, first + count, is_transposed)
             yield Part(part, (count, *shape[1:]), view)
             first += count
+
+    def is_transposed(self, stored_name: str) -> bool:
+        """Whether it is a matrix that is stored [inputs, outputs]."""
+        return bool(self.transposed) and self._renamed(stored_name).rpartition(".")[0].endswith(self.transposed)
+
+    def _renamed(self, name: str) -> str:
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
+        return name
 
 
 def _transposed(tensor: Any) -> Any:

@@ -53,6 +53,14 @@ def fetch_from_hub(
     return fetch_gguf(repo, None, revision=revision, cache_dir=cache_dir)
 
 
+def fetch_adapter(repo: str, files: list[str]) -> Path:
+    """A directory with these files of a repository."""
+    import huggingface_hub
+
+    with _telling(repo, None):
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=files))
+
+
 def fetch_gguf(repo: str, wanted: str | None, *, revision: str | None = None, cache_dir: Path | None = None) -> Path:
     """One file of a repository of GGUF files, as `choose_gguf` understands `wanted`."""
     import huggingface_hub

@@ -61,6 +61,10 @@ def resolve_model(
     return path
 
 
+def is_hub_id(name: str) -> bool:
+    return "/" in name and _HUB_ID.fullmatch(name) is not None
+
+
 def _hub_name(model: str) -> tuple[str, str | None]:
     """A repository of the hub, and which of its GGUF files."""
     if model in HUB_ALIASES:

@@ -97,7 +97,7 @@ def test_a_value_is_never_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_that_are_hidden_are_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "did you mean" not in refusal(["serve", "--max-lora", "2"], capsys)
+    assert "did you mean" not in refusal(["serve", "--max-prompt-adapter", "2"], capsys)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import adapter_files
 import fakes
 import pytest
 import torch
@@ -23,6 +24,7 @@ from quire.executor.decode_graphs import DecodeGraphs, DecodeShape
 from quire.executor.local import LocalExecutor
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.sizing import num_graph_rows, padded_size
+from quire.lora.request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.request import Sequence
 from quire.scheduler import Drafter
@@ -306,3 +308,35 @@ def test_a_batch_that_outgrows_the_captured_ones_captures_the_largest_once(weigh
         engine.step()
     assert DecodeShape(40, shares=False) in executor.worker.graphs._graphs
     assert memory.num_captures == before + 1
+
+
+def test_steps_with_adapters_have_graphs_of_their_own(tmp_path: Path) -> None:
+    model = adapter_files.write_model(tmp_path / "model")
+    adapters: list[LoRARequest | None] = [None]
+    for number in (1, 2, 3):
+        path = adapter_files.write_adapter(tmp_path / str(number), model, rank=3 * number, seed=number)
+        adapters.append(LoRARequest(str(number), number, str(path)))
+    work = requests(3, 40)
+
+    def run_adapted(engine: LLMEngine) -> list[list[int]]:
+        """The last quarter has none: its steps are those of an engine without."""
+        chosen = [adapters[i % 4] if i < 30 else None for i in range(len(work))]
+        plain = engine.add_request
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                engine,
+                "add_request",
+                lambda request_id, *rest: plain(request_id, *rest, lora_request=chosen[int(request_id)]),
+            )
+            return run(engine, work)
+
+    kwargs = {"load_format": "auto", "dtype": "float32", "enable_lora": True, "max_loras": 3}
+    expected = run_adapted(make_engine(model, **kwargs))
+    engine = make_engine(model, **kwargs)
+    executor, memory = with_graphs(engine)
+    while engine.core.prepare_more():
+        pass
+    assert run_adapted(engine) == expected
+    assert memory.num_played[0] > 50
+    graphs = executor.worker.graphs
+    assert graphs is not None and DecodeShape(8, shares=False, adapted=True) in graphs._graphs

@@ -18,6 +18,7 @@ from quire.kernels.composed import ComposedOps
 from quire.kernels.interface import (
     AttentionBatch,
     AttentionSpec,
+    LinearWeight,
     Norm,
     Normed,
     PlacedDecodes,
@@ -28,6 +29,7 @@ from quire.kernels.interface import (
 from quire.kernels.triton.configs import MAX_FP8_SKINNY_ROWS, MAX_SKINNY_ROWS
 
 if TYPE_CHECKING:
+    from quire.kernels.adapters import AdaptedLinear, AdapterBank
     from quire.kernels.triton.linear import TritonLinear
 
 
@@ -84,6 +86,18 @@ class TritonOps(ComposedOps):
         if self.is_fp8 and not is_sensitive:
             return Fp8Linear(self, out_features, in_features, bias=bias)
         return TritonLinear(self, out_features, in_features, bias=bias)
+
+    def new_adapted(self, matrix: LinearWeight, bank: AdapterBank) -> AdaptedLinear:
+        from quire.kernels.triton.adapters import TritonAdaptedLinear
+        from quire.kernels.triton.linear import TritonLinear
+
+        assert isinstance(matrix, TritonLinear)
+        return TritonAdaptedLinear(self, matrix, bank)
+
+    def adapter_tile(self, num_tokens: int) -> int:
+        from quire.kernels.triton.adapters import adapter_tile
+
+        return adapter_tile(num_tokens)
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
         from quire.kernels.triton.norm import rms_norm

@@ -58,12 +58,10 @@ def _finish(sums, rows, exists, out_ptr, w_scales_ptr, bias_ptr, scale, to, tile
             epilogue.rope(out_ptr, to, low, high, tile, m, num_rows, STRIP, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)
 
 
-@triton.jit(do_not_specialize=["n"])
-def vector_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, n, K: tl.constexpr, TILE_N: tl.constexpr,
-                  TILE_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """One row of x."""
-    rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    exists = rows < n
+@triton.jit
+def multiply_vector(x_ptr, w_ptr, rows, exists, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+                    EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """One row of x with rows of w -> [TILE_N] float32."""
     cols = tl.arange(0, TILE_K)
     w = _load_weights(w_ptr, rows, exists, cols, K, TILE_K, EVEN_N).to(tl.float32)
     # x is loaded once for each row of the tile, from L1: in w's own layout, so that no thread waits for another.
@@ -72,7 +70,16 @@ def vector_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, n, K: tl.conste
     for start in tl.range(TILE_K, K, TILE_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
         w = _load_weights(w_ptr, rows, exists, start + cols, K, TILE_K, EVEN_N).to(tl.float32)
         acc += w * tl.load(x_ptrs + start, mask=start + cols[None, :] < K, other=0.0).to(tl.float32)
-    sums = tl.sum(acc, axis=1)
+    return tl.sum(acc, axis=1)
+
+
+@triton.jit(do_not_specialize=["n"])
+def vector_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, n, K: tl.constexpr, TILE_N: tl.constexpr,
+                  TILE_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """One row of x."""
+    rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    exists = rows < n
+    sums = multiply_vector(x_ptr, w_ptr, rows, exists, K, TILE_N, TILE_K, EVEN_N, STAGES, UNROLL)
     if w_scales_ptr is not None:
         sums *= tl.load(w_scales_ptr + rows, mask=exists, other=0.0)
     if bias_ptr is not None:

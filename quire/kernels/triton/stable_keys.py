@@ -16,6 +16,7 @@ from quire.kernels.triton.common import HAS_GLUON
 # Callees before callers; within a module that is the order of the text.
 _MODULES = (
     "common",
+    "expand",
     "norm",
     "rope",
     "epilogue",
@@ -26,6 +27,7 @@ _MODULES = (
     "prefix",
     "decode",
     "skinny",
+    "adapters",
     "sampling",
     "sampling_filter",
 )

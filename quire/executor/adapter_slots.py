@@ -1,0 +1,130 @@
+"""Which adapters are on the device, and which are kept on the host for when they are wanted.
+
+An adapter goes by its key: its name, and a digest of its files, so that another one of the same name is another
+adapter. It is read, checked and laid out as a slot is on a thread; the steps wait for nothing but one copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from quire.errors import WeightsError
+from quire.kernels.adapters import AdapterBank, PackedAdapter
+from quire.models.stored_names import StoredNames
+from quire.weights.peft import find_adapter, read_adapter
+
+
+@dataclass(slots=True, frozen=True)
+class AdapterInfo:
+    """An adapter that was read and fits the model."""
+
+    key: str
+    name: str
+    path: str
+    rank: int
+    num_modules: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class AdapterSlots:
+    """The slots of a bank, and a store of adapters on the host, both with the least recently used leaving first.
+
+    `read` may be called by any thread, all else by the one that runs the steps.
+    """
+
+    def __init__(self, bank: AdapterBank, names: StoredNames, *, head_dim: int, max_rank: int, max_kept: int) -> None:
+        """max_kept: adapters on the host."""
+        self._bank = bank
+        self._names = names
+        self._head_dim = head_dim
+        self._max_rank = max_rank
+        self.max_kept = max_kept
+        self._shapes = {module: site.shape for module, site in bank.sites.items()}
+        self._kept: OrderedDict[str, PackedAdapter] = OrderedDict()
+        self._lock = threading.Lock()  # of what is kept
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by key, the least recently used first
+        self._free = list(range(bank.num_slots))
+
+    @property
+    def resident(self) -> list[str]:
+        """Keys of those in a slot, the least recently used first."""
+        return list(self._slots)
+
+    @property
+    def kept(self) -> list[str]:
+        """Keys of those on the host, likewise."""
+        with self._lock:
+            return list(self._kept)
+
+    def slot_of(self, key: str) -> int:
+        return self._slots[key]
+
+    def read(self, name: str, path: str) -> AdapterInfo:
+        """Read an adapter and keep it. WeightsError says what is wrong with it, and no other is touched."""
+        folder = find_adapter(path)
+        found = read_adapter(folder, self._shapes, self._names, self._head_dim, self._max_rank)
+        info = AdapterInfo(f"{name}@{found.digest}", name, path, found.rank, len(found.pairs))
+        packed = self._bank.pack(found.pairs)
+        with self._lock:
+            self._kept[info.key] = packed
+            self._kept.move_to_end(info.key)
+            while len(self._kept) > self.max_kept:
+                self._kept.popitem(last=False)
+        return info
+
+    def start_reading(self, name: str, path: str) -> Future[AdapterInfo]:
+        return self._reader.submit(self.read, name, path)
+
+    def start_reading_again(self, key: str, path: str) -> Future[AdapterInfo]:
+        """One that was read before, and dropped."""
+        return self._reader.submit(self._read_again, key, path)
+
+    def _read_again(self, key: str, path: str) -> AdapterInfo:
+        info = self.read(key.rpartition("@")[0], path)
+        if info.key != key:
+            raise WeightsError(f"{path}: the adapter {info.name!r} has changed since it was loaded: load it again")
+        return info
+
+    def is_at_hand(self, key: str) -> bool:
+        """Whether it is in a slot, or could be copied to one at once."""
+        return key in self._slots or key in self._kept
+
+    def place(self, key: str, in_use: set[str]) -> bool:
+        """Put an adapter that is at hand into a slot, in place of one that is not in use. False where all are."""
+        if key in self._slots:
+            self._slots.move_to_end(key)
+            return True
+        slot = self._take_slot(in_use)
+        if slot is None:
+            return False
+        with self._lock:
+            packed = self._kept[key]
+            self._kept.move_to_end(key)
+        with torch.inference_mode():
+            self._bank.write(slot, packed)
+        self._slots[key] = slot
+        return True
+
+    def forget(self, key: str) -> None:
+        """Drop what is kept of it. It stays in its slot until another takes that."""
+        with self._lock:
+            self._kept.pop(key, None)
+
+    def _take_slot(self, in_use: set[str]) -> int | None:
+        if self._free:
+            return self._free.pop(0)
+        oldest = next((key for key in self._slots if key not in in_use), None)
+        return None if oldest is None else self._slots.pop(oldest)
+
+    @cached_property
+    def _reader(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="quire-adapters")

@@ -1,0 +1,64 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+"""What a kernel that takes a product of one token adds to it first, where that token has an adapter: adapters.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.adapters import RANK_UNIT
+
+UNIT = tl.constexpr(RANK_UNIT)
+
+
+class Expand(NamedTuple):
+    """B s is to be added to a product."""
+
+    shrunk: Tensor  # s: [parts * max_rank] float32
+    b: Tensor
+    tiles: Tensor  # [3, 1], of AdapterRows
+    ranks: Tensor
+    max_rank: int
+    slot_values: int
+
+
+class ExpandPointers(NamedTuple):
+    """Those of its members that are no constants."""
+
+    shrunk: Tensor
+    b: Tensor
+    tiles: Tensor
+    ranks: Tensor
+
+
+def expand_arguments(expand: Expand | None) -> dict[str, Any]:
+    """For kernels that call `expand_one`."""
+    if expand is None:
+        return {"expand": None, "MAX_RANK": 0, "SLOT": 0}
+    return {"expand": ExpandPointers(*expand[:4]), "MAX_RANK": expand.max_rank, "SLOT": expand.slot_values}
+
+
+@triton.jit
+def load_tile(tiles_ptr, tile, num_tiles):
+    """-> first and last place in the order, and the adapter's slot."""
+    start = tl.load(tiles_ptr + tile)
+    end = tl.load(tiles_ptr + num_tiles + tile)
+    slot = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    return start, end, slot.to(tl.int64)
+
+
+@triton.jit
+def expand_one(expand, part, cols, mask, N: tl.constexpr, MAX_RANK: tl.constexpr, SLOT: tl.constexpr):
+    """B s at these columns. part: that each of them belongs to, or all of them."""
+    start, end, slot = load_tile(expand.tiles, 0, 1)
+    rank = tl.where(start < end, tl.load(expand.ranks + slot), 0)
+    acc = tl.zeros_like(cols).to(tl.float32)
+    for first in tl.range(0, rank, UNIT):
+        for i in tl.static_range(UNIT):
+            s = tl.load(expand.shrunk + part * MAX_RANK + first + i)
+            b = tl.load(expand.b + slot * SLOT + (first + i) * N + cols, mask=mask, other=0.0)
+            acc += s * b.to(tl.float32)
+    return acc

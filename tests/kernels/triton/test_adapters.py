@@ -1,0 +1,143 @@
+"""Kernels of adapters against plain torch: rows of several adapters and of none, of several ranks, in one product."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.adapters import AdapterBank, AdapterSite, LowRankPair
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Rotary, Unscaled
+from quire.kernels.triton import TritonOps
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 96, 3, 1, 32, 80
+PARTS = {
+    "qkv": (HIDDEN, (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)),
+    "gate_up": (HIDDEN, (INNER, INNER)),
+    "down": (INNER, (HIDDEN,)),
+}
+RANKS = (5, 16, 20)
+
+
+def adapted(name, device, *, fold=None):
+    """A matrix with adapters of three ranks; -> it, and the dense matrix that each adapter makes of it."""
+    torch.manual_seed(3)
+    columns, parts = PARTS[name]
+    ops = TritonOps(device, torch.bfloat16)
+    bank = AdapterBank(4, 20, device=device, dtype=torch.bfloat16, tile=ops.adapter_tile)
+    matrix = ops.new_adapted(ops.new_linear(sum(parts), columns), bank)
+    weight = torch.randn(sum(parts), columns) / columns**0.5
+    matrix.load_rows(0, weight)
+    if fold is not None:
+        assert matrix.fold_norm(Norm(fold.clone(), 1e-5)).is_folded
+    firsts = np.cumsum([0, *parts[:-1]]).tolist()
+    bank.allocate(
+        AdapterSite(f"m{i}", (n, columns), matrix, first)
+        for i, (n, first) in enumerate(zip(parts, firsts, strict=True))
+    )
+    merged = [weight.double()]
+    for slot, rank in zip((2, 0, 3), RANKS, strict=True):
+        pairs = {
+            f"m{i}": LowRankPair(torch.randn(rank, columns) / columns**0.5, torch.randn(n, rank), 0.5)
+            for i, n in enumerate(parts)
+            if not (slot == 0 and i == 1)  # one adapter leaves a part alone
+        }
+        bank.write(slot, bank.pack(pairs))
+        whole = weight.double().clone()
+        for i, (n, first) in enumerate(zip(parts, firsts, strict=True)):
+            if f"m{i}" in pairs:
+                a, b, scale = pairs[f"m{i}"]
+                whole[first : first + n] += scale * b.double() @ a.double()
+        merged.append(whole)
+    return matrix, merged
+
+
+def placed(bank, num_tokens, device):
+    """Which adapter each token has: 0 for none, and else which of `merged`; as the bank is told."""
+    which = np.arange(num_tokens) * 7 % 4 if num_tokens > 1 else np.array([1])
+    slots = np.array([-1, 2, 0, 3])[which]
+    bank.rows = bank.unpack_rows(torch.from_numpy(bank.pack_rows(slots)).to(device), num_tokens)
+    return which
+
+
+def products(x, merged, which):
+    return torch.stack([merged[one] @ row for one, row in zip(which, x.double().cpu(), strict=True)])
+
+
+def close(out, expected):
+    out = out.double().cpu()
+    return torch.isfinite(out).all() and (out - expected).norm() <= 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("num_tokens", [1, 3, 37])
+def test_products(name, num_tokens, device):
+    matrix, merged = adapted(name, device)
+    which = placed(matrix.bank, num_tokens, device)
+    x = torch.randn(num_tokens, matrix.in_features, device=device).bfloat16()
+    assert close(matrix.multiply(x), products(x, merged, which))
+    matrix.bank.rows = None
+    assert close(matrix.multiply(x), products(x, merged, which * 0))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 37])
+def test_what_follows_products(num_tokens, device):
+    """Where norms are folded, many rows are multiplied before they are normalized."""
+    torch.manual_seed(4)
+    fold = torch.rand(HIDDEN) + 0.5
+    residual = torch.randn(num_tokens, HIDDEN, device=device).bfloat16()
+    normed = residual.double().cpu()
+    normed = normed * torch.rsqrt(normed.square().mean(1, keepdim=True) + 1e-5)
+    x = Unscaled(residual, None, 1e-5) if num_tokens > 32 else normed.to(device, torch.bfloat16)
+
+    gate_up, merged = adapted("gate_up", device, fold=fold.to(device))
+    which = placed(gate_up.bank, num_tokens, device)
+    gate, up = products(normed * fold.double(), merged, which).chunk(2, dim=1)
+    gated = torch.nn.functional.silu(gate) * up
+    assert close(gate_up.multiply_act(x, "silu"), gated)
+
+    down, merged = adapted("down", device)
+    which = placed(down.bank, num_tokens, device)
+    inner = gated.to(device, torch.bfloat16)
+    expected = residual.double().cpu() + products(inner, merged, which)
+    norm = Norm(torch.ones(HIDDEN, device=device), 1e-5, is_folded=True)
+    stream = residual.clone()
+    left = down.multiply_add_norm(inner, stream, norm)
+    assert close(stream, expected)
+    assert isinstance(left, Unscaled) == (num_tokens > 32)
+    if num_tokens <= 32:
+        assert close(left, expected * torch.rsqrt(expected.square().mean(1, keepdim=True) + 1e-5))
+    stream = residual.clone()
+    assert down.multiply_add_norm(inner, stream, None) is stream and close(stream, expected)
+
+    qkv, merged = adapted("qkv", device, fold=fold.to(device))
+    which = placed(qkv.bank, num_tokens, device)
+    kv = torch.zeros(num_tokens, 2, KV_HEADS, 4, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    angles = torch.zeros(8, HEAD_DIM, device=device)
+    angles[:, : HEAD_DIM // 2] = 1.0  # turns nothing
+    batch = AttentionBatch(
+        positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        slots=torch.arange(num_tokens, device=device) * 4,
+        query_starts=torch.arange(num_tokens + 1, dtype=torch.int32, device=device),
+        kv_lens=torch.ones(num_tokens, dtype=torch.int32, device=device),
+        block_tables=torch.arange(num_tokens, dtype=torch.int32, device=device)[:, None],
+        max_query_len=1,
+        max_kv_len=1,
+        num_decodes=num_tokens,
+    )
+    q = qkv.multiply_rope_write(x, Rotary(angles), kv, batch, AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, 1.0))
+    expected = products(normed * fold.double(), merged, which)
+    assert close(torch.cat([q, kv[:, 0, 0, 0], kv[:, 1, 0, 0]], dim=1), expected)
+
+
+def test_an_empty_tile_changes_nothing(device):
+    matrix, merged = adapted("down", device)
+    for num_tokens in (1, 5):
+        slots = np.full(num_tokens, -1)
+        packed = torch.from_numpy(matrix.bank.pack_rows(slots)).to(device)
+        matrix.bank.rows = matrix.bank.unpack_rows(packed, num_tokens)
+        x = torch.randn(num_tokens, INNER, device=device).bfloat16()
+        assert close(matrix.multiply(x), products(x, merged, slots * 0))
+        residual = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+        matrix.multiply_add_norm(x, residual, Norm(torch.ones(HIDDEN, device=device), 1e-5))
+        assert close(residual, products(x, merged, slots * 0))
