@@ -323,6 +323,7 @@ FIELDS = {
         "the server's operator chooses it: --chat-template": "chat_template",
         "say it in a message": 'verbosity="medium"',
         "Quire searches nothing": "web_search_options",
+        "Quire judges no texts": "moderation",
         "a chat's answer holds the answer alone": "echo=false",
         "put their text into a message": "documents=[]",
     }

@@ -170,6 +170,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     # See refusals.FIELDS.
     logits_processors: Raw = _LEFT_OUT
     truncate_prompt_tokens: Raw = _LEFT_OUT
@@ -264,7 +265,7 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one call where calls are forced.")] = (
         None
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     thinking_token_budget: Annotated[
         Annotated[int, Meta(ge=-1, le=_INT32)] | None,
         Meta(description="Tokens of thinking, after which the thought is closed."),
@@ -278,6 +279,7 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     audio: Raw = _LEFT_OUT
     prediction: Raw = _LEFT_OUT
     verbosity: Raw = _LEFT_OUT
+    moderation: Raw = _LEFT_OUT
     web_search_options: Raw = _LEFT_OUT
     echo: Raw = _LEFT_OUT
     documents: Raw = _LEFT_OUT
@@ -311,6 +313,7 @@ NO_EFFECT: dict[str, str] = {
     "metadata": "the caller's own notes; Quire keeps no answers",
     "safety_identifier": "as user",
     "prompt_cache_key": "a hint that Quire's prefix cache does not need; cache_salt keeps prefixes apart",
+    "prompt_cache_options": "as prompt_cache_key: every whole block of a prompt is cached",
 }
 
 # Tools that must not be called are never seen: no answer differs.

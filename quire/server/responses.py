@@ -114,6 +114,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     service_tier: Literal["auto", "default"] | None = None
     # Only with the values that ask for nothing.
     truncation: Literal["disabled"] | None = None

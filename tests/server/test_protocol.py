@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import importlib
 import json
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -50,6 +51,13 @@ def test_every_rule_is_of_a_field_that_exists() -> None:
     assert set(FIELDS) == {name for type_ in TYPES for name in refused_fields(type_)}
     fields = {name for type_ in TYPES for name, state in field_states(type_).items() if state is FieldState.NO_EFFECT}
     assert set(NO_EFFECT) == fields
+
+
+@pytest.mark.parametrize(("module", "type_"), [("chat.completion", ChatBody), ("completion", CompletionBody)])
+def test_every_field_of_openais_client_is_served_or_says_why_not(module: str, type_: Any) -> None:
+    params = importlib.import_module(f"openai.types.{module}_create_params")
+    fields = set(get_type_hints(params.CompletionCreateParamsBase)) | {"stream"}
+    assert fields <= set(field_states(type_))
 
 
 def test_a_refused_fields_value_is_let_go_of() -> None:
