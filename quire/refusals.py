@@ -302,7 +302,6 @@ FIELDS = {
         "the adapter is the request's model": "lora_request",
         _ONE_GRAMMAR_BACKEND: 'guided_decoding_backend="auto"|"guidance"',
         "OpenAI calls them tools and tool_choice now": 'functions=[] function_call="none"|"auto"',
-        "tools are for /v1/chat/completions": "tools=[]",
         _NO_MEDIA: 'modalities=["text"] audio media_io_kwargs={}',
         _NO_TRANSFER: "kv_transfer_params",
         "requests bring no code; an operator can: --logits-processors": "logits_processors=[]",

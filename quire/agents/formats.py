@@ -28,8 +28,8 @@ class ToolFormat:
     id_chars: int = 24
 
 
-def _json(end: str = "") -> Callable[[Calls], Reading]:
-    return partial(readers.json_calls, names=("name",), arguments=_ARGUMENTS, end=end)
+def _json(*ends: str) -> Callable[[Calls], Reading]:
+    return partial(readers.json_calls, names=("name",), arguments=_ARGUMENTS, ends=ends)
 
 
 def _mistral(calls: Calls) -> Reading:
@@ -106,8 +106,11 @@ FORMATS = {
         ToolFormat(
             "hermes",
             ("<tool_call>",),
-            _json("</tool_call>"),
-            begins=("<tool_call>",),
+            _json("</tool_call>", "```"),
+            begins=(
+                "<tool_call>",
+                "```json",
+            ),  # the second is what small models write all the same (Qwen2.5-Coder 1.5B)
             end="</tool_call>",
             written=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
             around=("", "\n", ""),

@@ -126,9 +126,9 @@ def json_call(calls: Calls, name_keys: tuple[str, ...], argument_keys: tuple[str
 
 
 def json_calls(
-    calls: Calls, names: tuple[str, ...], arguments: tuple[str, ...], end: str = "", first: str = ""
+    calls: Calls, names: tuple[str, ...], arguments: tuple[str, ...], ends: tuple[str, ...] = (), first: str = ""
 ) -> Reading:
-    """One call or a list of them, and the marker after it. `first`: what has been read already."""
+    """One call or a list of them, and one of the markers after it. `first`: what has been read already."""
     char = first or (yield from skip_space())
     is_list = char == "["
     if is_list:
@@ -139,10 +139,10 @@ def json_calls(
         yield from json_call(calls, names, arguments)
         char = yield from skip_space()  # without a marker, calls go on to the answer's end
         if char == "]" and is_list:
-            if not end:
+            if not ends:
                 return
             char = yield from skip_space()
-        if end and char == end[0]:
+        if end := next((one for one in ends if one[0] == char), None):
             yield from literal(end[1:])
             return
         if char in ",;":

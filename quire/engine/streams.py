@@ -327,6 +327,7 @@ class Streams:
             stream = self._streams.get(started.key - started.index)
             if stream is not None:
                 self._start(stream, started)
+        before = None
         for key, token in zip(outputs.keys, outputs.tokens, strict=True):
             found = lines.get(key)
             if found is None:
@@ -334,6 +335,9 @@ class Streams:
             line, stream = found
             line.waiting.new_token_ids.append(token)
             seq = line.seq
+            if key == before:
+                seq.num_accepted_tokens += 1  # several tokens of a step: all but one were drafted
+            before = key
             seq.last_token_s = now_s
             if seq.first_token_s is None:
                 seq.first_token_s = now_s

@@ -32,7 +32,7 @@ from quire.server.replies import (
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
-    ReasoningTokens,
+    CompletionDetails,
     Usage,
 )
 from quire.server.sampling import chat_params, check_logprobs, check_room, param_of, priority_of
@@ -130,8 +130,13 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 def render(engine: ServingEngine, body: TokenizeBody) -> dict[str, Any]:
     """The conversation as a prompt: its text and token ids."""
     messages: list[dict[str, Any]] = [msgspec.to_builtins(message) for message in body.messages or ()]
+    options = template_options(body)
+    if tools := checked_tools(body.tools or []):
+        if not engine.dialect.shows_tools:
+            raise bad_request("this model's chat template has no place for tools", "tools")
+        options["tools"] = tools
     with naming_templates():
-        return engine.render_chat(messages, **template_options(body))
+        return engine.render_chat(messages, **options)
 
 
 @contextmanager
@@ -212,7 +217,8 @@ def _whole(head: dict[str, Any], shown: _Shown, output: RequestOutput) -> ChatCo
         choices.append(choice)
     usage = Usage(num_prompt, num_output, num_prompt + num_output, CachedTokens(output.num_cached_tokens))
     if shown.chat.dialect.thinking is not None:
-        usage.completion_tokens_details = ReasoningTokens(num_reasoning)
+        usage.completion_tokens_details = CompletionDetails(num_reasoning)
+    usage.count_drafts(output.metrics)
     answer = ChatCompletion(**head, choices=choices, usage=usage)
     if shown.body.prompt_logprobs is not None:
         assert output.prompt_logprobs is not None
@@ -236,7 +242,8 @@ class _Writer(StreamWriter):
         self._parsers: dict[int, AnswerParser] = {}
         self._undecided: dict[int, int] = {}  # tokens that may turn out to begin a thought
         if shown.chat.dialect.thinking is not None:
-            self.usage.completion_tokens_details = self._reasoning = ReasoningTokens(0)
+            self.usage.completion_tokens_details = CompletionDetails(0)
+        self._num_thought = 0
 
     def start(self, index: int, *, is_first: bool) -> bytes:
         role = b'"role":"assistant",' if is_first else b""
@@ -245,6 +252,7 @@ class _Writer(StreamWriter):
     def choice(
         self, index: int, prompt: int, completion: CompletionOutput, output: RequestOutput, *, is_first: bool
     ) -> dict[str, Any] | None:
+        self.usage.count_drafts(output.metrics)
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         finish_reason = completion.finish_reason
         if self._shown.chat.is_plain:
@@ -279,7 +287,9 @@ class _Writer(StreamWriter):
         if parser.may_think:
             self._undecided[id(parser)] = num_tokens
         elif was_thinking or parser.is_thinking or found.reasoning:
-            self._reasoning.reasoning_tokens += num_tokens
+            self._num_thought += num_tokens
+            if isinstance(self.usage.completion_tokens_details, CompletionDetails):
+                self.usage.completion_tokens_details.reasoning_tokens = self._num_thought
         parts = [found, parser.finish()] if completion.finish_reason is not None else [found]
         delta: dict[str, Any] = {}
         if content := shown.chat.shown("".join(part.content for part in parts)):

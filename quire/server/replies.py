@@ -7,13 +7,18 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.outputs import RequestMetrics
+
 
 class CachedTokens(msgspec.Struct):
     cached_tokens: int
 
 
-class ReasoningTokens(msgspec.Struct):
-    reasoning_tokens: int
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int | UnsetType = UNSET  # of models that think
+    # Drafts that were verified; in a stream, the rejected ones are known at its end.
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
@@ -21,7 +26,22 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | UnsetType = UNSET  # of models that think
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+
+    def count_drafts(self, metrics: RequestMetrics | None) -> None:
+        """Of a request with one prompt. Where nothing was drafted, nothing is told."""
+        if metrics is None or not (metrics.num_draft_tokens or metrics.num_accepted_tokens or self._tells_drafts):
+            return
+        if not isinstance(self.completion_tokens_details, CompletionDetails):
+            self.completion_tokens_details = CompletionDetails()
+        details, num_accepted = self.completion_tokens_details, metrics.num_accepted_tokens
+        details.accepted_prediction_tokens = num_accepted
+        details.rejected_prediction_tokens = max(0, metrics.num_draft_tokens - num_accepted)
+
+    @property
+    def _tells_drafts(self) -> bool:
+        details = self.completion_tokens_details
+        return isinstance(details, CompletionDetails) and details.accepted_prediction_tokens is not UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -13,7 +13,7 @@ from quire.text import Tokenizer
 from quire.text.tokenizer import worth_of_work
 
 # Of a chat alone.
-_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
 async def tokenize(exchange: Exchange, body: TokenizeBody) -> None:

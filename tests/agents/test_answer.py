@@ -157,6 +157,7 @@ def test_half_a_call_is_never_content(name: str) -> None:
         "[get_pear(x=1)]",
         " \n[",
         "a < b and <|python_tag|> too",
+        'So: ```json\n{"name": "unknown", "arguments": {}}\n``` and ```json\n[1]\n```.',
     ],
 )
 def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
@@ -167,6 +168,13 @@ def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
     if not text.startswith(("{", "[", " ")) or form(name).bare:
         assert whole[1].strip() in (text.strip(), "") or whole[1] == text
     assert parse(list(text), tools=form(name)) == whole
+
+
+def test_a_call_in_a_fence_is_one_too() -> None:
+    text = f'So:\n```json\n{{\n  "name": "get_weather",\n  "arguments": {CALL}\n}}\n```'
+    whole = parse([text], tools=FORMATS["hermes"])
+    assert whole == ("", "So:", [("get_weather", CALL)])
+    assert parse(list(text), tools=FORMATS["hermes"]) == whole
 
 
 def test_new_calls_of_mistral() -> None:

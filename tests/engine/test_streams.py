@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.engine.inputs import InputProcessor
@@ -16,6 +17,7 @@ from quire.engine.streams import Stream, Streams
 from quire.errors import BadRequestError, EngineDeadError
 from quire.params import OutputKind, SamplingParams
 from quire.plan import TokenLogprobs
+from quire.server.replies import CachedTokens, Usage
 from quire.text import Tokenizer
 
 DELTA = SamplingParams(max_tokens=50, output_kind=OutputKind.DELTA)
@@ -82,6 +84,28 @@ def test_tokens_wait_and_are_joined(tokenizer: Tokenizer) -> None:
         assert len(side.streams) == 0
         assert side.streams.stats.finished == {"stop": 1}
         assert side.streams.stats.cached_prompt_tokens == 4
+
+    run(tokenizer, body)
+
+
+def test_a_steps_tokens_but_one_were_drafted_and_usage_tells_it(tokenizer: Tokenizer) -> None:
+    async def body(side: Side) -> None:
+        stream = side.open()
+        usage, found = Usage(0, 0, 0, CachedTokens(0)), []
+        for text in ("a", "bcd", "e"):
+            side.step(text)
+            output = side.streams.take(stream)
+            assert output is not None
+            usage.count_drafts(output.metrics)
+            found.append(msgspec.to_builtins(usage).get("completion_tokens_details"))
+        so_far = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 0}
+        assert found == [None, so_far, so_far]
+        side.step("", ended=[Ended(1, "stop", 7, None, 6, 2)])
+        output = side.streams.take(stream)
+        assert output is not None
+        usage.count_drafts(output.metrics)
+        details = msgspec.to_builtins(usage)["completion_tokens_details"]
+        assert details == {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 4}
 
     run(tokenizer, body)
 

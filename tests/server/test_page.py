@@ -419,6 +419,29 @@ def test_markdown_is_shown_as_such_and_never_as_markup(page: Page) -> None:
 
 
 @in_browser
+def test_drafted_tokens_are_marked_and_counted(page: Page) -> None:
+    show = """
+    const { Drafts } = await import("/static/drafts.js");
+    const view = document.createElement("div"), footer = document.createElement("footer");
+    view.append(footer);
+    const drafts = new Drafts(footer);
+    for (const [text, tokens, accepted] of arguments[0]) {
+      const details = accepted ? { accepted_prediction_tokens: accepted, rejected_prediction_tokens: 0 } : undefined;
+      drafts.add(text, { completion_tokens: tokens, completion_tokens_details: details });
+      drafts.show();
+    }
+    drafts.end({ completion_tokens_details: { accepted_prediction_tokens: 4, rejected_prediction_tokens: 5 } });
+    const marked = [...view.querySelectorAll("mark")].map((one) => one.textContent);
+    return [view.querySelector("summary")?.textContent, marked, view.querySelector("p")?.textContent];
+    """
+    steps = [["a", 1, 0], [" b c d", 4, 2], [" <e>", 5, 2], [" f g h", 8, 4]]
+    summary, marked, text = page.run(show, steps)
+    assert summary == "4 of 8 tokens were drafted and accepted, of 9 that were drafted"
+    assert (marked, text) == ([" b c d", " f g h"], "a b c d <e> f g h")
+    assert page.run(show, [["a", 1, 0]]) == [None, [], None]  # a server that drafts nothing shows nothing
+
+
+@in_browser
 def test_markdown_grows_in_place(page: Page) -> None:
     """Character by character it ends as the whole text does, and what is done is not made again."""
     grow = """

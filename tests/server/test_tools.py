@@ -13,6 +13,7 @@ import openai
 import pytest
 from server_harness import ScriptedEngine, Server, running
 
+from quire.agents import checked_tools
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
 
@@ -99,6 +100,22 @@ def joined(chunks: Any) -> tuple[dict[str, Any], str | None]:
                 message["calls"][call.index][1] += call.function.arguments or ""
             reason = choice.finish_reason or reason
     return message, reason
+
+
+def test_a_prompts_tokens_are_counted_with_its_tools(scripted: Server) -> None:
+    body: dict[str, Any] = {"messages": USER, "tools": [TOOL]}
+    (tool,) = checked_tools([TOOL])
+    counted = scripted.post("/tokenize", body).json()["count"]
+    asked = scripted.post("/v1/chat/completions", body | {"max_tokens": 1}).json()
+    assert counted == asked["usage"]["prompt_tokens"] > scripted.post("/tokenize", {"messages": USER}).json()["count"]
+    function = tool["function"]
+    anthropics = {
+        "name": function["name"],
+        "description": function["description"],
+        "input_schema": function["parameters"],
+    }
+    counted_there = scripted.post("/v1/messages/count_tokens", {"messages": USER, "tools": [anthropics]}).json()
+    assert counted_there == {"input_tokens": counted}
 
 
 @pytest.mark.parametrize("text", [f"I look.\n{CALL}\n{CALL}", CALL])

@@ -1,6 +1,7 @@
 // Two conversations with one system prompt, streamed from /v1/chat/completions.
 import { lines, request } from "./api.js";
 import { byId, el, milliseconds, number } from "./dom.js";
+import { Drafts } from "./drafts.js";
 import { Markdown } from "./markdown.js";
 import { state, colour } from "./state.js";
 
@@ -63,11 +64,13 @@ class Chat {
     this.setBusy(new AbortController());
     const answer = { role: "assistant", content: "" };
     const markdown = new Markdown(body);
+    const drafts = new Drafts(footer);
     let frame = 0; // however fast tokens come, they are shown once a frame
     const show = (isGrowing) => {
       cancelAnimationFrame(frame);
       frame = 0;
       markdown.show(answer.content.trimStart(), isGrowing);
+      drafts.show();
       this.scroll();
     };
     const requestId = `chat-${this.name}-${++this.count}-${tab}`;
@@ -85,6 +88,7 @@ class Chat {
         if (delta) {
           firstAt ??= performance.now();
           answer.content += delta;
+          drafts.add(delta, usage);
           frame ||= requestAnimationFrame(() => show(true));
         }
         ended = choice?.finish_reason ?? ended;
@@ -105,6 +109,7 @@ class Chat {
       if (answer.content) turns.push(answer);
       else turns.pop(); // a question without an answer would confuse the next
     }
+    drafts.end(usage);
     footer.textContent = this.describe({ usage, ended, started, firstAt });
     this.scroll();
   }
@@ -118,7 +123,7 @@ class Chat {
       ...state.info?.chat, // how the model wants to be sampled
       ...(Number.isFinite(temperature) ? { temperature: Math.max(0, temperature) } : {}),
       stream: true,
-      stream_options: { include_usage: true },
+      stream_options: { include_usage: true, continuous_usage_stats: true }, // how many of a piece's tokens were drafted
     };
     const most = Math.max(1, byId("max-tokens").valueAsNumber || 160);
     const response = await this.open(body, most, requestId);
