@@ -70,6 +70,7 @@ VLLM_FLAGS: dict[str, str] = {
     "enable_prefix_caching": "",
     "enable_chunked_prefill": "",
     "enforce_eager": "",
+    "enable_sleep_mode": "only a GPU needs it",
     "batch_invariant": "vLLM has VLLM_BATCH_INVARIANT=1, which is taken too; on a CPU",
     "logits_processors": "",
     "host": "127.0.0.1 by default, not every address",
@@ -86,14 +87,13 @@ VLLM_PATHS_MISSING: dict[str, str] = {
     "/v1/audio/transcriptions, /v1/audio/translations": "text models only",
     "/v1/load_lora_adapter, /v1/unload_lora_adapter": "no LoRA yet",
     "/start_profile, /stop_profile": "see quire:step_seconds_total and quire:host_seconds_total",
-    "/sleep, /wake_up, /is_sleeping": "Quire does not sleep",
     "/invocations": "use the paths above",
 }
 # Methods of vLLM's classes that people call and Quire has.
 VLLM_METHODS: dict[str, tuple[str, ...]] = {
     "LLM": (
         *("from_engine_args", "generate", "chat", "get_metrics", "get_tokenizer", "get_default_sampling_params"),
-        *("reset_prefix_cache", "embed", "encode", "classify", "score"),
+        *("reset_prefix_cache", "embed", "encode", "classify", "score", "sleep", "wake_up", "is_sleeping"),
     ),
     "AsyncLLM": (
         *(
@@ -106,10 +106,11 @@ VLLM_METHODS: dict[str, tuple[str, ...]] = {
             "reset_prefix_cache",
             "shutdown",
         ),
+        *("sleep", "wake_up", "is_sleeping"),
     ),
     "LLMEngine": (
         *("from_engine_args", "add_request", "step", "abort_request", "has_unfinished_requests"),
-        *("get_num_unfinished_requests", "get_tokenizer", "reset_prefix_cache"),
+        *("get_num_unfinished_requests", "get_tokenizer", "reset_prefix_cache", "sleep", "wake_up", "is_sleeping"),
     ),
 }
 
@@ -284,6 +285,11 @@ PATH_NOTES: dict[str, str] = {
     "/v1/chat/completions": "as in vLLM",
     "/v1/responses": "OpenAI's Responses; `previous_response_id` within 64 MiB of memory",
     "/v1/responses/{id}": "one that is remembered",
+    "/sleep": "as in vLLM, with `model`; `keep_kv` keeps cached prefixes; level 2 ends the process",
+    "/wake_up": "as in vLLM, with `model`, without `tags`; a request wakes a model too",
+    "/is_sleeping": "as in vLLM, with `model`",
+    "/v1/models/load": "one more model",
+    "/v1/models/unload": "one less",
     "/v1/responses/{id}/cancel": "ends one that runs in the background",
     "/v1/messages": "Anthropic's Messages",
     "/v1/messages/count_tokens": "as Anthropic has it",

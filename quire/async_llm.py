@@ -14,7 +14,7 @@ from typing import Any
 from quire.beams import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.brownout import Brownout, BrownoutSettings
-from quire.engine.llm_engine import LLMEngine
+from quire.engine.llm_engine import LLMEngine, check_level, check_tags
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import Command, EngineMessage, LoadReport, Stop
 from quire.engine.metrics import request_metrics
@@ -126,6 +126,18 @@ class AsyncLLM:
     async def reset_prefix_cache(self, *, force: bool = False) -> bool:
         done: bool = await self._streams_here().call("reset_prefix_cache", force=force)
         return done
+
+    async def sleep(self, level: int = 1, *, keep_kv: bool = False) -> None:
+        """As `LLM.sleep`. Refused while requests are under way."""
+        check_level(level)
+        await self._streams_here().call("sleep", keep_kv=keep_kv)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        check_tags(tags)
+        await self._streams_here().call("wake_up")
+
+    async def is_sleeping(self) -> bool:
+        return self.engine.is_sleeping()
 
     async def get_metrics(self) -> list[Metric]:
         found: list[Metric] = await self._streams_here().call("metrics")

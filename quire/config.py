@@ -171,6 +171,7 @@ class EngineConfig:
     data_parallel_size: int = 1  # engines behind one server
     roles: tuple[str, ...] = ()  # of each of them: prefill, decode or both; empty: all do both
     enforce_eager: bool = False
+    enable_sleep_mode: bool = False  # on a GPU weights and cache can be given back for a while; a CPU always can
     batch_invariant: bool = False  # logits depend on nothing but the request; or VLLM_BATCH_INVARIANT=1
     # Among how many devices the model is split
     tensor_parallel_size: int = 1
@@ -188,6 +189,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None  # or text such as 4GiB
     num_gpu_blocks_override: int | None = None  # the blocks of the KV cache, on any device
     gpu_memory_utilization: float = 0.92
+    memory_share: float | None = None  # of what Quire may use, the part for this model; None: all that is free
     swap_space_gb: float = 0.0
     kv_offloading_size: float = 0.0  # GiB of host memory for cached blocks; on a GPU
     kv_disk_path: str | None = None  # a directory for cached blocks
@@ -273,8 +275,9 @@ class EngineConfig:
             raise ConfigError("kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: give one")
         if self.logits_processors and self.speculative_config is not None:
             raise ConfigError("logits_processors see one token at a time: leave out speculative_config")
-        if not isinstance(self.batch_invariant, bool):
-            raise ConfigError(f"batch_invariant must be True or False, got {self.batch_invariant!r}")
+        for name in ("batch_invariant", "enable_sleep_mode"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.batch_invariant and self.num_ranks > 1:
             raise ConfigError("batch_invariant is for a model on one device so far: leave tensor_parallel_size at 1")
         if self.logits_processors and self.num_ranks > 1:
@@ -377,6 +380,8 @@ class EngineConfig:
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed must be a whole number, got {self.seed!r}")
         _between(self.gpu_memory_utilization, "gpu_memory_utilization", 0.0, 1.0, open_low=True)
+        if self.memory_share is not None:
+            _between(self.memory_share, "memory_share", 0.0, 1.0, open_low=True)
         _between(self.swap_space_gb, "swap_space_gb", 0.0, 1 << 20)
         _between(self.kv_offloading_size, "kv_offloading_size", 0.0, 1 << 20)
         _between(self.watermark, "watermark", 0.0, 0.5)

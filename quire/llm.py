@@ -363,6 +363,20 @@ class LLM:
     def reset_prefix_cache(self, *, force: bool = False) -> bool:
         return self.llm_engine.reset_prefix_cache(force=force)
 
+    def sleep(self, level: int = 1, *, keep_kv: bool = False) -> None:
+        """Give memory back until `wake_up`: the KV cache, whose prefixes are forgotten unless `keep_kv`, and on a GPU
+        the weights, which are copied to host memory; there the LLM is made with enable_sleep_mode=True."""
+        with self._one_at_a_time:
+            self.llm_engine.sleep(level, keep_kv=keep_kv)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Everything is where it was: captured steps and compiled kernels are kept."""
+        with self._one_at_a_time:
+            self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return self.llm_engine.is_sleeping()
+
     def get_metrics(self) -> list[Metric]:
         return self.llm_engine.get_metrics()
 

@@ -60,7 +60,6 @@ _NO_EXPERTS = "a mixture of experts runs on a CPU, and of several ranks each has
 _NO_STATE = "Quire serves no models with state-space layers"
 _NO_OFFLOAD = "Quire does not offload weights"
 _NO_TRANSFER = "replicas send each other blocks by themselves: --roles"
-_NO_SLEEP = "Quire does not sleep"
 _NO_PLUGINS = "Quire runs no code that arguments bring"
 _NO_REMOTE_CODE = "Quire runs no code out of a model repository"
 _NO_COMPILER = "Quire compiles nothing with torch.compile"
@@ -118,7 +117,7 @@ ENGINE = _table(
             offload_prefetch_step=1 offload_params""",
         "kv_offloading_size has one way to do it": 'kv_offloading_backend="native"',
         _NO_TRANSFER: "kv_events_config={} weight_transfer_config={}",
-        _NO_SLEEP: "enable_sleep_mode=false enable_cumem_allocator=false",
+        "enable_sleep_mode chooses it": "enable_cumem_allocator=false",
         _NO_REMOTE_CODE: "trust_remote_code=false code_revision",
         _NO_PLUGINS: """
             logits_processor_pattern scheduler_cls worker_cls="auto" worker_extension_cls=""
@@ -330,7 +329,6 @@ FIELDS = {
 
 # Methods by the class that vLLM has them in.
 _ENGINE_METHODS = {
-    _NO_SLEEP: "sleep wake_up is_sleeping",
     "requests can be aborted, not paused": "pause_generation resume_generation",
     _ADAPTERS_BY_USE: "add_lora remove_lora list_loras pin_lora",
     "see get_metrics()": "start_profile stop_profile",

@@ -30,7 +30,7 @@ from quire.log import get_logger
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.params import OutputKind, SamplingParams
 from quire.request import Request
-from quire.server.settings import ServerSettings
+from quire.server.settings import ModelSettings, ServerSettings
 
 ROOT = Path(__file__).parent.parent
 INFO = EngineInfo(
@@ -213,7 +213,7 @@ class Server:
         return self._answer("POST", path, body)
 
     def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any, dict[str, str]]:
-        connection = self.connect()
+        connection = self.connect(60.0)
         content = None if body is None else json.dumps(body)
         connection.request(method, path, content, {"content-type": "application/json"})
         response = connection.getresponse()
@@ -273,7 +273,7 @@ def main() -> int:
     settings = ServerSettings(**json.loads(sys.argv[1]))
     ready_delay_s = float(sys.argv[2])
     return serve(
-        EngineConfig(model="fake"),
+        [ModelSettings(EngineConfig(model="fake"))],
         settings,
         make_engine=lambda config, settings: FakeEngine(ready_delay_s=ready_delay_s),
     )

@@ -173,13 +173,13 @@ def make_context(
     life = ServerLife()
     life.ready()
     return ServerContext(
-        models=tuple(
+        models=[
             ServedModel.of(names, served, chosen, life)
             for names, served in [
                 (chosen.served_model_names or (MODEL,), engine),
                 *(((name,), other) for name, other in (others or {}).items()),
             ]
-        ),
+        ],
         settings=chosen,
         logs=RequestLog(),
         life=life,

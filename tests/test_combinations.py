@@ -81,6 +81,19 @@ def test_every_request_on_every_engine(
             assert tokens == wanted and score == pytest.approx(wanted_score, abs=1e-3)
 
 
+@pytest.mark.parametrize("engine", ["drafts by suffix", "few blocks, swapped", "a disk level"])
+def test_every_request_after_a_sleep(
+    engine: str, tiny_model: Path, tmp_path: Path, plain: tuple[dict[str, RequestOutput], Any]
+) -> None:
+    llm = make(tiny_model, tmp_path, **ENGINES[engine])
+    for keep_kv in (False, True):
+        ask(llm)
+        llm.sleep(keep_kv=keep_kv)
+        llm.wake_up()
+        for kind, output in ask(llm).items():
+            check(kind, output, plain[0][kind])
+
+
 def check(kind: str, output: RequestOutput, expected: RequestOutput) -> None:
     for mine, wanted in zip(output.outputs, expected.outputs, strict=True):
         assert (mine.token_ids, mine.text) == (wanted.token_ids, wanted.text), kind

@@ -13,6 +13,7 @@ import pytest
 from quire import LLMEngine, SamplingParams
 from quire.cli.main import main
 from quire.config import EngineConfig
+from quire.errors import BadRequestError
 from quire.outputs import RequestOutput
 
 pytestmark = pytest.mark.gpu
@@ -325,3 +326,32 @@ def test_ten_thousand_requests_leave_nothing_behind(weights: Path) -> None:
     while alone.has_unfinished_requests():
         done |= {o.request_id: o for o in alone.step() if o.finished}
     same_up_to_ties(kept, [done[str(i)] for i in range(len(kept))])
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_a_sleeping_engine_gives_its_memory_back_and_wakes_with_its_graphs(weights: Path, keep_kv: bool) -> None:
+    import torch
+
+    engine = make(
+        weights,
+        dtype="bfloat16",
+        enable_sleep_mode=True,
+        kv_cache_memory_bytes=1 << 30,
+        max_num_seqs=16,
+    )
+    work = requests(8)
+    before = run_all(engine, work)
+    worker = engine.built.executor.executor.worker  # type: ignore[union-attr]
+    addresses = [layer.data_ptr() for layer in worker.cache.layers]
+    for _ in range(2):
+        used = torch.cuda.mem_get_info()[0]
+        engine.sleep(keep_kv=keep_kv)
+        assert engine.is_sleeping() and torch.cuda.mem_get_info()[0] - used >= 1 << 30
+        with pytest.raises(BadRequestError, match="sleeps"):
+            engine.add_request("asleep", [1], SamplingParams())
+        engine.wake_up()
+        assert [layer.data_ptr() for layer in worker.cache.layers] == addresses
+        after = run_all(engine, work)
+        assert [one.outputs[0].token_ids for one in after] == [one.outputs[0].token_ids for one in before]
+        assert bool(after[0].num_cached_tokens) == keep_kv
+    engine.close()

@@ -389,3 +389,35 @@ def test_weights_that_no_memory_holds_are_told_in_numbers(tmp_path: Path) -> Non
     model = fakes.write_tiny_model(tmp_path, num_attention_heads=2**30, num_key_value_heads=2)
     with pytest.raises(MemoryBudgetError, match=r"weights take about .* GiB in torch\.float32"):
         LLM(model=str(model), load_format="dummy", device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_a_sleeping_engine_answers_as_before_once_it_is_woken(tiny_model: Path, keep_kv: bool) -> None:
+    llm = LLM(str(tiny_model), load_format="dummy", kv_cache_memory_bytes="4MiB", pinned_prefixes=(tuple(range(32)),))
+    prompts = [{"prompt_token_ids": [*range(100 + i)]} for i in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    before = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    cache = llm.llm_engine.built.executor.executor.worker.cache
+    for _ in range(2):
+        llm.sleep(keep_kv=keep_kv)
+        assert llm.is_sleeping()
+        assert not cache.device_blocks.any(), "its memory is given back"
+        with pytest.raises(BadRequestError, match="wake it up first"):
+            llm.generate(prompts, params, use_tqdm=False)
+        llm.wake_up()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == before
+        assert outputs[0].num_cached_tokens == (96 if keep_kv else 32)  # what is pinned is kept anyway
+        llm.llm_engine.core.kv.check()
+
+
+def test_what_sleep_takes(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), load_format="dummy", kv_cache_memory_bytes="1MiB")
+    for refused in (lambda: llm.sleep(2), lambda: llm.wake_up(["weights"])):
+        with pytest.raises(BadRequestError):
+            refused()
+    llm.wake_up()  # it is awake: nothing happens
+    assert not llm.is_sleeping()
+    llm.llm_engine.add_request("running", {"prompt_token_ids": [1, 2]})
+    with pytest.raises(BadRequestError, match="under way"):
+        llm.sleep()

@@ -62,7 +62,7 @@ def serve_parser() -> argparse.ArgumentParser:
 
 
 def read_flags(*arguments: str, environ: dict[str, str] | None = None) -> EngineConfig:
-    return serve.read(serve_parser().parse_args(["serve", *arguments]), environ or {})[0]
+    return serve.read(serve_parser().parse_args(["serve", *arguments]), environ or {})[0][0].config
 
 
 @pytest.mark.parametrize("flag", REFUSED_FLAGS, ids=lambda flag: flag.name)

@@ -42,7 +42,7 @@ def test_what_is_no_size(text: str) -> None:
 
 def serve(*arguments: str, **environ: str) -> EngineConfig:
     args: argparse.Namespace = make_parser().parse_args(["serve", *arguments])
-    return read(args, environ)[0]
+    return read(args, environ)[0][0].config
 
 
 @pytest.mark.parametrize("size", ["4GiB", "4G", "4096M", str(4 * GIB)])

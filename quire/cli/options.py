@@ -49,6 +49,7 @@ RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "kv_cache_memory_bytes": (str, "size of the KV cache, such as 4GiB (CPU default 1 GiB)"),
     "num_gpu_blocks_override": (int, "size of the KV cache in blocks, on a CPU too"),
     "gpu_memory_utilization": (float, "share of the GPU's memory to use (default 0.92)"),
+    "memory_share": (float, "part of that for this model (default: all that is free)"),
     "swap_space_gb": (str, "host memory for swapped-out blocks, GiB (default 0)"),
     "kv_offloading_size": (str, "host memory for cached blocks, GiB, on a GPU (default 0)"),
     "kv_disk_path": (str, "directory that keeps cached blocks, also for the next start"),
@@ -75,6 +76,7 @@ ENGINE_SWITCHES: dict[str, str] = {
     "enable_chunked_prefill": "compute long prompts in several steps (default: on)",
     "enforce_eager": "no CUDA graphs",
     "enable_lora": "serve adapters (LoRA) on top of the model (default: off)",
+    "enable_sleep_mode": "on a GPU, weights and cache can be given back for a while",
     "batch_invariant": "bitwise the same logits in any batch and at any chunking (CPU; default: off)",
 }
 _SAMPLING: dict[str, tuple[Any, str]] = {

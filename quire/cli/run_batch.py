@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
     from quire.cli.serve_flags import GROUPS
 
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the model; the same as --model")
+    parser.add_argument("positional_models", nargs="*", metavar="MODEL", help="the model; the same as --model")
     parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, one a line")
     parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="where the answers go")
     parser.add_argument("--config", metavar="FILE", help="a YAML file with any of the flags below")
@@ -53,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
     for name in ("input_file", "output_file"):
         if "://" in getattr(args, name):
             raise ConfigError(f"{name} must be a file on this machine, got {getattr(args, name)}: fetch it first")
-    config, settings, _ = read(args, os.environ)
-    counts = run_batch(config, replace(settings, log_level="warning"), Path(args.input_file), Path(args.output_file))
+    models, settings, _ = read(args, os.environ)
+    if len(models) > 1:
+        raise ConfigError("quire run-batch runs one model: serve several with quire serve --batch-dir")
+    counts = run_batch(
+        models[0].config, replace(settings, log_level="warning"), Path(args.input_file), Path(args.output_file)
+    )
     return 1 if counts.failed else 0

@@ -12,7 +12,7 @@ from quire.cli.parser import WideHelp, needs_server
 from quire.cli.settings_file import Flag, Gathered, gather
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.server.settings import ApiKey, ServerSettings
+from quire.server.settings import ApiKey, ModelSettings, ServerSettings
 
 _EPILOG = """\
 Every flag may stand in three places; the first that has it wins:
@@ -25,6 +25,9 @@ A key is safer in a file or a variable than on the command line, which other use
 
   quire serve                                 the default model at http://127.0.0.1:8000
   quire serve ./my-model --port 9000 --api-key-file keys.txt
+  quire serve ./large ./small --served-model-name large small --memory-shares 0.7 0.3
+
+In the file, models: lists several with settings of their own: model, served-model-name, memory-share, engine flags.
 """
 
 
@@ -33,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         "serve",
         help="serve a model over HTTP with OpenAI's API",
         description="Serve a model over HTTP with OpenAI's API, metrics, and a page that shows the KV blocks at work.",
-        usage="quire serve [MODEL] [flags]",
+        usage="quire serve [MODEL ...] [flags]",
         epilog=_EPILOG,
         formatter_class=WideHelp,
     )
@@ -41,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
     # The flags' own module needs the server's: only when they are wanted.
     from quire.cli.serve_flags import GROUPS, REFUSED_FLAGS, help_of
 
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the model; the same as --model")
+    parser.add_argument("positional_models", nargs="*", metavar="MODEL", help="the model, as --model; or several")
     parser.add_argument("--config", metavar="FILE", help="a YAML file with any of these flags")
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(title)
@@ -55,27 +58,73 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     with needs_server("quire serve"):
         from quire.server.run import serve
-    config, settings, warnings = read(args, os.environ)
+    models, settings, warnings = read(args, os.environ)
     for warning in warnings:
         print(f"quire: warning: {warning}", file=sys.stderr)
-    return serve(config, settings)
+    return serve(models, settings)
 
 
-def read(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[EngineConfig, ServerSettings, list[str]]:
+def read(
+    args: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[tuple[ModelSettings, ...], ServerSettings, list[str]]:
     """Flags, variables and file, checked and put together; and what deserves a warning."""
     from quire.cli.serve_flags import GROUPS, REFUSED_FLAGS, check_refused, engine_names, settings_field
 
     found = gather((*(f for flags in GROUPS.values() for f in flags), *REFUSED_FLAGS), args, environ)
-    check_refused(found)
-    _take_positional(found, args.positional_model)
+    for one in (found, *found.models):
+        check_refused(one)
+    models = _several(found, args.positional_models, engine_names())
+    if not models:
+        _take_positional(found, next(iter(args.positional_models), None))
     values = dict(found.values)
+    if shares := values.pop("memory_shares", None):
+        raise ConfigError(f"memory_shares divide the memory among several models: {shares} are given for one")
     of_engine = engine_names()
     engine = {name: values.pop(name) for name in list(values) if name in of_engine}
     keys = _api_keys(values.pop("api_key", []), values.pop("api_key_file", None), found.sources.get("api_key", ""))
     server: dict[str, Any] = {
         settings_field(name): tuple(v) if isinstance(v, list) else v for name, v in values.items()
     }
-    return _engine_config(engine), ServerSettings(**server, api_keys=keys), found.warnings
+    settings = ServerSettings(**server, api_keys=keys)
+    if not models:
+        return (ModelSettings(_engine_config(engine)),), settings, found.warnings
+    wanted = tuple(ModelSettings(_engine_config(engine | one), names) for names, one in models)
+    return wanted, settings, found.warnings
+
+
+def _several(found: Gathered, given: list[str], known: set[str]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Of several models, the names and the settings of each, taken out of `found`; empty where there is one."""
+    if found.models:
+        if given or "model" in found.values:
+            raise ConfigError("models are given on the command line and as a list in the file: leave out one of them")
+        for name in ("served_model_name", "memory_shares"):
+            if name in found.values:
+                raise ConfigError(f"{found.sources[name]}: with a list of models, each has its own in the file")
+        return [_own_settings(one, known) for one in found.models]
+    if len(given) < 2:
+        return []
+    if found.sources.get("model") == "--model":
+        raise ConfigError(f"models are given twice: {', '.join(given)} and --model {found.values['model']}")
+    found.values.pop("model", None)
+    names, shares = (found.values.pop(name, None) for name in ("served_model_name", "memory_shares"))
+    for what, values in (("served_model_name", names), ("memory_shares", shares)):
+        if values is not None and len(values) != len(given):
+            raise ConfigError(f"{what} has {len(values)} values for {len(given)} models: give one for each")
+    return [
+        ((names[i],) if names else (), {"model": model} | ({"memory_share": shares[i]} if shares else {}))
+        for i, model in enumerate(given)
+    ]
+
+
+def _own_settings(found: Gathered, known: set[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    values = dict(found.values)
+    names = tuple(values.pop("served_model_name", ()))
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{found.sources[name]} is a setting of the server: put it beside models")
+    if "model" not in values:
+        raise ConfigError("an entry of models in the file names no model: begin it with `- model: ./my-model`")
+    return names, values
 
 
 def _take_positional(found: Gathered, model: str | None) -> None:

@@ -25,6 +25,7 @@ _FIELDS = {
     "max_timeout": "max_timeout_s",
     "drain_timeout": "drain_timeout_s",
     "step_timeout": "step_timeout_s",
+    "wake_timeout": "wake_timeout_s",
 }
 _ALIASES = SHORT | {"quantization": ("-q",), "swap_space_gb": ("--swap-space",), "speculative_config": ("-sc",)}
 _READERS: dict[Any, Any] = {int: read_count, float: read_number, str: read_text, json_value: read_json}
@@ -61,8 +62,16 @@ _MODEL = [
     ),
     Flag(
         name="served_model_name",
-        help="name or names under which clients ask for it (default: as given)",
+        help="names under which clients ask for it, or one a model (default: as given)",
         metavar="NAME",
+        is_list=True,
+        takes_several=True,
+    ),
+    Flag(
+        name="memory_shares",
+        help="what each of several models takes while awake (default: by weights)",
+        read=read_number,
+        metavar="SHARE",
         is_list=True,
         takes_several=True,
     ),
@@ -140,6 +149,7 @@ _GUARDING = [
 _LOAD = [
     _count("max_waiting_requests", "requests without output yet; over it, 429 (default: what 1/8 of memory holds)"),
     _count("max_waiting_tokens", "their prompt tokens; over it, 429 (default: what 1/8 of memory holds)"),
+    _seconds("wake_timeout", "for a model that sleeps to have its turn"),
     _seconds("default_timeout", "for requests that name none (default: no limit)"),
     _seconds("max_timeout", "the most that a request may name (default: no limit)"),
     Flag(name="brownout", help="serve less, step by step, when KV memory runs out (default: on)", is_switch=True),
@@ -205,7 +215,7 @@ def check_refused(found: Gathered) -> None:
 
 def engine_names() -> set[str]:
     """Flags that are EngineConfig's."""
-    return {flag.name for flag in (*_MODEL, *_ENGINE)} - {"served_model_name"}
+    return {flag.name for flag in (*_MODEL, *_ENGINE)} - {"served_model_name", "memory_shares"}
 
 
 def settings_field(name: str) -> str:

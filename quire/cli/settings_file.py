@@ -145,6 +145,7 @@ def _empty(source: str) -> ConfigError:
 class Gathered:
     values: dict[str, Any] = field(default_factory=dict)  # only what was given somewhere
     sources: dict[str, str] = field(default_factory=dict)  # name -> where, for messages
+    models: list[Gathered] = field(default_factory=list)  # of a file: what stands under each of its models
     warnings: list[str] = field(default_factory=list)
 
 
@@ -177,7 +178,18 @@ def gather(
 
 
 def _take_file(found: Gathered, path: str, flags: Mapping[str, Flag]) -> None:
-    for key, value in read_yaml(path).items():
+    lines = read_yaml(path)
+    models = lines.pop("models", [])
+    if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
+        raise ConfigError(f"models in {path} must be a list, with lines like `model: ./my-model` in each entry")
+    _take_lines(found, lines, path, flags)
+    for number, one in enumerate(models, 1):
+        found.models.append(Gathered())
+        _take_lines(found.models[-1], one, f"model {number} of {path}", flags)
+
+
+def _take_lines(found: Gathered, lines: Mapping[Any, Any], path: str, flags: Mapping[str, Flag]) -> None:
+    for key, value in lines.items():
         name = str(key).replace("-", "_")
         source = f"{key} in {path}"
         if name not in flags:

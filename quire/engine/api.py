@@ -22,6 +22,7 @@ class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"  # idle, or its steps make progress
     STUCK = "stuck"  # a step has run longer than the watchdog allows
+    SLEEPING = "sleeping"  # its memory is given back; a request wakes it
     DEAD = "dead"
 
 

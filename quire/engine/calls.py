@@ -83,6 +83,15 @@ def expire_unused(core: EngineCore, *, older_than_s: float) -> int:
     return sum(store.expire(older_than_s) for store in stores)
 
 
+def sleep(core: EngineCore, *, keep_kv: bool = False) -> None:
+    """Give memory back until `wake_up`."""
+    core.fall_asleep(keep_kv=keep_kv)
+
+
+def wake_up(core: EngineCore) -> None:
+    core.wake_up()
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "reset_prefix_cache": reset_prefix_cache,
     "pin_prefix": pin_prefix,
@@ -91,5 +100,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "pin_cached": pin_cached,
     "expire_prefix": expire_prefix,
     "expire_unused": expire_unused,
+    "sleep": sleep,
+    "wake_up": wake_up,
     **INSPECTIONS,
 }

@@ -12,8 +12,8 @@ from typing import Any
 
 from quire.engine.adapters import AdapterGate
 from quire.engine.stats import StepStats
-from quire.errors import BadRequestError, EngineDeadError
-from quire.executor.base import Executor
+from quire.errors import BadRequestError, EngineDeadError, MemoryBudgetError
+from quire.executor.base import Executor, SleepingExecutor
 from quire.grammar import NO_GRAMMAR, GrammarCompiler
 from quire.kv import KVManager
 from quire.plan import StepPlan
@@ -71,6 +71,7 @@ class EngineCore:
         self._flights: deque[_Flight] = deque()
         self._costs = scheduler.costs
         self.can_prepare = True  # until there is nothing left of it
+        self.is_asleep = False
         self._last_added_s = 0.0
         self._drafts_judged_s: float | None = None  # when, if nothing has been submitted since
         self._failure: BaseException | None = None
@@ -80,6 +81,8 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         self._raise_if_dead()
+        if self.is_asleep:
+            raise BadRequestError("the engine sleeps: wake it up first (wake_up)")
         if request.request_id in self._compiling or (self.adapters and request.request_id in self.adapters):
             raise BadRequestError(f"request id {request.request_id!r} is in use: choose another", param="request_id")
         if request.adapter is not None and self.adapters is None:
@@ -255,6 +258,41 @@ class EngineCore:
         self.can_prepare = self.executor.prepare_more()
         self._costs.observe_preparing(time.perf_counter() - started)
         return self.can_prepare
+
+    def fall_asleep(self, *, keep_kv: bool) -> None:
+        """Give memory back until `wake_up`: the cache, whose prefixes are forgotten unless `keep_kv`, and on a GPU the
+        weights, which the host keeps. Raises where requests are under way, and nothing has changed then."""
+        self._raise_if_dead()
+        if self.is_asleep:
+            return
+        if not isinstance(self.executor, SleepingExecutor):
+            raise BadRequestError(
+                "this engine cannot sleep: its model is split among ranks, or an encoder, which has no cache"
+            )
+        self.settle(_SETTLE_S)
+        if self.has_work:
+            raise BadRequestError("requests are under way: an engine falls asleep when they have ended")
+        self.executor.check_can_sleep()
+        if not keep_kv:
+            self.kv.reset_prefix_cache()
+        with self._dying_of_failures():
+            self.executor.fall_asleep([block.block_id for block in self.kv.cache.blocks()])
+        self.is_asleep, self.can_prepare = True, False
+
+    def wake_up(self) -> None:
+        """Raises a MemoryBudgetError, and sleeps on, where others have taken the memory."""
+        self._raise_if_dead()
+        if not self.is_asleep:
+            return
+        assert isinstance(self.executor, SleepingExecutor)
+        try:
+            self.executor.wake_up()
+        except MemoryBudgetError:
+            raise
+        except Exception as failure:
+            self._failure = failure
+            raise EngineDeadError(f"the engine failed to wake up and stopped: {failure!r}") from failure
+        self.is_asleep, self.can_prepare = False, True
 
     @property
     def can_die_idle(self) -> bool:

@@ -27,6 +27,21 @@ from quire.request import AdapterRef, Request, cache_scope
 from quire.text import HFTokenizerFacade
 
 
+def check_level(level: int) -> None:
+    if level != 1:
+        raise BadRequestError(
+            f"sleep takes level 1, which keeps the weights in host memory, got {level!r}: to give up those too, end "
+            "the engine and make it again, as a server does at level 2",
+            param="level",
+        )
+
+
+def check_tags(tags: list[str] | None) -> None:
+    """vLLM wakes weights and cache one by one, to load other weights between."""
+    if tags is not None and set(tags) != {"weights", "kv_cache"}:
+        raise BadRequestError("wake_up wakes weights and KV cache together: leave out tags", param="tags")
+
+
 @has_refused_methods
 class LLMEngine:
     """The engine that both fronts drive. Not thread-safe: one thread calls it."""
@@ -194,6 +209,19 @@ class LLMEngine:
     def reset_prefix_cache(self, *, force: bool = False) -> bool:
         """Forget cached prefixes. False, and nothing changed, while requests hold blocks; spares pinned ones."""
         return self.core.kv.reset_prefix_cache(force=force)
+
+    def sleep(self, level: int = 1, *, keep_kv: bool = False) -> None:
+        """Give memory back until `wake_up`: the KV cache, whose prefixes are forgotten unless `keep_kv`, and on a GPU
+        the weights, which are copied to host memory; there the engine is made with enable_sleep_mode=True."""
+        check_level(level)
+        self.core.fall_asleep(keep_kv=keep_kv)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        check_tags(tags)
+        self.core.wake_up()
+
+    def is_sleeping(self) -> bool:
+        return self.core.is_asleep
 
     def pin_prefix(self, prefix: str | Iterable[int], *, cache_salt: str | None = None) -> int:
         """Compute a prefix and keep its full blocks from eviction; returns the number of tokens pinned."""

@@ -13,6 +13,7 @@ from quire.config import EngineConfig
 from quire.engine.inputs import InputProcessor
 from quire.engine.outputs import OutputProcessor
 from quire.errors import BadRequestError, TokenizerError
+from quire.executor.sizing import weight_bytes
 from quire.grammar import GrammarCompiler, end_token_ids, open_tokenizer
 from quire.log import get_logger
 from quire.params import SamplingParams
@@ -31,6 +32,15 @@ _GENERATION_DEFAULTS = {
 }
 
 _NUM_KEPT_TEMPLATES = 8
+
+
+def num_weight_bytes(config: EngineConfig) -> int:
+    """That a model's weights take, about: what its files hold, or would."""
+    opened = open_model(config)
+    entries = opened.checkpoint.tensors()
+    if entries is None:
+        return weight_bytes(opened.spec, "bfloat16", max_position=0)
+    return sum(entry.num_bytes for entry in entries if entry.view is None)
 
 
 class TextSide:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from quire.plan import StepPlan, StepResult
 
@@ -41,6 +41,18 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give memory and threads back. Nothing may be submitted afterwards."""
+
+
+@runtime_checkable
+class SleepingExecutor(Executor, Protocol):
+    """One that can give its memory back for a while."""
+
+    def check_can_sleep(self) -> None: ...
+
+    def fall_asleep(self, kept_blocks: list[int]) -> None:
+        """Nothing may be under way. Of the cache, the content of these blocks outlives the sleep."""
+
+    def wake_up(self) -> None: ...
 
 
 @dataclass(slots=True, frozen=True)

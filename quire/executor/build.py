@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from quire.executor.local import LocalExecutor
 from quire.executor.memory import (
     MemoryLedger,
     available_host_bytes,
+    check_cpu_weights,
     check_max_model_len,
     cpu_kv_budget,
     cuda_kv_budget,
@@ -44,6 +45,7 @@ from quire.executor.profile import (
 from quire.executor.sizing import batch_limits
 from quire.executor.stores import build_stores, describe_blocks
 from quire.executor.timeline import Timeline
+from quire.executor.virtual_memory import SleepingMemory
 from quire.executor.worker import ElsewhereSampled, Worker
 from quire.grammar import GrammarCompiler
 from quire.grammar.rows import RowConstraints
@@ -75,6 +77,7 @@ class LoadedModel:
     precompile: Precompile | None
     timeline: Timeline
     draft: Decoder | None = None
+    memory: SleepingMemory | None = None  # where weights and cache are, on a GPU that may give them back
 
 
 def build_executor(
@@ -118,6 +121,7 @@ def build_executor(
         constraints=RowConstraints(grammars),
         stores=stores,
         draft=draft,
+        memory=loaded.memory,
     )
     if executor.worker.graphs is not None:
         timeline.mark("graphs")
@@ -164,7 +168,12 @@ def load_model(
     share = share or ModelShare.whole(spec)
     held = share.spec(spec)
     max_num_seqs, max_num_batched_tokens = batch_limits(config, spec, backend.device.type)
-    device_bytes = torch.cuda.mem_get_info(backend.device)[1] if backend.device.type == "cuda" else None
+    device_bytes, others_bytes = None, 0
+    if backend.device.type == "cuda":
+        free_bytes, device_bytes = torch.cuda.mem_get_info(backend.device)
+        others_bytes = device_bytes - free_bytes
+    elif ranks is None:
+        check_cpu_weights(checkpoint)
     layout = share.layout(kv_layout(spec, config.max_model_len))
     per_block = layout.block_bytes(held, config.block_size, backend.kv_dtype.itemsize)
     opened = open_draft(config, spec, backend) if ranks is None else None
@@ -178,7 +187,10 @@ def load_model(
         max_span_tokens=max_num_batched_tokens,
         device_bytes=device_bytes,
     )
-    with _naming_the_weights(held, backend.weight_dtype, max_position):
+    memory = None
+    if config.enable_sleep_mode and backend.device.type == "cuda":
+        memory = SleepingMemory(backend.device, changes=config.enable_lora)
+    with _naming_the_weights(held, backend.weight_dtype, max_position), _lying_in(memory, is_kept=True):
         decoder = Decoder(
             spec,
             backend.ops,
@@ -191,11 +203,11 @@ def load_model(
             adapters=make_bank(config, backend),
         )
         checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight, progress=progress, seed=config.seed)
-    with torch.inference_mode():
-        decoder.finish_loading()
+        with torch.inference_mode():
+            decoder.finish_loading()
     draft = None
     if opened is not None:
-        with _naming_the_weights(opened.spec, backend.weight_dtype, max_position):
+        with _naming_the_weights(opened.spec, backend.weight_dtype, max_position), _lying_in(memory, is_kept=True):
             draft = opened.load(backend, max_position, config.seed)
     timeline.mark("weights")
     if backend.device.type != "cuda":
@@ -219,10 +231,30 @@ def load_model(
                         block_size=config.block_size,
                     )
                 )
-        ledger = _plan(config, held, backend, decoder, draft, max_num_seqs, max_num_batched_tokens, num_ranks_on_host)
+        ledger = _plan(
+            config,
+            held,
+            backend,
+            decoder,
+            draft,
+            max_num_seqs,
+            max_num_batched_tokens,
+            num_ranks_on_host=num_ranks_on_host,
+            others_bytes=others_bytes,
+        )
     timeline.mark("memory")
     return LoadedModel(
-        config, spec, backend, decoder, ledger, max_num_seqs, max_num_batched_tokens, precompile, timeline, draft
+        config,
+        spec,
+        backend,
+        decoder,
+        ledger,
+        max_num_seqs,
+        max_num_batched_tokens,
+        precompile,
+        timeline,
+        draft,
+        memory,
     )
 
 
@@ -238,18 +270,23 @@ def make_bank(config: EngineConfig, backend: Backend) -> AdapterBank | None:
     )
 
 
+def _lying_in(memory: SleepingMemory | None, *, is_kept: bool) -> AbstractContextManager[None]:
+    return nullcontext() if memory is None else memory.holding(is_kept=is_kept)
+
+
 def make_cache(loaded: LoadedModel, ledger: MemoryLedger, draft: Decoder | None = None) -> KVCache:
     """Of the model; or of its draft model, whose blocks go by the same numbers."""
     decoder = draft or loaded.decoder
-    return KVCache(
-        decoder.share.spec(decoder.spec),
-        decoder.layout,
-        num_blocks=ledger.num_blocks,
-        num_host_blocks=ledger.num_host_blocks,
-        block_size=ledger.block_size,
-        dtype=loaded.backend.kv_dtype,
-        device=loaded.backend.device,
-    )
+    with _lying_in(loaded.memory, is_kept=False):
+        return KVCache(
+            decoder.share.spec(decoder.spec),
+            decoder.layout,
+            num_blocks=ledger.num_blocks,
+            num_host_blocks=ledger.num_host_blocks,
+            block_size=ledger.block_size,
+            dtype=loaded.backend.kv_dtype,
+            device=loaded.backend.device,
+        )
 
 
 def make_sampler(loaded: LoadedModel, ledger: MemoryLedger) -> Sampler | ElsewhereSampled:
@@ -300,6 +337,7 @@ def assemble_executor(
     constraints: RowConstraints | None = None,
     stores: Sequence[SealedStore] = (),
     draft: tuple[Decoder, KVCache] | None = None,
+    memory: SleepingMemory | None = None,
 ) -> LocalExecutor:
     """Everything that depends on how the cache is cut into blocks; with graphs, the common ones captured."""
     batch = PersistentBatch(
@@ -313,18 +351,18 @@ def assemble_executor(
     )
     graphs = mixed = draft_graphs = None
     if has_graphs:
-        memory = GraphMemory(max_num_seqs, decoder.spec.vocab_size, batch.device)
-        parts = StepParts(decoder, cache.layers, batch, memory, ledger.max_model_len)
+        graph_memory = GraphMemory(max_num_seqs, decoder.spec.vocab_size, batch.device)
+        parts = StepParts(decoder, cache.layers, batch, graph_memory, ledger.max_model_len)
         graphs, mixed = DecodeGraphs(parts, max_num_seqs), MixedGraphs(parts)
         with torch.inference_mode():
             graphs.capture_common()
             if draft is not None:
                 parts = StepParts(
-                    draft[0], draft[1].layers, batch, memory, min(ledger.max_model_len, draft[0].max_position)
+                    draft[0], draft[1].layers, batch, graph_memory, min(ledger.max_model_len, draft[0].max_position)
                 )
                 draft_graphs = DecodeGraphs(parts, max_num_seqs)
                 draft_graphs.capture_common()
-        memory.held_bytes = ledger.activation_bytes  # from now on, also after captures that failed
+        graph_memory.held_bytes = ledger.activation_bytes  # from now on, also after captures that failed
     let_go_of_held_memory(backend.device)  # by captures
     hold_activation_memory(ledger.activation_bytes, backend.device)
     worker = Worker(
@@ -338,7 +376,13 @@ def assemble_executor(
         stores=stores,
         draft=None if draft is None else DraftModel(*draft, batch, draft_graphs),
     )
-    return LocalExecutor(worker, single_threaded_torch=backend.is_native_cpu, precompile=precompile)
+    return LocalExecutor(
+        worker,
+        single_threaded_torch=backend.is_native_cpu,
+        precompile=precompile,
+        memory=memory,
+        activation_bytes=ledger.activation_bytes,
+    )
 
 
 def _plan(
@@ -349,7 +393,9 @@ def _plan(
     draft: Decoder | None,
     max_num_seqs: int,
     max_tokens: int,
+    *,
     num_ranks_on_host: int,
+    others_bytes: int,
 ) -> MemoryLedger:
     device = backend.device.type
     kv_size_flag = config.kv_size_flag
@@ -383,10 +429,13 @@ def _plan(
         reckoned += sizing.adapter_bytes(config, spec, dtype) + sizing.adapter_step_bytes(config, max_tokens)
         reckoned += sizing.cuda_step_bytes(spec, dtype, max_num_seqs, max_tokens, *lengths)
         rest = total - free + activation_bytes - reckoned
-        remember_gpu(torch.cuda.get_device_name(backend.device), GpuRecord(total, rest, record_key(config, spec)))
+        if config.memory_share is None:
+            remember_gpu(torch.cuda.get_device_name(backend.device), GpuRecord(total, rest, record_key(config, spec)))
         taken = activation_bytes + graph_bytes + batch_bytes
-        budget = cuda_kv_budget(config, free_bytes=free, total_bytes=total, activation_bytes=taken)
-        flag = "gpu_memory_utilization"
+        budget = cuda_kv_budget(
+            config, free_bytes=free, total_bytes=total, activation_bytes=taken, others_bytes=others_bytes
+        )
+        flag = "gpu_memory_utilization" if config.memory_share is None else "memory_share"
     else:
         whole_logits = replace(spec, vocab_size=decoder.spec.vocab_size)  # the rank that samples gathers them
         activation_bytes = sizing.cpu_step_bytes(whole_logits, max_num_seqs, max_tokens)

@@ -134,6 +134,11 @@ class DraftModel:
     def fork(self, source: int, row: int) -> None:
         self._num_known[row] = self._num_known[source]
 
+    def fall_asleep(self) -> None:
+        """Its cache is computed again as it is needed."""
+        self._cache.fall_asleep([])
+        self.reset()
+
     def reset(self) -> None:
         self._num_known[:] = 0
         self._num_full[:] = 0

@@ -7,7 +7,10 @@ blocks of it. On the host the block comes first.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +34,23 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+def release_pages(tensor: Tensor) -> None:
+    """Zeros again, whose memory the system has back where it knows how to take it."""
+    page = mmap.PAGESIZE
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    first, last = -(-begin // page) * page, end // page * page
+    if sys.platform != "linux" or first >= last:
+        tensor.zero_()
+        return
+    ctypes.memset(begin, 0, first - begin)
+    ctypes.memset(last, 0, end - last)
+    if ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
+        tensor.zero_()
+
+
+_BLOCKS_AT_ONCE = 256  # of those that outlive a sleep
 
 
 class KVCache:
@@ -75,6 +95,34 @@ class KVCache:
         self._staging = torch.empty((2, num_staged, *self._host_words.shape[1:]), dtype=torch.int32, device=device)
         self._threads = threading.local()
         self._moved: list[int] = []  # of a CPU, whose moves are over at once
+        self._kept: tuple[list[int], Tensor] = ([], torch.empty(0))  # during a sleep: block ids and their content
+
+    # -- sleep: on a GPU, `virtual_memory.py` takes the device's memory after the one and brings it before the other
+
+    def fall_asleep(self, kept: list[int]) -> None:
+        """Nobody needs these blocks for a while, and nobody will ask for the content of others than those kept."""
+        self._kept = (kept, self._read(kept))
+        if not self.device_blocks.is_cuda:
+            release_pages(self.device_blocks)
+
+    def wake_up(self) -> None:
+        """All blocks are there again: those kept with their content, the others as zeros."""
+        kept, words = self._kept
+        for first in range(0, len(kept), _BLOCKS_AT_ONCE):
+            ids = torch.tensor(kept[first : first + _BLOCKS_AT_ONCE], device=self.device_blocks.device)
+            some = words[first : first + _BLOCKS_AT_ONCE].to(self.device_blocks.device)
+            self._device_words[:, ids] = some.transpose(0, 1)
+        self._synchronize()
+        self._kept = ([], torch.empty(0))
+
+    def _read(self, block_ids: list[int]) -> Tensor:
+        """Copies of these blocks on the host, a bounded number at a time."""
+        shape = self._device_words.shape
+        found = torch.empty((len(block_ids), shape[0], *shape[2:]), dtype=torch.int32)
+        for first in range(0, len(block_ids), _BLOCKS_AT_ONCE):
+            ids = torch.tensor(block_ids[first : first + _BLOCKS_AT_ONCE], device=self.device_blocks.device)
+            found[first : first + _BLOCKS_AT_ONCE] = self._device_words[:, ids].transpose(0, 1)
+        return found
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """(from, to) device blocks, all layers. All are read before any is written."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
+from quire.errors import ConfigError
 from quire.executor.clock import StepClock
 from quire.executor.precompile import Precompile
+from quire.executor.profile import hold_activation_memory, let_go_of_held_memory
+from quire.executor.virtual_memory import SleepingMemory
 from quire.executor.worker import ForwardPass, Sampled, Worker
 from quire.grammar.rows import ConstrainedLine
 from quire.plan import StepPlan, StepResult
@@ -36,9 +40,20 @@ class LocalExecutor:
     """Runs plans on one worker, as the executor's contract says."""
 
     def __init__(
-        self, worker: Worker, *, single_threaded_torch: bool = False, precompile: Precompile | None = None
+        self,
+        worker: Worker,
+        *,
+        single_threaded_torch: bool = False,
+        precompile: Precompile | None = None,
+        memory: SleepingMemory | None = None,
+        activation_bytes: int = 0,
     ) -> None:
+        """memory: where weights and cache are, on a GPU that may give them back; activation_bytes: held for steps."""
         self.worker = worker
+        self._memory = memory
+        self._activation_bytes = activation_bytes
+        if memory is not None:
+            weakref.finalize(self, memory.close)
         self._single_threaded_torch = single_threaded_torch
         self._precompile = precompile  # while it is at work, captures would compile what it is about to
         self._submitted: deque[_Submitted] = deque()
@@ -153,6 +168,35 @@ class LocalExecutor:
             return None
         free, total = torch.cuda.mem_get_info(self.worker.cache.device_blocks.device)
         return total - free, total
+
+    def check_can_sleep(self) -> None:
+        """Raises a ConfigError where it was not made for it."""
+        if self.worker.is_gpu and self._memory is None:
+            raise ConfigError("on a GPU an engine that shall sleep is made with enable_sleep_mode=True")
+
+    def fall_asleep(self, kept_blocks: list[int]) -> None:
+        """Give back the cache, of which the content of these blocks is kept on the host, and on a GPU the weights, too,
+        which are copied to the host. Nothing may be under way."""
+        assert not self._submitted, "steps are under way"
+        worker = self.worker
+        with torch.inference_mode():
+            worker.cache.fall_asleep(kept_blocks)
+            if worker.draft is not None:
+                worker.draft.fall_asleep()
+        if self._memory is not None:
+            torch.cuda.synchronize(worker.cache.device_blocks.device)
+            self._memory.sleep()
+            let_go_of_held_memory(worker.cache.device_blocks.device)
+
+    def wake_up(self) -> None:
+        """All of it is where it was: captured steps find it. Raises a MemoryBudgetError, and sleeps on, where others
+        have taken the memory."""
+        worker = self.worker
+        if self._memory is not None:
+            self._memory.wake()
+        with torch.inference_mode():
+            worker.cache.wake_up()
+        hold_activation_memory(self._activation_bytes, worker.cache.device_blocks.device)
 
     def reset(self) -> None:
         """Forget every row and every step: the next plan may be another scheduler's first."""

@@ -11,6 +11,7 @@ from quire.errors import ConfigError, MemoryBudgetError
 from quire.models.kv_layout import KVLayout
 from quire.models.spec import ModelSpec
 from quire.plan import max_window_blocks
+from quire.weights import Checkpoint
 
 DEFAULT_CPU_KV_BYTES = GIB
 
@@ -188,14 +189,39 @@ def cpu_kv_budget(config: EngineConfig, activation_bytes: int, *, free_bytes: in
         return wanted
     if free is None:
         return DEFAULT_CPU_KV_BYTES
-    return min(DEFAULT_CPU_KV_BYTES, max(0, free - activation_bytes) // (2 * config.data_parallel_size))
+    room = int(max(0, free - activation_bytes) * (config.memory_share or 1.0))
+    return min(DEFAULT_CPU_KV_BYTES, room // (2 * config.data_parallel_size))
 
 
-def cuda_kv_budget(config: EngineConfig, *, free_bytes: int, total_bytes: int, activation_bytes: int) -> int:
-    """What gpu_memory_utilization leaves beside everything that is already there and the largest step."""
+def check_cpu_weights(checkpoint: Checkpoint) -> None:
+    """That there is memory for as many bytes as the files hold: where a system promises more than it has, loading them
+    would end the process without a word."""
+    needed = sum(entry.num_bytes for entry in checkpoint.tensors() or () if entry.view is None)
+    free = available_host_bytes()
+    if free is not None and needed > free:
+        raise MemoryBudgetError(
+            f"the model's weights take {_size(needed)}, and {_size(free)} of memory are free: use a smaller model, or "
+            "unload another one first"
+        )
+
+
+def cuda_kv_budget(
+    config: EngineConfig, *, free_bytes: int, total_bytes: int, activation_bytes: int, others_bytes: int = 0
+) -> int:
+    """What gpu_memory_utilization leaves beside everything that is already there and the largest step. A model with a
+    share of the memory counts its own use alone: `others_bytes` were in use before it came."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     used = total_bytes - free_bytes
+    if config.memory_share is not None:
+        own = used - others_bytes + activation_bytes
+        ours = int(total_bytes * config.gpu_memory_utilization * config.memory_share)
+        if own >= ours:
+            raise MemoryBudgetError(
+                f"memory_share={config.memory_share:g} of {_size(total_bytes)} is {_size(ours)}, and weights and a "
+                f"step take {_size(own)}: raise it above {own / (total_bytes * config.gpu_memory_utilization):.2f}"
+            )
+        return min(ours - own, max(0, free_bytes - activation_bytes))
     budget = int(total_bytes * config.gpu_memory_utilization) - used - activation_bytes
     if budget <= 0:
         fits = (used + activation_bytes) / total_bytes

@@ -26,6 +26,7 @@ from quire.server import (
     models,
     replicas,
     responses,
+    sleeping,
 )
 from quire.server.chat import create_chat
 from quire.server.completions import create_completion
@@ -59,7 +60,19 @@ def post_endpoints(context: ServerContext) -> dict[str, JsonEndpoint]:
 def create_app(context: ServerContext) -> Starlette:
     endpoints = post_endpoints(context)
     posts = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    parts: tuple[Any, ...] = (models, health, metrics, load, live, debug, kv_levels, replicas, cache_hashes, responses)
+    parts: tuple[Any, ...] = (
+        sleeping,
+        models,
+        health,
+        metrics,
+        load,
+        live,
+        debug,
+        kv_levels,
+        replicas,
+        cache_hashes,
+        responses,
+    )
     return Starlette(
         routes=[
             *posts,

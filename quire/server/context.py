@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from starlette.requests import Request as HttpRequest
+
 from quire.engine.api import EngineState, ServingEngine, is_replicated, replicas_of
+from quire.errors import ConfigError
 from quire.server.admission import Admission
 from quire.server.batches import Batches
 from quire.server.errors import ApiError, shown
@@ -15,6 +18,7 @@ from quire.server.feed import LiveFeed, describe
 from quire.server.life import RETRY_AFTER_S, ServerLife
 from quire.server.logs import RequestLog
 from quire.server.metrics import ServerMetrics
+from quire.server.residents import Residents
 from quire.server.responses import ResponseStore
 from quire.server.settings import ServerSettings
 from quire.server.text_work import TextWork
@@ -45,6 +49,12 @@ class ServedModel:
             life=life,
         )
 
+    @property
+    def num_in_engine(self) -> int:
+        """Requests that the engine has, as of its last report."""
+        load = self.engine.load()
+        return load.num_running + load.num_waiting
+
     def find_engine(self, name: str | None) -> tuple[str, ServingEngine]:
         """One of its replicas; None: the first. Raises a 404 for one that is not there."""
         engines = replicas_of(self.engine)
@@ -57,8 +67,8 @@ class ServedModel:
             raise ApiError(503, f"engine {name} is {state}", code=state, headers={"retry-after": str(RETRY_AFTER_S)})
         return name, engines[name]
 
-    def feed_of(self, name: str | None = None) -> LiveFeed:
-        """The live feed of one engine. A replica that was started again has a new one."""
+    def feed_of(self, name: str | None = None, states: Callable[[], dict[str, str]] = dict) -> LiveFeed:
+        """The live feed of one engine. A replica that was started again has a new one. states: of all models."""
         name, engine = self.find_engine(name)
         feed = self.feeds.get(name)
         if feed is None or feed.engine is not engine:
@@ -68,6 +78,7 @@ class ServedModel:
                 self.life,
                 hello=lambda: describe(self.names[0], engine) | {"engine": name},
                 engine_names=lambda: list(replicas_of(self.engine)),
+                models=states,
             )
         return feed
 
@@ -81,12 +92,12 @@ class Asked(NamedTuple):
 
 
 def _is_up(engine: ServingEngine) -> bool:
-    return engine.health().state in (EngineState.READY, EngineState.STUCK)
+    return engine.health().state in (EngineState.READY, EngineState.STUCK, EngineState.SLEEPING)
 
 
 @dataclass(slots=True, kw_only=True)
 class ServerContext:
-    models: tuple[ServedModel, ...]
+    models: list[ServedModel]  # at least one, each under names of its own: see `add`
     settings: ServerSettings
     logs: RequestLog
     life: ServerLife
@@ -94,11 +105,34 @@ class ServerContext:
     batches: Batches | None = None  # None: no folder for them was given
     responses: ResponseStore = field(default_factory=ResponseStore)
     tracer: Tracer | None = None  # None: nobody wants traces
+    residents: Residents | None = None  # which models are awake; None: they neither sleep nor change
 
     @property
     def first(self) -> ServedModel:
         """For requests that name no model and paths that know none. What fails before a model is known counts here."""
         return self.models[0]
+
+    def add(self, served: ServedModel) -> None:
+        """One more model. Raises a ConfigError where one of its names is another's."""
+        self.check_names(served)
+        self.models.append(served)
+
+    def check_names(self, served: ServedModel) -> None:
+        for name in served.names:
+            if served.names.count(name) > 1 or any(asked.name == name for asked in self.choices()):
+                raise ConfigError(f"two models are named {name!r}: give each a name of its own with served_model_name")
+
+    def choose(self, request: HttpRequest) -> ServedModel:
+        """The model of a path that takes ?model=; without it, the first."""
+        return self.find(request.query_params.get("model")).served
+
+    def engines(self) -> dict[str, ServingEngine]:
+        """Of every model, by its first name."""
+        return {served.names[0]: served.engine for served in self.models}
+
+    def states(self) -> dict[str, str]:
+        """Of every model, by its first name."""
+        return {served.names[0]: served.engine.health().state.value for served in self.models}
 
     def choices(self) -> Iterator[Asked]:
         """Every name that a request may bring: models', and their adapters'."""

@@ -22,7 +22,7 @@ from quire.server.errors import ApiError, bad_request
 from quire.server.prefix_tree import Link, Node, PrefixTree, Shown, block_name
 
 if TYPE_CHECKING:
-    from quire.server.context import ServerContext
+    from quire.server.context import ServedModel, ServerContext
 
 _PATHS = {
     "/debug/kv?full=1": "the first page of everything below",
@@ -45,8 +45,8 @@ ANSWER_S = 2.0  # for the engine to answer one question, between two steps
 class KVDebug:
     """Answers for one engine: of several replicas, the one that the parameter `engine` names."""
 
-    def __init__(self, context: ServerContext, engine: ServingEngine) -> None:
-        self._context = context
+    def __init__(self, context: ServerContext, served: ServedModel, engine: ServingEngine) -> None:
+        self._served = served
         self._engine = engine
         self._has_tenants = len(context.settings.tenants) > 1
 
@@ -164,7 +164,7 @@ class KVDebug:
                 return found
 
     def _with_recent(self, request: HttpRequest, tables: dict[str, Any]) -> dict[str, Any]:
-        finished = [asdict(summary) for summary in reversed(self._context.first.metrics.recent)]
+        finished = [asdict(summary) for summary in reversed(self._served.metrics.recent)]
         return tables | {"sequences": _seen(request, tables["sequences"]), "finished": _seen(request, finished)}
 
     async def _tree(
@@ -253,7 +253,7 @@ def _numbers(
     request: HttpRequest, limits: Mapping[str, tuple[int, int | None]], texts: tuple[str, ...] = ()
 ) -> dict[str, int]:
     """The query's parameters, checked: an unknown one, or one given twice, is refused like a wrong one."""
-    known = [*limits, *texts, "engine"]
+    known = [*limits, *texts, "engine", "model"]
     found = {}
     for name, text in request.query_params.multi_items():
         if name not in known:
@@ -294,8 +294,9 @@ _HANDLERS = {
 def routes(context: ServerContext) -> list[Route]:
     def endpoint(handler: Callable[[KVDebug, HttpRequest], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
         async def answer(request: HttpRequest) -> Response:
-            _, engine = context.first.find_engine(request.query_params.get("engine"))
-            return await handler(KVDebug(context, engine), request)
+            served = context.choose(request)
+            _, engine = served.find_engine(request.query_params.get("engine"))
+            return await handler(KVDebug(context, served, engine), request)
 
         return answer
 

@@ -50,6 +50,9 @@ MAX_LINES_BEHIND = 32
 ANSWER_S = 2.0  # an engine that takes longer to answer has its state shown meanwhile
 
 
+_Status = tuple[str, str, list[str], dict[str, str]]  # the engine's state and why, the replicas, the models
+
+
 @dataclass(slots=True, eq=False)
 class _Viewer:
     sees: str | None  # the tenant whose requests it is shown; None: everybody's
@@ -71,10 +74,12 @@ class LiveFeed:
         *,
         hello: Callable[[], dict[str, Any]],
         engine_names: Callable[[], list[str]] = lambda: ["0"],
+        models: Callable[[], dict[str, str]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self._engine_names = engine_names  # of all engines of this model, for a page to choose from
+        self._models = models  # likewise: all models of the server, with their states
         self._life = life
         self._hello = hello
         self._clock = clock
@@ -92,7 +97,7 @@ class LiveFeed:
         self._last: dict[str, Any] | None = None  # what the engine told of its requests
         self._chart: deque[dict[str, Any]] = deque(maxlen=CHART_POINTS)
         self._charted_s = 0.0
-        self._status: tuple[str, str, list[str]] = ("", "", [])
+        self._status: _Status = ("", "", [], {})
 
     @property
     def num_viewers(self) -> int:
@@ -169,8 +174,8 @@ class LiveFeed:
             viewer.filled.set()
 
     def _status_line(self) -> bytes:
-        state, reason, engines = self._status
-        return _line({"type": "status", "state": state, "reason": reason, "engines": engines})
+        state, reason, engines, models = self._status
+        return _line({"type": "status", "state": state, "reason": reason, "engines": engines, "models": models})
 
     # -- what is asked of the engine
 
@@ -178,7 +183,12 @@ class LiveFeed:
         self._forget()
         try:
             while self._tell_status():
-                changed = await self._look()
+                try:
+                    changed = await self._look()
+                except EngineDeadError:
+                    if self.engine.health().state is not EngineState.SLEEPING:
+                        raise
+                    changed, self._watch = False, None  # its process has ended, until a request starts it again
                 await asyncio.sleep(TICK_S if changed else IDLE_TICK_S)
         except EngineDeadError:
             self._tell_status()
@@ -197,7 +207,7 @@ class LiveFeed:
         self._chart.clear()
         self._last = None
         self._last_ended = self._metrics.recent[-1] if self._metrics.recent else None
-        self._status = ("", "", [])
+        self._status = ("", "", [], {})
 
     def _tell_status(self) -> bool:
         """The engine's state, where it changed. False: it is dead, and nothing will follow."""
@@ -207,7 +217,7 @@ class LiveFeed:
             state = LifeState.DRAINING.value
         if health.state is EngineState.DEAD:
             reason = ""  # its text may name files; the log has it
-        if (status := (state, reason, self._engine_names())) != self._status:
+        if (status := (state, reason, self._engine_names(), self._models())) != self._status:
             self._status = status
             self._tell(self._status_line())
         return health.state is not EngineState.DEAD

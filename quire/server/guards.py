@@ -22,7 +22,7 @@ def middleware(context: ServerContext) -> list[Middleware]:
     settings = context.settings
     guards = [
         Middleware(Auth, keys=settings.api_keys, on_refused=context.refused),
-        Middleware(Gate, life=context.life, on_refused=context.first.metrics.on_refused),
+        Middleware(Gate, life=context.life, on_refused=lambda reason: context.first.metrics.on_refused(reason)),
         Middleware(
             BodyLimits,
             max_body_bytes=settings.max_body_bytes,

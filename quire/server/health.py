@@ -26,6 +26,8 @@ def status_of(life: ServerLife, *engines: ServingEngine) -> tuple[str, str]:
     if life.state is not LifeState.SERVING:
         return life.state.value, REASONS[life.state]
     states = {engine.health().state for engine in engines}
+    if len(engines) > 1 and states & {EngineState.READY, EngineState.SLEEPING}:
+        return "ok", ""  # of several models one that fails takes no other down: /v1/models tells of each
     if EngineState.DEAD in states:
         return "dead", REASONS[LifeState.DEAD]
     if EngineState.STUCK in states:

@@ -40,13 +40,13 @@ class LevelsBody(msgspec.Struct, forbid_unknown_fields=True):
 def routes(context: ServerContext) -> list[Route]:
     async def read(request: HttpRequest) -> JSONResponse:
         check_admin(request)
-        _, engine = context.first.find_engine(request.query_params.get("engine"))
+        _, engine = context.choose(request).find_engine(request.query_params.get("engine"))
         return JSONResponse(await engine.call("kv_levels"), headers={"cache-control": "no-store"})
 
     async def change(request: HttpRequest) -> JSONResponse:
         check_admin(request)
         check_may_change(context, "the KV cache is changed")
-        _, engine = context.first.find_engine(request.query_params.get("engine"))
+        _, engine = context.choose(request).find_engine(request.query_params.get("engine"))
         body = await read_json(request, LevelsBody, '{"action": "warm", "prompt": "You are"}')
         known = context.settings.tenants
         if body.tenant and (len(known) < 2 or body.tenant not in known):

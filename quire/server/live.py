@@ -1,6 +1,6 @@
 """`/live`: the stream of lines that the page at `/` draws from. Any client may read it:
 
-curl -N -H "Authorization: Bearer KEY" http://127.0.0.1:8000/live?engine=0
+curl -N -H "Authorization: Bearer KEY" "http://127.0.0.1:8000/live?model=NAME&engine=0"
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def routes(context: ServerContext) -> list[Route]:
 
     async def live(request: HttpRequest) -> Response:
         for name in request.query_params:
-            if name != "engine":
-                raise bad_request(f"/live has no parameter {name}: it has engine", param=name)
-        feed = context.first.feed_of(request.query_params.get("engine"))
+            if name not in ("engine", "model"):
+                raise bad_request(f"/live has no parameter {name}: it has model and engine", param=name)
+        feed = context.choose(request).feed_of(request.query_params.get("engine"), context.states)
         if request.method == "HEAD":
             return Response(media_type=_MEDIA_TYPE)
         state = request.scope["state"]

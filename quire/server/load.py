@@ -30,7 +30,15 @@ def load_report(engine: ServingEngine, num_in_flight: int) -> dict[str, Any]:
 
 
 def routes(context: ServerContext) -> list[Route]:
-    async def load(_: HttpRequest) -> JSONResponse:
-        return JSONResponse(load_report(context.first.engine, context.life.num_in_flight))
+    async def load(request: HttpRequest) -> JSONResponse:
+        """Of one model, which ?model= names; of several, what they have together, and each under its name."""
+        num_in_flight = context.life.num_in_flight
+        if len(context.models) == 1 or "model" in request.query_params:
+            return JSONResponse(load_report(context.choose(request).engine, num_in_flight))
+        each = {served.names[0]: load_report(served.engine, served.num_in_engine) for served in context.models}
+        total: dict[str, Any] = {"server_load": num_in_flight}
+        for name in ("num_running", "num_waiting", "num_waiting_tokens", "tokens_per_s"):
+            total[name] = round(sum(report[name] for report in each.values()), 1)
+        return JSONResponse(total | {"models": each})
 
     return [Route("/load", load, methods=["GET"])]

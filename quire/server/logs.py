@@ -12,9 +12,10 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from quire.engine.api import EngineHealth, EngineState, ServingEngine
+from quire.engine.api import EngineState, ServingEngine
 from quire.server.log_writer import LogWriter
 from quire.server.metrics import RequestSummary
 
@@ -163,33 +164,53 @@ class RequestLog:
         self._logger.log(level, "%s", message or event, extra={_EVENT: (event, known)})
 
 
-async def watch_engine(engine: ServingEngine, log: RequestLog, *, interval_s: float = 0.5) -> None:
-    """Log each change of the engine's state and of its brownout, until cancelled. That it has started is told by who
-    waited for it, with what it serves."""
-    health, level = EngineHealth(EngineState.STARTING), 0
+async def watch_engines(
+    engines: Callable[[], Mapping[str, ServingEngine]], log: RequestLog, *, interval_s: float = 0.5
+) -> None:
+    """Log each change of the engines' states and of their brownouts, until cancelled. engines: by model. That one has
+    started is told by who waited for it, with what it serves."""
+    watched: dict[str, _Watched] = {}
     while True:
-        found = engine.health()
-        has_started = health.state is EngineState.STARTING and found.state is EngineState.READY
-        if found.state is not health.state and not has_started:
+        found = engines()
+        for name, engine in found.items():
+            watched.setdefault(name, _Watched()).look(engine, log, name if len(found) > 1 else None)
+        await asyncio.sleep(interval_s)
+
+
+class _Watched:
+    """What was told last of an engine."""
+
+    def __init__(self) -> None:
+        self.state = EngineState.STARTING
+        self.brownout_level = 0
+
+    def look(self, engine: ServingEngine, log: RequestLog, model: str | None) -> None:
+        found, level = engine.health(), self.brownout_level
+        has_started = self.state is EngineState.STARTING and found.state is EngineState.READY
+        if found.state is not self.state and not has_started:
             bad = found.state in (EngineState.STUCK, EngineState.DEAD)
             log.event(
-                f"engine_{found.state.value}", logging.ERROR if bad else logging.INFO, reason=found.reason or None
+                f"engine_{found.state.value}",
+                logging.ERROR if bad else logging.INFO,
+                model=model,
+                reason=found.reason or None,
             )
-        health = found
-        if found.state is EngineState.READY:
-            load = engine.load()
-            if load.brownout_level != level:
-                log.event(
-                    "brownout",
-                    logging.WARNING if load.brownout_level > level else logging.INFO,
-                    brownout_level=load.brownout_level,
-                    was=level,
-                    means=BROWNOUT_STEPS[load.brownout_level],
-                    kv_usage=load.kv_usage,
-                    num_waiting=load.num_waiting,
-                )
-            level = load.brownout_level
-        await asyncio.sleep(interval_s)
+        self.state = found.state
+        if found.state is not EngineState.READY:
+            return
+        load = engine.load()
+        if load.brownout_level != level:
+            log.event(
+                "brownout",
+                logging.WARNING if load.brownout_level > level else logging.INFO,
+                model=model,
+                brownout_level=load.brownout_level,
+                was=level,
+                means=BROWNOUT_STEPS[load.brownout_level],
+                kv_usage=load.kv_usage,
+                num_waiting=load.num_waiting,
+            )
+        self.brownout_level = load.brownout_level
 
 
 def _level(status: int) -> int:

@@ -332,7 +332,7 @@ class _EngineMetrics(_Families, Collector):
             await asyncio.wait([self._asking], timeout=_READING_TIMEOUT_S)
 
     async def _ask(self) -> None:
-        if self.engine.health().state not in (EngineState.READY, EngineState.STUCK):
+        if self.engine.health().state not in _HAS_NUMBERS:
             return
         try:
             self._reading = await self.engine.metrics()
@@ -343,7 +343,7 @@ class _EngineMetrics(_Families, Collector):
     def collect(self) -> Iterator[Family]:
         state = self.engine.health().state
         yield self._family("quire:engine_state", *(((s.value,), float(s is state)) for s in EngineState))
-        if state not in (EngineState.READY, EngineState.STUCK):
+        if state not in _HAS_NUMBERS:
             return  # what a dead engine counted last is not how things are
         yield from self._info_families(self.engine.info)
         if self._read_s is not None:
@@ -410,6 +410,7 @@ class _Together(Collector):
         return families.values()
 
 
+_HAS_NUMBERS = (EngineState.READY, EngineState.STUCK, EngineState.SLEEPING)
 # Counted here and by the engine, which sees a stop string as an abort and knows no request that came as text.
 _OWN = {"vllm:prompt_tokens_total", "vllm:prompt_tokens_cached_total", "vllm:request_success_total"}
 

@@ -29,10 +29,10 @@ def routes(context: ServerContext) -> list[Route]:
     created = int(time.time())
 
     def describe(served: ServedModel, name: str, adapter: str | None = None) -> Model:
-        info = served.engine.info
+        info, state = served.engine.info, served.engine.health().state.value
         root = info.model if adapter is None else served.adapters[adapter]
         parent = None if adapter is None else served.names[0]
-        return Model(id=name, created=created, root=root, parent=parent, max_model_len=info.max_model_len)
+        return Model(id=name, created=created, root=root, parent=parent, max_model_len=info.max_model_len, state=state)
 
     async def list_models(_: HttpRequest) -> Response:
         return json_response(ModelList(data=[describe(*asked) for asked in context.choices()]))

@@ -17,6 +17,7 @@ from quire.server.deadline import TIMEOUT_HEADER
 from quire.server.endpoint import REQUEST_ID_HEADER
 from quire.server.kv_levels import LevelsBody
 from quire.server.replicas import ReplicasBody
+from quire.server.sleeping import LoadBody, UnloadBody
 
 _REF = "#/components/schemas/{name}"
 _TEXT = "text/plain"
@@ -60,7 +61,8 @@ class Operation:
 _NUMBERS = {"limit", "offset", "first", "depth", "full", "block"}
 _LIMIT = ("limit", "query", "How many at most.")
 _OFFSET = ("offset", "query", "How many to pass over.")
-_ENGINE = ("engine", "query", "Which replica; without it the first.")
+_MODEL = ("model", "query", "Which of several models; without it the first.")
+_WHICH = (_MODEL, ("engine", "query", "Which replica; without it the first."))
 _ID = (REQUEST_ID_HEADER, "header", "Up to 128 visible ASCII characters; returned, and in the log.")
 _TIMEOUT = (TIMEOUT_HEADER, "header", "As the field `timeout`, which goes first.")
 
@@ -244,7 +246,58 @@ OPERATIONS = (
     Operation(method="get", path="/ping", tag="Operation", summary="As /health, for those who ask there."),
     Operation(method="post", path="/ping", tag="Operation", summary="As /health, for those who ask there."),
     Operation(method="get", path="/version", tag="Operation", summary="Quire's version.", reply=replies.Version),
-    Operation(method="get", path="/load", tag="Operation", summary="How busy the server is, in one small object."),
+    Operation(
+        method="get",
+        path="/load",
+        tag="Operation",
+        summary="How busy the server is, in one small object; with several models, each under its name too.",
+        statuses=(*_ALWAYS, 404),
+        parameters=(_MODEL,),
+    ),
+    Operation(
+        method="post",
+        path="/sleep",
+        tag="Operation",
+        summary="Put a model to sleep, or all: its memory is given back until a request wakes it. For an admin.",
+        statuses=(*_ALWAYS, 400, 403, 404, 409),
+        parameters=(
+            _MODEL,
+            ("level", "query", "1: the weights go to host memory; 2: the engine's process ends."),
+            ("keep_kv", "query", "true: cached prefixes are kept, in host memory."),
+        ),
+    ),
+    Operation(
+        method="post",
+        path="/wake_up",
+        tag="Operation",
+        summary="Wake a model, or all, before a request does. For an admin.",
+        statuses=(*_ALWAYS, 400, 403, 404),
+        parameters=(_MODEL,),
+    ),
+    Operation(
+        method="get",
+        path="/is_sleeping",
+        tag="Operation",
+        summary="Whether a model sleeps, or all do.",
+        statuses=(*_ALWAYS, 400, 404),
+        parameters=(_MODEL,),
+    ),
+    Operation(
+        method="post",
+        path="/v1/models/load",
+        tag="Operation",
+        summary="Serve one more model. For an admin.",
+        body=LoadBody,
+        statuses=(*_ALWAYS, 400, 403, 415),
+    ),
+    Operation(
+        method="post",
+        path="/v1/models/unload",
+        tag="Operation",
+        summary="Let a model's requests end, and then its engine. For an admin.",
+        body=UnloadBody,
+        statuses=(*_ALWAYS, 400, 403, 404, 409, 415),
+    ),
     Operation(
         method="get", path="/metrics", tag="Operation", summary="For Prometheus, under vLLM's names.", reply_type=_TEXT
     ),
@@ -255,39 +308,39 @@ OPERATIONS = (
         summary="What the page at `/` draws from: one JSON object a line, without end.",
         reply_type="application/x-ndjson",
         statuses=(*_ALWAYS, 400, 404, 429),
-        parameters=(_ENGINE,),
+        parameters=_WHICH,
     ),
     Operation(
         method="get",
         path="/debug/kv",
         tag="Cache",
         summary="The KV cache in numbers, and where the rest is.",
-        statuses=(*_ALWAYS, 400),
-        parameters=(("full", "query", "1: the first page of the rest too."), _ENGINE),
+        statuses=(*_ALWAYS, 400, 404),
+        parameters=(("full", "query", "1: the first page of the rest too."), *_WHICH),
     ),
     Operation(
         method="get",
         path="/debug/kv/map",
         tag="Cache",
         summary="Every block: its state, users and hits.",
-        statuses=(*_ALWAYS, 400),
-        parameters=(("first", "query", "The first block."), _LIMIT, _ENGINE),
+        statuses=(*_ALWAYS, 400, 404),
+        parameters=(("first", "query", "The first block."), _LIMIT, *_WHICH),
     ),
     Operation(
         method="get",
         path="/debug/kv/requests",
         tag="Cache",
         summary="Block tables, and why each request hit or missed.",
-        statuses=(*_ALWAYS, 400),
-        parameters=(_OFFSET, _LIMIT, _ENGINE),
+        statuses=(*_ALWAYS, 400, 404),
+        parameters=(_OFFSET, _LIMIT, *_WHICH),
     ),
     Operation(
         method="get",
         path="/debug/kv/sharing",
         tag="Cache",
         summary="Which blocks which requests share.",
-        statuses=(*_ALWAYS, 400),
-        parameters=(_LIMIT, _ENGINE),
+        statuses=(*_ALWAYS, 400, 404),
+        parameters=(_LIMIT, *_WHICH),
     ),
     Operation(
         method="get",
@@ -295,7 +348,7 @@ OPERATIONS = (
         tag="Cache",
         summary="Cached prefixes with their hit counts.",
         statuses=(*_ALWAYS, 400, 404),
-        parameters=(("node", "query", "Where to begin."), ("depth", "query", "How deep."), _OFFSET, _LIMIT, _ENGINE),
+        parameters=(("node", "query", "Where to begin."), ("depth", "query", "How deep."), _OFFSET, _LIMIT, *_WHICH),
     ),
     Operation(
         method="get",
@@ -303,7 +356,7 @@ OPERATIONS = (
         tag="Cache",
         summary="One block: who uses it, and what text it holds.",
         statuses=(*_ALWAYS, 400, 404),
-        parameters=(("block", "path", "Its number."), _ENGINE),
+        parameters=(("block", "path", "Its number."), *_WHICH),
     ),
     Operation(
         method="get",
@@ -311,7 +364,7 @@ OPERATIONS = (
         tag="Cache",
         summary="The device and the levels below it: blocks, what moved, what was found there. For an admin.",
         statuses=(*_ALWAYS, 403, 404),
-        parameters=(_ENGINE,),
+        parameters=_WHICH,
     ),
     Operation(
         method="post",
@@ -320,7 +373,7 @@ OPERATIONS = (
         summary="Warm, pin, unpin or expire a prompt; or expire what was not used for some time. For an admin.",
         body=LevelsBody,
         statuses=(*_ALWAYS, 400, 403, 404, 415),
-        parameters=(_ENGINE,),
+        parameters=_WHICH,
     ),
     Operation(
         method="get",

@@ -137,6 +137,7 @@ class Model(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "quire"
     root: str
+    state: str  # of the engine: ready, sleeping, starting, stuck or dead
     parent: str | None = None  # of an adapter: the model that it belongs to
     max_model_len: int
 

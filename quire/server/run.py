@@ -17,11 +17,15 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from quire.config import EngineConfig
-from quire.engine.api import EngineInfo, ServingEngine, replicas_of
-from quire.engine.launch import settle_for_serving
+from quire.engine.api import EngineInfo, EngineState, ServingEngine, replicas_of
+from quire.engine.brownout import BrownoutSettings
+from quire.engine.client import EngineClient
+from quire.engine.launch import EngineProcessOptions, settle_for_serving
 from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
 from quire.server.app import create_app, post_endpoints
@@ -30,8 +34,9 @@ from quire.server.context import ServedModel, ServerContext
 from quire.server.http_server import HttpServer
 from quire.server.life import LifeState, ServerLife, StoppedError, UnavailableError
 from quire.server.listen import address_of, open_socket, socket_file
-from quire.server.logs import ENGINE_READY, set_up_logs, watch_engine
-from quire.server.settings import ServerSettings
+from quire.server.logs import ENGINE_READY, set_up_logs, watch_engines
+from quire.server.residents import ResidentEngine, Residents
+from quire.server.settings import ModelSettings, ServerSettings
 from quire.server.tls import make_ssl_context
 from quire.server.tracing import Tracer
 
@@ -59,8 +64,9 @@ class StartableEngine(ServingEngine, Protocol):
 MakeEngine = Callable[[EngineConfig, ServerSettings], StartableEngine]
 
 
-def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEngine | None = None) -> int:
+def serve(models: Sequence[ModelSettings], settings: ServerSettings, *, make_engine: MakeEngine | None = None) -> int:
     """Serve until told to stop, and return the exit code. Raises a QuireError where it cannot start."""
+    models = settle_models(models)
     _raise_file_limit()
     ssl_context = make_ssl_context(settings)
     listener = open_socket(settings)
@@ -69,25 +75,28 @@ def serve(config: EngineConfig, settings: ServerSettings, *, make_engine: MakeEn
     # Its lines about itself say nothing that ours do not.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     tracer = Tracer(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
-    names = settings.served_model_names or (config.model,)
-    loaded = loaded_model(config.model, settings.served_model_names)
-    if "scheduling_policy" not in config.given:
-        config = config.replace(scheduling_policy="priority")  # requests may bring one; equal ones keep their order
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
 
             async def run() -> int:
-                engine = (make_engine or process_engine)(config, settings)
                 life = ServerLife()
+                residents = Residents(restarts=len(models) > 1, wait_s=settings.wake_timeout_s)
                 context = ServerContext(
-                    models=(ServedModel.of(names, engine, settings, life),),
+                    models=[],
                     settings=settings,
                     logs=logs,
                     life=life,
                     batches=Batches.of(settings),
                     tracer=tracer,
+                    residents=residents,
                 )
-                return await _Run(context, engine, loaded, listener, ssl_context).run()
+                make = make_engine or partial(resident_engine, residents=residents)
+                engines = [make(model.config, settings) for model in models]
+                for model, engine in zip(models, engines, strict=True):
+                    names = model.names or settings.served_model_names or (model.config.model,)
+                    context.add(ServedModel.of(names, engine, settings, life))
+                loaded = [loaded_model(m.config.model, m.names or settings.served_model_names) for m in models]
+                return await _Run(context, engines, loaded, listener, ssl_context).run()
 
             return runner.run(run())
     finally:
@@ -106,14 +115,15 @@ class _Run:
     def __init__(
         self,
         context: ServerContext,
-        engine: StartableEngine,
-        loaded: str,
+        engines: Sequence[StartableEngine],
+        loaded: Sequence[str],
         listener: socket.socket,
         ssl_context: ssl.SSLContext | None,
     ) -> None:
+        """engines and loaded: of the context's models, in their order."""
         loop = asyncio.get_running_loop()
         self._context = context
-        self._engine = engine
+        self._engines = engines
         self._loaded = loaded
         self._life = context.life
         self._settings = context.settings
@@ -128,9 +138,10 @@ class _Run:
 
     async def run(self) -> int:
         self._take_signals()
-        self._engine.on_death(self._on_death)
+        for engine in self._engines:
+            engine.on_death(self._on_death)
         http = asyncio.create_task(self._http.run_on(self._listener))
-        watch = asyncio.create_task(watch_engine(self._engine, self._context.logs, interval_s=_WATCH_S))
+        watch = asyncio.create_task(watch_engines(self._context.engines, self._context.logs, interval_s=_WATCH_S))
         grace_s = 0.0
         try:
             await self._start()
@@ -142,15 +153,17 @@ class _Run:
             logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
             watch.cancel()
             self._http.stop()
-            await asyncio.gather(http, self._engine.close(grace_s))
+            loaded_later = self._context.residents.members if self._context.residents is not None else ()
+            engines = dict.fromkeys([*self._engines, *loaded_later])
+            await asyncio.gather(http, *(engine.close(grace_s) for engine in engines))
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
             self._log.info("stopped")
 
     async def _start(self) -> None:
-        """Until the engine is ready, or somebody wants to stop. Raises what kept the engine from starting."""
-        self._log.info("listening at %s, loading %s", self._address, self._loaded)
-        start = asyncio.create_task(self._start_engine())
+        """Until all engines are ready, or somebody wants to stop. Raises what kept one from starting."""
+        self._log.info("listening at %s, loading %s", self._address, ", ".join(self._loaded))
+        start = asyncio.create_task(self._start_engines())
         try:
             await _first_of(start, self._drain_wanted, self._death)
             if self._death.done():  # ready() knows better why, and says so in a moment
@@ -163,18 +176,23 @@ class _Run:
                 self._life.ready()
                 if self._context.batches is not None:
                     self._context.batches.begin(self._context, post_endpoints(self._context))
-                line = ready_line(self._address, self._loaded, self._engine.info)
-                if (num_replicas := len(replicas_of(self._engine))) > 1:
-                    line += f"; {num_replicas} replicas, each of this size"
-                self._context.logs.event(ENGINE_READY, message=line)
+                for served, name in zip(self._context.models, self._loaded, strict=True):
+                    line = ready_line(self._address, name, served.engine.info)
+                    if (num_replicas := len(replicas_of(served.engine))) > 1:
+                        line += f"; {num_replicas} replicas, each of this size"
+                    self._context.logs.event(ENGINE_READY, message=line)
                 self._warn_if_open()
         finally:
             start.cancel()
             await asyncio.gather(start, return_exceptions=True)
 
-    async def _start_engine(self) -> None:
-        await self._engine.start()
-        await self._engine.ready()
+    async def _start_engines(self) -> None:
+        """One after the other: each counts the memory that those before it have left."""
+        if self._context.residents is not None:
+            await self._context.residents.divide_memory()
+        for engine in self._engines:
+            await engine.start()
+            await engine.ready()
 
     async def _serve(self) -> int:
         await _first_of(self._drain_wanted, self._death)
@@ -218,6 +236,9 @@ class _Run:
         return 1
 
     def _on_death(self, reason: str) -> None:
+        """A server with several models goes on while any of them may."""
+        if any(engine.health().state is not EngineState.DEAD for engine in self._context.engines().values()):
+            return
         if not self._death.done():
             self._life.died(reason)  # from this moment, not when our turn comes
             self._death.set_result(reason)
@@ -289,19 +310,50 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def process_engine(config: EngineConfig, settings: ServerSettings) -> StartableEngine:
-    from quire.engine.brownout import BrownoutSettings
-    from quire.engine.client import EngineClient
-    from quire.engine.launch import EngineProcessOptions
+def settle_models(models: Sequence[ModelSettings]) -> list[ModelSettings]:
+    """As a server runs them. Raises a ConfigError for what does not go together."""
+    names = [name for model in models for name in model.names or (model.config.model,)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two models are named {twice[0]!r}: give each a name of its own with --served-model-name")
+    return [replace(model, config=settle_config(model.config, is_alone=len(models) == 1)) for model in models]
 
-    options = EngineProcessOptions(
-        step_timeout_s=settings.step_timeout_s,
-        dump_dir=settings.dump_dir,
-        brownout=BrownoutSettings(enabled=settings.brownout),
-        isolated_tenants=settings.isolated_tenants,
-    )
+
+def settle_config(config: EngineConfig, *, is_alone: bool) -> EngineConfig:
+    """is_alone: no other model is served beside it."""
+    if "scheduling_policy" not in config.given:
+        config = config.replace(scheduling_policy="priority")  # requests may bring one; equal ones keep their order
+    if is_alone:
+        return config
+    if config.data_parallel_size > 1:
+        raise ConfigError("data_parallel_size (-dp) is for a server with one model: leave it out, or use quire router")
+    if config.num_ranks > 1:
+        raise ConfigError(
+            f"{config.model} is split among {config.num_ranks} processes, which cannot sleep: serve it alone, or leave "
+            "out tensor_parallel_size and pipeline_parallel_size"
+        )
+    return config.replace(enable_sleep_mode=True)
+
+
+def resident_engine(config: EngineConfig, settings: ServerSettings, residents: Residents) -> StartableEngine:
+    """One that may sleep; replicas do not."""
+    if config.data_parallel_size > 1:
+        return process_engine(config, settings)
+    return ResidentEngine(config, process_options(settings), residents)
+
+
+def process_engine(config: EngineConfig, settings: ServerSettings) -> StartableEngine:
+    options = process_options(settings)
     if config.data_parallel_size == 1:
         return EngineClient(config, options)
     from quire.router.replicas import ReplicaSet
 
     return ReplicaSet(config, config.data_parallel_size, options)
+
+
+def process_options(settings: ServerSettings) -> EngineProcessOptions:
+    return EngineProcessOptions(
+        step_timeout_s=settings.step_timeout_s,
+        dump_dir=settings.dump_dir,
+        brownout=BrownoutSettings(enabled=settings.brownout),
+        isolated_tenants=settings.isolated_tenants,
+    )

@@ -45,7 +45,7 @@ def run_batch(config: EngineConfig, settings: ServerSettings, input_path: Path, 
         engine = process_engine(config, settings)
         life = ServerLife()
         model = ServedModel.of(settings.served_model_names or (config.model,), engine, settings, life)
-        context = ServerContext(models=(model,), settings=settings, logs=logs, life=life)
+        context = ServerContext(models=[model], settings=settings, logs=logs, life=life)
         is_done = False
         try:
             await engine.start()

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from urllib.parse import urlsplit
 
+from quire.config import EngineConfig
 from quire.errors import ConfigError
 
 LOG_FORMATS = ("text", "json")
@@ -23,6 +24,14 @@ class ApiKey:
     tenant: str
     key: str = field(repr=False)
     is_admin: bool = False  # sees every tenant's requests; their text is for nobody but their sender
+
+
+@dataclass(slots=True, frozen=True)
+class ModelSettings:
+    """One of the models to serve."""
+
+    config: EngineConfig
+    names: tuple[str, ...] = ()  # that clients ask for; empty: as the operator named it
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -52,6 +61,7 @@ class ServerSettings:
     # How much may wait, and how long
     max_waiting_requests: int | None = None  # None: as many as an eighth of the memory holds
     max_waiting_tokens: int | None = None  # None: as many as an eighth of the memory holds
+    wake_timeout_s: float = 120.0  # for a model that sleeps to have its turn
     default_timeout_s: float | None = None  # for requests that name no timeout; None: no limit
     max_timeout_s: float | None = None  # the most that a request may name; None: no limit
     brownout: bool = True
@@ -120,6 +130,7 @@ class ServerSettings:
             "default_timeout_s",
             "max_timeout_s",
             "step_timeout_s",
+            "wake_timeout_s",
         ):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1e9:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serve_fakes import running
@@ -28,7 +29,8 @@ SHOWN = [flag for flags in GROUPS.values() for flag in flags]
 def read(*arguments: str, environ: dict[str, str] | None = None) -> tuple[EngineConfig, ServerSettings, list[str]]:
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
-    return serve.read(parser.parse_args(["serve", *arguments]), environ or {})
+    (model,), settings, warnings = serve.read(parser.parse_args(["serve", *arguments]), environ or {})
+    return model.config, settings, warnings
 
 
 def test_without_flags_it_is_the_default_model_on_this_machine_alone() -> None:
@@ -89,7 +91,9 @@ def test_seconds_and_sizes_reach_the_settings() -> None:
 
 
 def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
-    reached = {settings_field(flag.name) for flag in SHOWN} - engine_names() - {"api_key", "api_key_file"}
+    reached = (
+        {settings_field(flag.name) for flag in SHOWN} - engine_names() - {"api_key", "api_key_file", "memory_shares"}
+    )
     assert reached == {field.name for field in dataclasses.fields(ServerSettings)} - {"api_keys"}
     known = {field.name for field in dataclasses.fields(EngineConfig)}
     short = {"spec_method", "spec_model", "spec_tokens"}  # keys of speculative_config
@@ -199,3 +203,68 @@ def test_other_commands_and_the_help_need_none_of_the_servers_packages() -> None
     assert done.returncode == 2
     assert "pip install 'quire-llm[server]'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def read_several(*arguments: str) -> list[tuple[str, tuple[str, ...], float | None]]:
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    models, _, _ = serve.read(parser.parse_args(["serve", *arguments]), {})
+    return [(model.config.model, model.names, model.config.memory_share) for model in models]
+
+
+def test_several_models_with_names_and_shares() -> None:
+    assert read_several("a", "b") == [("a", (), None), ("b", (), None)]
+    flags = ("--served-model-name", "x", "y", "--memory-shares", "0.6", "0.4")
+    assert read_several("a", "b", *flags) == [("a", ("x",), 0.6), ("b", ("y",), 0.4)]
+    for wrong, message in (
+        (("a", "b", "--served-model-name", "x"), "1 values for 2 models"),
+        (("a", "b", "--memory-shares", "1"), "1 values for 2 models"),
+        (("a", "b", "--memory-shares", "2", "1"), "memory_share"),
+        (("a", "--memory-shares", "1"), "several models"),
+        (("a", "b", "--model", "c"), "given twice"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_several(*wrong)
+
+
+def test_models_of_a_file_have_settings_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "quire.yaml"
+    path.write_text(
+        "max-num-seqs: 8\n"
+        "models:\n"
+        "- {model: a, served-model-name: x, memory-share: 0.7}\n"
+        "- {model: b, served-model-name: [y, z], max-num-seqs: 2}\n"
+    )
+    assert read_several("--config", str(path)) == [("a", ("x",), 0.7), ("b", ("y", "z"), None)]
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    models, _, _ = serve.read(parser.parse_args(["serve", "--config", str(path)]), {})
+    assert [model.config.max_num_seqs for model in models] == [8, 2]
+    with pytest.raises(ConfigError, match="leave out one of them"):
+        read_several("c", "--config", str(path))
+    for lines, message in (
+        ("models: a\n", "must be a list"),
+        ("models:\n- {port: 1, model: a}\n", "port in model 1 of .* is a setting of the server"),
+        ("models:\n- {served-model-name: a}\n", "names no model"),
+        ("models:\n- {modle: a}\n", "did you mean"),
+        ("served-model-name: x\nmodels:\n- {model: a}\n", "each has its own"),
+    ):
+        path.write_text(lines)
+        with pytest.raises(ConfigError, match=message):
+            read_several("--config", str(path))
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ([{"model": "a"}, {"model": "a"}], "two models are named 'a'"),
+        ([{"model": "a"}, {"model": "b", "data_parallel_size": 2}], "data_parallel_size"),
+        ([{"model": "a"}, {"model": "b", "tensor_parallel_size": 2}], "tensor_parallel_size"),
+    ],
+)
+def test_models_that_do_not_go_together(models: list[dict[str, Any]], message: str) -> None:
+    from quire.server.run import settle_models
+    from quire.server.settings import ModelSettings
+
+    with pytest.raises(ConfigError, match=message):
+        settle_models([ModelSettings(EngineConfig(**one)) for one in models])

@@ -242,7 +242,7 @@ def test_the_engines_death_is_told_without_its_reason_and_ends_the_feed() -> Non
             with pytest.raises(StopAsyncIteration):
                 while True:
                     last = await viewer.read()
-            assert last == {"type": "status", "state": "dead", "reason": "", "engines": ["0"]}
+            assert last == {"type": "status", "state": "dead", "reason": "", "engines": ["0"], "models": {}}
 
     asyncio.run(run())
 

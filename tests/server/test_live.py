@@ -29,7 +29,13 @@ def test_it_streams_lines() -> None:
         assert hello["type"] == "hello" and hello["model"] == "my-model" and hello["num_blocks"] == 64
         assert hello["row_fields"][0] == "seq_id"
         assert hello["chat"] == {"temperature": 0.7, "top_p": 0.95}
-        assert status == {"type": "status", "state": "ready", "reason": "", "engines": ["0"]}
+        assert status == {
+            "type": "status",
+            "state": "ready",
+            "reason": "",
+            "engines": ["0"],
+            "models": {"my-model": "ready"},
+        }
 
 
 def test_a_look_at_its_headers_ends_and_takes_no_place() -> None:

@@ -13,7 +13,8 @@ from quire.server.load import routes
 def test_load_says_how_busy_server_and_engine_are() -> None:
     engine = ToldEngine()
     engine.now_load = EngineLoad(num_running=3, num_waiting=2, num_waiting_tokens=90, kv_usage=0.25, brownout_level=1)
-    context = SimpleNamespace(first=SimpleNamespace(engine=engine), life=SimpleNamespace(num_in_flight=5))
+    served = SimpleNamespace(engine=engine)
+    context = SimpleNamespace(models=[served], choose=lambda _: served, life=SimpleNamespace(num_in_flight=5))
     with TestClient(Starlette(routes=routes(context))) as client:  # type: ignore[arg-type]
         assert client.get("/load").json() == {
             "server_load": 5,

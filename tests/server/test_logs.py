@@ -11,7 +11,7 @@ from observing_fakes import ToldEngine, output, prepared
 
 from quire.engine.api import EngineLoad, EngineState
 from quire.outputs import RequestMetrics
-from quire.server.logs import RequestLog, set_up_logs, watch_engine
+from quire.server.logs import RequestLog, set_up_logs, watch_engines
 from quire.server.metrics import RequestSummary, ServerMetrics
 
 
@@ -135,7 +135,7 @@ def test_the_engines_life_is_logged_once_per_change() -> None:
 
     async def live() -> None:
         engine.state = EngineState.STARTING
-        watch = asyncio.create_task(watch_engine(engine, log, interval_s=0.001))
+        watch = asyncio.create_task(watch_engines(lambda: {"m": engine}, log, interval_s=0.001))
         for state, level in [
             (EngineState.STARTING, 0),
             (EngineState.READY, 0),

@@ -20,7 +20,7 @@ from serve_fakes import INFO, serving
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.run import loaded_model, ready_line, serve
-from quire.server.settings import ServerSettings
+from quire.server.settings import ModelSettings, ServerSettings
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_an_engine_that_cannot_start_raises_its_own_error() -> None:
         return serve_fakes.FakeEngine(error=ConfigError("block_size is odd"))
 
     with pytest.raises(ConfigError, match="block_size is odd"):
-        serve(EngineConfig(model="fake"), ServerSettings(port=0), make_engine=make)
+        serve([ModelSettings(EngineConfig(model="fake"))], ServerSettings(port=0), make_engine=make)
 
 
 def test_a_port_in_use_and_a_bad_certificate_are_told_before_the_engine_starts(tmp_path: Path) -> None:
@@ -160,10 +160,14 @@ def test_a_port_in_use_and_a_bad_certificate_are_told_before_the_engine_starts(t
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match="in use"):
-            serve(EngineConfig(), ServerSettings(port=taken.getsockname()[1]), make_engine=never)
+            serve([ModelSettings(EngineConfig())], ServerSettings(port=taken.getsockname()[1]), make_engine=never)
     (tmp_path / "cert.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"cert\.pem"):
-        serve(EngineConfig(), ServerSettings(port=0, ssl_certfile=str(tmp_path / "cert.pem")), make_engine=never)
+        serve(
+            [ModelSettings(EngineConfig())],
+            ServerSettings(port=0, ssl_certfile=str(tmp_path / "cert.pem")),
+            make_engine=never,
+        )
 
 
 def test_a_unix_socket_is_served_and_removed(tmp_path: Path) -> None:

@@ -30,19 +30,23 @@ state.addEventListener("hello", () => {
   document.title = `${info.model} · Quire`;
 });
 
-// -- the replicas
+// -- the models and the replicas to choose from
 
-const engines = byId("engines");
-function showEngines(names) {
-  engines.hidden = names.length < 2;
-  engines.replaceChildren(...names.map((name) => el("button", {
+function showChoices(id, choices, shown, choose) {
+  const group = byId(id);
+  group.hidden = choices.length < 2;
+  group.replaceChildren(...choices.map(([name, words, mark]) => el("button", {
     type: "button",
-    className: "quiet",
-    "aria-pressed": String(name === state.info?.engine),
-    onclick: () => { state.follow(name); controller?.abort(); wake(); },
-  }, `replica ${name}`)));
+    className: `quiet ${mark}`,
+    "aria-pressed": String(name === shown),
+    onclick: () => { choose(name); controller?.abort(); wake(); },
+  }, words)));
 }
-state.addEventListener("status", ({ detail }) => showEngines(detail.engines));
+state.addEventListener("status", ({ detail }) => {
+  showChoices("engines", detail.engines.map((name) => [name, `replica ${name}`, ""]), state.info?.engine, (name) => state.follow(state.model, name));
+  const models = Object.entries(detail.models);
+  showChoices("models", models.map(([name, now]) => [name, now === "ready" ? name : `${name}, ${now}`, now]), state.info?.model, (name) => state.follow(name, null));
+});
 
 // -- the key
 
@@ -78,16 +82,17 @@ async function follow() {
   for (;;) {
     controller = new AbortController();
     try {
-      const response = await request(state.engine === null ? "/live" : `/live?engine=${state.engine}`, { signal: controller.signal });
+      const wanted = Object.entries({ model: state.model, engine: state.engine }).filter(([, name]) => name !== null);
+      const response = await request(`/live?${new URLSearchParams(wanted)}`, { signal: controller.signal });
       for await (const line of lines(response)) {
         state.take(JSON.parse(line));
         failures = 0;
       }
       setStatus("offline", "the feed ended");
     } catch (error) {
-      if (error.name === "AbortError" && !document.hidden) continue; // another replica was chosen
+      if (error.name === "AbortError" && !document.hidden) continue; // another model or replica was chosen
       if (error.status === 401) setStatus("offline", "wants an API key");
-      else if (error.code === "no_engine") state.engine = null; // it was removed: the first one is shown
+      else if (error.status === 404) state.model = state.engine = null; // it was removed: the first one is shown
       else if (error.status === 503) setStatus(error.code || "starting", error.code || "starting");
       else if (document.hidden) setStatus("connecting", "paused");
       else setStatus("offline", error.status ? error.message : "not reachable");

@@ -28,7 +28,7 @@ export class Inspector {
   async ask() {
     const number = ++this.asked;
     try {
-      const found = await (await request(`/debug/kv/blocks/${this.block}?engine=${state.info.engine}`)).json();
+      const found = await (await request(`/debug/kv/blocks/${this.block}?${new URLSearchParams({ model: state.info.model, engine: state.info.engine })}`)).json();
       if (number === this.asked) this.show(found);
     } catch (error) {
       if (number === this.asked) this.view.replaceChildren(el("p", { className: "note" }, error.message));

@@ -17,7 +17,8 @@ class State extends EventTarget {
   hostTables = new Map();
   gauges = null;
   selected = null; // a seq_id
-  engine = null; // the replica that is shown; null: the first
+  model = null; // the one that is shown; null: the first
+  engine = null; // likewise: its replica
 
   tell(name, detail) {
     this.dispatchEvent(new CustomEvent(name, { detail }));
@@ -27,8 +28,9 @@ class State extends EventTarget {
     this[`take_${message.type}`]?.(message);
   }
 
-  /** Show another replica: nothing of the one before is its own. */
-  follow(engine) {
+  /** Show another model or replica: nothing of the one before is its own. */
+  follow(model, engine) {
+    this.model = model;
     this.engine = engine;
     this.select(null);
     for (const kept of [this.rows, this.done, this.ends, this.tables, this.hostTables]) kept.clear();

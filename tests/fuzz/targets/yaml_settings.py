@@ -23,7 +23,7 @@ def parse(data: bytes) -> None:
 
 
 def _arguments(path: Path) -> argparse.Namespace:
-    return argparse.Namespace(positional_model=None, config=str(path))
+    return argparse.Namespace(positional_models=[], config=str(path))
 
 
 TARGET = Target(
