@@ -11,7 +11,7 @@ import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run as numpy on the host, to be tested there
 # Gluon comes with Triton but is not yet part of what Triton promises to keep: another version's may differ.
-HAS_GLUON = triton.__version__.startswith("3.6.")
+HAS_GLUON = triton.__version__.startswith(("3.6.", "3.7."))
 LOG2E = 1.4426950408889634
 FP8_MAX = tl.constexpr(448.0)  # of float8_e4m3fn: past it the format has only NaN
 

@@ -35,6 +35,7 @@ from quire.kernels.triton.decode import AttentionScratch, qk_scale
 
 TILE_ROWS = 64  # of one group of warps: what one wgmma multiplies
 SLOTS = gl.constexpr(2)  # items that are announced at a time
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 has another name for it
 TURN = gl.constexpr(14)  # two of the chip's 16 named barriers, the last, since Triton counts from 0
 
 
@@ -216,7 +217,7 @@ def clear_values(v_tile, num_valid):
             values = part.load(layout)
             part.store(gl.where((first + rows < num_valid)[:, None], values, 0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -349,7 +350,7 @@ def attend_rows(q_ptr, out_ptr, scale, q_tile, k_tiles, v_tiles, k_ready, k_free
         async_copy.wait_group(0)
         fence_async_shared()
         mbarrier.wait(k_ready.index(k_stage), k_phase)
-        gl.thread_barrier()
+        thread_barrier()
         s = warpgroup_mma(q_tile, k_tiles.index(k_stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_free.index(k_stage))
@@ -379,7 +380,7 @@ def attend_rows(q_ptr, out_ptr, scale, q_tile, k_tiles, v_tiles, k_ready, k_free
         _seq, kv_head, first_row, num_left, first_position, kv_len = read_item(
             item_count, items, item_ready, item_free)  # fmt: skip
         item_count += 1
-        gl.thread_barrier()
+        thread_barrier()
         copy_queries(q_ptr, q_tile, kv_head, first_row + WHICH * OWN, num_left - WHICH * OWN, KV_HEADS, GROUP)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(v_stage))
