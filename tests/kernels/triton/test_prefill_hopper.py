@@ -23,7 +23,7 @@ from quire.kernels.triton.configs import HopperPrefillConfig, PrefillConfig
 LLAMA = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
-needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="the kernel is written for the Gluon of Triton 3.6")
+needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="the kernel is written for the Gluon of Triton 3.6 and 3.7")
 
 # In a process of its own: kernels imported under Triton's interpreter, as other tests want them, cannot be compiled.
 COMPILE = textwrap.dedent(
