@@ -28,7 +28,7 @@ from quire.engine.inspect import INSPECTIONS
 from quire.errors import EngineDeadError
 from quire.params import SamplingParams
 from quire.request import Request
-from quire.server.settings import ApiKey, ServerSettings
+from quire.server.settings import ApiKey, ModelSettings, ServerSettings
 
 ROOT = Path(__file__).parent.parent
 
@@ -168,7 +168,8 @@ def main() -> int:
     settings["api_keys"] = tuple(ApiKey(**key) for key in settings.get("api_keys", ()))
     options = sim_engine.sim_options(sim_engine.SimSettings(**sim))
     config = EngineConfig(model=model, load_format="dummy")
-    return serve(config, ServerSettings(**settings), make_engine=lambda config, _: EngineClient(config, options))
+    models = [ModelSettings(config, (name,)) for name in settings.pop("models", ())] or [ModelSettings(config)]
+    return serve(models, ServerSettings(**settings), make_engine=lambda config, _: EngineClient(config, options))
 
 
 if __name__ == "__main__":

@@ -587,3 +587,21 @@ def test_with_the_default_model(driver: Any, smollm2: Path) -> None:
         assert time.monotonic() - started < 10
         assert page.log() == []
         driver.get("about:blank")
+
+
+@in_browser
+def test_one_of_several_models_is_shown_and_another_can_be_chosen(driver: Any, tiny_model: Path) -> None:
+    with page_server(sim_command(tiny_model, SIM, models=["first", "second"])) as url:
+        page = Page(driver, url)
+        page.open()
+        page.ready()
+        buttons = page.driver.find_elements("css selector", "#models button")
+        assert [(one.text, one.get_attribute("aria-pressed")) for one in buttons] == [
+            ("first", "true"),
+            ("second", "false"),
+        ]
+        buttons[1].click()
+        eventually(lambda: page.state("state.info.model") == "second" and page.text("#served").startswith("second"))
+        eventually(lambda: page.text("#models [aria-pressed='true']") == "second")
+        assert page.log() == []
+        driver.get("about:blank")
