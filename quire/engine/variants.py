@@ -142,7 +142,7 @@ class EngineVariants:
             ledger,
             block_size=block_size,
             max_num_seqs=built.max_num_seqs,
-            has_graphs=built.executor.worker.graphs is not None,
+            with_graphs=built.executor.worker.graphs is not None,
             precompile=precompile,
             constraints=built.executor.worker.constraints,
         )

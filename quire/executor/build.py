@@ -17,7 +17,7 @@ from quire.executor.base import BuiltExecutor
 from quire.executor.batch import PersistentBatch
 from quire.executor.captured import GraphMemory, StepParts, is_out_of_memory
 from quire.executor.decode_graphs import DecodeGraphs
-from quire.executor.device import Backend, choose_backend
+from quire.executor.device import Backend, choose_backend, ranks_per_gpu
 from quire.executor.draft_model import DraftModel, open_draft
 from quire.executor.encoder import build_encoder
 from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
@@ -116,7 +116,7 @@ def build_executor(
         ledger,
         block_size=config.block_size,
         max_num_seqs=loaded.max_num_seqs,
-        has_graphs=_has_graphs(config, backend, pools=spec.pooler is not None),
+        with_graphs=has_graphs(config, backend, pools=spec.pooler is not None),
         precompile=loaded.precompile,
         constraints=RowConstraints(grammars),
         stores=stores,
@@ -222,15 +222,14 @@ def load_model(
     with torch.inference_mode():
         if backend.kv_dtype.itemsize == 1:
             for each in (decoder,) if draft is None else (decoder, draft):
-                each.set_kv_scales(
-                    calibrate_kv_scales(
-                        each,
-                        each.spec,
-                        device=backend.device,
-                        dtype=backend.activation_dtype,
-                        block_size=config.block_size,
-                    )
+                scales = calibrate_kv_scales(
+                    each,
+                    each.share.spec(each.spec),
+                    device=backend.device,
+                    dtype=backend.activation_dtype,
+                    block_size=config.block_size,
                 )
+                each.set_kv_scales(scales if ranks is None else ranks.largest(scales))
         ledger = _plan(
             config,
             held,
@@ -241,6 +240,7 @@ def load_model(
             max_num_batched_tokens,
             num_ranks_on_host=num_ranks_on_host,
             others_bytes=others_bytes,
+            ranks=ranks,
         )
     timeline.mark("memory")
     return LoadedModel(
@@ -318,9 +318,11 @@ def _naming_the_weights(spec: ModelSpec, dtype: str, max_position: int) -> Itera
         ) from error
 
 
-def _has_graphs(config: EngineConfig, backend: Backend, *, pools: bool) -> bool:
-    """Plain torch kernels look at tensors from the host, which a graph cannot hold. Captured steps end in logits."""
-    return backend.ops.name == "triton" and not config.enforce_eager and not pools
+def has_graphs(config: EngineConfig, backend: Backend, *, pools: bool) -> bool:
+    """Plain torch kernels look at tensors from the host, which a graph cannot hold; nor does one hold what goes from
+    stage to stage. Captured steps end in logits."""
+    is_one_stage = config.pipeline_parallel_size == 1
+    return backend.ops.name == "triton" and not config.enforce_eager and is_one_stage and not pools
 
 
 def assemble_executor(
@@ -332,7 +334,7 @@ def assemble_executor(
     *,
     block_size: int,
     max_num_seqs: int,
-    has_graphs: bool,
+    with_graphs: bool,
     precompile: Precompile | None,
     constraints: RowConstraints | None = None,
     stores: Sequence[SealedStore] = (),
@@ -350,8 +352,9 @@ def assemble_executor(
         bank=decoder.adapters,
     )
     graphs = mixed = draft_graphs = None
-    if has_graphs:
-        graph_memory = GraphMemory(max_num_seqs, decoder.spec.vocab_size, batch.device)
+    if with_graphs:
+        num_words = decoder.spec.vocab_size if decoder.samples else 0
+        graph_memory = GraphMemory(max_num_seqs, num_words, batch.device)
         parts = StepParts(decoder, cache.layers, batch, graph_memory, ledger.max_model_len)
         graphs, mixed = DecodeGraphs(parts, max_num_seqs), MixedGraphs(parts)
         with torch.inference_mode():
@@ -396,6 +399,7 @@ def _plan(
     *,
     num_ranks_on_host: int,
     others_bytes: int,
+    ranks: Ranks | None,
 ) -> MemoryLedger:
     device = backend.device.type
     kv_size_flag = config.kv_size_flag
@@ -418,23 +422,30 @@ def _plan(
         )
         dtype = sizing.activation_dtype(config, spec, device)
         lengths = (decoder.max_position, config.block_size, len(layout.windows))
-        if _has_graphs(config, backend, pools=spec.pooler is not None):
+        if has_graphs(config, backend, pools=spec.pooler is not None):
             graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths, adapted=config.enable_lora)
             if draft is not None:
                 graph_bytes += sizing.graph_bytes(draft.spec, dtype, max_num_seqs, *lengths)
         activation_bytes += sizing.adapter_step_bytes(config, max_tokens)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
+        if ranks is not None:
+            ranks.barrier()  # they may share a GPU, and all have measured now
         free, total = torch.cuda.mem_get_info(backend.device)
-        reckoned = sizing.weight_bytes(spec, backend.weight_dtype, decoder.max_position)
-        reckoned += sizing.adapter_bytes(config, spec, dtype) + sizing.adapter_step_bytes(config, max_tokens)
-        reckoned += sizing.cuda_step_bytes(spec, dtype, max_num_seqs, max_tokens, *lengths)
-        rest = total - free + activation_bytes - reckoned
-        if config.memory_share is None:
+        if ranks is None and config.memory_share is None:
+            reckoned = sizing.weight_bytes(spec, backend.weight_dtype, decoder.max_position)
+            reckoned += sizing.adapter_bytes(config, spec, dtype) + sizing.adapter_step_bytes(config, max_tokens)
+            reckoned += sizing.cuda_step_bytes(spec, dtype, max_num_seqs, max_tokens, *lengths)
+            rest = total - free + activation_bytes - reckoned
             remember_gpu(torch.cuda.get_device_name(backend.device), GpuRecord(total, rest, record_key(config, spec)))
-        taken = activation_bytes + graph_bytes + batch_bytes
+        num_sharers = ranks_per_gpu() if ranks is not None and config.kv_cache_memory_bytes is None else 1
         budget = cuda_kv_budget(
-            config, free_bytes=free, total_bytes=total, activation_bytes=taken, others_bytes=others_bytes
+            config,
+            free_bytes=free,
+            total_bytes=total,
+            activation_bytes=num_sharers * (activation_bytes + graph_bytes + batch_bytes),
+            others_bytes=others_bytes,
         )
+        budget //= num_sharers
         flag = "gpu_memory_utilization" if config.memory_share is None else "memory_share"
     else:
         whole_logits = replace(spec, vocab_size=decoder.spec.vocab_size)  # the rank that samples gathers them

@@ -188,10 +188,10 @@ class CapturedSteps(ABC, Generic[Shape]):
         self._forward(shape, self._excerpt)  # kernels compile, and cuBLAS chooses, outside of the capture
         self._graphs[shape] = self.memory.capture(lambda: self._forward(shape, self._parts))
 
-    def _replay(self, shape: Shape, num_rows: int) -> Tensor:
-        """-> logits of the rows that sample, valid until the next step."""
+    def _replay(self, shape: Shape, num_rows: int) -> Tensor | None:
+        """-> logits of the rows that sample, valid until the next step; None where another rank samples."""
         self._graphs[shape].replay()
-        return self.memory.logits[:num_rows]
+        return self.memory.logits[:num_rows] if self._parts.decoder.samples else None
 
     @abstractmethod
     def _fill_for_capture(self, shape: Shape) -> None:

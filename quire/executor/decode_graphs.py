@@ -126,8 +126,8 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         if self._next.adapted:
             self._place_adapters(rows, self._next.size)
 
-    def replay(self, num_rows: int) -> Tensor:
-        """Run what was prepared; logits [num_rows, vocab], valid until the next step."""
+    def replay(self, num_rows: int) -> Tensor | None:
+        """Run what was prepared; logits [rows, vocab], valid until the next step; None where another rank samples."""
         return self._replay(self._next, num_rows)
 
     def next_places(self, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -220,7 +220,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
             assert self._bank is not None
             attention[0].adapters = self._bank.unpack_rows(self._adapters, size)
         hidden = parts.decoder.forward(groups[0].token_ids, attention, parts.layers)
-        parts.decoder.logits(hidden, None, self.memory.logits[:size])
+        parts.decoder.gathered_logits(hidden, None, self.memory.logits[:size])
 
 
 def _plain_shapes(sizes: list[int], bank: AdapterBank | None) -> list[DecodeShape]:

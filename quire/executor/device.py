@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from quire.kernels.reference import ReferenceOps
 from quire.log import get_logger
 from quire.models.spec import ModelSpec
 
+_RANKS_PER_GPU = "QUIRE_RANKS_PER_GPU"
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,12 +42,6 @@ class Backend:
 def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
     """Raises ConfigError, naming what can be chosen instead, where device, dtypes and block size do not go together."""
     device = _device(config.device)
-    if device.type == "cuda" and config.num_ranks > 1:
-        # The code is the same but for NCCL and the sums inside captured steps, and nobody has proven it on GPUs yet.
-        raise ConfigError(
-            "tensor_parallel_size and pipeline_parallel_size above 1 are served on CPUs so far: set device='cpu', or "
-            "run one engine on each GPU"
-        )
     if device.type == "cuda" and config.batch_invariant:
         raise ConfigError(
             "batch_invariant is served on CPUs so far: on a GPU products are chosen by their size. Set device='cpu', "
@@ -70,6 +66,25 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
             f"of {spec.head_dim}: choose one of {', '.join(map(str, sizes))}"
         )
     return backend
+
+
+def ranks_per_gpu() -> int:
+    """One, unless a test has several ranks share a GPU, which makes nothing faster."""
+    return int(os.environ.get(_RANKS_PER_GPU, "1"))
+
+
+def device_of_rank(config: EngineConfig, local_rank: int) -> torch.device:
+    """local_rank: among the ranks of this machine that see the same GPUs."""
+    device = _device(config.device)
+    if device.type != "cuda":
+        return device
+    index, count = (device.index or 0) + local_rank // ranks_per_gpu(), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"tensor_parallel_size × pipeline_parallel_size = {config.num_ranks} ranks need a GPU each, and torch sees "
+            f"{count} here: split the model among fewer, or set device='cpu'"
+        )
+    return torch.device("cuda", index)
 
 
 def _device(wanted: str) -> torch.device:

@@ -106,6 +106,16 @@ class LocalExecutor:
         tokens, _, _ = step.sampled.to_lists()
         self.worker.follow(step.constrained, tokens)
 
+    @property
+    def last_sampled(self) -> Sampled | None:
+        """Of the step that was submitted last."""
+        return self._submitted[-1].sampled
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the step that is collected next is over."""
+        return self._submitted[0].clock.is_over()
+
     def collect(self, ticket: int) -> StepResult:
         step = self._submitted.popleft()
         assert step.plan.step == ticket, f"step {ticket} collected out of order, {step.plan.step} is next"

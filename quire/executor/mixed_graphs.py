@@ -50,7 +50,7 @@ class MixedGraphs(CapturedSteps[MixedShape]):
             packed = self._batch.bank.pack_rows(inputs.adapter_slots(self._batch.adapter_slots, self._batch.spare_row))
             self._adapters[: len(packed)].copy_(to_device(packed, self._batch.device))
 
-    def replay(self, shape: MixedShape, num_sampled: int) -> Tensor:
+    def replay(self, shape: MixedShape, num_sampled: int) -> Tensor | None:
         """Run what was prepared; logits of the rows that sample, valid until the next step."""
         return self._replay(shape, num_sampled)
 

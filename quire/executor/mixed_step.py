@@ -154,8 +154,8 @@ def run_mixed_step(
     max_model_len: int,
     adapters: AdapterRows | None = None,
     out: Tensor | None = None,
-) -> Tensor:
-    """Logits of the wanted tokens, in their order; what follows them is padding."""
+) -> Tensor | None:
+    """Logits of the wanted tokens, in their order; what follows them is padding. None where another rank samples."""
     attention = attention_batches(
         block_tables,
         block_size,
@@ -170,4 +170,4 @@ def run_mixed_step(
     )
     attention[0].adapters = adapters
     hidden = decoder.forward(tokens[inputs.token_rows, inputs.positions], attention, layers)
-    return decoder.logits(hidden, inputs.indices, out)
+    return decoder.gathered_logits(hidden, inputs.indices, out)

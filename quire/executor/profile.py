@@ -36,12 +36,13 @@ def measure_activation_bytes(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     hidden = decoder.forward(inputs.token_ids, inputs.attention, [kv] * len(kept))
+    logits = scratch = None
     if spec.pooler is not None:
-        logits = scratch = decoder.normalized(hidden).float()
+        logits = decoder.normalized(hidden).float()
     else:
         rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        logits = decoder.logits(hidden, rows)
-        scratch = _sampling_scratch(logits)
+        logits = decoder.gathered_logits(hidden, rows)
+        scratch = None if logits is None else _sampling_scratch(logits)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del hidden, logits, scratch, kv
@@ -84,7 +85,7 @@ def calibrate_kv_scales(
     inputs, num_blocks = prompts_step(decoder, device, block_size, num_tokens, num_tokens)
     shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     kv = torch.zeros(shape, dtype=dtype, device=device)
-    token_ids = torch.arange(num_tokens, device=device) * 7919 % spec.vocab_size
+    token_ids = torch.arange(num_tokens, device=device) * 7919 % decoder.spec.vocab_size  # on every rank the same
     decoder.forward(token_ids, inputs.attention, list(kv.unbind(0)))
     largest = kv.abs().amax(dim=(1, 3, 4, 5)).float().clamp_(min=1e-4)  # [layers, 2]
     return [(k / _FP8_TARGET, v / _FP8_TARGET) for k, v in largest.tolist()]

@@ -360,6 +360,7 @@ def build_rank_executor(
         RankLaunch(
             config=config,
             rank=rank,
+            local_rank=rank,
             num_ranks_on_host=num_ranks,
             plans_address=executor.plans_address,
             results_address=executor.results_address,

@@ -20,6 +20,7 @@ class RankLaunch:
 
     config: EngineConfig
     rank: int
+    local_rank: int  # among those of its machine that see the same GPUs
     num_ranks_on_host: int
     plans_address: str  # where the engine listens, and sends to all
     results_address: str

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, TypeVar
 
 import zmq
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from quire.executor.rank_steps import RankSteps
 
 BEAT_S = 1.0
+_LOOK_S = 30e-6
 _SIOCGIFADDR = 0x8915
 _T = TypeVar("_T", Meet, Allocate)
 
@@ -98,6 +100,9 @@ class _Link:
     def receive(self) -> ToRank:
         return to_rank.decode(self._plans.recv())
 
+    def has_message(self) -> bool:
+        return bool(self._plans.poll(0))
+
     def close(self) -> None:
         self._is_over.set()
         self._beating.join()
@@ -131,11 +136,11 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     """Load this rank's share, agree with the others on the number of blocks, and put the worker together."""
     import torch  # only now: the engine has heard from us
 
-    from quire.executor.batch import PersistentBatch
-    from quire.executor.build import load_model, make_cache, make_sampler
+    from quire.executor.build import assemble_executor, has_graphs, load_model, make_cache, make_sampler
+    from quire.executor.device import device_of_rank, ranks_per_gpu
     from quire.executor.rank_steps import RankSteps
     from quire.executor.timeline import Timeline
-    from quire.executor.worker import ElsewhereSampled, Worker
+    from quire.executor.worker import ElsewhereSampled
     from quire.grammar import GrammarCompiler
     from quire.grammar.rows import RowConstraints
     from quire.kernels.cpu.threads import default_num_threads
@@ -143,8 +148,11 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     from quire.weights.model import open_model
 
     timeline = Timeline()
-    config = launch.config
-    if config.num_threads is None:
+    device = device_of_rank(launch.config, launch.local_rank)
+    config = launch.config.replace(device=str(device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif config.num_threads is None:
         config = config.replace(num_threads=max(1, default_num_threads() // launch.num_ranks_on_host))
     torch.set_num_threads(config.num_threads or 1)
     opened = open_model(config)
@@ -165,7 +173,7 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
         store = _join_store(_expect(link, Meet).store)
     shares = [share_of(opened.spec, rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
     widths = [len(share.words) for share in shares[:tensor_size]]
-    ranks = Ranks(store, launch.rank, tensor_size, num_stages, widths)
+    ranks = Ranks(store, launch.rank, tensor_size, num_stages, widths, device, shares_gpu=ranks_per_gpu() > 1)
     timeline.mark("ranks")
     loaded = load_model(
         config,
@@ -181,15 +189,19 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     cache = make_cache(loaded, ledger)
     sampler = make_sampler(loaded, ledger) if ranks.samples else ElsewhereSampled()
     backend, decoder = loaded.backend, loaded.decoder
-    batch = PersistentBatch(
-        num_rows=loaded.max_num_seqs,
-        max_model_len=ledger.max_model_len,
-        block_size=ledger.block_size,
-        device=backend.device,
-        num_groups=len(decoder.layout.windows),
-        spare_block=cache.spare_block,
-    )
     timeline.mark("cache")
+    local = assemble_executor(
+        decoder,
+        cache,
+        sampler,
+        backend,
+        ledger,
+        block_size=ledger.block_size,
+        max_num_seqs=loaded.max_num_seqs,
+        with_graphs=has_graphs(config, backend, pools=opened.spec.pooler is not None),
+        precompile=None,
+    )
+    timeline.mark("graphs")
     swap_bytes_per_s = cache.measure_swap_rate()
     link.send(
         Ready(
@@ -205,21 +217,24 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
             timeline.seconds,
         )
     )
-    constraints = None
     if ranks.samples:
-        constraints = RowConstraints(GrammarCompiler.of_model(config, opened.checkpoint, opened.spec))
-    worker = Worker(decoder, cache, batch, sampler, constraints=constraints)
-    return RankSteps(worker, ranks, lag=num_stages, single_threaded_torch=backend.is_native_cpu)
+        local.worker.constraints = RowConstraints(GrammarCompiler.of_model(config, opened.checkpoint, opened.spec))
+    return RankSteps(local, ranks, lag=num_stages, single_threaded_torch=backend.is_native_cpu)
 
 
 def _run(steps: RankSteps, link: _Link) -> None:
+    """The next step is submitted while one runs, and results go out as they come."""
     link.steps = steps
     while True:
+        if steps.has_result or steps.num_submitted >= 2:
+            link.send(Result(steps.collect()))
+            continue
+        if steps.num_submitted and not link.has_message():
+            time.sleep(_LOOK_S)  # at both
+            continue
         match link.receive():
             case Run(plan, num_collected):
-                result = steps.run(plan, num_collected)
-                if result is not None:
-                    link.send(Result(result))
+                steps.submit(plan, num_collected)
             case Reset():
                 steps.reset()
             case Stop():

@@ -1,8 +1,9 @@
 """One rank's steps. Every rank applies the same plans to its own share; one samples, and tells the others the tokens.
 
-A rank that does not sample hears of a step's tokens just before it could need them. Where all ranks work on one step
-that is the next. Where there are stages, a sequence is planned again only after its token has come out of the last:
-a plan says of how many steps that is true, and a stage does not wait for others.
+On GPUs the tokens go from device to device behind the step that samples them, and no host waits for them. Otherwise a
+rank that does not sample hears of them just before it could need them. Where all ranks work on one step that is the
+next. Where there are stages, a sequence is planned again only after its token has come out of the last: a plan says of
+how many steps that is true, and a stage does not wait for others.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from quire.executor.batch import Unjudged
 from quire.executor.clock import StepClock
 from quire.executor.local import LocalExecutor, torch_threads
-from quire.executor.worker import Worker
 from quire.parallel.ranks import Ranks
 from quire.plan import StepPlan, StepResult
+from quire.sampling import SampledBatch
 
 
 @dataclass(slots=True)
@@ -35,35 +36,58 @@ class _Untold:
 class RankSteps:
     """Runs plans on one rank's worker, in order."""
 
-    def __init__(self, worker: Worker, ranks: Ranks, *, lag: int, single_threaded_torch: bool) -> None:
-        self._worker = worker
+    def __init__(self, local: LocalExecutor, ranks: Ranks, *, lag: int, single_threaded_torch: bool) -> None:
+        self._worker = local.worker
         self._ranks = ranks
         self._lag = lag
-        self._local = LocalExecutor(worker, single_threaded_torch=single_threaded_torch)  # of the rank that samples
+        self._local = local  # of which only the rank that samples submits and collects
         self._single_threaded_torch = single_threaded_torch
         self._untold: deque[_Untold | None] = deque()
+        self._submitted: deque[tuple[int, int | None]] = deque()  # with the width of what the others are yet to be told
         self._num_heard = 0
         self.num_steps = 0
         self.busy_s = 0.0
 
-    def run(self, plan: StepPlan, num_collected: int) -> StepResult | None:
-        """The step's result on the rank that samples; None on the others. num_collected: how many steps' tokens the
-        plan was made with."""
+    def submit(self, plan: StepPlan, num_collected: int) -> None:
+        """num_collected: how many steps' tokens the plan was made with."""
         began_s, waited_s = time.perf_counter(), self._ranks.waited_s
+        self._ranks.check()
         drafts = plan.spans.drafts.values()
         width = 1 + max((len(each) for each in drafts if not isinstance(each, int)), default=0)
-        result = None
+        # How many tokens come of drafts and which beams go on is known on the host first.
+        by_device = self._ranks.has_device_tokens and not plan.spans.drafts and not plan.beams
         if self._ranks.samples:
-            result = self._local.collect(self._local.submit(plan))
-            if result.tokens:
-                self._tell(result.tokens, width)
+            self._local.submit(plan)
+            if by_device and isinstance(sampled := self._local.last_sampled, SampledBatch):
+                with torch.inference_mode():
+                    self._ranks.share_tokens(sampled.token_ids, len(sampled.token_ids))
+            self._submitted.append((plan.step, None if by_device else width))
         else:
-            self._run_untold(plan, width, num_collected)
+            self._run_untold(plan, width, num_collected, by_device=by_device)
         self.num_steps += 1
         self.busy_s += time.perf_counter() - began_s - (self._ranks.waited_s - waited_s)
+
+    @property
+    def num_submitted(self) -> int:
+        """Steps whose results this rank has yet to give."""
+        return len(self._submitted)
+
+    @property
+    def has_result(self) -> bool:
+        return bool(self._submitted) and self._local.has_ended
+
+    def collect(self) -> StepResult:
+        """Of the step that was submitted first. The other ranks are told its tokens, where they are not yet."""
+        began_s = time.perf_counter()
+        step, width = self._submitted.popleft()
+        result = self._local.collect(step)
+        if result.tokens and width is not None:
+            self._tell(result.tokens, width)
+        self._ranks.check()
+        self.busy_s += time.perf_counter() - began_s
         return result
 
-    def _run_untold(self, plan: StepPlan, width: int, num_collected: int) -> None:
+    def _run_untold(self, plan: StepPlan, width: int, num_collected: int, *, by_device: bool) -> None:
         worker = self._worker
         with torch.inference_mode(), torch_threads(single=self._single_threaded_torch):
             while self._untold and (len(self._untold) >= self._lag or self._num_heard < num_collected):
@@ -72,6 +96,12 @@ class RankSteps:
             done = worker.forward(plan, StepClock(on_gpu=worker.is_gpu))
             worker.sample(plan, done)  # its forks
             worker.cache.take_finished()
+            if by_device:
+                self._num_heard += 1
+                if done.rows:
+                    tokens = self._ranks.share_tokens(None, len(done.rows))
+                    worker.batch.store(done.places or worker.batch.places(done.rows, done.positions), tokens)
+                return
             occupants = [worker.batch.occupant(row) for row in done.rows]
             untold = _Untold(done.rows, done.positions, occupants, width, done.unjudged)
             self._untold.append(untold if done.rows else None)

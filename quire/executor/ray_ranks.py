@@ -56,7 +56,8 @@ class RayRanks:
         root = str(Path(quire.__file__).parent.parent)
         for launch in launches:
             index = self._bundle_of(launch.rank)
-            launch = replace(launch, num_ranks_on_host=ranks_on[bundles[index]], store="tcp:")
+            # Ray shows an actor its own GPUs only.
+            launch = replace(launch, local_rank=0, num_ranks_on_host=ranks_on[bundles[index]], store="tcp:")
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
             options = {"num_cpus": self._num_cpus, "max_restarts": 0, "scheduling_strategy": strategy}
             self._actors.append(actor.options(**options).remote())

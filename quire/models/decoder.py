@@ -127,7 +127,7 @@ class Decoder:
     def excerpt(self) -> tuple[Decoder, list[int]]:
         """The same model with the fewest layers that do all that it does, and which ones: each kind of layer, and the
         last, after which no norm comes. For what only depends on shapes, at a fraction of the time."""
-        kinds = self.spec.layers
+        kinds = self.spec.layers[self.share.layers.start : self.share.layers.stop]
         kept = sorted({kinds.index(kind) for kind in kinds} | {len(kinds) - 1})
         excerpt = copy(self)
         excerpt._layers = [self._layers[index] for index in kept]
@@ -147,12 +147,18 @@ class Decoder:
         assert self._final_norm is not None
         return self.ops.normalize(hidden, self._final_norm)
 
-    def gathered_logits(self, hidden: Tensor, indices: Tensor) -> Tensor | None:
+    def gathered_logits(self, hidden: Tensor, indices: Tensor | None, out: Tensor | None = None) -> Tensor | None:
         """As `logits`, over the whole vocabulary, on the rank that samples; None on the others."""
         if not self.share.is_last:
             return None
-        logits = self.logits(hidden, indices)
-        return logits if self.share.words.is_whole or self._ranks is None else self._ranks.gather(logits)
+        if self.share.words.is_whole or self._ranks is None:
+            return self.logits(hidden, indices, out)
+        return self._ranks.gather(self.logits(hidden, indices), out)
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank is the one that has all logits."""
+        return self._ranks is None or self._ranks.samples
 
     @property
     def weight_bytes(self) -> int:

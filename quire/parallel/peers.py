@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from quire.errors import RankError
 from quire.kernels.triton import peers as kernels
+from quire.log import get_logger
 
 ROOM_BYTES = 8 << 20  # of one message; longer ones go in pieces
 _NUM_WARPS = 16
@@ -23,6 +24,28 @@ _PROGRAM_BYTES = 16 * 32 * _NUM_WARPS  # 16 bytes a thread
 # as long as so many bytes do: 4 us at 340 GB/s (quire/sim/devices.py has the same formulas).
 _MEETING_BYTES = 1.3e6
 _MAX_POLLS = 50_000_000  # of a flag, about a microsecond each: then its rank is given up
+
+
+def open_peers(
+    store: Store, rank: int, stage: list[int], num_ranks: int, device: torch.device, *, is_needed: bool
+) -> PeerMemory | None:
+    """Every rank calls it. None where ranks of a stage are on several machines, or cannot open each other's memory;
+    is_needed: there is no other way, and that is an error."""
+    found, trouble = None, ""
+    try:
+        found = PeerMemory(store, f"peers/{stage[0]}", rank - stage[0], len(stage), device)
+    except RankError as error:
+        trouble = str(error)
+        store.set(f"peers/{stage[0]}/{rank - stage[0]}", "")
+    store.set(f"opened/{rank}", trouble or "yes")
+    answers = [store.get(f"opened/{peer}").decode() for peer in range(num_ranks)]
+    if all(answer == "yes" for answer in answers):
+        return found
+    trouble = max(answer for answer in answers if answer != "yes")
+    if is_needed:
+        raise RankError(f"ranks on one GPU cannot open each other's memory: {trouble}")
+    get_logger().warning("GPUs of this machine do not open each other's memory, and small sums are slower: %s", trouble)
+    return None
 
 
 class PeerMemory:
@@ -36,11 +59,17 @@ class PeerMemory:
         own = self._driver.allocate(kernels.FLAG_BYTES + 2 * ROOM_BYTES)
         store.set(f"{key}/{rank}", self._driver.handle_of(own).hex())
         handles = [bytes.fromhex(store.get(f"{key}/{peer}").decode()) for peer in range(num_ranks)]
+        if not all(handles):
+            raise RankError("another rank has none to share")
         addresses = [own if peer == rank else self._driver.open(handle) for peer, handle in enumerate(handles)]
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._state = torch.zeros(kernels.STATE_WORDS, dtype=torch.int64, device=device)
         self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # kernels write it, the host reads it
         self._starts: tuple[list[int], Tensor] | None = None
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether a sum is one call."""
+        return x.nbytes <= ROOM_BYTES
 
     def sum(self, x: Tensor) -> Tensor:
         """In place: the same bits on each rank."""
@@ -52,7 +81,8 @@ class PeerMemory:
 
     def gather(self, part: Tensor, widths: list[int], whole: Tensor | None) -> None:
         """[rows, width] of each rank, side by side in `whole` on the first."""
-        assert part.is_contiguous() and (whole is not None or self._rank) and part.shape[1] == widths[self._rank]
+        part = part.contiguous()
+        assert (whole is not None or self._rank) and part.shape[1] == widths[self._rank]
         if self._starts is None or self._starts[0] != widths:
             starts = torch.tensor([0, *widths], dtype=torch.int64).cumsum(0)
             self._starts = (list(widths), starts.to(part.device))

@@ -60,7 +60,7 @@ class SharedMemory:
 
     def sums(self, x: Tensor) -> bool:
         """Whether `sum` can be asked for."""
-        return self._sums is not None and x.dtype == torch.float32 and x.is_contiguous()
+        return self._sums is not None and x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous()
 
     def sum(self, x: Tensor) -> None:
         """In place: the same bits on each rank of the stage."""

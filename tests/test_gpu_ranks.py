@@ -1,0 +1,68 @@
+"""Ranks on CUDA: two share the one GPU that a test machine has, which proves sums, graphs and tokens, and no speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_models import write_lively_model
+from test_gpu import requests, run_all, same_up_to_ties
+
+from quire import LLMEngine
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.executor.rank_executor import RankExecutor
+from quire.outputs import RequestOutput
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lively_model(tmp_path_factory.mktemp("lively"))
+
+
+@pytest.fixture(scope="module")
+def whole(weights: Path) -> list[RequestOutput]:
+    return run_all(make(weights), requests(24))
+
+
+@pytest.fixture
+def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("QUIRE_RANKS_PER_GPU", "8")
+    yield
+
+
+def make(weights: Path, **kwargs: Any) -> LLMEngine:
+    values = {"kv_cache_memory_bytes": 4 << 20, "dtype": "float32", "device": "cuda"} | kwargs
+    return LLMEngine.from_config(EngineConfig(model=str(weights), **values))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 3, "max_num_seqs": 5, "max_num_batched_tokens": 32},
+        {"tensor_parallel_size": 2, "enforce_eager": True, "kv_cache_memory_bytes": 24 * 16 * 1024,
+         "preemption": "swap", "swap_space_gb": 0.01},
+        {"pipeline_parallel_size": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_tokens_of_one_rank(
+    weights: Path, whole: list[RequestOutput], shared_gpu: None, kwargs: dict[str, Any]
+) -> None:
+    engine = make(weights, **kwargs)
+    assert isinstance(engine.core.executor, RankExecutor) and engine.built.tokens.executor.backend.device.type == "cuda"
+    same_up_to_ties(run_all(engine, requests(24)), whole)
+    engine.close()
+
+
+def test_more_ranks_than_gpus_are_refused(weights: Path) -> None:
+    import torch
+
+    count = torch.cuda.device_count() + 1
+    with pytest.raises(ConfigError, match=f"{count} ranks need a GPU each"):
+        make(weights, pipeline_parallel_size=count)
