@@ -140,7 +140,7 @@ def share_of(spec: ModelSpec, rank: int, tensor_size: int = 1, num_stages: int =
         expert_columns=None if experts is None else _columns_cut(experts.intermediate_size, index, tensor_size),
         shared_expert_columns=None if shared is None else _columns_cut(shared, index, tensor_size),
         words=Cut.part(spec.vocab_size, index, tensor_size, _WORD_UNIT),
-        layers=Cut.part(spec.num_layers, rank // tensor_size, num_stages),
+        layers=_layers_cut(spec, rank // tensor_size, num_stages),
     )
 
 
@@ -175,6 +175,25 @@ def largest_share(spec: ModelSpec, tensor_size: int = 1, num_stages: int = 1) ->
     """The share of the rank that needs most memory, as shapes tell it."""
     shares = [share_of(spec, rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
     return max(shares, key=lambda share: (len(share.kv_heads) * len(share.layers), len(share.heads), share.is_last))
+
+
+def _layers_cut(spec: ModelSpec, stage: int, num_stages: int) -> Cut:
+    """Stages that take equally long. The last has the head, which is as much work as several layers are, but only for
+    tokens that are sampled from: every second one, as in traffic with prompts as long as answers."""
+    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    inner = spec.intermediate_size
+    if (experts := spec.experts) is not None:
+        inner = experts.top_k * experts.intermediate_size + (experts.shared_intermediate_size or 0)
+    head = 0.5 * spec.vocab_size / (attention + (3 if spec.gated_mlp else 2) * inner)  # in layers
+    each = (spec.num_layers + head) / num_stages
+
+    def boundary(index: int) -> int:
+        """Every stage has a layer."""
+        if index == num_stages:
+            return spec.num_layers
+        return min(max(round(each * index), index), spec.num_layers - (num_stages - index))
+
+    return Cut(boundary(stage), boundary(stage + 1), spec.num_layers)
 
 
 def _columns_cut(columns: int, index: int, count: int) -> Cut:

@@ -52,7 +52,7 @@ class ThreadRank:
     def sum(self, x: Tensor) -> Tensor:
         return x.copy_(sum(self._all(x)[1:], start=torch.zeros_like(x)).add_(self._all(x)[0]))
 
-    def gather(self, part: Tensor) -> Tensor | None:
+    def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor | None:
         parts = self._all(part)
         return torch.cat(parts, dim=1) if self.share.tensor_rank == 0 else None
 
@@ -194,3 +194,16 @@ def test_cuts() -> None:
     assert [Cut.part(100, i, 2, 32).slice for i in range(2)] == [slice(0, 64), slice(64, 100)]
     assert [len(Cut.part(40, i, 3, 32)) for i in range(3)] == [13, 13, 14]  # no unit for each: cut anywhere
     assert Cut(1, 3, 4) * 8 == Cut(8, 24, 32) and not Cut(1, 3, 4).is_whole and Cut.whole(4).is_whole
+
+
+def test_stages_are_cut_where_they_take_equally_long() -> None:
+    """The head is half as much work as its weights say: prompts do without it."""
+    spec = harness.spec_of(harness.tiny_model("llama"))
+    smollm2 = replace(spec, num_layers=30, layers=spec.layers[:1] * 30, hidden_size=576, intermediate_size=1536, vocab_size=49152,
+                      num_heads=9, num_kv_heads=3, head_dim=64)  # fmt: skip
+    assert [len(share_of(smollm2, rank, 1, 2).layers) for rank in range(2)] == [17, 13]
+    assert [len(share_of(smollm2, rank, 1, 3).layers) for rank in range(3)] == [11, 12, 7]
+    small = replace(
+        smollm2, num_layers=3, layers=smollm2.layers[:3]
+    )  # whose head is more than all layers: each stage still has one
+    assert [share_of(small, rank, 1, 3).layers.slice for rank in range(3)] == [slice(0, 1), slice(1, 2), slice(2, 3)]
