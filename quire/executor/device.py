@@ -78,6 +78,11 @@ def device_of_rank(config: EngineConfig, local_rank: int) -> torch.device:
     device = _device(config.device)
     if device.type != "cuda":
         return device
+    if config.num_ranks > 1 and _RANKS_PER_GPU not in os.environ:
+        raise ConfigError(
+            "tensor_parallel_size and pipeline_parallel_size above 1 are served on CPUs so far: set device='cpu', or "
+            "run one engine on each GPU"
+        )
     index, count = (device.index or 0) + local_rank // ranks_per_gpu(), torch.cuda.device_count()
     if index >= count:
         raise ConfigError(

@@ -362,6 +362,7 @@ def build_rank_executor(
             rank=rank,
             local_rank=rank,
             num_ranks_on_host=num_ranks,
+            place=None,
             plans_address=executor.plans_address,
             results_address=executor.results_address,
             beats_address=executor.beats_address,

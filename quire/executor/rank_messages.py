@@ -22,6 +22,7 @@ class RankLaunch:
     rank: int
     local_rank: int  # among those of its machine that see the same GPUs
     num_ranks_on_host: int
+    place: str | None  # what to call the machine, where its name does not say enough
     plans_address: str  # where the engine listens, and sends to all
     results_address: str
     beats_address: str

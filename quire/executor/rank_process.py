@@ -71,9 +71,9 @@ def host_rank(launch: RankLaunch) -> int:
         steps = _build(launch, link)
         _run(steps, link)
     except Exception as error:
-        if not isinstance(error, QuireError):
+        if not isinstance(error, QuireError | ConnectionError):
             get_logger().exception("rank %d stopped", launch.rank)
-        link.send(RankFailed(launch.rank, ErrorInfo.of(error)))
+        link.send(RankFailed(getattr(error, "gone_rank", launch.rank), ErrorInfo.of(error)))
         return 1
     finally:
         link.close()
@@ -161,7 +161,7 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     link.send(
         Hello(
             launch.rank,
-            platform.node(),
+            launch.place or platform.node(),
             os.getpid(),
             __version__,
             str(torch.__version__),

@@ -159,6 +159,7 @@ def _actor_class() -> type:
         def host(self, root: str, launch: bytes) -> int:
             import dataclasses
             import os
+            import platform
             import sys
 
             if os.path.isdir(root):
@@ -170,6 +171,8 @@ def _actor_class() -> type:
 
             address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             use_interface_of(address)
-            return host_rank(dataclasses.replace(decode_launch(launch), store=f"tcp:{address}"))
+            node: str = ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
+            place = f"{platform.node()}, Ray's node {node[:8]} at {address}"
+            return host_rank(dataclasses.replace(decode_launch(launch), store=f"tcp:{address}", place=place))
 
     return RankActor

@@ -22,6 +22,14 @@ from quire.log import get_logger
 _SWITCH = "QUIRE_SHARED_MEMORY_RANKS"  # "0": as if every rank had a machine of its own
 
 
+class RankGoneError(ConnectionError):
+    """Another rank of this machine has ended while it was waited for."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("it has ended")
+        self.gone_rank = rank
+
+
 class _Segment:
     """Memory that several processes have."""
 
@@ -68,7 +76,7 @@ class SharedMemory:
         index = self._rank - self._stage[0]
         gone = self._library.quire_sums_add(self._sums.address, index, len(self._stage), x.data_ptr(), x.numel())
         if gone:
-            raise _gone(self._stage[gone - 1])
+            raise RankGoneError(self._stage[gone - 1])
 
     def reaches(self, sender: int, receiver: int) -> bool:
         return (sender, receiver) in self._streams
@@ -78,13 +86,13 @@ class SharedMemory:
         x = x.contiguous()
         stream = self._streams[self._rank, rank]
         if not self._library.quire_stream_send(stream.address, x.data_ptr(), x.nbytes):
-            raise _gone(rank)
+            raise RankGoneError(rank)
 
     def receive(self, into: Tensor, rank: int) -> None:
         assert into.is_contiguous()
         stream = self._streams[rank, self._rank]
         if not self._library.quire_stream_receive(stream.address, into.data_ptr(), into.nbytes):
-            raise _gone(rank)
+            raise RankGoneError(rank)
 
     def _join(self, store: Store, machines: list[str], pairs: list[tuple[int, int]]) -> None:
         own, library = machines[self._rank], self._library
@@ -144,7 +152,3 @@ def _machine(rank: int) -> str:
         return f"alone {rank}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _gone(rank: int) -> ConnectionError:
-    return ConnectionError(f"rank {rank} has ended")

@@ -199,8 +199,8 @@ def test_cuts() -> None:
 def test_stages_are_cut_where_they_take_equally_long() -> None:
     """The head is half as much work as its weights say: prompts do without it."""
     spec = harness.spec_of(harness.tiny_model("llama"))
-    smollm2 = replace(spec, num_layers=30, layers=spec.layers[:1] * 30, hidden_size=576, intermediate_size=1536, vocab_size=49152,
-                      num_heads=9, num_kv_heads=3, head_dim=64)  # fmt: skip
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
+    smollm2 = replace(spec, num_layers=30, layers=spec.layers[:1] * 30, vocab_size=49152, **shape)
     assert [len(share_of(smollm2, rank, 1, 2).layers) for rank in range(2)] == [17, 13]
     assert [len(share_of(smollm2, rank, 1, 3).layers) for rank in range(3)] == [11, 12, 7]
     small = replace(

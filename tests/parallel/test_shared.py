@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FileStore, HashStore
 
 from quire.child import child_environment
 from quire.kernels.cpu import unavailable_reason
-from quire.parallel.shared import SharedMemory, share_memory
+from quire.parallel.shared import RankGoneError, SharedMemory, share_memory
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or unavailable_reason() is not None, reason="needs Linux and the native library"
@@ -96,9 +96,10 @@ def test_a_peer_that_is_gone_ends_the_wait(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code, path], env=child_environment()):
         shared = share_memory(FileStore(path, 2), 1, 2, [0, 1], [(0, 1)])
     assert shared is not None
-    with pytest.raises(ConnectionError, match="rank 0 has ended"):
+    with pytest.raises(RankGoneError) as caught:
         shared.sum(torch.ones(4))
-    with pytest.raises(ConnectionError, match="rank 0 has ended"):
+    assert caught.value.gone_rank == 0
+    with pytest.raises(RankGoneError):
         shared.receive(torch.empty(4), 0)
 
 
