@@ -200,7 +200,7 @@ class DraftModel:
             return None
         self._graphs.prepare(token_rows, positions)
         logits = self._graphs.replay(len(token_rows))
-        if len(token_rows) == len(rows):
+        if logits is None or len(token_rows) == len(rows):
             return logits
         return logits.index_select(0, to_device(np.cumsum(counts) - 1, self._batch.device))
 

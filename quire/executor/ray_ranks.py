@@ -171,7 +171,7 @@ def _actor_class() -> type:
 
             address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             use_interface_of(address)
-            node: str = ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
+            node: str = ray.get_runtime_context().get_node_id()
             place = f"{platform.node()}, Ray's node {node[:8]} at {address}"
             return host_rank(dataclasses.replace(decode_launch(launch), store=f"tcp:{address}", place=place))
 

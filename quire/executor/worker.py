@@ -258,13 +258,13 @@ class Worker:
         for row in self.batch.release_all():
             self.sampler.release(row)
 
-    def _replay_decodes(self, plan: StepPlan, starts: list[int], clock: StepClock) -> Tensor:
+    def _replay_decodes(self, plan: StepPlan, starts: list[int], clock: StepClock) -> Tensor | None:
         assert self.graphs is not None
         self.graphs.prepare(plan.spans.rows, starts)
         clock.mark("prepare")
         return self.graphs.replay(len(plan.spans.rows))
 
-    def _replay_mixed(self, plan: StepPlan, starts: list[int], shape: MixedShape, clock: StepClock) -> Tensor:
+    def _replay_mixed(self, plan: StepPlan, starts: list[int], shape: MixedShape, clock: StepClock) -> Tensor | None:
         assert self.mixed is not None
         self.mixed.prepare(plan, starts, shape)
         clock.mark("prepare")
@@ -332,7 +332,7 @@ class Worker:
         return found
 
 
-def _sampling_pass(plan: StepPlan, starts: list[int], logits: Tensor) -> ForwardPass:
+def _sampling_pass(plan: StepPlan, starts: list[int], logits: Tensor | None) -> ForwardPass:
     """What a captured step leaves for sampling."""
     spans, drafts = plan.spans, plan.spans.drafts
     columns = zip(spans.rows, starts, spans.num_tokens, spans.samples, strict=True)
