@@ -49,7 +49,7 @@ def make(weights: Path, **kwargs: Any) -> LLMEngine:
          "preemption": "swap", "swap_space_gb": 0.01},
         {"pipeline_parallel_size": 2},
     ],
-    ids=str,
+    ids=["tp 2", "tp 3", "tp 2 without graphs", "pp 2"],
 )  # fmt: skip
 def test_the_tokens_of_one_rank(
     weights: Path, whole: list[RequestOutput], shared_gpu: None, kwargs: dict[str, Any]
