@@ -83,7 +83,6 @@ VLLM_FLAGS: dict[str, str] = {
 }
 # Paths of vLLM's server that Quire has not.
 VLLM_PATHS_MISSING: dict[str, str] = {
-    "/v1/embeddings, /pooling, /classify, /score, /rerank": "Quire generates text only",
     "/v1/audio/transcriptions, /v1/audio/translations": "text models only",
     "/v1/load_lora_adapter, /v1/unload_lora_adapter": "no LoRA yet",
     "/start_profile, /stop_profile": "see quire:step_seconds_total and quire:host_seconds_total",
@@ -301,6 +300,16 @@ PATH_NOTES: dict[str, str] = {
     "/v1/batches/{id}/cancel": "ends it; answers that are there stay",
     "/v1/models": "as in vLLM; with `max_model_len` and `root`",
     "/v1/models/{model:path}": "one of them",
+    "/v1/embeddings": "OpenAI's; of models that embed (embeddings.md)",
+    "/v1/rerank": "Jina's and Cohere's shape",
+    "/v2/rerank": "the same",
+    "/rerank": "the same",
+    "/v1/score": "as in vLLM",
+    "/score": "the same",
+    "/v1/classify": "as in vLLM",
+    "/classify": "the same",
+    "/v1/pooling": "as in vLLM",
+    "/pooling": "the same",
     "/tokenize": "as in vLLM",
     "/detokenize": "as in vLLM",
     "/health": "JSON with a status; 503 and why while it starts, drains, is stuck or dead",

@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.engine.api import PreparedRequest
 from quire.engine.batch import run_batch, runs_beside_host
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.pooled import checked_scorer, cosine, distinct, pair_prompt, pair_up, pooled_of
+from quire.engine.pooled import TokenizedAhead, checked_scorer, cosine, distinct, pair_prompt, pair_up, pooled_of
 from quire.engine.stats import Metric
 from quire.errors import BadRequestError, QuireError
 from quire.inputs import Prompt
@@ -218,7 +218,9 @@ class LLM:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Hidden states as tensors: one for each token, or whatever `pooling_task` says (embed, classify, token_embed,
         token_classify). Of a classifier the logits of its classes, as probabilities."""
-        task = pooling_task or (PoolingTask.CLASSIFY if self._has_classes else PoolingTask.TOKEN_EMBED)
+        task = pooling_task or (
+            PoolingTask.CLASSIFY if self.llm_engine.spec.pooling_labels else PoolingTask.TOKEN_EMBED
+        )
         return [
             PoolingRequestOutput(outputs=PoolingOutput(as_tensor(pooled, str(task))), **base)
             for pooled, base in self._pool(prompts, pooling_params, task, use_tqdm, others)
@@ -237,7 +239,7 @@ class LLM:
         """How well pairs go together: one text with each of many, or the first with the first and so on. By a model
         that reads pairs, or by the cosine of a model's embeddings."""
         left, right = pair_up(data_1, data_2)
-        if checked_scorer(self.llm_engine.spec.pooler):
+        if checked_scorer(self.llm_engine.spec.pooling_labels):
             pairs = [pair_prompt(a, b) for a, b in zip(left, right, strict=True)]
             return [
                 ScoringRequestOutput(outputs=ScoringOutput(pooled.floats()[0]), **base)
@@ -255,11 +257,6 @@ class LLM:
             scores.append(ScoringRequestOutput(outputs=ScoringOutput(cosine(a, b)), **base))
         return scores
 
-    @property
-    def _has_classes(self) -> bool:
-        pooler = self.llm_engine.spec.pooler
-        return pooler is not None and bool(pooler.labels)
-
     def _pool(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -276,7 +273,10 @@ class LLM:
         params = [own if own.task is not None else own.clone(task=task) for own in params]
         if truncate is not None:
             params = [own.clone(truncate_prompt_tokens=truncate) for own in params]
-        outputs = self._generate(batch.__getitem__, len(batch), params, None, use_tqdm)
+        prompt_of: Callable[[int], Prompt] = batch.__getitem__
+        if self.llm_engine.tokenizer is not None and not any(own.truncate_prompt_tokens for own in params):
+            prompt_of = TokenizedAhead(self.llm_engine.tokenizer, batch)
+        outputs = self._generate(prompt_of, len(batch), params, None, use_tqdm)
         return [(pooled_of(output), pooled_fields(output)) for output in outputs]
 
     def _generate(

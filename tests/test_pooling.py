@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire import LLM, PoolingParams
+from quire import LLM, AsyncLLM, PoolingParams, SamplingParams
 from quire.errors import BadRequestError, ConfigError, QuireError
+from quire.plan import StepPlan
+from quire.request import SequenceState
+from quire.scheduler.step import StepBuilder
 
 TEXTS = ["the cat sat", "a", "big red dog ran under the tree and the cat sat on the mat", "who is blue", ""]
 
@@ -36,8 +40,9 @@ def make(path: Path, **kwargs: Any) -> LLM:
     return LLM(str(path), **{"device": "cpu", "dtype": "float32", **kwargs})
 
 
-@pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "XLMRobertaModel"])
-@pytest.mark.parametrize("kind", ["mean_tokens", "cls_token", "lasttoken"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("BertModel", "mean_tokens"), ("RobertaModel", "cls_token"), ("XLMRobertaModel", "lasttoken")]
+)
 def test_encoders_embed_as_transformers_does(tmp_path: Path, name: str, kind: str) -> None:
     model = fakes.save(tmp_path, name)
     fakes.add_sentence_files(tmp_path, kind)
@@ -51,8 +56,7 @@ def test_encoders_embed_as_transformers_does(tmp_path: Path, name: str, kind: st
         )
 
 
-@pytest.mark.parametrize("budget", [128, 24])  # in one step, and in chunks
-@pytest.mark.parametrize("kind", ["LAST", "MEAN", "CLS"])
+@pytest.mark.parametrize(("kind", "budget"), [("LAST", 128), ("LAST", 24), ("MEAN", 24), ("CLS", 24)])  # 24: in chunks
 def test_decoders_embed_as_transformers_does(tmp_path: Path, kind: str, budget: int) -> None:
     model = fakes.save(tmp_path, "LlamaForCausalLM")
     llm = make(
@@ -190,8 +194,15 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["BertModel", "XLMRobertaModel", "LlamaModel"])
-@pytest.mark.parametrize("kind", ["mean_tokens", "cls_token", "lasttoken"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("BertModel", "mean_tokens"),
+        ("XLMRobertaModel", "cls_token"),
+        ("LlamaModel", "lasttoken"),
+        ("LlamaModel", "mean_tokens"),
+    ],
+)
 def test_a_gpu_embeds_as_transformers_does(tmp_path: Path, name: str, kind: str) -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 3} if name != "LlamaModel" else {}
     model = fakes.save(tmp_path, name, initializer_range=0.1, **sizes)
@@ -202,3 +213,60 @@ def test_a_gpu_embeds_as_transformers_does(tmp_path: Path, name: str, kind: str)
         hidden = states(model, output.prompt_token_ids)
         expected = {"mean_tokens": hidden.mean(0), "cls_token": hidden[0], "lasttoken": hidden[-1]}[kind]
         assert F.cosine_similarity(torch.tensor(output.outputs.embedding), expected, dim=0) > 0.9999
+
+
+def test_requests_of_an_async_engine(tmp_path: Path) -> None:
+    """Several at once, one aborted by leaving; priorities are taken."""
+    fakes.save(tmp_path, "BertModel")
+    expected = make(tmp_path).embed(TEXTS, use_tqdm=False)
+
+    async def run() -> None:
+        engine = AsyncLLM(str(tmp_path), device="cpu", dtype="float32", scheduling_policy="priority", max_num_seqs=2)
+
+        async def one(i: int) -> torch.Tensor:
+            async for output in engine.encode(TEXTS[i], PoolingParams(task="embed"), f"r{i}", priority=-i):
+                assert output.finished and output.request_id == f"r{i}"
+                found: torch.Tensor = output.outputs.data
+            return found
+
+        try:
+            left = engine.encode("the cat", request_id="left")
+            waiting = asyncio.ensure_future(anext(left))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            vectors = await asyncio.gather(*(one(i) for i in range(len(TEXTS))))
+            with pytest.raises(BadRequestError, match="generates no text"):
+                async for _ in engine.generate("a", SamplingParams()):
+                    pass
+        finally:
+            engine.shutdown()
+        for vector, output in zip(vectors, expected, strict=True):
+            torch.testing.assert_close(vector, torch.tensor(output.outputs.embedding), atol=1e-6, rtol=1e-5)
+
+    asyncio.run(run())
+
+
+def test_a_preempted_row_is_pooled_from_its_beginning(tmp_path: Path) -> None:
+    """What a row kept of earlier chunks leaves with it: the scheduler computes it again, and never swaps it."""
+    model = fakes.save(tmp_path, "LlamaForCausalLM")
+    llm = make(
+        tmp_path, runner="pooling", pooler_config={"pooling_type": "MEAN"}, max_num_batched_tokens=8, max_num_seqs=2,
+        block_size=4, swap_space_gb=0.01, preemption="swap",
+    )  # fmt: skip
+    engine = llm.llm_engine
+    engine.add_request("long", TEXTS[2])
+    engine.step()
+    scheduler = engine.core.scheduler
+    (seq,) = scheduler.running
+    assert 0 < seq.num_computed_tokens < len(seq.token_ids)
+    step = StepBuilder(StepPlan(0), budget=8)
+    scheduler._preempt(seq, step)
+    assert seq.state is SequenceState.PREEMPTED and not step.plan.moves
+    outputs: list[Any] = []
+    while not outputs:
+        outputs = engine.step()
+    expected = F.normalize(states(model, seq.request.prompt_token_ids).mean(0), dim=0)
+    vector = torch.tensor(outputs[0].outputs[0].pooled.lists()[0])
+    torch.testing.assert_close(vector, expected, atol=1e-5, rtol=1e-4)
+    scheduler.check()
+    engine.core.kv.check()

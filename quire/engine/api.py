@@ -52,6 +52,7 @@ class EngineInfo:
     block_bytes: int
     enable_prefix_caching: bool
     scheduling_policy: str = "priority"
+    pooling_labels: tuple[str, ...] | None = None  # of a model that pools: its classes, or none where it embeds
     ledger_summary: str
     blocks_line: str
     ready_s: float

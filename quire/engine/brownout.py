@@ -22,6 +22,7 @@ refusing.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -98,7 +99,8 @@ class PressureReading:
             num_finished=stats.num_finished,
             num_running=scheduler.num_running,
             num_waiting_tokens=scheduler.num_waiting_tokens,
-            capacity_tokens=kv.num_blocks * kv.block_size // len(kv.windows),
+            # An encoder's sequences take no blocks, so that its cache is never short.
+            capacity_tokens=kv.num_blocks * kv.block_size // len(kv.windows) if kv.windows else sys.maxsize,
         )
 
 

@@ -10,9 +10,33 @@ from typing import Any
 from quire.engine.inputs import SECOND_TEXT
 from quire.errors import BadRequestError, QuireError
 from quire.inputs import Prompt
-from quire.models.spec import PoolerSpec
 from quire.outputs import RequestOutput
 from quire.pooling import Pooled
+from quire.text import Tokenizer
+
+
+class TokenizedAhead:
+    """Prompts whose texts are tokenized some hundred at a time, on all cores, when the first of them is asked for."""
+
+    _AT_ONCE = 256
+    _MAX_CHARS = 20_000  # a longer text is left to where its length is checked first
+
+    def __init__(self, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
+        self._tokenizer = tokenizer
+        self._prompts = list(prompts)
+        self._end = 0
+
+    def __call__(self, i: int) -> Prompt:
+        if i >= self._end:
+            self._end = i + self._AT_ONCE
+            texts = {
+                j: prompt
+                for j, prompt in enumerate(self._prompts[i : self._end], start=i)
+                if isinstance(prompt, str) and len(prompt) <= self._MAX_CHARS
+            }
+            for (j, text), ids in zip(texts.items(), self._tokenizer.encode_batch(list(texts.values())), strict=True):
+                self._prompts[j] = {"prompt": text, "prompt_token_ids": ids}
+        return self._prompts[i]
 
 
 def pooled_of(output: RequestOutput) -> Pooled:
@@ -43,15 +67,15 @@ def pair_up(first: Any, second: Any) -> tuple[list[Prompt], list[Prompt]]:
     return left, right
 
 
-def checked_scorer(pooler: PoolerSpec | None) -> bool:
+def checked_scorer(labels: Sequence[str] | None) -> bool:
     """Whether a model scores pairs as such (a cross-encoder) and not by the cosine of their embeddings."""
-    if pooler is not None and len(pooler.labels) > 1:
+    if labels is not None and len(labels) > 1:
         raise BadRequestError(
-            f"scores need a model with one class, or one that embeds, and this one has {len(pooler.labels)} classes: "
+            f"scores need a model with one class, or one that embeds, and this one has {len(labels)} classes: "
             "use LLM.classify",
             param="task",
         )
-    return pooler is not None and bool(pooler.labels)
+    return bool(labels)
 
 
 def pair_prompt(first: Prompt, second: Prompt) -> Prompt:

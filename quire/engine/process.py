@@ -60,6 +60,7 @@ def build_core(launch: Launch) -> tuple[EngineCore, EngineInfo]:
         block_bytes=ledger.block_bytes,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
+        pooling_labels=opened.spec.pooling_labels,
         ledger_summary=ledger.summary(),
         blocks_line=ledger.blocks_line(),
         ready_s=0.0,

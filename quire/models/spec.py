@@ -120,6 +120,11 @@ class ModelSpec:
         return next((name for name, is_there in features.items() if is_there), None)
 
     @property
+    def pooling_labels(self) -> tuple[str, ...] | None:
+        """The classes of a model that pools, none where it embeds; None: it generates."""
+        return None if self.pooler is None else self.pooler.labels
+
+    @property
     def kv_values_per_layer(self) -> int:
         """Numbers that one token's K and V take in one layer."""
         return 2 * self.num_kv_heads * self.head_dim

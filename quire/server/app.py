@@ -24,6 +24,7 @@ from quire.server import (
     messages,
     metrics,
     models,
+    pooled,
     replicas,
     responses,
     sleeping,
@@ -46,6 +47,7 @@ _POSTS: dict[str, tuple[Any, ...]] = {
     "/v1/responses": (responses.ResponsesBody, responses.create_response),
     "/v1/messages": (messages.MessagesBody, messages.create_message, messages.error_body),
     "/v1/messages/count_tokens": (messages.CountTokensBody, messages.count_message_tokens, messages.error_body),
+    **pooled.POSTS,
     "/tokenize": (TokenizeBody, tokenize),
     "/detokenize": (DetokenizeBody, detokenize),
 }

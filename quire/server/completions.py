@@ -72,7 +72,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
         await exchange.reply(answer, generation.headers)
 
 
-def read_prompts(given: str | list[Any], n: int = 1) -> list[str | list[int]]:
+def read_prompts(given: str | list[Any], n: int = 1, name: str = "prompt") -> list[Any]:
     """One or several prompts; which, the types tell."""
     if isinstance(given, str):
         return [given]
@@ -82,12 +82,12 @@ def read_prompts(given: str | list[Any], n: int = 1) -> list[str | list[int]]:
     if len(given) * n > MAX_ANSWERS:
         each = f" with {n} answers each" if n > 1 else ""
         raise bad_request(
-            f"prompt holds {len(given):,} prompts{each}, and one request gets at most {MAX_ANSWERS:,} answers: "
+            f"{name} holds {len(given):,} prompts{each}, and one request gets at most {MAX_ANSWERS:,} answers: "
             f"send at most {MAX_ANSWERS // n:,} prompts",
-            "prompt",
+            name,
         )
     if int in kinds:
-        raise bad_request("prompt mixes token ids with whole prompts: send one kind", "prompt")
+        raise bad_request(f"{name} mixes token ids with whole prompts: send one kind", name)
     return given
 
 

@@ -27,6 +27,7 @@ from quire.server.admission import Ticket
 from quire.server.deadline import Deadline
 from quire.server.endpoint import ClientGone, Exchange
 from quire.server.errors import ApiError, to_api_error
+from quire.server.pooled_bodies import PooledBody
 from quire.server.protocol import GenerationBody
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Generation:
     def __init__(
         self,
         exchange: Exchange,
-        body: GenerationBody,
+        body: GenerationBody | PooledBody,
         prepared: list[PreparedRequest],
         served: ServedModel,
         model: str,

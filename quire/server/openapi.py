@@ -10,7 +10,7 @@ import msgspec
 
 import quire
 from quire.refusals import FIELDS
-from quire.server import messages, protocol, replies, responses
+from quire.server import messages, pooled, protocol, replies, responses
 from quire.server.batches import Batch, BatchBody
 from quire.server.cache_hashes import BlockHashes, HashesBody
 from quire.server.deadline import TIMEOUT_HEADER
@@ -157,6 +157,19 @@ OPERATIONS = (
         reply=replies.Model,
         statuses=(*_ALWAYS, 404),
         parameters=(("model", "path", "Its name."),),
+    ),
+    *(
+        Operation(
+            method="post",
+            path=path,
+            tag="OpenAI" if path == "/v1/embeddings" else "Pooling",
+            summary=pooled.REPLIES[body][1],
+            body=body,
+            reply=pooled.REPLIES[body][0],
+            statuses=(*_ALWAYS, *_WITH_BODY, *_GENERATING),
+            parameters=(_ID, _TIMEOUT),
+        )
+        for path, (body, _) in pooled.POSTS.items()
     ),
     Operation(
         method="post",

@@ -12,6 +12,7 @@ from quire.engine.api import EngineInfo, PreparedRequest
 from quire.errors import BadRequestError, ContextLengthError
 from quire.params import OutputKind, SamplingParams
 from quire.server.errors import bad_request
+from quire.server.pooled_bodies import PooledBody
 from quire.server.protocol import ChatBody, CompletionBody, GenerationBody, ResponseFormat
 from quire.structured import StructuredOutputsParams
 
@@ -140,7 +141,7 @@ def check_logprobs(prepared: Sequence[PreparedRequest], max_model_len: int) -> N
             )
 
 
-def priority_of(body: GenerationBody, info: EngineInfo) -> int:
+def priority_of(body: GenerationBody | PooledBody, info: EngineInfo) -> int:
     """The smaller runs first. Refused where the operator chose that it means nothing."""
     if body.priority and info.scheduling_policy == "fcfs":
         raise bad_request(

@@ -63,6 +63,6 @@ def _check_config(config: EngineConfig) -> None:
             "a model that pools runs on one device so far: leave tensor_parallel_size and pipeline_parallel_size out, "
             "or use data_parallel_size"
         )
-    for name in ("speculative_config", "logits_processors", "tool_call_parser", "reasoning_parser"):
+    for name in ("speculative_config", "logits_processors", "tool_call_parser", "reasoning_parser", "enable_lora"):
         if getattr(config, name):
             raise ConfigError(f"{name} is for models that generate, and this one pools: leave it out")

@@ -18,14 +18,16 @@ from starlette.routing import Route
 from quire.refusals import FIELDS
 from quire.server.app import create_app
 from quire.server.openapi import openapi_document
+from quire.server.pooled import POSTS as POOLED
 from quire.server.protocol import ChatBody, refused_fields
 
 DOCUMENT = openapi_document()
 SCHEMAS = DOCUMENT["components"]["schemas"]
+ALIASES = {path for path in POOLED if not path.startswith("/v1/")}
 BODIES = {
     path: methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
     for path, methods in DOCUMENT["paths"].items()
-    if "requestBody" in methods.get("post", {})
+    if "requestBody" in methods.get("post", {}) and path not in ALIASES
 }
 FUZZ = settings(
     max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -148,8 +150,9 @@ def _reply_of(path: str) -> str:
     return str(answer["schema"].get("$ref", "").rsplit("/", 1)[-1])
 
 
-# A batch must name a file that is there, and this server's engine is neither replicas nor one that can be unloaded.
-REFUSED_HERE = {"/v1/batches", "/debug/replicas", "/debug/kv/levels", "/v1/models/load", "/v1/models/unload"}
+# A batch must name a file that is there, and this server's engine is neither replicas nor one that can be unloaded, and
+# its model generates.
+REFUSED_HERE = {"/v1/batches", "/debug/replicas", "/debug/kv/levels", "/v1/models/load", "/v1/models/unload", *POOLED}
 
 
 @pytest.mark.parametrize("path", sorted(BODIES.keys() - REFUSED_HERE))
