@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import fakes
@@ -11,7 +12,7 @@ import pytest
 from quire.config import GIB, EngineConfig
 from quire.errors import ConfigError, MemoryBudgetError
 from quire.executor import memory
-from quire.executor.memory import cpu_kv_budget, cuda_kv_budget, longest_sequence, plan_memory
+from quire.executor.memory import check_cpu_weights, cpu_kv_budget, cuda_kv_budget, longest_sequence, plan_memory
 from quire.models.architectures import spec_from_config
 from quire.models.kv_layout import kv_layout
 
@@ -125,3 +126,29 @@ def test_available_memory_is_known_here() -> None:
     available = memory.available_host_bytes()
     assert available is not None
     assert available > 0
+
+
+def test_a_share_of_a_gpu_counts_what_the_model_itself_takes() -> None:
+    config = EngineConfig(gpu_memory_utilization=0.9, memory_share=0.5)
+    taken = {"total_bytes": 100 * GIB, "activation_bytes": GIB}
+    # 30 GiB were taken before it came, 10 GiB are its own weights: of its 45 GiB, 34 are left for the cache.
+    assert cuda_kv_budget(config, free_bytes=60 * GIB, others_bytes=30 * GIB, **taken) == 34 * GIB
+    assert cuda_kv_budget(config, free_bytes=20 * GIB, others_bytes=70 * GIB, **taken) == 19 * GIB  # others have more
+    with pytest.raises(
+        MemoryBudgetError, match=r"is 45\.00 GiB, and weights and a step take 51\.00 GiB: raise it above 0\.57"
+    ):
+        cuda_kv_budget(config, free_bytes=50 * GIB, others_bytes=0, **taken)
+
+
+def test_a_share_of_a_cpu_is_of_the_room_for_the_cache() -> None:
+    assert cpu_kv_budget(EngineConfig(memory_share=0.25), 0, free_bytes=4 * GIB) == GIB // 2
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Files:
+        def tensors(self) -> list[Any]:
+            return [SimpleNamespace(num_bytes=3 * GIB, view=None)]
+
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * GIB)
+    with pytest.raises(MemoryBudgetError, match=r"take 3\.00 GiB, and 2\.00 GiB of memory are free"):
+        check_cpu_weights(Files())  # type: ignore[arg-type]

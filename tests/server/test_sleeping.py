@@ -13,6 +13,10 @@ from typing import Any
 import fakes
 import pytest
 from serve_fakes import Server, running
+from server_harness import ScriptedEngine
+from server_harness import running as in_process
+
+from quire.server.settings import ApiKey
 
 FLAGS = ("--load-format", "dummy", "--max-model-len", "128", "--kv-cache-memory-bytes", "2MiB", "--num-threads", "1")
 
@@ -48,6 +52,15 @@ def child_pids(server: Server) -> set[int]:
     for task in Path(f"/proc/{server.process.pid}/task").iterdir():
         found |= {int(pid) for pid in (task / "children").read_text().split()}
     return {pid for pid in found if b"quire.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def test_models_are_changed_by_an_admin_alone(tiny_model: Path) -> None:
+    keys = (ApiKey("team", "sk-team"), ApiKey("ops", "sk-ops", is_admin=True))
+    with in_process(ScriptedEngine(tiny_model), api_keys=keys) as server:
+        for path in ("/sleep", "/wake_up", "/v1/models/load", "/v1/models/unload"):
+            reply = server.post(path, {"model": "tiny"}, authorization="Bearer sk-team")
+            assert (reply.status, reply.json()["error"]["code"]) == (403, "admin_only")
+            assert server.post(path, {"model": "tiny"}, authorization="Bearer sk-ops").status == 400  # not this engine
 
 
 def test_each_answers_under_its_name_and_is_shown(server: Server) -> None:
