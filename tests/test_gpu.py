@@ -167,6 +167,26 @@ def test_blocks_cross_the_link_whole(weights: Path) -> None:
     engine.close()
 
 
+def test_a_mixture_of_experts_has_the_cpus_tokens(tmp_path: Path) -> None:
+    """With a shared expert and a layer without any; in graphs and, for prompts, without."""
+    import torch
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    path = fakes.write_tiny_model(tmp_path)
+    torch.manual_seed(0)
+    shape = {
+        "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "mlp_only_layers": [1],
+        "shared_expert_intermediate_size": 64, "initializer_range": 0.3, "num_hidden_layers": 3,
+    }  # fmt: skip
+    llama = {key: value for key, value in fakes.TINY_LLAMA.items() if key not in ("architectures", "model_type")}
+    Qwen2MoeForCausalLM(Qwen2MoeConfig(**(llama | shape))).save_pretrained(path)
+    expected = run_all(make(path, device="cpu", num_threads=1), requests(24))
+    for kwargs in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}):
+        same_up_to_ties(run_all(make(path, device="cuda", **kwargs), requests(24)), expected)
+    half = run_all(make(path, device="cuda", dtype="bfloat16"), requests(24))
+    assert all(output.finished for output in half)
+
+
 def test_an_8_bit_cache_holds_twice_the_blocks_and_stays_close(weights: Path, on_cpu: list[RequestOutput]) -> None:
     """Each token's logprob, given the same history, is near the float32 one."""
     wide = make(weights, device="cuda", dtype="bfloat16")

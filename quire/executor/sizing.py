@@ -140,8 +140,25 @@ def layers_bytes(spec: ModelSpec, dtype: str, num_tokens: int) -> int:
     q_width = spec.num_heads * spec.head_dim
     qkv_width = q_width + 2 * spec.num_kv_heads * spec.head_dim
     normed = 0 if folds_norms(spec, dtype) else spec.hidden_size
-    widest = max(qkv_width + q_width, 3 * spec.intermediate_size)  # q beside q, k and v; gate and up and their product
-    return num_tokens * (spec.hidden_size + normed + widest) * DTYPE_BYTES[dtype]
+    widest = qkv_width + q_width  # q beside q, k and v
+    if not all(layer.has_experts for layer in spec.layers):
+        widest = max(widest, 3 * spec.intermediate_size)  # gate and up and their product
+    per_token = (spec.hidden_size + normed + widest) * DTYPE_BYTES[dtype]
+    if spec.experts is not None:
+        per_token = max(per_token, 2 * spec.hidden_size * DTYPE_BYTES[dtype] + _routed_bytes(spec, dtype))
+    return num_tokens * per_token
+
+
+def _routed_bytes(spec: ModelSpec, dtype: str) -> int:
+    """What a GPU's mixture of experts holds for one token: the products of its picks and their weights, the shared
+    expert's, its place in any expert's list, and the parts of the router's product, which is divided among 8."""
+    experts = spec.experts
+    assert experts is not None
+    values = experts.top_k * (spec.hidden_size + experts.intermediate_size + 1)
+    if experts.shared_intermediate_size is not None:
+        values += spec.hidden_size + 1
+    num_padded = max(16, 1 << (experts.num_experts - 1).bit_length())
+    return values * DTYPE_BYTES[dtype] + 4 * experts.num_experts + 4 * 8 * num_padded
 
 
 def logits_bytes(spec: ModelSpec, num_rows: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from quire.kernels.interface import (
     ALL,
     AttentionBatch,
     AttentionSpec,
+    Experts,
     Float8Rows,
     LinearWeight,
     Norm,
@@ -22,6 +24,7 @@ from quire.kernels.interface import (
     PlacedDecodes,
     QuantizedRows,
     Rotary,
+    SharedExpert,
 )
 from quire.kernels.packed import packed_attention
 
@@ -55,6 +58,19 @@ class ComposedOps:
 
     def packed_attention(self, qkv: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
         return packed_attention(qkv, batch, spec)
+
+    def new_experts(
+        self: Ops, num_experts: int, inner: int, hidden: int, *, top_k: int, normalizes: bool, activation: str
+    ) -> Experts:
+        return ComposedExperts(
+            self,
+            self.new_linear(num_experts, hidden),
+            [self.new_linear(2 * inner, hidden) for _ in range(num_experts)],
+            [self.new_linear(hidden, inner) for _ in range(num_experts)],
+            top_k=top_k,
+            normalizes=normalizes,
+            activation=activation,
+        )
 
     def place_decodes(self: Ops, step: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int) -> PlacedDecodes:
         rows, positions, kv_lens = step.unbind(0)
@@ -132,3 +148,58 @@ class ComposedLinear(ABC):
         self, x: Normed, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> Tensor:
         return self.ops.rope_and_write(self.multiply(x), rotary, kv, batch, spec)
+
+
+class ComposedExperts:
+    """Tokens are grouped by expert, so that each expert that any token chose is read once a step. A token's experts are
+    added in their order, whatever else is in the batch."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        router: LinearWeight,
+        gate_ups: Sequence[LinearWeight],
+        downs: Sequence[LinearWeight],
+        *,
+        top_k: int,
+        normalizes: bool,
+        activation: str,
+    ) -> None:
+        self.ops = ops
+        self.router = router
+        self.gate_ups = gate_ups
+        self.downs = downs
+        self.top_k = top_k
+        self.normalizes = normalizes
+        self.activation = activation
+
+    def multiply(self, x: Normed, shared: SharedExpert | None = None) -> Tensor:
+        assert isinstance(x, Tensor), "experts take rows that are normalized already"
+        weights, chosen = self._route(x)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.downs)).tolist()
+        tokens = order // self.top_k
+        rows, row_weights = x[tokens], weights.flatten()[order, None]
+        branch, first = torch.zeros_like(x), 0
+        for gate_up, down, count in zip(self.gate_ups, self.downs, counts, strict=True):
+            if count:
+                part = slice(first, first + count)
+                products = down.multiply(gate_up.multiply_act(rows[part], self.activation))
+                branch.index_add_(0, tokens[part], products.mul_(row_weights[part]))
+                first += count
+        if shared is not None:
+            branch += shared.branch if shared.gate is None else shared.branch * shared.gate.sigmoid()
+        return branch
+
+    def multiply_add_norm(
+        self, x: Normed, residual: Tensor, norm: Norm | None, shared: SharedExpert | None = None
+    ) -> Normed:
+        return self.ops.add_norm(self.multiply(x, shared), residual, norm)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[tokens, top_k]: the weights of each token's experts, and which they are."""
+        scores = torch.softmax(self.router.multiply(x).float(), dim=-1)
+        weights, chosen = scores.topk(self.top_k, dim=-1)
+        if self.normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(x.dtype), chosen

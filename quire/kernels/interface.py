@@ -12,7 +12,7 @@ bytes: what swap and copy-on-write move.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -304,6 +304,34 @@ class LinearWeight(Protocol):
         """hidden: [rows, in] -> float32 [rows, out], capped where asked; into `out` where given."""
 
 
+class SharedExpert(NamedTuple):
+    """What an expert that every token has adds to a mixture."""
+
+    branch: Tensor  # [tokens, hidden]
+    gate: Tensor | None  # [tokens, 1]: its sigmoid weighs the branch
+
+
+class Experts(Protocol):
+    """Gated MLPs of one shape, of which each token has the few that a router chooses. See `Ops.new_experts`."""
+
+    @property
+    def router(self) -> LinearWeight: ...
+    @property
+    def gate_ups(self) -> Sequence[LinearWeight]:
+        """Each expert's matrix of gate and up."""
+
+    @property
+    def downs(self) -> Sequence[LinearWeight]: ...
+
+    def multiply(self, x: Normed, shared: SharedExpert | None = None) -> Tensor:
+        """x: [tokens, hidden] -> the same: each token's experts, each times its weight, and the shared one."""
+
+    def multiply_add_norm(
+        self, x: Normed, residual: Tensor, norm: Norm | None, shared: SharedExpert | None = None
+    ) -> Normed:
+        """add_norm(multiply(x, shared), residual, norm)"""
+
+
 class PlacedDecodes(NamedTuple):
     """Where the tokens of a decode-only step stand, one of each sequence: see AttentionBatch."""
 
@@ -330,6 +358,12 @@ class Ops(Protocol):
 
     def adapter_tile(self, num_tokens: int) -> int | None:
         """Tokens in a tile of AdapterRows, in a step of so many; None: all that an adapter has."""
+
+    def new_experts(
+        self, num_experts: int, inner: int, hidden: int, *, top_k: int, normalizes: bool, activation: str
+    ) -> Experts:
+        """So many MLPs with `inner` columns each. A token has the top_k with the largest weights, which are a softmax
+        over all experts' logits; normalizes: made to sum to 1."""
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm of each row. A folded norm's weight is ones."""

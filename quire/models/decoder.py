@@ -287,14 +287,22 @@ class Decoder:
         return DenseMlp(self.spec.activation, gate_up=gate_up, down=down, columns=columns)
 
     def _new_experts(self) -> ExpertsMlp:
-        experts, share = self.spec.experts, self.share
-        assert experts is not None and share.expert_columns is not None
+        spec, share = self.spec.experts, self.share
+        assert spec is not None and share.expert_columns is not None
+        experts = self.ops.new_experts(
+            spec.num_experts,
+            len(share.expert_columns),
+            self.spec.hidden_size,
+            top_k=spec.top_k,
+            normalizes=spec.normalizes,
+            activation=self.spec.activation,
+        )
+        self._matrices += [experts.router, *experts.gate_ups, *experts.downs]
         shared = share.shared_expert_columns
         return ExpertsMlp(
             self.ops,
             experts,
-            router=self._new_matrix(experts.num_experts, self.spec.hidden_size, is_sensitive=True),
-            experts=[self._new_mlp(share.expert_columns, is_summed=False) for _ in range(experts.num_experts)],
+            share.expert_columns,
             shared=None if shared is None else self._new_mlp(shared, is_summed=False),
             shared_gate=None if shared is None else self._new_matrix(1, self.spec.hidden_size, is_sensitive=True),
             ranks=None if share.tensor_size == 1 else self._ranks,

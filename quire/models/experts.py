@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from quire.kernels.interface import LinearWeight, Norm, Normed, Ops
+from quire.kernels.interface import Experts, LinearWeight, Norm, Normed, Ops, SharedExpert
 from quire.models.layer import DenseMlp
+from quire.models.share import Cut
 from quire.models.slots import WeightSlot, matrix_slots
-from quire.models.spec import ExpertsSpec
 
 if TYPE_CHECKING:
     from quire.parallel.ranks import Ranks
@@ -22,68 +21,44 @@ if TYPE_CHECKING:
 class ExpertsMlp:
     """The sum of a token's experts, each times its weight, and of a shared expert where there is one.
 
-    Tokens are grouped by expert, so that each expert that any token chose is read once a step. A token's experts are
-    added in their order, whatever else is in the batch. With several ranks each has some columns of every expert, and
-    the sums are summed once.
+    With several ranks each has some columns of every expert, and the sums are summed once.
     """
 
     ops: Ops
-    spec: ExpertsSpec
-    router: LinearWeight
-    experts: list[DenseMlp]
+    experts: Experts
+    columns: Cut  # of each expert: which of the model's are here
     shared: DenseMlp | None = None
     shared_gate: LinearWeight | None = None  # one output: its sigmoid weighs the shared expert
     ranks: Ranks | None = None
     branch_norm: Norm | None = None
 
     def run(self, x: Normed, residual: Tensor, next_norm: Norm | None) -> Normed:
-        assert isinstance(x, Tensor), "experts take rows that are normalized already"
-        branch = self._mixture(x)
+        shared = None
         if self.shared is not None:
-            shared = self.shared.multiply(x)
-            if self.shared_gate is not None:
-                shared *= self.shared_gate.multiply(x).sigmoid()
-            branch += shared
+            gate = None if self.shared_gate is None else self.shared_gate.multiply(x)
+            shared = SharedExpert(self.shared.multiply(x), gate)
+        if self.ranks is None and self.branch_norm is None:
+            return self.experts.multiply_add_norm(x, residual, next_norm, shared)
+        branch = self.experts.multiply(x, shared)
         if self.ranks is not None:
             branch = self.ranks.sum(branch)
         if self.branch_norm is not None:
             branch = self.ops.normalize(branch, self.branch_norm)
         return self.ops.add_norm(branch, residual, next_norm)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, top_k]: the weights of each token's experts, and which they are."""
-        scores = torch.softmax(self.router.multiply(x).float(), dim=-1)
-        weights, chosen = scores.topk(self.spec.top_k, dim=-1)
-        if self.spec.normalizes:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), chosen
-
-    def _mixture(self, x: Tensor) -> Tensor:
-        weights, chosen = self.route(x)
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
-        tokens = order // self.spec.top_k
-        rows, row_weights = x[tokens], weights.flatten()[order, None]
-        branch, first = torch.zeros_like(x), 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                part = slice(first, first + count)
-                branch.index_add_(0, tokens[part], expert.multiply(rows[part]).mul_(row_weights[part]))
-                first += count
-        return branch
-
     def fold_norm(self, norm: Norm) -> Norm:
         return norm
 
     def matrices(self) -> Iterable[tuple[LinearWeight, bool]]:
-        yield self.router, False
-        for mlp in (*self.experts, *([] if self.shared is None else [self.shared])):
-            yield from ((matrix, False) for matrix, _ in mlp.matrices())
+        """Those that are multiplied by themselves: experts are multiplied together."""
+        if self.shared is not None:
+            yield from ((matrix, False) for matrix, _ in self.shared.matrices())
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
-        yield from matrix_slots(self.router, {f"{prefix}.gate": self.router.out_features})
-        for number, expert in enumerate(self.experts):
-            yield from expert.slots(f"{prefix}.experts.{number}")
+        router, activation = self.experts.router, ""  # loading needs none
+        yield from matrix_slots(router, {f"{prefix}.gate": router.out_features})
+        for number, (gate_up, down) in enumerate(zip(self.experts.gate_ups, self.experts.downs, strict=True)):
+            yield from DenseMlp(activation, gate_up, down, columns=self.columns).slots(f"{prefix}.experts.{number}")
         if self.shared is not None:
             yield from self.shared.slots(f"{prefix}.shared_expert")
         if self.shared_gate is not None:

@@ -111,7 +111,6 @@ class ModelSpec:
             {}
             if self.is_encoder
             else {
-                "mixture of experts": self.experts is not None,
                 "LayerNorm": self.layer_norms,
                 "an MLP without a gate": not self.gated_mlp,
                 "a norm over all of q and k": self.wide_qk_norm,

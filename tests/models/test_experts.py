@@ -8,9 +8,7 @@ import models_harness as harness
 import pytest
 import torch
 
-from quire.config import EngineConfig
-from quire.errors import ConfigError, UnsupportedModelError
-from quire.executor.device import choose_backend
+from quire.errors import UnsupportedModelError
 from quire.kernels.cpu import CpuOps, unavailable_reason
 from quire.kernels.reference import ReferenceOps
 from quire.models.architectures import spec_from_config
@@ -109,11 +107,20 @@ def test_a_token_does_not_depend_on_its_batch(tmp_path):
         assert torch.equal(together[1], alone[0])
 
 
-def test_a_gpu_refuses_them_by_name(monkeypatch, tmp_path):
-    spec, _ = saved(tiny_model(EXPERTS["mixtral"]), tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="MixtralForCausalLM: mixture of experts is served on a CPU only"):
-        choose_backend(EngineConfig(device="cuda"), spec)
+@pytest.mark.parametrize("name", ["qwen2-moe-dense-layer", "qwen3-moe"])
+def test_triton_kernels_give_the_logits_of_transformers(name, tmp_path):
+    """Interpreted where there is no GPU."""
+    from quire.kernels.triton import TritonOps
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = tiny_model(EXPERTS[name])
+    spec, tensors = saved(model, tmp_path)
+    sequences = harness.random_sequences(spec.vocab_size, (4, 2))
+    expected = [harness.oracle_logits(model, sequence) for sequence in sequences]
+    ops = TritonOps(torch.device(device), torch.float32)
+    logits = harness.run_paged(spec, tensors, ops, sequences, harness.mixed((4, 2)), 16, device=device)
+    for got, want in zip(logits, expected, strict=True):
+        assert (got - want).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize(

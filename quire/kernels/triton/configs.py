@@ -70,6 +70,33 @@ class SkinnyConfig:
     unroll: int = 1  # of the plain multiplication's loop
 
 
+@dataclass(slots=True, frozen=True)
+class PickedConfig:
+    """Products of single rows, each with its own expert's matrix."""
+
+    tile_n: int
+    tile_k: int
+    num_warps: int
+    unroll: int
+
+
+@dataclass(slots=True, frozen=True)
+class GroupedConfig:
+    """Products of up to tile_m of an expert's rows with tile_n of its matrix's; of gate and of up so many each."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_warps: int
+    num_stages: int
+
+    def max_blocks(self, picks: int, tokens: int, experts: int) -> int:
+        """Of tile_m picks of one expert, for any routing: every expert may leave one that is not full. A token has an
+        expert at most once."""
+        used = min(picks, experts)
+        return min(used + (picks - used) // self.tile_m, used * -(-tokens // self.tile_m))
+
+
 def padded_head_dim(head_dim: int) -> int:
     """Tiles are powers of two wide, at least 16: what a tensor core multiplies."""
     width = 16
@@ -142,3 +169,21 @@ def _fp8_skinny_config(rows: int, n: int, k: int) -> SkinnyConfig | None:
     tiles = -(-n // 64)
     split_k = 1 if tiles >= 192 else max(1, min(384 // tiles, 4, k // 1024))
     return SkinnyConfig(True, tile_n=64, tile_k=256, num_warps=4, num_stages=3, split_k=split_k)
+
+
+def experts_config(
+    picks: int, experts: int, n: int, k: int, weight_bytes: int, *, is_gated: bool
+) -> PickedConfig | GroupedConfig:
+    """Of a step's picks: tokens times experts a token. n: columns of what comes out."""
+    if weight_bytes > 2:  # exact, without tensor cores: small tiles, or registers run out
+        return GroupedConfig(tile_m=16, tile_n=32, tile_k=32, num_warps=4, num_stages=2)
+    if picks <= 16:
+        return PickedConfig(tile_n=4 if is_gated else 8, tile_k=512 if k % 512 == 0 else 256, num_warps=4, unroll=4)
+    rows = picks / experts
+    if rows <= 10:
+        return GroupedConfig(tile_m=16, tile_n=64, tile_k=128, num_warps=4, num_stages=3 if is_gated else 4)
+    if rows <= 24:
+        return GroupedConfig(tile_m=32, tile_n=64, tile_k=128, num_warps=4, num_stages=3 if is_gated else 4)
+    if rows <= 96:
+        return GroupedConfig(tile_m=64, tile_n=128, tile_k=64, num_warps=8, num_stages=3)
+    return GroupedConfig(tile_m=128, tile_n=128, tile_k=64, num_warps=8, num_stages=3)

@@ -30,7 +30,9 @@ from quire.kernels.triton.configs import MAX_FP8_SKINNY_ROWS, MAX_SKINNY_ROWS
 
 if TYPE_CHECKING:
     from quire.kernels.adapters import AdaptedLinear, AdapterBank
+    from quire.kernels.triton.experts import TritonExperts
     from quire.kernels.triton.linear import TritonLinear
+    from quire.kernels.triton.routing import RoutingScratch
 
 
 def unavailable_reason(device: torch.device | str = "cuda") -> str | None:
@@ -73,6 +75,7 @@ class TritonOps(ComposedOps):
         self._attention_scratch = AttentionScratch.allocate(max_seqs, max_kv_heads, self.device)
         self.one = torch.ones(1, dtype=torch.float32, device=self.device)  # a scale that changes nothing
         self.skinny_scratch = SkinnyScratch.allocate(1 << 14, self.device)
+        self._routing_scratches: dict[int, RoutingScratch] = {}
 
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]:
         return (4, 8, 16, 32, 64, 128)
@@ -98,6 +101,23 @@ class TritonOps(ComposedOps):
         from quire.kernels.triton.adapters import adapter_tile
 
         return adapter_tile(num_tokens)
+
+    def new_experts(
+        self, num_experts: int, inner: int, hidden: int, *, top_k: int, normalizes: bool, activation: str
+    ) -> TritonExperts:
+        from quire.kernels.triton.experts import TritonExperts
+
+        return TritonExperts(
+            self, num_experts, inner, hidden, top_k=top_k, normalizes=normalizes, activation=activation
+        )
+
+    def routing_scratch(self, num_experts: int) -> RoutingScratch:
+        """One for all layers with so many experts: they run one after the other."""
+        from quire.kernels.triton.routing import RoutingScratch
+
+        if num_experts not in self._routing_scratches:
+            self._routing_scratches[num_experts] = RoutingScratch.allocate(1 << 14, num_experts, self.device)
+        return self._routing_scratches[num_experts]
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
         from quire.kernels.triton.norm import rms_norm

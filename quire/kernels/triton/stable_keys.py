@@ -28,6 +28,8 @@ _MODULES = (
     "decode",
     "skinny",
     "adapters",
+    "routing",
+    "grouped",
     "sampling",
     "sampling_filter",
 )

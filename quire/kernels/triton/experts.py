@@ -1,0 +1,127 @@
+"""A mixture of experts on one GPU: four launches for any number of tokens, with nothing that waits for the device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.composed import ComposedExperts, ComposedLinear
+from quire.kernels.interface import Norm, Normed, SharedExpert, Unscaled
+from quire.kernels.reference import DenseLinear
+from quire.kernels.triton.configs import MAX_SKINNY_ROWS, GroupedConfig, PickedConfig, experts_config
+from quire.kernels.triton.grouped import combine, multiply_picks
+from quire.kernels.triton.ops import TritonOps
+from quire.kernels.triton.routing import Router
+
+
+class _ExpertMatrix(DenseLinear):
+    """One expert's part of a tensor that holds those of all. It is loaded by itself, and multiplied with the others."""
+
+    __slots__ = ()
+
+    def __init__(self, ops: TritonOps, weight: Tensor) -> None:
+        ComposedLinear.__init__(self, ops, weight.shape[0], weight.shape[1])
+        self.weight, self.bias = weight, None
+
+    def multiply(self, x: Normed) -> Tensor:
+        assert isinstance(x, Tensor)
+        return F.linear(x, self.weight)
+
+
+class TritonExperts(ComposedExperts):
+    def __init__(
+        self,
+        ops: TritonOps,
+        num_experts: int,
+        inner: int,
+        hidden: int,
+        *,
+        top_k: int,
+        normalizes: bool,
+        activation: str,
+    ) -> None:
+        gate_up, down = (
+            torch.empty((num_experts, rows, columns), dtype=ops.dtype, device=ops.device)
+            for rows, columns in ((2 * inner, hidden), (hidden, inner))
+        )
+        self._gate_up, self._down = gate_up, down
+        self._scratch = ops.routing_scratch(num_experts)
+        self._router = ops.new_linear(num_experts, hidden)
+        super().__init__(
+            ops,
+            self._router,
+            [_ExpertMatrix(ops, gate_up[number]) for number in range(num_experts)],
+            [_ExpertMatrix(ops, down[number]) for number in range(num_experts)],
+            top_k=top_k,
+            normalizes=normalizes,
+            activation=activation,
+        )
+
+    def multiply(self, x: Normed, shared: SharedExpert | None = None) -> Tensor:
+        plain = x.x if isinstance(x, Unscaled) else x
+        out = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
+        self._run(x, shared, None, None, out)
+        return out
+
+    def multiply_add_norm(
+        self, x: Normed, residual: Tensor, norm: Norm | None, shared: SharedExpert | None = None
+    ) -> Normed:
+        if norm is None or (norm.is_folded and len(residual) > MAX_SKINNY_ROWS):
+            self._run(x, shared, residual, None, None)
+            return residual if norm is None else Unscaled(residual, None, norm.eps)
+        out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+        self._run(x, shared, residual, norm, out)
+        return out
+
+    def _run(
+        self, x: Normed, shared: SharedExpert | None, residual: Tensor | None, norm: Norm | None, out: Tensor | None
+    ) -> None:
+        plain = x.x if isinstance(x, Unscaled) else x
+        num_experts, hidden, inner = self._down.shape
+        picks = plain.shape[0] * self.top_k
+        if not picks:
+            return
+        gate_up_config, down_config = (
+            experts_config(picks, num_experts, n, k, plain.element_size(), is_gated=is_gated)
+            for n, k, is_gated in ((inner, hidden, True), (hidden, inner, False))
+        )
+        is_grouped = isinstance(gate_up_config, GroupedConfig)
+        # All memory is asked for before the first launch: what fails here leaves the counts at zero.
+        router = Router(
+            x,
+            self._router.weight,
+            self._scratch,
+            top_k=self.top_k,
+            normalizes=self.normalizes,
+            is_grouped=is_grouped,
+        )
+        inside, parts = (
+            torch.empty((picks, width), dtype=plain.dtype, device=plain.device) for width in (inner, hidden)
+        )
+        router.launch()
+        self._multiply(plain, self._gate_up, inside, router, gate_up_config, self.activation)
+        self._multiply(inside, self._down, parts, router, down_config, None)
+        combine(
+            parts,
+            self._scratch.counts if is_grouped else None,
+            top_k=self.top_k,
+            shared=None if shared is None else shared.branch,
+            gate=None if shared is None else shared.gate,
+            residual=residual,
+            norm=norm,
+            out=out,
+        )
+
+    def _multiply(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        router: Router,
+        config: GroupedConfig | PickedConfig,
+        activation: str | None,
+    ) -> None:
+        multiply_picks(
+            x, weight, out, router.routing, self._scratch.counts, config, top_k=self.top_k, activation=activation
+        )

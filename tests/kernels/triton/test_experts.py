@@ -1,0 +1,122 @@
+"""A mixture of experts in few launches is the one that plain torch computes, with any routing and any tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.kernels.composed import ComposedExperts
+from quire.kernels.interface import Norm, SharedExpert, Unscaled
+from quire.kernels.reference import ReferenceOps
+from quire.kernels.triton import TritonOps, experts
+from quire.kernels.triton.configs import GroupedConfig, PickedConfig, experts_config
+
+PICKED = PickedConfig(tile_n=4, tile_k=32, num_warps=4, unroll=2)
+GROUPED = GroupedConfig(tile_m=16, tile_n=16, tile_k=32, num_warps=4, num_stages=2)
+
+
+def pair(device, dtype, num_experts, inner, hidden, **kwargs):
+    """The same experts on Triton's kernels, and in plain torch with more digits."""
+    ops = TritonOps(device, dtype)
+    made = ops.new_experts(num_experts, inner, hidden, **kwargs)
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    reference = ReferenceOps(device, wide)
+    twin = reference.new_experts(num_experts, inner, hidden, **kwargs)
+    assert isinstance(twin, ComposedExperts)
+    for seed, (ours, theirs) in enumerate(
+        zip([made.router, *made.gate_ups, *made.downs], [twin.router, *twin.gate_ups, *twin.downs], strict=True)
+    ):
+        ours.randomize(0.3, seed)
+        theirs.load_rows(0, ours.weight)
+    return ops, made, twin
+
+
+def close(out, expected, tolerance):
+    assert torch.isfinite(out.float()).all()
+    return (out.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+
+
+@pytest.fixture(params=[PICKED, GROUPED], ids=["picked", "grouped"])
+def config(request, monkeypatch):
+    monkeypatch.setattr(experts, "experts_config", lambda *args, **kwargs: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("normalizes", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k", "inner", "hidden"),
+    [(1, 8, 2, 32, 64), (5, 6, 3, 40, 48), (37, 4, 1, 16, 32), (19, 20, 8, 24, 64)],
+)
+def test_the_mixture_of_plain_torch(config, normalizes, tokens, num_experts, top_k, inner, hidden, device):
+    ops, made, twin = pair(
+        device, torch.float32, num_experts, inner, hidden, top_k=top_k, normalizes=normalizes, activation="silu"
+    )
+    x = torch.randn(tokens, hidden, device=device)
+    expected = twin.multiply(x.double())
+    for _ in range(2):  # the second run finds counts and arrivals as the first one left them
+        assert close(made.multiply(x), expected, 1e-5)
+        scratch = ops.routing_scratch(num_experts)
+        assert not scratch.counts.any() and not scratch.arrivals.any()
+
+
+def test_a_shared_expert_the_residual_stream_and_the_next_norm(config, device):
+    _, made, twin = pair(device, torch.float32, 6, 32, 48, top_k=2, normalizes=True, activation="gelu_tanh")
+    x, residual = torch.randn(7, 48, device=device), torch.randn(7, 48, device=device)
+    norm = Norm(torch.randn(48, device=device), 1e-5)
+    for gate in (torch.randn(7, 1, device=device), None):
+        shared = SharedExpert(torch.randn(7, 48, device=device), gate)
+        wide = SharedExpert(shared.branch.double(), None if gate is None else gate.double())
+        for next_norm in (norm, None):
+            stream, expected_stream = residual.clone(), residual.double()
+            out = made.multiply_add_norm(x, stream, next_norm, shared)
+            expected = twin.multiply_add_norm(x.double(), expected_stream, next_norm, wide)
+            assert close(stream, expected_stream, 1e-5) and close(out, expected, 1e-5)
+
+
+def test_rows_that_are_not_normalised_yet(config, device):
+    _, made, twin = pair(device, torch.float32, 6, 32, 64, top_k=2, normalizes=True, activation="silu")
+    stream, norm = torch.randn(5, 64, device=device) * 3, torch.randn(64, device=device)
+    squares = torch.stack([part.square().sum(1) for part in stream.tensor_split(3, dim=1)])
+    normed = ReferenceOps(device, torch.float64).normalize(stream.double(), Norm(norm, 1e-5))
+    assert close(made.multiply(Unscaled(stream * norm, squares, 1e-5)), twin.multiply(normed), 1e-5)
+
+
+def test_half_precision(config, device):
+    for dtype in (torch.bfloat16, torch.float16):
+        _, made, twin = pair(device, dtype, 8, 32, 64, top_k=2, normalizes=True, activation="silu")
+        # A clear choice: its third is far from its second whatever the rounding.
+        made.router.weight.copy_(torch.eye(8, 64))
+        twin.router.weight.copy_(torch.eye(8, 64))
+        x = torch.randn(6, 64, device=device)
+        x[:, :8] = torch.stack([torch.randperm(8) for _ in range(6)])
+        x = x.to(dtype)
+        assert close(made.multiply(x), twin.multiply(x.float()), 1e-2)
+
+
+def test_all_tokens_of_one_expert_and_rows_that_are_not_numbers(config, device):
+    """The fullest list there can be; and a row of NaN spoils no other."""
+    _, made, twin = pair(device, torch.float32, 4, 16, 32, top_k=2, normalizes=True, activation="silu")
+    for matrix in (made.router, twin.router):
+        matrix.weight.fill_(0.0)
+        matrix.weight[2, 0], matrix.weight[1, 0] = 5.0, 4.0
+    x = torch.rand(40, 32, device=device) + 0.1
+    expected = twin.multiply(x.double())
+    assert close(made.multiply(x), expected, 1e-5)
+    x[3] = float("nan")
+    out = made.multiply(x)
+    others = [row for row in range(40) if row != 3]
+    assert close(out[others], expected[others], 1e-5) and out[3].isnan().all()
+
+
+@pytest.mark.parametrize("picks", [1, 8, 24, 128, 2048, 8192, 65536])
+def test_every_routing_fits_the_grid(picks):
+    config = experts_config(picks, 128, 768, 2048, 2, is_gated=True)
+    if isinstance(config, PickedConfig):
+        return
+    for top_k in (1, 8):
+        tokens = -(-picks // top_k)
+        for used in (top_k, min(128, picks)):  # all tokens have the same experts; as many experts as can be
+            counts = [picks // used + (number < picks % used) for number in range(used)]
+            if max(counts) <= tokens:
+                needed = sum(-(-count // config.tile_m) for count in counts)
+                assert needed <= config.max_blocks(picks, tokens, 128)
