@@ -66,6 +66,9 @@ def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> 
                 for num_tokens in (2, 16, 64, 128):  # short chunks have smaller tiles
                     steps.mixed(size - 1, num_tokens, adapted=adapted)
         steps.logits(num_graph_rows(steps.max_num_seqs))
+        if spec.experts is not None:  # their tiles follow the number of tokens
+            for power in range(steps.max_tokens.bit_length()):
+                steps.mixed(0, 1 << power)
     return NeededKernels(
         list(prompts.values()),
         [job for key, job in start.items() if key not in prompts],

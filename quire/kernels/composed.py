@@ -64,7 +64,7 @@ class ComposedOps:
     ) -> Experts:
         return ComposedExperts(
             self,
-            self.new_linear(num_experts, hidden),
+            self.new_linear(num_experts, hidden, is_sensitive=True),
             [self.new_linear(2 * inner, hidden) for _ in range(num_experts)],
             [self.new_linear(hidden, inner) for _ in range(num_experts)],
             top_k=top_k,

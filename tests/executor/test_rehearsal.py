@@ -13,6 +13,7 @@ import pytest
 
 from quire.executor import outlines
 from quire.kernels.triton.common import HAS_GLUON
+from tests.models.families import EXPERTS, saved, tiny_model
 
 # In a process of its own: kernels imported under Triton's interpreter, as other tests want them, cannot be compiled.
 SCRIPT = textwrap.dedent(
@@ -96,9 +97,12 @@ def test_an_8_bit_cache_is_scaled_with_a_wide_one_first(tmp_path) -> None:
 def test_outlines_of_tensors_show_the_same_kernels_as_tensors_do(tmp_path) -> None:
     specs = {name: harness.spec_of(harness.tiny_model(name)) for name in harness.TINY_MODELS}
     specs["wide llama"] = replace(specs["llama"], head_dim=64)  # of which prompts have a kernel of their own
+    specs["experts"], _ = saved(tiny_model(EXPERTS["qwen2-moe-dense-layer"]), tmp_path / "experts")
     given = pickle.dumps(specs)
     real, outlined = (run(tmp_path, JOBS_SCRIPT.format(outlined=outlined), given) for outlined in (False, True))
     assert len(real) > 500 and outlined == real
+    for kernel in ("route_kernel", "picked_kernel", "grouped_kernel", "combine_kernel"):
+        assert any(line.startswith(f"experts bfloat16 {kernel}") for line in real)
     if HAS_GLUON:
         assert any(line.startswith("wide llama bfloat16 prefill_hopper_kernel") for line in real)
 

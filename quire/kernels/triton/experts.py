@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.composed import ComposedExperts, ComposedLinear
 from quire.kernels.interface import Norm, Normed, SharedExpert, Unscaled
-from quire.kernels.reference import DenseLinear
 from quire.kernels.triton.configs import MAX_SKINNY_ROWS, GroupedConfig, PickedConfig, experts_config
 from quire.kernels.triton.grouped import combine, multiply_picks
+from quire.kernels.triton.linear import TritonLinear
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.routing import Router
 
 
-class _ExpertMatrix(DenseLinear):
+class _ExpertMatrix(TritonLinear):
     """One expert's part of a tensor that holds those of all. It is loaded by itself, and multiplied with the others."""
 
     __slots__ = ()
 
     def __init__(self, ops: TritonOps, weight: Tensor) -> None:
         ComposedLinear.__init__(self, ops, weight.shape[0], weight.shape[1])
-        self.weight, self.bias = weight, None
-
-    def multiply(self, x: Normed) -> Tensor:
-        assert isinstance(x, Tensor)
-        return F.linear(x, self.weight)
+        self.weight, self.bias, self._scratch = weight, None, ops.skinny_scratch
 
 
 class TritonExperts(ComposedExperts):
@@ -47,7 +42,7 @@ class TritonExperts(ComposedExperts):
         )
         self._gate_up, self._down = gate_up, down
         self._scratch = ops.routing_scratch(num_experts)
-        self._router = ops.new_linear(num_experts, hidden)
+        self._router = ops.new_linear(num_experts, hidden, is_sensitive=True)
         super().__init__(
             ops,
             self._router,

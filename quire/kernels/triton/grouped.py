@@ -10,7 +10,6 @@ matrix in the L2 cache.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -56,7 +55,9 @@ def picked_kernel(x_ptr, w_ptr, out_ptr, factors_ptr, weights_ptr, chosen_ptr, N
         x = tl.load(x_ptrs + start, mask=mask, other=0.0).to(tl.float32)
         acc += x * tl.load(w_ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if GATED:
-            up += x * tl.load(w_ptrs + N * K + start, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            up += x * tl.load(w_ptrs + N * K + start, mask=mask, other=0.0, eviction_policy="evict_first").to(
+                tl.float32
+            )
     sums = tl.sum(acc, axis=1)
     if GATED:
         up_sums = tl.sum(up, axis=1)
@@ -161,10 +162,10 @@ def combine_kernel(parts_ptr, shared_ptr, gate_ptr, residual_ptr, norm_ptr, out_
         total = total * tl.rsqrt(tl.sum(total * total, axis=0) / WIDTH + eps) * norm
     if out_ptr is not None:
         tl.store(out_ptr + row * WIDTH + cols, total.to(out_ptr.dtype.element_ty), mask=mask)
-    if counts_ptr is not None:
-        if row == 0:  # ready for the next layer
-            experts = tl.arange(0, EXPERTS_PAD)
-            tl.store(counts_ptr + experts, tl.zeros([EXPERTS_PAD], tl.int32), mask=experts < EXPERTS)
+    if counts_ptr is not None:  # ready for the next layer
+        experts = tl.arange(0, EXPERTS_PAD)
+        mask = (experts < EXPERTS) & (row == 0)
+        tl.store(counts_ptr + experts, tl.zeros([EXPERTS_PAD], tl.int32), mask=mask)
 
 
 def multiply_picks(

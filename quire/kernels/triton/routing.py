@@ -42,7 +42,9 @@ def route_kernel(x_ptr, router_ptr, scale, chosen_ptr, weights_ptr, factors_ptr,
     acc = tl.zeros([TILE_M, EXPERTS_PAD], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         k = step * TILE_K + cols
-        x = tl.load(x_ptr + m[:, None].to(tl.int64) * K + k[None, :], mask=exists[:, None] & (k < K)[None, :], other=0.0)
+        x = tl.load(
+            x_ptr + m[:, None].to(tl.int64) * K + k[None, :], mask=exists[:, None] & (k < K)[None, :], other=0.0
+        )
         w_mask = (experts < EXPERTS)[None, :] & (k < K)[:, None]
         w = tl.load(router_ptr + experts[None, :] * K + k[:, None], mask=w_mask, other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
@@ -115,7 +117,7 @@ class Routing:
 class Router:
     """Allocates before it launches, so that what runs out of memory leaves the scratch as it was."""
 
-    __slots__ = ("_args", "_grid", "_constants", "routing")
+    __slots__ = ("_args", "_constants", "_grid", "routing")
 
     def __init__(
         self,
