@@ -151,14 +151,14 @@ def layers_bytes(spec: ModelSpec, dtype: str, num_tokens: int) -> int:
 
 def _routed_bytes(spec: ModelSpec, dtype: str) -> int:
     """What a GPU's mixture of experts holds for one token: the products of its picks and their weights, the shared
-    expert's, its place in any expert's list, and the parts of the router's product, which is divided among 8."""
+    expert's, its place in any expert's list, and its logits."""
     experts = spec.experts
     assert experts is not None
     values = experts.top_k * (spec.hidden_size + experts.intermediate_size + 1)
     if experts.shared_intermediate_size is not None:
         values += spec.hidden_size + 1
     num_padded = max(16, 1 << (experts.num_experts - 1).bit_length())
-    return values * DTYPE_BYTES[dtype] + 4 * experts.num_experts + 4 * 8 * num_padded
+    return values * DTYPE_BYTES[dtype] + 4 * experts.num_experts + 4 * num_padded
 
 
 def logits_bytes(spec: ModelSpec, num_rows: int) -> int:

@@ -6,7 +6,9 @@ rows here. A row is chosen from plain numbers (head_dim, group, dtype bytes, row
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cache
 
 NUM_SMS = 132  # of an H100 or H200; only load balance depends on it, not the result
 MAX_SKINNY_ROWS = 32  # from here on cuBLAS is at its best
@@ -171,19 +173,56 @@ def _fp8_skinny_config(rows: int, n: int, k: int) -> SkinnyConfig | None:
     return SkinnyConfig(True, tile_n=64, tile_k=256, num_warps=4, num_stages=3, split_k=split_k)
 
 
+# Bytes a second out of memory and out of the L2 cache, and what tiles of so many rows multiply a second, on one H200.
+_MEMORY_RATE, _CACHE_RATE = 4.3e12, 6e12
+_TILE_RATES = {16: 1e14, 32: 2e14, 64: 4.1e14, 128: 5.5e14}
+_FEW_PICKS = 16  # hardly any two of which have the same expert, where there are several times as many
+
+
+@cache
 def experts_config(
     picks: int, experts: int, n: int, k: int, weight_bytes: int, *, is_gated: bool
 ) -> PickedConfig | GroupedConfig:
-    """Of a step's picks: tokens times experts a token. n: columns of what comes out."""
+    """Of a step's picks: tokens times experts a token. n: columns of what comes out.
+
+    Of tiles with 16 to 128 rows those are taken that need least time if the picks fall on experts by chance: a matrix
+    is read once from memory and again from the cache for each further block of its rows, and whole tiles are
+    multiplied, full or not.
+    """
     if weight_bytes > 2:  # exact, without tensor cores: small tiles, or registers run out
         return GroupedConfig(tile_m=16, tile_n=32, tile_k=32, num_warps=4, num_stages=2)
-    if picks <= 16:
-        return PickedConfig(tile_n=4 if is_gated else 8, tile_k=512 if k % 512 == 0 else 256, num_warps=4, unroll=4)
-    rows = picks / experts
-    if rows <= 10:
-        return GroupedConfig(tile_m=16, tile_n=64, tile_k=128, num_warps=4, num_stages=3 if is_gated else 4)
-    if rows <= 24:
-        return GroupedConfig(tile_m=32, tile_n=64, tile_k=128, num_warps=4, num_stages=3 if is_gated else 4)
-    if rows <= 96:
-        return GroupedConfig(tile_m=64, tile_n=128, tile_k=64, num_warps=8, num_stages=3)
-    return GroupedConfig(tile_m=128, tile_n=128, tile_k=64, num_warps=8, num_stages=3)
+    if picks <= min(_FEW_PICKS, experts // 4):
+        if is_gated:
+            return PickedConfig(tile_n=8, tile_k=512, num_warps=4, unroll=4)
+        return PickedConfig(tile_n=4, tile_k=256, num_warps=4, unroll=8)
+    values = (2 if is_gated else 1) * n * k
+
+    def seconds(tile_m: int) -> float:
+        used, blocks = _expected_blocks(picks, experts, tile_m)
+        from_memory, from_cache = used * values * weight_bytes, blocks * values * weight_bytes
+        work = 2 * blocks * tile_m * values
+        return max(from_memory / _MEMORY_RATE, from_cache / _CACHE_RATE, work / _TILE_RATES[tile_m])
+
+    tile_m = min(_TILE_RATES, key=lambda rows: (seconds(rows), rows))
+    shapes = {
+        16: ((64, 128, 4, 3), (128, 128, 8, 3)),
+        32: ((128, 128, 8, 3), (64, 64, 4, 4)),
+        64: ((64, 64, 4, 4), (128, 64, 8, 4)),
+        128: ((128, 64, 8, 3), (256, 64, 8, 3)),
+    }
+    tile_n, tile_k, num_warps, num_stages = shapes[tile_m][0 if is_gated else 1]
+    return GroupedConfig(tile_m, tile_n, tile_k, num_warps, num_stages)
+
+
+def _expected_blocks(picks: int, experts: int, tile_m: int) -> tuple[float, float]:
+    """How many experts are used, and how many blocks of tile_m rows they have, where each pick falls on any expert:
+    rows of an expert then have a Poisson distribution."""
+    mean = picks / experts
+    if mean > 300:
+        return experts, experts * (mean / tile_m + 0.5)
+    probability, blocks = math.exp(-mean), 0.0
+    used = experts * (1 - probability)
+    for rows in range(1, int(mean + 10 * math.sqrt(mean) + 10)):
+        probability *= mean / rows
+        blocks += probability * -(-rows // tile_m)
+    return used, experts * blocks

@@ -20,8 +20,7 @@ from quire.kernels.triton import epilogue
 from quire.kernels.triton.common import next_power_of_2
 from quire.kernels.triton.epilogue import Scale
 
-_MANY_TOKENS = 512  # from here on tiles are taller, so that the router is read less often
-_SPLIT_K = 8
+_MANY_TOKENS = 1024  # more fill the chip without dividing the router, and tiles are taller, so that it is read less
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -145,12 +144,12 @@ class Router:
             chosen = torch.empty(picks, dtype=torch.int32, device=x.device)
         weights = torch.empty(picks, dtype=x.dtype, device=x.device)
         self.routing = Routing(weights, factors, chosen, members)
-        is_wide = x.element_size() == 4
-        tile_m = 64 if tokens >= _MANY_TOKENS and experts_pad <= 256 and not is_wide else 16
+        is_wide = x.element_size() == 4 or experts_pad > 256
+        tile_m, split_k = (16, 8) if tokens <= _MANY_TOKENS else (16 if is_wide else 32, 1)
         tiles = -(-tokens // tile_m)
         assert tiles <= scratch.arrivals.numel()
-        partial = torch.empty(_SPLIT_K * tokens * experts_pad, dtype=torch.float32, device=x.device)
-        self._grid = (tiles, _SPLIT_K)
+        partial = torch.empty(split_k * tokens * experts_pad, dtype=torch.float32, device=x.device)
+        self._grid = (tiles, split_k)
         self._args = (
             x, router, scale, chosen, weights, factors, members, scratch.counts if is_grouped else None, partial,
             scratch.arrivals, tokens,
@@ -163,8 +162,8 @@ class Router:
             "TOP_K_PAD": next_power_of_2(top_k),
             "NORMALIZES": normalizes,
             "TILE_M": tile_m,
-            "TILE_K": 32 if is_wide or experts_pad > 256 else 64,
-            "SPLIT_K": _SPLIT_K,
+            "TILE_K": 32 if is_wide else 128,
+            "SPLIT_K": split_k,
             "STAGES": 3,
             "PARTS": parts,
             "PARTS_PAD": next_power_of_2(parts),
