@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.composed import ComposedExperts, ComposedLinear
-from quire.kernels.interface import Norm, Normed, SharedExpert, Unscaled
+from quire.kernels.interface import Norm, Normed, Quantized, SharedExpert, Unscaled
 from quire.kernels.triton.configs import MAX_SKINNY_ROWS, GroupedConfig, PickedConfig, experts_config
 from quire.kernels.triton.grouped import combine, multiply_picks
 from quire.kernels.triton.linear import TritonLinear
@@ -22,6 +22,11 @@ class _ExpertMatrix(TritonLinear):
     def __init__(self, ops: TritonOps, weight: Tensor) -> None:
         ComposedLinear.__init__(self, ops, weight.shape[0], weight.shape[1])
         self.weight, self.bias, self._scratch = weight, None, ops.skinny_scratch
+
+
+def _rows_of(x: Normed) -> Tensor:
+    assert not isinstance(x, Quantized), "experts are not held in 8 bits"
+    return x.x if isinstance(x, Unscaled) else x
 
 
 class TritonExperts(ComposedExperts):
@@ -54,7 +59,7 @@ class TritonExperts(ComposedExperts):
         )
 
     def multiply(self, x: Normed, shared: SharedExpert | None = None) -> Tensor:
-        plain = x.x if isinstance(x, Unscaled) else x
+        plain = _rows_of(x)
         out = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
         self._run(x, shared, None, None, out)
         return out
@@ -72,7 +77,7 @@ class TritonExperts(ComposedExperts):
     def _run(
         self, x: Normed, shared: SharedExpert | None, residual: Tensor | None, norm: Norm | None, out: Tensor | None
     ) -> None:
-        plain = x.x if isinstance(x, Unscaled) else x
+        plain = _rows_of(x)
         num_experts, hidden, inner = self._down.shape
         picks = plain.shape[0] * self.top_k
         if not picks:
@@ -84,7 +89,7 @@ class TritonExperts(ComposedExperts):
         is_grouped = isinstance(gate_up_config, GroupedConfig)
         # All memory is asked for before the first launch: what fails here leaves the counts at zero.
         router = Router(
-            x,
+            x if isinstance(x, Unscaled) else plain,
             self._router.weight,
             self._scratch,
             top_k=self.top_k,
