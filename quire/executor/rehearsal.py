@@ -68,7 +68,7 @@ def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> 
         steps.logits(num_graph_rows(steps.max_num_seqs))
         if spec.experts is not None:  # their tiles follow the number of tokens
             for power in range(steps.max_tokens.bit_length()):
-                steps.mixed(0, 1 << power)
+                steps.mixed(0, 1 << power, adapted=False)
     return NeededKernels(
         list(prompts.values()),
         [job for key, job in start.items() if key not in prompts],
