@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 TORCH ?= auto
 SOURCES := pyproject.toml setup.py constraints.txt scripts/install.py $(wildcard quire/kernels/cpu/native/*)
 
-# Tests share nothing but the processors, so that they run in as many processes. A file's tests stay in one.
-PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),logical) --maxprocesses 4 --dist loadfile
+# Tests share nothing but the processors, so that they run in as many processes. A file's tests stay in one, and files
+# begin in the order that tests/conftest.py gives them.
+PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),logical) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 FAST := $(addprefix tests/,kv scheduler text agents drafting test_rooms.py test_params.py test_config.py test_refusals.py)
 
 .PHONY: setup demo check test fuzz lint format check-install lock bench clean

@@ -54,8 +54,26 @@ def _quiet_log() -> Iterator[None]:
     logger.setLevel(level)
 
 
+# Files with minutes of work in few tests begin first: what begins last should be short, or one process works alone at
+# the end. `pytest --durations=50` tells.
+SLOW_FILES = (
+    "test_smollm2.py",
+    "executor/test_conformance.py",
+    "executor/test_ranks.py",
+    "test_combinations.py",
+    "router/test_ray_replicas.py",
+    "executor/test_ray_ranks.py",
+    "server/test_replicas.py",
+    "router/test_replicas.py",
+    "executor/test_rank_failures.py",
+    "cli/test_serve.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu skip, with a reason, where there is none."""
+    """Slow files first. Tests marked gpu skip, with a reason, where there is none."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:
         return
