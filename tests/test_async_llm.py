@@ -248,3 +248,21 @@ def test_shutdown_ends_streams(engine: AsyncLLM) -> None:
 
     asyncio.run(run())
     engine.shutdown()
+
+
+def test_it_can_be_put_to_sleep_between_requests(engine: AsyncLLM) -> None:
+    async def run() -> None:
+        before = (await collect(engine, "hello", LONG))[-1].outputs[0].token_ids
+        stream = engine.generate("hello", LONG)
+        await anext(stream)
+        with pytest.raises(BadRequestError, match="under way"):
+            await engine.sleep()
+        await stream.aclose()
+        await engine.sleep(keep_kv=True)
+        assert await engine.is_sleeping()
+        with pytest.raises(BadRequestError, match="wake it up first"):
+            await collect(engine, "hello", LONG)
+        await engine.wake_up()
+        assert (await collect(engine, "hello", LONG))[-1].outputs[0].token_ids == before
+
+    asyncio.run(run())
