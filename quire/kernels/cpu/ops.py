@@ -17,7 +17,7 @@ from quire.kernels.cpu.library import load_functions, load_library
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.threads import ThreadPool, default_num_threads
 from quire.kernels.cpu.weight import WEIGHT_DTYPES, CpuLinear
-from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, Rotary
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, PackedBatch, Rotary
 
 _KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum kind of native/simd.h
 _MAX_HEAD_DIM = 256
@@ -93,21 +93,51 @@ class CpuOps(ComposedOps):
         x = x.contiguous()
         rows, width = x.shape
         if norm.bias is not None:
-            return torch.nn.functional.layer_norm(x, (width,), norm.weight, norm.bias, norm.eps)
+            return self._layer_norm(x, None, norm)
         out = torch.empty((rows, width))
         self.functions.rms_norm(self.pool, x.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width, norm.eps)
         return out
 
     def add_norm(self, branch: Tensor, residual: Tensor, norm: Norm | None) -> Normed:
-        if norm is None or norm.bias is not None:
+        if norm is None:
             return super().add_norm(branch, residual, norm)
         assert branch.dtype is torch.float32 and branch.is_contiguous()
         assert residual.dtype is torch.float32 and residual.is_contiguous() and norm.weight.dtype is torch.float32
+        if norm.bias is not None:
+            return self._layer_norm(branch, residual, norm)
         rows, width = residual.shape
         out = torch.empty((rows, width))
         self.functions.add_rms_norm(
             self.pool, branch.data_ptr(), residual.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width,
             norm.eps,
+        )  # fmt: skip
+        return out
+
+    def _layer_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
+        assert norm.bias is not None and norm.bias.dtype is torch.float32
+        out = torch.empty_like(x)
+        self.functions.layer_norm(
+            self.pool, x.data_ptr(), None if residual is None else residual.data_ptr(), norm.weight.data_ptr(),
+            norm.bias.data_ptr(), out.data_ptr(), *x.shape, norm.eps,
+        )  # fmt: skip
+        return out
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        if activation != "gelu":
+            return super().activate(x, activation)
+        assert x.dtype is torch.float32 and x.is_contiguous()
+        self.functions.gelu(self.pool, x.data_ptr(), x.numel())
+        return x
+
+    def packed_attention(self, qkv: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
+        if spec.head_dim > _MAX_HEAD_DIM:
+            return super().packed_attention(qkv, batch, spec)
+        assert qkv.dtype is torch.float32 and qkv.is_contiguous() and spec.num_heads == spec.num_kv_heads
+        assert batch.starts.dtype is torch.int32 and batch.starts.is_contiguous()
+        out = torch.empty((len(qkv), spec.num_heads * spec.head_dim))
+        self.functions.packed_attention(
+            self.pool, qkv.data_ptr(), out.data_ptr(), batch.starts.data_ptr(), len(batch.lengths), spec.num_heads,
+            spec.head_dim, spec.scale,
         )  # fmt: skip
         return out
 
