@@ -84,7 +84,6 @@ VLLM_FLAGS: dict[str, str] = {
 # Paths of vLLM's server that Quire has not.
 VLLM_PATHS_MISSING: dict[str, str] = {
     "/v1/audio/transcriptions, /v1/audio/translations": "text models only",
-    "/v1/load_lora_adapter, /v1/unload_lora_adapter": "no LoRA yet",
     "/start_profile, /stop_profile": "see quire:step_seconds_total and quire:host_seconds_total",
     "/invocations": "use the paths above",
 }
@@ -310,6 +309,8 @@ PATH_NOTES: dict[str, str] = {
     "/classify": "the same",
     "/v1/pooling": "as in vLLM",
     "/pooling": "the same",
+    "/v1/load_lora_adapter": "as in vLLM, without an environment variable: a key, or this machine's own address",
+    "/v1/unload_lora_adapter": "as in vLLM",
     "/tokenize": "as in vLLM",
     "/detokenize": "as in vLLM",
     "/health": "JSON with a status; 503 and why while it starts, drains, is stuck or dead",

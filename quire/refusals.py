@@ -182,7 +182,6 @@ ENGINE = _table(
 # Flags of `vllm serve` that are no arguments of its engine.
 SERVER = _table(
     {
-        "adapters are served by LLM and AsyncLLM so far": "lora_modules=[]",
         "tools are always served where the model's template has them": "enable_auto_tool_choice=false|true",
         _NO_PARSER_PLUGINS: 'tool_parser_plugin="" tool_server',
         "a model is not shown tools that it must not call": "exclude_tools_when_tool_choice_none=true",

@@ -26,7 +26,7 @@ from quire.errors import EngineDeadError
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.plan import TokenLogprobs
-from quire.request import FinishReason
+from quire.request import AdapterRef, FinishReason
 from quire.request import Sequence as Line
 from quire.router.replicas import ReplicaSet
 from quire.scheduler import SequenceUpdate
@@ -93,10 +93,17 @@ class ScriptedEngine:
         return EngineLoad(num_running=len(self.running))
 
     def prepare(
-        self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0, tenant: str = ""
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        adapter: AdapterRef | None = None,
     ) -> PreparedRequest:
         prepared = self._inputs.make_request(
-            request_id, prompt, params, arrival_s=time.monotonic(), priority=priority, tenant=tenant
+            request_id, prompt, params, arrival_s=time.monotonic(), priority=priority, tenant=tenant, adapter=adapter
         )
         self.prepared.append(prepared)
         return self.prepared[-1]

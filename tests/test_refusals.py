@@ -86,8 +86,8 @@ def test_a_flag_of_serve_likewise(flag: Any) -> None:
 
 def test_flags_are_refused_in_variables_and_files_too(tmp_path: Path) -> None:
     assert read_flags(environ={"QUIRE_TENSOR_PARALLEL_SIZE": "1", "QUIRE_ENABLE_LORA": "false"}) == EngineConfig()
-    with pytest.raises(ConfigError, match="QUIRE_LORA_MODULES is not supported: adapters are served by LLM"):
-        read_flags(environ={"QUIRE_LORA_MODULES": "x"})
+    with pytest.raises(ConfigError, match="QUIRE_TOOL_SERVER is not supported: Quire runs no code from flags"):
+        read_flags(environ={"QUIRE_TOOL_SERVER": "x"})
     file = tmp_path / "quire.yaml"
     file.write_text("diffusion-config: {method: x}\n")
     with pytest.raises(ConfigError, match=r"diffusion-config in .* is not supported: Quire serves no diffusion"):

@@ -86,9 +86,9 @@ def read(
         settings_field(name): tuple(v) if isinstance(v, list) else v for name, v in values.items()
     }
     settings = ServerSettings(**server, api_keys=keys)
-    if not models:
-        return (ModelSettings(_engine_config(engine)),), settings, found.warnings
-    wanted = tuple(ModelSettings(_engine_config(engine | one), names) for names, one in models)
+    wanted = tuple(ModelSettings(_engine_config(engine | one), names) for names, one in models or [((), {})])
+    if settings.lora_modules and not any(model.config.enable_lora for model in wanted):
+        raise ConfigError(f"{found.sources['lora_modules']} needs --enable-lora")
     return wanted, settings, found.warnings
 
 

@@ -68,6 +68,14 @@ _MODEL = [
         takes_several=True,
     ),
     Flag(
+        name="lora_modules",
+        help="adapters, as NAME=PATH or JSON with name and path, each served as a model of its name",
+        read=read_json_or_text,
+        metavar="ADAPTER",
+        is_list=True,
+        takes_several=True,
+    ),
+    Flag(
         name="memory_shares",
         help="what each of several models takes while awake (default: by weights)",
         read=read_number,
@@ -215,7 +223,7 @@ def check_refused(found: Gathered) -> None:
 
 def engine_names() -> set[str]:
     """Flags that are EngineConfig's."""
-    return {flag.name for flag in (*_MODEL, *_ENGINE)} - {"served_model_name", "memory_shares"}
+    return {flag.name for flag in (*_MODEL, *_ENGINE)} - {"served_model_name", "memory_shares", "lora_modules"}
 
 
 def settings_field(name: str) -> str:

@@ -14,7 +14,7 @@ from quire.inputs import Prompt
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.pooling import PoolingParams
-from quire.request import Request
+from quire.request import AdapterRef, Request
 from quire.text import Tokenizer
 
 
@@ -132,6 +132,7 @@ class ServingEngine(Protocol):
         *,
         priority: int = 0,
         tenant: str = "",
+        adapter: AdapterRef | None = None,
     ) -> PreparedRequest:
         """Raises BadRequestError; the engine has not heard of the request yet."""
         ...

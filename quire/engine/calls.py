@@ -1,12 +1,14 @@
 """Named inspections of a running engine: run between two steps, at a server's request.
 
 Each takes the core and keyword arguments, and gives builtins that msgpack can carry. It holds up the next step, so it
-should be quick. What it raises goes to who asked; the engine goes on.
+should be quick; what takes longer gives a future, and is told when that is done. What it raises goes to who asked; the
+engine goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from quire.engine.core import EngineCore
@@ -83,6 +85,13 @@ def expire_unused(core: EngineCore, *, older_than_s: float) -> int:
     return sum(store.expire(older_than_s) for store in stores)
 
 
+def read_adapter(core: EngineCore, *, adapter: str, path: str) -> Future[Any]:
+    """Read an adapter and see whether it fits the model; answers with its key and rank when that is done."""
+    if core.adapters is None:
+        raise BadRequestError("adapters are not served here: start with --enable-lora", param="lora_name")
+    return core.adapters.slots.start_reading(adapter, path)
+
+
 def sleep(core: EngineCore, *, keep_kv: bool = False) -> None:
     """Give memory back until `wake_up`."""
     core.fall_asleep(keep_kv=keep_kv)
@@ -100,6 +109,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "pin_cached": pin_cached,
     "expire_prefix": expire_prefix,
     "expire_unused": expire_unused,
+    "read_adapter": read_adapter,
     "sleep": sleep,
     "wake_up": wake_up,
     **INSPECTIONS,

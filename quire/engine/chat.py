@@ -17,6 +17,7 @@ from quire.errors import BadRequestError
 from quire.grammar.lowering import json_rule, literal
 from quire.grammar.schema import checked_schema
 from quire.params import SamplingParams
+from quire.request import AdapterRef
 from quire.structured import StructuredOutputsParams
 from quire.text import Tokenizer
 
@@ -89,7 +90,13 @@ class PreparedChat:
 
 
 def prepare_chat(
-    engine: ServingEngine, request_id: str, turn: ChatTurn, *, priority: int = 0, tenant: str = ""
+    engine: ServingEngine,
+    request_id: str,
+    turn: ChatTurn,
+    *,
+    priority: int = 0,
+    tenant: str = "",
+    adapter: AdapterRef | None = None,
 ) -> PreparedChat:
     """Render, tokenize and check. Any thread may call it; raises BadRequestError."""
     dialect, params, tokenizer = engine.dialect, turn.params, engine.tokenizer
@@ -122,7 +129,7 @@ def prepare_chat(
         if special.intersection(_markers(dialect if names else Dialect(None, thinking))):
             params = params.clone(skip_special_tokens=False)
             hidden = re.compile("|".join(re.escape(one) for one in sorted(special, key=len, reverse=True)))
-    prepared = engine.prepare(request_id, prompt, params, priority=priority, tenant=tenant)
+    prepared = engine.prepare(request_id, prompt, params, priority=priority, tenant=tenant, adapter=adapter)
     return PreparedChat(prepared, dialect, is_open, names, hidden)
 
 

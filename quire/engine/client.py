@@ -33,7 +33,7 @@ from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.pooling import PoolingParams
-from quire.request import cache_scope
+from quire.request import AdapterRef, cache_scope
 from quire.text import Tokenizer
 
 _TICK_S = 1.0
@@ -246,6 +246,7 @@ class EngineClient:
         *,
         priority: int = 0,
         tenant: str = "",
+        adapter: AdapterRef | None = None,
     ) -> PreparedRequest:
         """Tokenize and check. Any thread may call it."""
         self._raise_if_not_ready()
@@ -257,6 +258,7 @@ class EngineClient:
             priority=priority,
             tenant=tenant,
             cache_tenant=tenant if self.options.isolated_tenants else "",
+            adapter=adapter,
         )
 
     def render_chat(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from quire.engine.api import EngineLoad
@@ -50,6 +51,7 @@ from quire.scheduler.traffic import SendReport
 _REPORT_EVERY_S = 0.1
 _QUIET_S = 0.1  # without a request, before something is prepared that the next one would have to wait for
 _IDLE_REPORT_S = 1.0
+_ANSWER_S = 0.005  # while a call is at work on another thread
 _LOOK_S = 1e-3  # while a step is put off: is the one that runs really still running?
 
 _BROWNOUT = (
@@ -83,6 +85,7 @@ class EngineLoop:
         self._keys: dict[str, int] = {}  # by request_id
         self._seq_keys: dict[int, int] = {}  # by seq_id, of the sequences that had an output
         self._preemptions: dict[int, tuple[int, int]] = {}  # by seq_id: what was told of them
+        self._answers: dict[int, Future[Any]] = {}  # by call_id: calls that are still at work on another thread
         self._is_stopping = False
         self._next_report_s = 0.0
         self._last_load: EngineLoad | None = None
@@ -95,6 +98,7 @@ class EngineLoop:
         while True:
             self.progress.step_started_s = time.monotonic()
             self._take_commands()
+            self._send_answers()
             if self._is_stopping:
                 return
             if self.core.has_work:
@@ -122,6 +126,7 @@ class EngineLoop:
         is_quiet = False
         while command is None and not self.core.has_work and not self._is_stopping:
             self._report()
+            self._send_answers()
             self.progress.step_started_s = None
             if self.core.can_prepare:
                 command = self._receive(0.0 if is_quiet else _QUIET_S)
@@ -133,7 +138,8 @@ class EngineLoop:
             # Rates and brownout fall with time alone.
             is_settled = self._last_load is not None and not self._last_load.tokens_per_s and not self._brownout.level
             is_settled = is_settled and not self.core.can_die_idle
-            command = self._receive(None if is_settled else _IDLE_REPORT_S)
+            wait_s = _ANSWER_S if self._answers else None if is_settled else _IDLE_REPORT_S
+            command = self._receive(wait_s)
             self.core.check()
             self.progress.step_started_s = time.monotonic()
         while command is not None and not self._is_stopping:
@@ -192,13 +198,25 @@ class EngineLoop:
                 value = CALLS[command.name](self.core, **command.arguments)
             else:
                 raise BadRequestError(f"there is no engine call {command.name!r}", param="name")
-            self._send(CallDone(command.call_id, value))  # in here: it may be something that cannot travel
+            if isinstance(value, Future):
+                self._answers[command.call_id] = value
+            else:
+                self._send(CallDone(command.call_id, value))  # in here: it may be something that cannot travel
         except Exception as error:
             if self.core.is_dead:
                 raise
             if not isinstance(error, QuireError):
                 get_logger().exception("the engine call %s failed", command.name)
             self._send(CallFailed(command.call_id, ErrorInfo.of(error)))
+
+    def _send_answers(self) -> None:
+        """Of calls whose work is done by now."""
+        for call_id, work in list(self._answers.items()):
+            if work.done():
+                del self._answers[call_id]
+                error = work.exception()
+                done = CallDone(call_id, work.result()) if error is None else CallFailed(call_id, ErrorInfo.of(error))
+                self._send(done)
 
     # -- blocks to and from other engines
 

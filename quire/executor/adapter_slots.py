@@ -31,9 +31,6 @@ class AdapterInfo:
     rank: int
     num_modules: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class AdapterSlots:
     """The slots of a bank, and a store of adapters on the host, both with the least recently used leaving first.
@@ -81,8 +78,9 @@ class AdapterSlots:
                 self._kept.popitem(last=False)
         return info
 
-    def start_reading(self, name: str, path: str) -> Future[AdapterInfo]:
-        return self._reader.submit(self.read, name, path)
+    def start_reading(self, name: str, path: str) -> Future[dict[str, Any]]:
+        """Likewise, on a thread; the future has the AdapterInfo as builtins."""
+        return self._reader.submit(lambda: asdict(self.read(name, path)))
 
     def start_reading_again(self, key: str, path: str) -> Future[AdapterInfo]:
         """One that was read before, and dropped."""
@@ -113,11 +111,6 @@ class AdapterSlots:
             self._bank.write(slot, packed)
         self._slots[key] = slot
         return True
-
-    def forget(self, key: str) -> None:
-        """Drop what is kept of it. It stays in its slot until another takes that."""
-        with self._lock:
-            self._kept.pop(key, None)
 
     def _take_slot(self, in_use: set[str]) -> int | None:
         if self._free:

@@ -37,6 +37,7 @@ from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.pooling import PoolingParams
+from quire.request import AdapterRef
 from quire.router.carry import bring_blocks
 from quire.router.hashes import prompt_hashes
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
@@ -389,6 +390,7 @@ class ReplicaSet:
         *,
         priority: int = 0,
         tenant: str = "",
+        adapter: AdapterRef | None = None,
     ) -> PreparedRequest:
         """Tokenize and check. Any thread may call it."""
         if self._death_reason or self._is_closing:
@@ -401,6 +403,7 @@ class ReplicaSet:
             priority=priority,
             tenant=tenant,
             cache_tenant=tenant if self.options.isolated_tenants else "",
+            adapter=adapter,
         )
 
     def render_chat(

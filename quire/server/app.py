@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from quire.errors import QuireError
 from quire.server import (
+    adapters,
     batches,
     cache_hashes,
     debug,
@@ -65,6 +66,7 @@ def create_app(context: ServerContext) -> Starlette:
     parts: tuple[Any, ...] = (
         sleeping,
         models,
+        adapters,
         health,
         metrics,
         load,

@@ -46,7 +46,8 @@ _NOT_SWITCHES = NOT_SWITCHES | {"tools", "add_generation_prompt", "continue_fina
 
 
 async def create_chat(exchange: Exchange, body: ChatBody) -> None:
-    served, model, _ = exchange.context.find(body.model)
+    asked = exchange.context.find(body.model)
+    served, model = asked.served, asked.name
     engine = served.engine
     params = chat_params(body, engine.default_sampling)
     priority = priority_of(body, engine.info)
@@ -58,7 +59,9 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
     def prepare() -> PreparedChat:
         try:
             with naming_templates():
-                return prepare_chat(engine, request_id, turn, priority=priority, tenant=exchange.tenant)
+                return prepare_chat(
+                    engine, request_id, turn, priority=priority, tenant=exchange.tenant, adapter=asked.adapter_ref
+                )
         except BadRequestError as error:
             error.param = "messages" if error.param == "prompt" else param_of(body, error.param)
             raise

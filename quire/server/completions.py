@@ -25,7 +25,8 @@ from quire.server.text_work import request_deadline
 
 
 async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
-    served, model, _ = exchange.context.find(body.model)
+    asked = exchange.context.find(body.model)
+    served, model, adapter = asked.served, asked.name, asked.adapter_ref
     engine = served.engine
     prompts = read_prompts(body.prompt, max(body.n or 1, (body.best_of or 1) if body.use_beam_search else 1))
     params = completion_params(body, engine.default_sampling)
@@ -40,7 +41,9 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
                 raise ClientGone
             made = _engine_prompt(engine, body, prompt)
             try:
-                prepared.append(engine.prepare(request_id, made, params, priority=priority, tenant=exchange.tenant))
+                prepared.append(
+                    engine.prepare(request_id, made, params, priority=priority, tenant=exchange.tenant, adapter=adapter)
+                )
             except BadRequestError as error:
                 error.param = param_of(body, error.param)
                 raise

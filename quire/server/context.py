@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 
 from quire.engine.api import EngineState, ServingEngine, is_replicated, replicas_of
 from quire.errors import ConfigError
+from quire.request import AdapterRef
 from quire.server.admission import Admission
 from quire.server.batches import Batches
 from quire.server.errors import ApiError, shown
@@ -36,7 +37,7 @@ class ServedModel:
     admission: Admission
     metrics: ServerMetrics
     life: ServerLife
-    adapters: dict[str, str] = field(default_factory=dict)  # by the name that clients ask for: where it came from
+    adapters: dict[str, AdapterRef] = field(default_factory=dict)  # by the name that clients ask for
     feeds: dict[str, LiveFeed] = field(default_factory=dict)  # by the engine's name
 
     @classmethod
@@ -89,6 +90,10 @@ class Asked(NamedTuple):
     served: ServedModel
     name: str  # to answer under
     adapter: str | None = None  # of the model's adapters, the one to use
+
+    @property
+    def adapter_ref(self) -> AdapterRef | None:
+        return None if self.adapter is None else self.served.adapters[self.adapter]
 
 
 def _is_up(engine: ServingEngine) -> bool:

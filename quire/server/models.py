@@ -30,7 +30,7 @@ def routes(context: ServerContext) -> list[Route]:
 
     def describe(served: ServedModel, name: str, adapter: str | None = None) -> Model:
         info, state = served.engine.info, served.engine.health().state.value
-        root = info.model if adapter is None else served.adapters[adapter]
+        root = info.model if adapter is None else served.adapters[adapter].path
         parent = None if adapter is None else served.names[0]
         return Model(id=name, created=created, root=root, parent=parent, max_model_len=info.max_model_len, state=state)
 

@@ -11,6 +11,7 @@ import msgspec
 import quire
 from quire.refusals import FIELDS
 from quire.server import messages, pooled, protocol, replies, responses
+from quire.server.adapters import LoadAdapterBody, UnloadAdapterBody
 from quire.server.batches import Batch, BatchBody
 from quire.server.cache_hashes import BlockHashes, HashesBody
 from quire.server.deadline import TIMEOUT_HEADER
@@ -170,6 +171,24 @@ OPERATIONS = (
             parameters=(_ID, _TIMEOUT),
         )
         for path, (body, _) in pooled.POSTS.items()
+    ),
+    Operation(
+        method="post",
+        path="/v1/load_lora_adapter",
+        tag="OpenAI",
+        summary="Read an adapter from the server's disk or the hub, and serve it as a model of its name. For an admin.",
+        body=LoadAdapterBody,
+        statuses=(*_ALWAYS, 400, 403, 404, 415),
+        reply_type="text/plain",
+    ),
+    Operation(
+        method="post",
+        path="/v1/unload_lora_adapter",
+        tag="OpenAI",
+        summary="An adapter's name is gone; requests that run with it finish. For an admin.",
+        body=UnloadAdapterBody,
+        statuses=(*_ALWAYS, 400, 403, 404, 415),
+        reply_type="text/plain",
     ),
     Operation(
         method="post",

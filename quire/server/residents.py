@@ -32,6 +32,7 @@ from quire.log import get_logger
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.pooling import PoolingParams
+from quire.request import AdapterRef
 from quire.server.errors import ApiError
 from quire.server.life import RETRY_AFTER_S
 from quire.text import Tokenizer
@@ -249,6 +250,7 @@ class ResidentEngine:
         *,
         priority: int = 0,
         tenant: str = "",
+        adapter: AdapterRef | None = None,
     ) -> PreparedRequest:
         """Tokenize and check, whether it sleeps or not. Any thread may call it."""
         self.raise_if_dead()
@@ -260,6 +262,7 @@ class ResidentEngine:
             priority=priority,
             tenant=tenant,
             cache_tenant=tenant if self.options.isolated_tenants else "",
+            adapter=adapter,
         )
 
     def render_chat(

@@ -28,6 +28,7 @@ from quire.engine.client import EngineClient
 from quire.engine.launch import EngineProcessOptions, settle_for_serving
 from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
+from quire.server.adapters import load_at_start
 from quire.server.app import create_app, post_endpoints
 from quire.server.batches import Batches
 from quire.server.context import ServedModel, ServerContext
@@ -193,6 +194,7 @@ class _Run:
         for engine in self._engines:
             await engine.start()
             await engine.ready()
+        await load_at_start(self._context)
 
     async def _serve(self) -> int:
         await _first_of(self._drain_wanted, self._death)

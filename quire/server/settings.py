@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
 from urllib.parse import urlsplit
 
 from quire.config import EngineConfig
@@ -34,6 +36,28 @@ class ModelSettings:
     names: tuple[str, ...] = ()  # that clients ask for; empty: as the operator named it
 
 
+@dataclass(slots=True, frozen=True)
+class LoraModule:
+    """An adapter that is there from the start."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None  # None: the first model that is served
+
+    @classmethod
+    def of(cls, given: LoraModule | str | Mapping[str, Any]) -> LoraModule:
+        """NAME=PATH, or vLLM's keys."""
+        if isinstance(given, LoraModule):
+            return given
+        if isinstance(given, str):
+            name, _, path = given.partition("=")
+            given = {"name": name, "path": path}
+        is_text = all(isinstance(value, str) and value for value in given.values())
+        if not is_text or not {"name", "path"} <= set(given) <= {"name", "path", "base_model_name"}:
+            raise ConfigError(f"lora_modules must be NAME=PATH, or JSON with name and path, got {given!r}")
+        return cls(**given)
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ServerSettings:
     """Everything but the engine. `None` means "no limit" or "choose for me", as each comment says."""
@@ -48,6 +72,7 @@ class ServerSettings:
     ssl_ca_certs: str | None = None  # given: clients must show a certificate that one of these signed
     # What clients see
     served_model_names: tuple[str, ...] = ()  # empty: the model as the operator named it
+    lora_modules: tuple[LoraModule, ...] = ()  # adapters that are there from the start
     # Who may ask
     api_keys: tuple[ApiKey, ...] = ()  # empty: anyone
     share_prefixes_across_keys: bool = False  # then how fast an answer comes tells what other keys have sent
@@ -92,6 +117,10 @@ class ServerSettings:
             _check_origin(origin)
         if len({key.key for key in self.api_keys}) != len(self.api_keys):
             raise ConfigError("the same API key is given twice")
+        object.__setattr__(self, "lora_modules", tuple(LoraModule.of(one) for one in self.lora_modules))
+        names = [module.name for module in self.lora_modules]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"lora_modules: two adapters are named {twice!r}")
         if any(not name for name in self.served_model_names):
             raise ConfigError("served_model_name must not be empty")
         if self.default_timeout_s and self.max_timeout_s and self.default_timeout_s > self.max_timeout_s:

@@ -110,7 +110,7 @@ def test_help_is_grouped_and_tells_defaults_and_precedence(capsys: pytest.Captur
     assert all(flag.option in text and flag.help in text for flag in SHOWN)
     assert "(default 127.0.0.1)" in text
     assert "the first that has it wins" in text
-    assert "--lora-modules" not in text
+    assert "--tool-parser-plugin" not in text
     assert max(map(len, text.splitlines())) <= 120
     assert "(default 60)" in help_of(next(flag for flag in SHOWN if flag.name == "drain_timeout"))
 
@@ -123,6 +123,8 @@ def test_help_is_grouped_and_tells_defaults_and_precedence(capsys: pytest.Captur
         (["--nnodes", "2"], "--nnodes is not supported"),
         (["--max-loras", "4"], "max_loras has no effect without adapters: set enable_lora=True"),
         (["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "2"], "max_cpu_loras=2 is less than max_loras=4"),
+        (["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
+        (["--enable-lora", "--lora-modules", "a"], "lora_modules must be NAME=PATH"),
         (["--enable-lora", "-tp", "2"], "enable_lora is for a model on one device so far"),
         (["--enable-auto-tool-choice", "--tool-parser-plugin", "x.py"], "is not supported"),
         (["--allowed-origins", '["*"]'], "use --cors-origin"),

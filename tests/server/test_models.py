@@ -6,6 +6,7 @@ import openai
 from server_harness import ScriptedEngine, Server, running
 
 import quire
+from quire.request import AdapterRef
 from quire.server.models import fingerprint
 
 
@@ -65,7 +66,7 @@ def test_an_unknown_model_is_answered_with_near_names(tiny_model: Path) -> None:
 
 def test_an_adapter_is_listed_with_its_model_and_found_by_its_name(tiny_model: Path) -> None:
     with running(ScriptedEngine(tiny_model)) as server:
-        server.context.first.adapters["pirate"] = "/adapters/pirate"
+        server.context.first.adapters["pirate"] = AdapterRef("key", "/adapters/pirate")
         listed = server.get("/v1/models").json()["data"][1]
         assert (listed["id"], listed["root"], listed["parent"]) == ("pirate", "/adapters/pirate", "tiny")
         asked = server.context.find("pirate")

@@ -150,9 +150,10 @@ def _reply_of(path: str) -> str:
     return str(answer["schema"].get("$ref", "").rsplit("/", 1)[-1])
 
 
-# A batch must name a file that is there, and this server's engine is neither replicas nor one that can be unloaded, and
-# its model generates.
+# A batch must name a file that is there, an adapter a folder, and this server's engine is neither replicas nor one that
+# can be unloaded, and its model generates.
 REFUSED_HERE = {"/v1/batches", "/debug/replicas", "/debug/kv/levels", "/v1/models/load", "/v1/models/unload", *POOLED}
+REFUSED_HERE |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 
 
 @pytest.mark.parametrize("path", sorted(BODIES.keys() - REFUSED_HERE))
