@@ -128,6 +128,8 @@ class EngineClient:
         try:
             # Here and in the child at once; what is wrong with a model is found here first, as it would be offline.
             self._text = await self._shared.open()
+            if self._text.tokenizer is not None:
+                self._text.grammars.prepare()
             info = await self._info
             self._inputs = self._text.make_inputs(info.max_model_len, info.max_num_seqs)
             self._streams = Streams(self._shared.outputs, self._link.send, self._raise_if_not_ready)

@@ -72,6 +72,7 @@ class EngineCore:
         self._costs = scheduler.costs
         self.can_prepare = True  # until there is nothing left of it
         self.is_asleep = False
+        self._has_prepared_grammars = False
         self._last_added_s = 0.0
         self._drafts_judged_s: float | None = None  # when, if nothing has been submitted since
         self._failure: BaseException | None = None
@@ -256,6 +257,9 @@ class EngineCore:
         self._raise_if_dead()
         started = time.perf_counter()
         self.can_prepare = self.executor.prepare_more()
+        if not self.can_prepare and self._grammars is not None and not self._has_prepared_grammars:
+            self._has_prepared_grammars = True
+            self._grammars.prepare()
         self._costs.observe_preparing(time.perf_counter() - started)
         return self.can_prepare
 

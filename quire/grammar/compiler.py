@@ -44,8 +44,8 @@ class GrammarCompiler:
     def __init__(
         self, open_vocabulary: Callable[[], tuple[Tokenizer | None, Iterable[int]]], *, vocab_size: int
     ) -> None:
-        """`open_vocabulary` gives the tokenizer and its end tokens. It is called when the first grammar is compiled:
-        most engines never need it."""
+        """`open_vocabulary` gives the tokenizer and its end tokens. It is called by `prepare`, or for the first
+        grammar."""
         self._open = open_vocabulary
         self.vocab_size = vocab_size
         self._kept: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
@@ -62,6 +62,10 @@ class GrammarCompiler:
             return tokenizer, end_token_ids(checkpoint, spec, tokenizer)
 
         return cls(open_vocabulary, vocab_size=spec.vocab_size)
+
+    def prepare(self) -> None:
+        """Read the vocabulary beside what else goes on, so that the first grammar need not wait for it."""
+        self._threads.submit(lambda: self.tokenizer)
 
     def start(self, grammar: str) -> Future[LLMatcher]:
         """The compiled grammar, now or later. Its error is a BadRequestError."""
