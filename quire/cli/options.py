@@ -28,7 +28,7 @@ MODEL_FLAGS: dict[str, tuple[Any, str]] = {
     "chat_template": (str, "a template or a file that holds one"),
     "tool_call_parser": (str, "format of tool calls, such as hermes (default: read from the chat template)"),
     "reasoning_parser": (str, "format of thinking, such as qwen3 (default: read from the chat template)"),
-    "runner": (str, "generate, or pooling: embeddings, scores and classes (default: as the model is made for)"),
+    "runner": (str, "generate, or pooling for embeddings and scores (default: as made for)"),
     "convert": (str, "of a model that pools: embed or classify (default: as the model is made for)"),
     "task": (str, "vLLM's older name for both: generate, embed, classify or score"),
     "pooler_config": (json_value, "how to pool: pooling_type (LAST, MEAN, CLS) and normalize"),

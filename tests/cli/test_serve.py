@@ -131,7 +131,6 @@ def test_help_is_grouped_and_tells_defaults_and_precedence(capsys: pytest.Captur
         (["--speculative-config", '{"method": "eagle"}'], "method in speculative_config must be one of"),
         (["--speculative-config", "ngram"], "--speculative-config must be JSON"),
         (["--spec-method", "ngram", "--spec-tokens", "0"], "num_speculative_tokens in speculative_config must be"),
-        (["--task", "embed", "a-model"], "--task is not supported: Quire generates text only"),
         (["--port", "many"], "--port must be a whole number"),
         (["--port", "99999"], "port must be between 0 and 65535"),
         (["--max-model-len", "long"], "max_model_len must be auto or a whole number"),
