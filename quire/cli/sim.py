@@ -38,6 +38,10 @@ def add_parser(subparsers: Any) -> None:
     where.add_argument("--devices", metavar="FILE", help="JSON: other GPUs, or other numbers for known ones")
     where.add_argument("--profile", metavar="FILE", help="the machine that quire bench profile --output-json recorded")
     where.add_argument("-dp", "--replicas", "--data-parallel-size", type=int, default=1, metavar="N", help="replicas")
+    where.add_argument("--roles", nargs="+", metavar="ROLE", help="of each replica: prefill, decode or both")
+    where.add_argument(
+        "--link-gbs", type=float, default=50.0, metavar="GB/S", help="at which blocks leave a replica (default 50)"
+    )
     where.add_argument("--policy", default="first-token", metavar="NAME", help=f"of the router: {', '.join(POLICIES)}")
     where.add_argument("--front-ms", type=float, metavar="MS", help="HTTP and tokenizing before and behind the engine")
     add_workload_flags(parser, default="sharegpt")
@@ -124,6 +128,7 @@ def _check_followed(config: EngineConfig, *, has_profile: bool) -> None:
 def _simulate(args: argparse.Namespace) -> Any:
     from quire.lab.shapes import read_model_spec
     from quire.lab.simulated import engine_by_arithmetic, engine_by_profile
+    from quire.sim.apart import Link
     from quire.sim.fleet import Fleet
     from quire.sim.profile import read_profile
 
@@ -132,6 +137,9 @@ def _simulate(args: argparse.Namespace) -> Any:
             setattr(args, name, 1)
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    roles = EngineConfig(data_parallel_size=args.replicas, roles=tuple(args.roles or ())).roles
+    if not 0 < args.link_gbs < math.inf:
+        raise ConfigError(f"--link-gbs must be more than 0, got {args.link_gbs:g}")
     config = engine_config(args)
     _check_followed(config, has_profile=args.profile is not None)
     is_read_along = args.trace is not None or args.request_rate is not None
@@ -162,6 +170,8 @@ def _simulate(args: argparse.Namespace) -> Any:
             num_replicas=args.replicas,
             policy=args.policy,
             front_s=front_s,
+            roles=roles,
+            link=Link(bytes_per_s=args.link_gbs * 1e9),
         )
         fleet.run(requests)
         report = fleet.report(name, len(requests))

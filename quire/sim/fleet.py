@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from quire.bench.report import KVReport, Percentiles, RunReport, Sample
 from quire.errors import ConfigError
 from quire.params import SamplingSpec
 from quire.request import Request
+from quire.sim.apart import Handovers, Link
 from quire.sim.cost import StepCost
 from quire.sim.policies import POLICIES, Policy
 from quire.sim.replica import Replica, ReplicaConfig, TokenTimes
@@ -23,13 +25,17 @@ _GREEDY = SamplingSpec(temperature=0.0)
 
 @dataclass(slots=True, kw_only=True)
 class Fleet:
-    """`front_s`: HTTP, JSON, tokenizing and the way to the engine and back, of which clients see the sum."""
+    """`front_s`: HTTP, JSON, tokenizing and the way to the engine and back, of which clients see the sum.
+
+    `roles`: of each replica, prefill, decode or both; blocks go from the first kind to the second over `link`."""
 
     config: ReplicaConfig
     cost: StepCost
     num_replicas: int = 1
     policy: str = "first-token"
     front_s: float = 0.0
+    roles: tuple[str, ...] = ()
+    link: Link = field(default_factory=lambda: Link(bytes_per_s=50e9))
     replicas: list[Replica] = field(default_factory=list)
     times: TokenTimes = field(default_factory=TokenTimes)
     samples: list[Sample] = field(default_factory=list)
@@ -37,21 +43,33 @@ class Fleet:
     wall_s: float = 0.0  # real seconds that the simulation took
     num_done: int = 0
     first_arrival_s: float = 0.0
+    num_moved: int = 0
+    _tickets: dict[str, int] = field(default_factory=dict)  # by request_id: the policy's choice
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
             raise ConfigError(f"the number of replicas must be at least 1, got {self.num_replicas}")
         if self.policy not in POLICIES:
             raise ConfigError(f"unknown policy {self.policy!r}: there are {', '.join(POLICIES)}")
-        self.replicas = [Replica(self.config, self.cost, self.times) for _ in range(self.num_replicas)]
+        if self.roles and len(self.roles) != self.num_replicas:
+            raise ConfigError(f"{len(self.roles)} roles are given, and there are {self.num_replicas} replicas")
+        config = replace(self.config, has_peers=bool(self.roles))
+        self.replicas = [Replica(config, self.cost, self.times) for _ in range(self.num_replicas)]
 
     def run(self, requests: Sequence[SimRequest], *, from_s: float | None = None, until_s: float | None = None) -> None:
         """Serve them all, or as far as they get until `until_s`; of what comes before `from_s` no times are kept."""
         started = time.perf_counter()
-        policy = POLICIES[self.policy](self.replicas, lambda: self.now_s)
-        for number, replica in enumerate(self.replicas):
-            replica.on_first_token = partial(policy.on_first_token, number)
-            replica.on_end = partial(self._on_end, policy, number)
+        block_bytes = self.config.scheduler.kv_bytes_per_block
+        roles = self.roles or ("both",) * self.num_replicas
+        moving = Handovers(self.replicas, roles, self.link, block_bytes)
+        arriving = moving.prefilling
+        policy = POLICIES[self.policy]([self.replicas[index] for index in arriving], lambda: self.now_s)
+        for number, member in enumerate(arriving):
+            self.replicas[member].on_first_token = partial(self._on_first_token, policy, moving, number, member)
+        moving.on_leave = partial(self._forget_ticket, policy)
+        for replica in self.replicas:
+            replica.on_end = partial(self._on_end, policy)
+            replica.on_fetched = moving.on_fetched
         self.first_arrival_s = requests[0].arrival_s if requests else 0.0
         num_samples = max(20, min(_NUM_SAMPLES, 20_000 // self.num_replicas))
         sample_s = max(requests[-1].arrival_s - self.first_arrival_s, 1.0) / num_samples if requests else 1.0
@@ -59,9 +77,16 @@ class Fleet:
         coming = _engine_requests(requests)
         arrival = next(coming, None)
         heap: list[tuple[float, int]] = []
-        while arrival is not None or heap:
-            if arrival is not None and (not heap or arrival.arrival_s + self.front_s <= heap[0][0]):
+        while arrival is not None or heap or moving.timers:
+            next_s = min((one[0][0] for one in (heap, moving.timers) if one), default=math.inf)
+            if arrival is not None and arrival.arrival_s + self.front_s <= next_s:
                 now_s, index = arrival.arrival_s + self.front_s, None
+            elif moving.timers and moving.timers[0][0] <= next_s:
+                now_s, _, arrive = heapq.heappop(moving.timers)
+                self.now_s = now_s
+                arrive(now_s)
+                self._push(heap, moving.touched)
+                continue
             else:
                 now_s, index = heapq.heappop(heap)
                 if self.replicas[index].due_s != now_s:
@@ -77,7 +102,11 @@ class Fleet:
                 next_sample_s += sample_s
             if index is None:
                 assert arrival is not None
-                index = policy.choose(arrival)
+                direct = moving.direct(arrival) if "decode" in self.roles else None
+                if direct is None:
+                    number = policy.choose(arrival)
+                    self._tickets[arrival.request_id] = number
+                index = arriving[number] if direct is None else direct
                 replica = self.replicas[index]
                 before_s = replica.due_s
                 replica.add(arrival, now_s)
@@ -87,13 +116,35 @@ class Fleet:
             else:
                 replica = self.replicas[index]
                 replica.advance()
-            if replica.due_s is not None:
-                heapq.heappush(heap, (replica.due_s, index))
+            moving.touched.add(index)
+            self._push(heap, moving.touched)
+        self.num_moved = moving.num_moved
         self.wall_s = time.perf_counter() - started
 
-    def _on_end(self, policy: Policy, index: int, request: Request) -> None:
+    def _push(self, heap: list[tuple[float, int]], touched: set[int]) -> None:
+        """Note when these replicas are due; an entry that is out of date is passed over when its time comes."""
+        while touched:
+            index = touched.pop()
+            due_s = self.replicas[index].due_s
+            if due_s is not None:
+                heapq.heappush(heap, (due_s, index))
+
+    def _on_first_token(self, policy: Policy, moving: Handovers, number: int, index: int, request: Request) -> None:
+        policy.on_first_token(number, request)
+        if self.roles and self.roles[index] == "prefill":
+            begun_s = request.sequences[0].first_scheduled_s
+            assert begun_s is not None
+            moving.on_first_token(index, request, self.now_s, begun_s)
+
+    def _on_end(self, policy: Policy, request: Request) -> None:
         self.num_done += 1
-        policy.on_end(index, request)
+        self._forget_ticket(policy, request)
+
+    def _forget_ticket(self, policy: Policy, request: Request) -> None:
+        """It has ended where the policy sent it, or left."""
+        number = self._tickets.pop(request.request_id, None)
+        if number is not None:
+            policy.on_end(number, request)
 
     def _sample(self, t_s: float) -> Sample:
         used = sum(replica.kv.num_used_blocks for replica in self.replicas)
@@ -160,6 +211,7 @@ class Fleet:
             "replicas": float(self.num_replicas),
             "simulation_wall_s": self.wall_s,
             "simulated_steps_per_s": _ratio(num_steps, self.wall_s),
+            "moved_requests": float(self.num_moved),
             "events_per_s": _ratio(sum(r.num_events for r in replicas) + num_requests, self.wall_s),
         }
         return report

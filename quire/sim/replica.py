@@ -17,9 +17,12 @@ from quire.kv import UNCHANGED, KVManager
 from quire.plan import StepPlan, StepResult, StepTimings
 from quire.request import Request, Sequence
 from quire.scheduler import Scheduler, SchedulerConfig
+from quire.scheduler.traffic import FetchReport
 from quire.sim.cost import SimClock, StepCost
+from quire.sim.memory import SimStore
 from quire.step_costs import PlanLoads, StepKind, StepLoad
 
+_MOVE_S = 1e-3  # that an engine with nothing to run waits for blocks
 _LEAP_POINTS = 4  # inter-token times kept of a leap, during which they grow evenly
 
 
@@ -39,6 +42,7 @@ class ReplicaConfig:
     # A step is planned so long before it begins: who comes later is in the one after it.
     lead_s: float = 0.0
     can_leap: bool = True
+    has_peers: bool = False  # others send it blocks
 
 
 @dataclass(slots=True)
@@ -93,9 +97,11 @@ class Replica:
         self.config = config
         self.cost = cost
         self.clock = SimClock()
+        self._peers = SimStore("peers", peers={})
         self.kv = KVManager(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
+            stores=(self._peers,) if config.has_peers else (),
             windows=config.windows,
             max_span_tokens=config.scheduler.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -113,6 +119,9 @@ class Replica:
         self.num_events = 0  # steps that were scheduled, and leaps
         self.on_first_token: Callable[[Request], None] | None = None
         self.on_end: Callable[[Request], None] | None = None
+        self.on_fetched: Callable[[FetchReport, float], None] | None = None
+        self._leaving: list[tuple[Request, Leave, Callable[[], None]]] = []
+        self._came_s: dict[str, float] = {}  # by request_id, of those that began elsewhere: their last token
         self._times = times
         self._inbox: deque[tuple[float, Request]] = deque()
         self._begun_s = 0.0
@@ -131,9 +140,26 @@ class Replica:
         """Prompt tokens of requests that no step has begun with."""
         return self.scheduler.num_waiting_tokens + sum(request.num_prompt_tokens for _, request in self._inbox)
 
-    def add(self, request: Request, now_s: float) -> None:
-        """The request reaches the engine. Times may not go back."""
+    def add(self, request: Request, now_s: float, *, last_token_s: float | None = None) -> None:
+        """The request reaches the engine. Times may not go back. last_token_s: it began elsewhere."""
         self._inbox.append((now_s, request))
+        if last_token_s is not None:
+            self._came_s[request.request_id] = last_token_s
+        self._disturb(now_s)
+
+    def fetch(self, number: int, token_ids: list[int], keys: list[bytes], now_s: float) -> None:
+        """Blocks have come from another replica: they are loaded into the cache, and `on_fetched` is told."""
+        self._peers.blocks.update({key: [] for key in keys})
+        self.scheduler.traffic.fetch(number, token_ids, None, None)
+        self._disturb(now_s)
+
+    def release(self, request: Request, leave: Leave, stay: Callable[[], None], now_s: float) -> None:
+        """Give a request away after the step that runs; `stay` is called where it has ended by then."""
+        self._leaving.append((request, leave, stay))
+        self._disturb(now_s)
+
+    def _disturb(self, now_s: float) -> None:
+        """Something is to be seen to after the step that runs."""
         if self.due_s is None:
             self._begin(now_s + self.config.lead_s)
         elif self._leap is not None:
@@ -152,6 +178,7 @@ class Replica:
         else:
             self._end_step(now_s)
         self.due_s = None
+        self._let_go()
         self._begin(now_s)
 
     # -- a step begins
@@ -171,10 +198,31 @@ class Replica:
             self.due_s = self._leap.end_s(self._leap.num_steps)
             return
         plan = self.scheduler.schedule()
-        assert plan is not None and plan.spans.rows, "there is work and nothing can run"
-        seconds = self.cost.load_s(self._loads.read(plan))
+        self._tell_fetched(now_s)
+        if plan is None:
+            assert self.config.has_peers, "there is work and nothing can run"
+            return  # a fetch that found nothing to load
+        assert plan.spans.rows or plan.keyed_moves, "there is work and nothing can run"
+        loads = self._loads.read(plan)
+        seconds = self.cost.load_s(loads) if plan.spans.rows else _MOVE_S
         self._step = (plan, seconds)
         self.due_s = now_s + seconds
+
+    def _let_go(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        for request, leave, stay in leaving:
+            if request.is_finished:
+                stay()
+                continue
+            [seq] = request.sequences
+            last_token_s = self._last_token_s.pop(seq.seq_id)
+            self.scheduler.abort(request.request_id)
+            leave(seq.output_token_ids, last_token_s)
+
+    def _tell_fetched(self, now_s: float) -> None:
+        for report in self.scheduler.traffic.take_reports():
+            assert isinstance(report, FetchReport) and self.on_fetched is not None
+            self.on_fetched(report, now_s)
 
     def _take_in(self, now_s: float) -> None:
         """Requests that came early enough for a step that begins now."""
@@ -182,6 +230,8 @@ class Replica:
             request = self._inbox.popleft()[1]
             try:
                 self.scheduler.add(request)
+                if request.request_id in self._came_s:
+                    self._last_token_s[request.sequences[0].seq_id] = self._came_s.pop(request.request_id)
             except BadRequestError as error:
                 self._times.errors[str(error)] = self._times.errors.get(str(error), 0) + 1
                 self._tell(self.on_end, request)
@@ -189,7 +239,7 @@ class Replica:
     def _find_leap(self, now_s: float) -> _Leap | None:
         """Steps until just before the first sequence ends, if every one of them only decodes and has its blocks."""
         running = self.scheduler.running
-        if not running or self.scheduler.num_waiting:
+        if not running or self.scheduler.num_waiting or self.scheduler.num_swapped or self.scheduler.traffic.has_work:
             return None
         num_steps, num_kv_tokens = 1 << 30, 0
         for seq in running:
@@ -214,8 +264,12 @@ class Replica:
         plan, seconds = self._step
         result = StepResult(step=plan.step, tokens=[[0]] * len(plan.sampled_rows()))
         result.timings = StepTimings(forward_s=seconds, total_s=seconds)
+        result.moved = [move.ticket for move in plan.keyed_moves]
+        self._peers.forget([key for move in plan.keyed_moves for _, key in move.pairs])
         last_token_s, begun_s, num_in_step = self._last_token_s, self._begun_s, 0
-        for update in self.scheduler.update(result):
+        updates = self.scheduler.update(result)
+        self._tell_fetched(now_s)
+        for update in updates:
             seq = update.seq
             before_s = last_token_s.get(seq.seq_id)
             if before_s is None:
@@ -269,3 +323,6 @@ class Replica:
     def _tell(self, listener: Callable[[Request], None] | None, request: Request) -> None:
         if listener is not None:
             listener(request)
+
+
+Leave = Callable[[list[int], float], None]  # the output tokens that it has, and when the last of them came
