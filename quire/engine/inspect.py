@@ -59,6 +59,7 @@ def kv_levels(core: EngineCore) -> dict[str, Any]:
     tiers = core.kv.tiers
     if tiers is None:
         return {"levels": [device]}
+    device["num_hit_tokens"] = max(0, stats.prefix.num_hit_tokens - tiers.counters.num_hits)  # without what was loaded
     counters = asdict(tiers.counters)
     del counters["levels"]
     return {"levels": [device, *tiers.usage()], "num_loading": core.scheduler.num_loading, **counters}
@@ -171,6 +172,7 @@ def kv_changes(
     limit: int = 2_048,
     max_rows: int = 200,
     with_gauges: bool = True,
+    with_levels: bool = False,
     tenants: list[str] | None = None,
 ) -> dict[str, Any]:
     """What changed since this watch last asked; None, or a watch that is not known any more, begins a new one.
@@ -204,6 +206,7 @@ def kv_changes(
         "tables": [[seq_id, runs] for seq_id, runs in tables.items()],
         "host_tables": [[seq_id, as_runs(sorted(one.host_ids))] for seq_id, one in _few_swapped(core)],
         "gauges": _gauges(core) if with_gauges else None,
+        "levels": kv_levels(core) if with_levels and kv.tiers is not None else None,
     }
 
 

@@ -3,7 +3,9 @@ keeps cached blocks. Bytes are the executor's; here are only numbers."""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 from quire.kv.hashing import BlockHash
 
@@ -15,10 +17,15 @@ class HostPool:
     A cached block that is being read for a load is in transit too: it keeps its hash, and is not evicted.
     """
 
-    __slots__ = ("_cached", "_free", "_hashes", "_held", "_num_cached_moving", "_num_transfers", "num_blocks")
+    __slots__ = (
+        *("_cached", "_clock", "_free", "_hashes", "_held", "_num_cached_moving", "_num_transfers", "_used_s"),
+        "num_blocks",
+    )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_blocks = num_blocks
+        self._clock = clock
+        self._used_s: dict[BlockHash, float] = {}  # when cached blocks were used last
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: what nobody knows has no order
         self._held = [False] * num_blocks
         self._num_transfers = [0] * num_blocks
@@ -76,6 +83,7 @@ class HostPool:
     def use(self, block_hash: BlockHash) -> int:
         """The block, which is now the most recently used one."""
         self._cached.move_to_end(block_hash)
+        self._used_s[block_hash] = self._clock()
         return self._cached[block_hash]
 
     def keep(self, host_id: int, block_hash: BlockHash) -> None:
@@ -84,6 +92,7 @@ class HostPool:
         if block_hash not in self._cached:
             self._held[host_id] = False
             self._cached[block_hash] = host_id
+            self._used_s[block_hash] = self._clock()
             self._hashes[host_id] = block_hash
         else:
             self.release(host_id)
@@ -91,10 +100,16 @@ class HostPool:
     def forget(self, block_hash: BlockHash) -> None:
         host_id = self._cached.pop(block_hash, None)
         if host_id is not None:
-            del self._hashes[host_id]
+            del self._hashes[host_id], self._used_s[block_hash]
             if self._num_transfers[host_id]:
                 self._num_cached_moving -= 1
             self._rest(host_id)
+
+    @property
+    def oldest_s(self) -> float:
+        """How long ago the least recently used cached block was used."""
+        first = next(iter(self._cached), None)
+        return 0.0 if first is None else self._clock() - self._used_s[first]
 
     def cached_hashes(self) -> list[BlockHash]:
         return list(self._cached)
@@ -116,6 +131,7 @@ class HostPool:
             num_transfers[host_id] += 1
         assert num_transfers == self._num_transfers, "host blocks in transit do not add up"
         assert {h: i for i, h in self._hashes.items()} == self._cached, "cached host blocks do not add up"
+        assert self._used_s.keys() == self._cached.keys(), "ages of host blocks do not add up"
         assert not self._hashes.keys() & set(held_ids), "a host block is cached and held"
         num_moving = sum(num_transfers[host_id] > 0 for host_id in self._hashes)
         assert num_moving == self._num_cached_moving, "cached host blocks that are being read do not add up"

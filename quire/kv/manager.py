@@ -39,6 +39,7 @@ from quire.request import CacheOutcome
 _LOOKED_UP = (CacheOutcome.COLD, CacheOutcome.PARTIAL, CacheOutcome.EVICTED)
 
 _NOBODY = -1  # holds blocks that are fetched for later
+_SENT_TOGETHER = 8  # blocks: several such pieces are sealed, sent and checked at the same time
 _SLOWEST = 1e-9  # tokens/s: as if computing took for ever
 
 
@@ -91,7 +92,7 @@ class KVManager:
         self.cache = PrefixCache(block_size, max_evicted=min(65_536, max(1_024, num_blocks)))
         self._cache_log: CacheLog | None = None
         self.pool = BlockPool(num_blocks, self.cache)
-        self.host = HostPool(num_host_blocks)
+        self.host = HostPool(num_host_blocks, clock)
         self.tables: dict[int, BlockTable] = {}
         self.swapped: dict[int, SwappedSequence] = {}
         self.moves: dict[int, Moves] = {}  # under way, by ticket
@@ -294,8 +295,8 @@ class KVManager:
 
     def start_send(
         self, seq_id: int, first: int, known: Collection[BlockHash], *, to: str, take_ticket: TakeTicket
-    ) -> tuple[int, KeyedMove | None]:
-        """A move of a sequence's full blocks, from block `first` on, to another engine: as many as may be on their way
+    ) -> tuple[int, list[KeyedMove]]:
+        """Moves of a sequence's full blocks, from block `first` on, to another engine: as many as may be on their way
         now, without those that it is `known` to have. Returns also the block that comes next."""
         assert self.tiers is not None
         table = self.tables[seq_id]
@@ -306,7 +307,8 @@ class KVManager:
                 key = in_group(table.hashes[index], number)
                 if key not in known:
                     pairs.append((group.block_ids[index - group.first], key))
-        return end, self.tiers.start_send(pairs, to, take_ticket) if pairs else None
+        pieces = (pairs[i : i + _SENT_TOGETHER] for i in range(0, len(pairs), _SENT_TOGETHER))
+        return end, [self.tiers.start_send(piece, to, take_ticket) for piece in pieces]
 
     def start_fetch(
         self, token_ids: Sequence[int], *, salt: str | None, adapter: str | None, take_ticket: TakeTicket

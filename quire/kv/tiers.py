@@ -23,6 +23,7 @@ Pairs = list[tuple[int, BlockHash]]  # (device block, its hash in its group)
 _MAX_STORING_BLOCKS = 64  # on their way down at once: these cannot be evicted
 _STORING_SHARE = 8  # and no more than one in so many of all
 _HOST_LATENCY_S = 0.2e-3
+_LOADED_TOGETHER = 32  # blocks of a store
 
 
 class Store(Protocol):
@@ -147,7 +148,12 @@ class HostLevel:
 
     def usage(self) -> dict[str, float]:
         pool = self.pool
-        return {"num_blocks": pool.num_cached_blocks, "max_blocks": pool.num_blocks, "load_block_s": self._block_s}
+        return {
+            "num_blocks": pool.num_cached_blocks,
+            "max_blocks": pool.num_blocks,
+            "load_block_s": self._block_s,
+            "oldest_s": pool.oldest_s,
+        }
 
     @property
     def held_ids(self) -> list[int]:
@@ -279,13 +285,15 @@ class Tiers:
         self, wanted: Sequence[Origin], keys: Sequence[BlockHash], take_ticket: TakeTicket
     ) -> list[Move | KeyedMove]:
         """Moves that bring these blocks, each from the nearest level that has it."""
-        by_level: dict[int, list[int]] = {}
+        by_level: dict[tuple[int, int], list[int]] = {}
         for i, key in enumerate(keys):
             # One that is gone since it was matched, because others write to its level too, will be told missing.
             source = next((n for n, level in enumerate(self.levels) if level.contains(key)), len(self.levels) - 1)
-            by_level.setdefault(source, []).append(i)
+            # A store's in pieces, which several threads load. Host blocks cross the link one after the other anyway.
+            piece = i // _LOADED_TOGETHER if isinstance(self.levels[source], StoreLevel) else 0
+            by_level.setdefault((source, piece), []).append(i)
         moves = []
-        for number, chosen in by_level.items():
+        for (number, _), chosen in by_level.items():
             ticket, level = take_ticket(), self.levels[number]
             pairs = [(wanted[i].block.block_id, keys[i]) for i in chosen]
             moves.append(level.start_load(ticket, pairs))

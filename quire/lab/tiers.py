@@ -81,7 +81,7 @@ def _chats(context: LabContext) -> _Chats:
     return context.pick(
         _Chats(8, 8, 3, 64, 40, 40, 8, 2),
         _Chats(12, 12, 3, 128, 80, 80, 16, 2),
-        _Chats(2000, 400, 4, 256, 160, 32, 8, 128),
+        _Chats(2000, 500, 4, 256, 48, 48, 16, 128),
     )
 
 

@@ -108,14 +108,14 @@ class BlockTraffic:
             if seq.state is not SequenceState.RUNNING:
                 continue
             first = sending.num_sent.get(seq.seq_id, sending.num_known)
-            end, move = self._kv.start_send(
+            end, moves = self._kv.start_send(
                 seq.seq_id, first, sending.keys, to=sending.to, take_ticket=self._life.take_ticket
             )
             sending.num_sent[seq.seq_id] = end
-            if move is not None:
+            for move in moves:
                 sending.keys.update(key for _, key in move.pairs)
                 sending.tickets.add(move.ticket)
-                self._life.enter_moves(plan, [move])
+            self._life.enter_moves(plan, moves)
         if not sending.tickets and sending.num_sent and not sending.is_told:
             self._tell(sending)  # there was nothing to send
 

@@ -9,6 +9,7 @@ Lines are JSON objects; columns of numbers in them are base64 of little-endian i
     hello    what is served, and the names of a row's fields
     status   the engine's state, when it changes
     blocks   blocks [first, first + n), and then `block_ids`, as they are now
+    levels   the device and the levels below it, where there are any: blocks, what was found and what moved
     tick     rows of requests, block tables that changed, numbers for the charts; `ended`: requests that ended since the
              last one, with the tokens that each of their sequences made in the end
 """
@@ -40,6 +41,7 @@ from quire.server.rolling import Rolling
 TICK_S = 0.2
 IDLE_TICK_S = 0.5  # while nothing changes
 CHART_S = 0.5  # between two numbers of the charts
+LEVELS_S = 2.0  # between two looks at the levels below the device
 CHART_POINTS = 180  # kept for who comes later
 PIECE_BLOCKS = 2_048  # of one question to the engine
 PIECE_GAP_S = 0.01  # between two such questions, in which the engine can step
@@ -97,6 +99,8 @@ class LiveFeed:
         self._last: dict[str, Any] | None = None  # what the engine told of its requests
         self._chart: deque[dict[str, Any]] = deque(maxlen=CHART_POINTS)
         self._charted_s = 0.0
+        self._levels: dict[str, Any] | None = None
+        self._levels_s = 0.0
         self._status: _Status = ("", "", [], {})
 
     @property
@@ -162,6 +166,8 @@ class LiveFeed:
             seen = _seen(self._last | {"tables": list(self._tables.items())}, viewer.sees)
             lines.append(_line({"type": "tables", "tables": seen["tables"], "chart": list(self._chart)}))
             lines.append(_line(seen | {"type": "tick", "tables": [], "gauges": None, "ended": []}))
+        if self._levels is not None:
+            lines.append(_line({"type": "levels", **self._levels}))
         return lines
 
     def _tell(self, line: bytes, viewers: Iterable[_Viewer] | None = None) -> None:
@@ -205,7 +211,8 @@ class LiveFeed:
         del self._seq_ids[:]
         self._tables.clear()
         self._chart.clear()
-        self._last = None
+        self._last = self._levels = None
+        self._levels_s = 0.0
         self._last_ended = self._metrics.recent[-1] if self._metrics.recent else None
         self._status = ("", "", [], {})
 
@@ -226,7 +233,13 @@ class LiveFeed:
         """One round. True: something is going on."""
         now_s = self._clock()
         with_gauges = now_s - self._charted_s >= CHART_S
-        found = await self._ask(max_rows=MAX_ROWS, with_gauges=with_gauges)
+        with_levels = now_s - self._levels_s >= LEVELS_S
+        found = await self._ask(max_rows=MAX_ROWS, with_gauges=with_gauges, with_levels=with_levels)
+        if (levels := found.get("levels")) is not None and levels != self._levels:
+            self._levels = levels
+            self._tell(_line({"type": "levels", **levels}))
+        if with_levels:
+            self._levels_s = now_s
         num_changed = self._take_blocks(found["blocks"])
         num_left = found["blocks"]["num_left"]
         self._take_tick(found, now_s)

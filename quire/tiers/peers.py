@@ -1,4 +1,4 @@
-"""Blocks from engine to engine: an inbox that others send to, and the sending. One socket for each pair of engines.
+"""Blocks from engine to engine: an inbox that others send to, and the sending. Each thread that sends has a socket.
 
     it accepts       a nonce; the caller answers with its digest under the secret, and says what its blocks are
     it answers       nothing, or why it takes none of them: another model, dtype, block size, ...
@@ -52,9 +52,9 @@ class Peers:
         self._max_blocks = max(1, max_bytes // record_bytes)
         self._is_whole = is_whole or (lambda key, record: True)
         self._secret = os.environ.get(SECRET_VARIABLE, "").encode()
-        self._inbox: OrderedDict[bytes, bytes] = OrderedDict()
+        self._inbox: OrderedDict[bytes, bytearray] = OrderedDict()
         self._lock = threading.Lock()  # guards the inbox, the counters and the connections
-        self._links: dict[str, _Link] = {}
+        self._links: dict[tuple[str, int], socket.socket] = {}  # by address and thread
         self._incoming: set[socket.socket] = set()
         self.num_received = self.num_sent = self.num_rejected = 0
         self._server = _listen(listen, has_secret=bool(self._secret))
@@ -66,7 +66,7 @@ class Peers:
     def contains(self, key: bytes) -> bool:
         return key in self._inbox
 
-    def load(self, keys: Sequence[bytes]) -> list[bytes | None]:
+    def load(self, keys: Sequence[bytes]) -> list[bytearray | None]:
         """Each is given once: it is on the device then."""
         with self._lock:
             return [self._inbox.pop(key, None) for key in keys]
@@ -95,7 +95,7 @@ class Peers:
             self._server.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
         self._server.close()
         with self._lock:
-            sockets = [*self._incoming, *(link.socket for link in self._links.values())]
+            sockets = [*self._incoming, *self._links.values()]
         for each in sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -109,27 +109,27 @@ class Peers:
     def send(self, to: str, keys: Sequence[bytes], records: Sequence[Bytes]) -> None:
         """Returns once the peer has all of them, and has checked them. Raises PeerError where it has not."""
         try:
-            link = self._link(to)
-            with link.lock:
-                parts: list[Bytes] = [_LENGTH.pack(len(keys))]
-                for key, record in zip(keys, records, strict=True):
-                    parts += [bytes((len(key),)), key, record]
-                for part in parts:
-                    link.socket.sendall(part)
-                taken = _read(link.socket, len(keys))
+            connection = self._connection(to)
+            connection.sendall(_LENGTH.pack(len(keys)))
+            for key, record in zip(keys, records, strict=True):
+                connection.sendall(bytes((len(key),)) + key)
+                connection.sendall(record)
+            taken = _read(connection, len(keys))
         except (OSError, EOFError) as error:
             self._drop(to)
             raise PeerError(f"{to}: {error or type(error).__name__}") from error
-        num_taken = sum(bytes(taken))
-        self.num_sent += num_taken
+        num_taken = sum(taken)
+        with self._lock:
+            self.num_sent += num_taken
         if num_taken < len(keys):
             raise PeerError(f"{to} took {num_taken} of {len(keys)} blocks")
 
-    def _link(self, to: str) -> _Link:
-        with self._lock:
-            link = self._links.get(to)
-        if link is not None:
-            return link
+    def _connection(self, to: str) -> socket.socket:
+        """This thread's own."""
+        place = to, threading.get_ident()
+        connection = self._links.get(place)
+        if connection is not None:
+            return connection
         connection = _connect(to)
         try:
             nonce = bytes(_read(connection, _NONCE_BYTES))
@@ -142,13 +142,14 @@ class Peers:
             connection.close()
             raise
         with self._lock:
-            return self._links.setdefault(to, _Link(connection))
+            self._links[place] = connection
+        return connection
 
     def _drop(self, to: str) -> None:
         with self._lock:
-            link = self._links.pop(to, None)
-        if link is not None:
-            link.socket.close()
+            connection = self._links.pop((to, threading.get_ident()), None)
+        if connection is not None:
+            connection.close()
 
     # -- from peers
 
@@ -199,7 +200,7 @@ class Peers:
         taken = bytearray(count)
         for i in range(count):
             key = bytes(_read(connection, _read(connection, 1)[0]))
-            record = bytes(_read(connection, self._record_bytes))
+            record = _read(connection, self._record_bytes)
             taken[i] = self._is_whole(key, record)
             with self._lock:
                 self.num_received += taken[i]
@@ -210,16 +211,6 @@ class Peers:
                     if len(self._inbox) > self._max_blocks:
                         self._inbox.popitem(last=False)
         connection.sendall(taken)
-
-
-class _Link:
-    """A connection to a peer. One batch at a time."""
-
-    __slots__ = ("lock", "socket")
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.lock = threading.Lock()
 
 
 def difference(ours: str, theirs: str) -> str:

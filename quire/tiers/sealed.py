@@ -64,7 +64,7 @@ class SealedStore:
         self._forgotten: set[bytes] = set()  # until the writer has told the connector
         self.takes_all = not isinstance(connector, Peers)
         self._writer = ThreadPoolExecutor(1 if self.takes_all else _SENDERS, f"kv-{name}-store")
-        self._readers = ThreadPoolExecutor(_READERS, f"kv-{name}-load")
+        self._readers = ThreadPoolExecutor(_READERS if self.takes_all else _SENDERS, f"kv-{name}-load")
         self._told_s = -_TELL_EVERY_S
 
     # -- the scheduler's side: nothing here waits

@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import struct
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from live_harness import make_core, make_request, run_to_end
+from scheduler.harness import Rig
 
 from quire.engine import inspect
 from quire.engine.core import EngineCore
 from quire.errors import BadRequestError
 from quire.kv import KVManager
 from quire.kv.watch import BlockCode
+from quire.sim.memory import SimStore
 
 PROMPT = list(range(1, 11))  # two full blocks of 4, and 2 tokens
 
@@ -169,3 +173,18 @@ def test_a_look_costs_little_with_many_blocks_and_requests() -> None:
     # About a millisecond on a quiet machine; the bound leaves room for a busy one.
     assert sorted(durations_s)[len(durations_s) // 2] < 10e-3
     assert max(len(one) for one in (found["rows"], found["tables"])) <= 200
+
+
+def test_levels_come_with_the_changes_where_they_are_asked_for() -> None:
+    rig = Rig(stores=(SimStore(),), num_blocks=20, prefill_tokens_per_s=1e3)
+    core: Any = SimpleNamespace(kv=rig.kv, scheduler=rig.scheduler)
+    prompt = list(range(41))
+    for tokens in (prompt, list(range(100, 160)), prompt):
+        rig.add(make_request(str(tokens[:2]) + str(len(rig.history)), tokens))
+        rig.run()
+    device, store = inspect.kv_changes(core, with_levels=True)["levels"]["levels"]
+    assert store["num_loaded"] > 0 and store["num_stored"] > store["num_loaded"]
+    assert device["num_hit_tokens"] + store["num_loaded"] * 4 == 40 and device["max_blocks"] == 20
+    assert inspect.kv_changes(core)["levels"] is None
+    plain: Any = SimpleNamespace(kv=(bare := Rig()).kv, scheduler=bare.scheduler)
+    assert inspect.kv_changes(plain, with_levels=True)["levels"] is None

@@ -5,6 +5,7 @@ import { startChats } from "./chat.js";
 import { byId, el, number } from "./dom.js";
 import { Grid } from "./grid.js";
 import { Inspector } from "./inspector.js";
+import { startLevels } from "./levels.js";
 import { Requests } from "./requests.js";
 import { state } from "./state.js";
 
@@ -14,6 +15,7 @@ const inspector = new Inspector();
 const grid = new Grid((block) => inspector.open(block));
 new Requests((block) => grid.show(block));
 startCharts();
+startLevels();
 startChats();
 
 function setStatus(name, words) {

@@ -75,6 +75,10 @@ class State extends EventTarget {
     this.tell("chart", message.chart);
   }
 
+  take_levels(message) {
+    this.tell("levels", message);
+  }
+
   take_tick(message) {
     const now = performance.now();
     const rows = new Map();
