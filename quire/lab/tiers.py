@@ -332,7 +332,13 @@ def _gpu_tables(data: Data) -> list[Table]:
     if "beside" not in data:
         return []
     link, load, beside = data["link_bytes_per_s"], data["load_bytes_per_s"], data["beside"]
-    slower = beside["loading_step_s"] / beside["other_step_s"] - 1
+    steps = []
+    if "loading_step_s" in beside:
+        slower = beside["loading_step_s"] / beside["other_step_s"] - 1
+        steps = [
+            ["a step of 64 decodes", duration(beside["other_step_s"]), ""],
+            ["while 4,096 tokens are loaded", duration(beside["loading_step_s"]), f"{100 * slower:+.1f} %"],
+        ]
     fewer = 1 - beside["beside_loads_tok_s"] / beside["alone_tok_s"]
     return [
         Table(
@@ -341,8 +347,7 @@ def _gpu_tables(data: Data) -> list[Table]:
             [
                 ["one copy from pinned memory", f"{link / 1e9:.1f} GB/s", ""],
                 ["blocks, as loads move them", f"{load / 1e9:.1f} GB/s", f"{100 * load / link:.0f} %"],
-                ["a step of 64 decodes", duration(beside["other_step_s"]), ""],
-                ["while 4,096 tokens are loaded", duration(beside["loading_step_s"]), f"{100 * slower:+.1f} %"],
+                *steps,
                 ["64 decodes alone", f"{number(beside['alone_tok_s'])} tok/s", ""],
                 [
                     f"and {beside['num_loads']} requests of 4,096 loaded tokens, one every ten steps",
