@@ -161,6 +161,14 @@ def test_dimensions_and_lengths(tmp_path: Path) -> None:
     assert len(make(tmp_path, max_model_len=66).embed(TEXTS[2], use_tqdm=False)[0].prompt_token_ids) == 16
 
 
+def test_batches_change_nothing(tmp_path: Path) -> None:
+    """Bitwise: a text's vector does not depend on the texts beside it."""
+    fakes.save(tmp_path, "BertModel")
+    llm = make(tmp_path, batch_invariant=True)
+    together = llm.embed(TEXTS, use_tqdm=False)
+    assert [llm.embed(text, use_tqdm=False)[0].outputs for text in TEXTS] == [output.outputs for output in together]
+
+
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     bert, llama = tmp_path / "bert", tmp_path / "llama"
     fakes.save(bert, "BertModel")

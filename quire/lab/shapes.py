@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.bench.model_shapes import LLAMA_8B
-from quire.errors import DownloadError
+from quire.errors import ConfigError, DownloadError
 from quire.models.architectures import spec_from_config
 from quire.models.spec import ModelSpec
 from quire.sim.devices import DEVICES
@@ -133,4 +133,7 @@ def read_model_spec(model: str) -> ModelSpec:
         near = difflib.get_close_matches(model.lower(), SHAPES, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise DownloadError(f"{error}. Shapes known without a network: {', '.join(SHAPES)}.{hint}") from error
-    return spec_from_config(open_checkpoint(path, load_format="dummy").config, source=str(path))
+    spec = spec_from_config(open_checkpoint(path, load_format="dummy").config, source=str(path))
+    if spec.is_encoder:
+        raise ConfigError(f"{model}: {spec.architecture} is an encoder, which keeps no KV: there is nothing to plan")
+    return spec

@@ -20,6 +20,7 @@ from quire import LLM
 from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.engine.client import EngineClient
+from quire.router.replicas import ReplicaSet
 from quire.server.openapi import openapi_document
 
 DOCUMENT = openapi_document()
@@ -141,6 +142,21 @@ def test_any_body(embedder: Server, path: str) -> None:
 def test_texts_are_cut_where_asked(embedder: Server) -> None:
     reply = embedder.post("/v1/embeddings", {"input": "the cat " * 60, "truncate_prompt_tokens": -1}).json()
     assert reply["usage"]["prompt_tokens"] == 66
+
+
+@pytest.mark.parametrize("path", ["/health", "/load", "/metrics", "/debug/kv?full=1", "/debug/kv/map", "/v1/models"])
+def test_what_operators_look_at(embedder: Server, path: str) -> None:
+    """An encoder has no blocks; pages that show them are empty, not broken."""
+    assert embedder.get(path).status == 200
+
+
+def test_replicas(embedder_path: Path, expected: list[list[float]]) -> None:
+    config = EngineConfig(model=str(embedder_path), dtype="float32", device="cpu", num_threads=1)
+    with running(ReplicaSet(config, 2), served_model_names=("mini",)) as server:
+        for _ in range(2):
+            reply = server.post("/v1/embeddings", {"input": TEXTS}).json()
+            for one, vector in zip(reply["data"], expected, strict=True):
+                assert one["embedding"] == pytest.approx(vector, abs=1e-6)
 
 
 def test_a_classifier(tmp_path: Path) -> None:
