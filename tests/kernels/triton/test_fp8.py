@@ -55,7 +55,7 @@ def test_weights_are_rounded_a_row_at_a_time(ops, device):
     weight = ops.new_linear(48, 64)
     weight.load_rows(0, matrix.cpu())
     held = weight.weight.float() * weight.scales[:, None]
-    assert ((held - matrix).norm(dim=1) <= 0.03 * matrix.norm(dim=1)).all()
+    assert ((held - matrix).norm(dim=1) <= 0.04 * matrix.norm(dim=1)).all()
     assert weight.nbytes == 48 * 64 + 48 * 4
     assert not isinstance(ops.new_linear(48, 64, is_sensitive=True), type(weight))
 
@@ -159,7 +159,7 @@ def test_a_checkpoints_own_rows_are_kept(ops, device):
             assert torch.equal(held, expected[24:40, 16:])
             assert torch.equal(weight.weight.cpu().view(torch.uint8), values[24:40, 16:].view(torch.uint8))
         else:
-            assert (held - expected[24:40, 16:]).norm() <= 0.03 * expected[24:40, 16:].norm()
+            assert (held - expected[24:40, 16:]).norm() <= 0.04 * expected[24:40, 16:].norm()
         dense = ReferenceOps("cpu", torch.float32).new_linear(16, 32)
         dense.load_rows(0, matrix, rows=slice(20, 36), columns=slice(8, 40))
         assert torch.equal(dense.weight, expected[20:36, 8:40])
