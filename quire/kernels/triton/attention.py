@@ -22,6 +22,7 @@ from quire.kernels.triton.configs import (
 from quire.kernels.triton.decode import AttentionScratch, decode_attention
 from quire.kernels.triton.prefill import prefill_attention
 from quire.kernels.triton.prefix import prefix_attention
+from quire.kernels.triton.widening import widen_prompts
 
 
 def attention(
@@ -57,16 +58,23 @@ def attention(
         first_seq, num_prompts = batch.num_decodes, num_seqs - batch.num_decodes
         config = prefill or prompt_config(q, kv, spec, batch.max_query_len, num_prompts)
         num_tokens = q.shape[0] - batch.num_decodes
+        tables = batch.block_tables
+        if prefill is None and widens_prompts(q, kv, batch, spec):
+            kv, tables = widen_prompts(
+                kv, tables, batch.kv_lens, spec, q.dtype, first_seq=first_seq, num_seqs=num_prompts,
+                max_kv_len=batch.max_kv_len,
+            )  # fmt: skip
+            config = HopperPrefillConfig()
         if isinstance(config, HopperPrefillConfig):
             from quire.kernels.triton.prefill_hopper import prefill_attention_hopper
 
             prefill_attention_hopper(
-                q, kv, batch.block_tables, batch.query_starts, batch.kv_lens, out, spec, config, scratch,
+                q, kv, tables, batch.query_starts, batch.kv_lens, out, spec, config, scratch,
                 first_seq=first_seq, num_seqs=num_prompts, num_tokens=num_tokens,
             )  # fmt: skip
         else:
             prefill_attention(
-                q, kv, batch.block_tables, batch.query_starts, batch.kv_lens, out, spec, config,
+                q, kv, tables, batch.query_starts, batch.kv_lens, out, spec, config,
                 first_seq=first_seq, num_seqs=num_prompts, num_tokens=num_tokens,
             )  # fmt: skip
     return out
@@ -81,6 +89,19 @@ def prompt_config(
     if fits and hopper_serves(spec, kv.shape[3], q.dtype, kv.dtype):
         return HopperPrefillConfig()
     return prefill_config(spec.head_dim, group, kv.element_size(), max_query_len)
+
+
+def widens_prompts(q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> bool:
+    """Whether a step's prompts are worth 16-bit copies of their 8-bit keys and values: many rows, and copies that are
+    no larger than what a step holds anyhow. Not in captured steps, whose sequences may be as long as any."""
+    num_prompts, num_tokens = len(batch.kv_lens) - batch.num_decodes, len(q) - batch.num_decodes
+    return (
+        kv.dtype == torch.float8_e4m3fn
+        and num_tokens >= 1024
+        and num_prompts * batch.max_kv_len <= 4 * num_tokens
+        and num_prompts <= 128
+        and hopper_serves(spec, kv.shape[3], q.dtype, q.dtype)
+    )
 
 
 @cache

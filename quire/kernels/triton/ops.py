@@ -157,9 +157,10 @@ class TritonOps(ComposedOps):
         return rope_and_write(qkv, rotary, kv, batch, spec)
 
     def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Normed:
-        from quire.kernels.triton.attention import attention
+        from quire.kernels.triton.attention import attention, widens_prompts
 
-        if self.is_fp8 and kv.dtype == torch.float8_e4m3fn and len(q) > MAX_FP8_SKINNY_ROWS:
+        narrows = self.is_fp8 and kv.dtype == torch.float8_e4m3fn and len(q) > MAX_FP8_SKINNY_ROWS
+        if narrows and not widens_prompts(q, kv, batch, spec):
             # A mean of values is in the range of the values: it fits their format at their scale.
             out = torch.empty(q.shape, dtype=kv.dtype, device=q.device)
             unscaled = replace(spec, v_scale=1.0)

@@ -25,6 +25,7 @@ _MODULES = (
     "prefill",
     "prefill_hopper",
     "prefix",
+    "widening",
     "decode",
     "skinny",
     "adapters",
