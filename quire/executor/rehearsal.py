@@ -106,7 +106,7 @@ class _RehearsedLinear(TritonLinear):
 class _RehearsedFp8Linear(Fp8Linear):
     __slots__ = ()
 
-    def _multiply_narrow(self, x: Tensor) -> Tensor:
+    def _multiply_narrow(self, x: Tensor, row_scales: Tensor | None) -> Tensor:
         return torch.empty((len(x), self.out_features), dtype=torch.bfloat16, device=x.device)
 
 

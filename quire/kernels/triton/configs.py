@@ -115,7 +115,7 @@ def decode_config(head_dim: int, group: int, kv_bytes: int) -> DecodeConfig:
     if wide and kv_bytes == 2:  # half the keys fill the same shared memory
         return DecodeConfig(tile_tokens=32)
     if not wide and kv_bytes == 1 and group <= 16:  # half the bytes: more, smaller programs
-        return DecodeConfig(num_warps=2, busy_programs_per_sm=8)
+        return DecodeConfig(num_warps=2)
     return DecodeConfig(num_warps=8 if group > 32 else 4)
 
 

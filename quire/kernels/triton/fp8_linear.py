@@ -29,6 +29,8 @@ from quire.kernels.triton.quantize import Product, act_quantized, add_norm_quant
 from quire.kernels.triton.rope import rope_and_write
 
 FP8_MAX = 448.0
+# From so many rows on, products with more outputs than inputs are faster with scales than their scaling afterwards is.
+_MANY_ROWS = 1024
 
 
 class Fp8Linear(TritonLinear):
@@ -101,19 +103,25 @@ class Fp8Linear(TritonLinear):
         product = self._product(x)
         return rope_and_write(
             product.raw, rotary, kv, batch, spec, bias=self.bias, row_scales=product.row_scales,
-            row_scale=product.row_factor, column_scales=self.scales, out_dtype=self.ops.dtype,
+            row_scale=product.row_factor, column_scales=product.column_scales, out_dtype=self.ops.dtype,
         )  # fmt: skip
 
     def _product(self, x: Normed) -> Product:
         if isinstance(x, Tensor):
             x = quantize_rows(x)
         assert isinstance(x, Quantized)
-        return Product(self._multiply_narrow(x.x), x.scales, x.factor, self.scales, self.bias)
+        if x.scales is not None and len(x.x) >= _MANY_ROWS and self.out_features > self.in_features:
+            return Product(self._multiply_narrow(x.x, x.scales), None, 1.0, None, self.bias)
+        return Product(self._multiply_narrow(x.x, None), x.scales, x.factor, self.scales, self.bias)
 
-    def _multiply_narrow(self, x: Tensor) -> Tensor:
-        """x: [rows, in] e4m3. The largest sum that there can be is far from the end of bfloat16's range."""
+    def _multiply_narrow(self, x: Tensor, row_scales: Tensor | None) -> Tensor:
+        """x: [rows, in] e4m3; with its scales the product is scaled, without them not: the largest sum that there can
+        be is far from the end of bfloat16's range."""
+        scale_a, scale_b = self._one, self._one
+        if row_scales is not None:
+            scale_a, scale_b = row_scales[:, None], self.scales[None, :]
         if not x.is_cuda:  # where kernels are interpreted
-            return (x.float() @ self.weight.float().T).bfloat16()
+            return (x.float() @ self.weight.float().T * scale_a * scale_b).bfloat16()
         return torch._scaled_mm(
-            x, self.weight.t(), scale_a=self._one, scale_b=self._one, out_dtype=torch.bfloat16, use_fast_accum=True
+            x, self.weight.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
         )

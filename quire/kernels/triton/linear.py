@@ -7,6 +7,8 @@ that works out the rows' factors.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,7 +82,7 @@ class TritonLinear(DenseLinear):
         if isinstance(x, Unscaled) and x.square_sums is None:
             return act_mul(self._multiply_many(x.x, None), activation, factors_of=x, bias=self.bias)
         config = self._config(x)
-        if config is None or not config.use_tensor_cores:
+        if config is None or (not config.use_tensor_cores and os.environ.get("NO_FUSE")):
             return super().multiply_act(x, activation)
         assert not isinstance(x, Quantized)
         return skinny_act(x, self.weight, self.bias, activation, config, self._scratch, weight_scales=self.scales)
@@ -93,7 +95,12 @@ class TritonLinear(DenseLinear):
             return rope_and_write(qkv, rotary, kv, batch, spec, factors_of=x, bias=self.bias)
         config = self._config(x)
         has_norms = rotary.q_norm is not None or rotary.k_norm is not None
-        if config is None or not config.use_tensor_cores or has_norms or not can_rope(spec, config):
+        if (
+            config is None
+            or (not config.use_tensor_cores and os.environ.get("NO_FUSE"))
+            or has_norms
+            or not can_rope(spec, config)
+        ):
             return super().multiply_rope_write(x, rotary, kv, batch, spec)
         assert not isinstance(x, Quantized)
         return skinny_rope_write(

@@ -18,12 +18,12 @@ from quire.kernels.triton.common import FP8_MAX, next_power_of_2, store_narrowed
 
 
 class Product(NamedTuple):
-    """x @ w.T of 8-bit numbers, yet to be multiplied by both sides' scales."""
+    """x @ w.T of 8-bit numbers, yet to be multiplied by what scales there are."""
 
-    raw: Tensor  # [rows, n] bfloat16
+    raw: Tensor  # [rows, n]
     row_scales: Tensor | None  # [rows] float32
     row_factor: float  # of all rows
-    column_scales: Tensor  # [n] float32
+    column_scales: Tensor | None  # [n] float32; without them there are no others either
     bias: Tensor | None  # [n]
 
 
@@ -31,7 +31,8 @@ class Product(NamedTuple):
 def product_columns(product, row, row_scale, cols, mask, WIDTH: tl.constexpr):
     """Some columns of a row of a Product, scaled."""
     x = tl.load(product.raw + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-    x *= row_scale * tl.load(product.column_scales + cols, mask=mask, other=0.0)
+    if product.column_scales is not None:
+        x *= row_scale * tl.load(product.column_scales + cols, mask=mask, other=0.0)
     if product.bias is not None:
         x += tl.load(product.bias + cols, mask=mask, other=0.0).to(tl.float32)
     return x

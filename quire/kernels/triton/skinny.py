@@ -74,17 +74,16 @@ def multiply_vector(x_ptr, w_ptr, rows, exists, K: tl.constexpr, TILE_N: tl.cons
 
 
 @triton.jit(do_not_specialize=["n"])
-def vector_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, n, K: tl.constexpr, TILE_N: tl.constexpr,
-                  TILE_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+def vector_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, to, n, K: tl.constexpr, TILE_N: tl.constexpr,
+                  TILE_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+                  MODE: tl.constexpr, SILU: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+                  HALF_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
     """One row of x."""
-    rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    exists = rows < n
+    tile = tl.program_id(0)
+    rows, exists = epilogue.tile_rows_of(tile, n, MODE, TILE_N, HALF_DIM)
     sums = multiply_vector(x_ptr, w_ptr, rows, exists, K, TILE_N, TILE_K, EVEN_N, STAGES, UNROLL)
-    if w_scales_ptr is not None:
-        sums *= tl.load(w_scales_ptr + rows, mask=exists, other=0.0)
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(tl.float32)
-    tl.store(out_ptr + rows, sums.to(out_ptr.dtype.element_ty), mask=exists)
+    _finish(sums[:, None], rows, exists, out_ptr, w_scales_ptr, bias_ptr, None, to, tile, tl.arange(0, 1), n, 1, None,
+            K, MODE, 1, TILE_N, SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n", "num_rows"])
@@ -162,11 +161,7 @@ def skinny_linear(
     plain = x.x if isinstance(x, Unscaled) else x
     if out is None:
         out = torch.empty((plain.shape[0], weight.shape[0]), dtype=plain.dtype, device=plain.device)
-    if config.use_tensor_cores:
-        _launch(x, weight, bias, out, None, config, scratch, mode=STORE.value, weight_scales=weight_scales)
-    else:
-        assert isinstance(x, Tensor)
-        _launch_vector(x, weight, bias, out, config, weight_scales)
+    _launch(x, weight, bias, out, None, config, scratch, mode=STORE.value, weight_scales=weight_scales)
     return out
 
 
@@ -240,17 +235,6 @@ def can_rope(spec: AttentionSpec, config: SkinnyConfig) -> bool:
     return spec.head_dim % config.tile_n == 0
 
 
-def _launch_vector(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: SkinnyConfig, weight_scales: Tensor | None
-) -> None:
-    assert x.shape[0] == 1, "plain multiplication is written for one row"
-    n, k = weight.shape
-    vector_kernel[(-(-n // config.tile_n),)](
-        x, weight, weight_scales, out, bias, n, K=k, TILE_N=config.tile_n, TILE_K=config.tile_k,
-        EVEN_N=n % config.tile_n == 0, STAGES=config.num_stages, UNROLL=config.unroll, num_warps=config.num_warps,
-    )  # fmt: skip
-
-
 def _launch(
     x: Tensor | Unscaled,
     weight: Tensor,
@@ -266,7 +250,6 @@ def _launch(
     spec: AttentionSpec | None = None,
     block_size: int = 0,
 ) -> None:
-    assert config.use_tensor_cores, "plain multiplication does nothing else"
     scale, parts = None, 0
     if isinstance(x, Unscaled):
         assert x.square_sums is not None, "only products of many rows take the residual stream as it is"
@@ -281,8 +264,6 @@ def _launch(
         "TILE_K": config.tile_k,
         "EVEN_N": n % config.tile_n == 0,
         "STAGES": config.num_stages,
-        "PARTS": parts,
-        "PARTS_PAD": next_power_of_2(parts),
         "MODE": mode,
         "SILU": silu,
         "HEADS": spec.num_heads if spec is not None else 0,
@@ -291,11 +272,16 @@ def _launch(
         "BLOCK_SIZE": block_size,
         "num_warps": config.num_warps,
     }
+    if not config.use_tensor_cores:
+        assert rows == 1 and scale is None and mode != ADD.value, "plain multiplication is written for one plain row"
+        vector_kernel[(tiles,)](x, weight, weight_scales, out, bias, to, n, UNROLL=config.unroll, **constants)
+        return
     partial = None
     if config.split_k > 1:
         partial = torch.empty(config.split_k * rows * n, dtype=torch.float32, device=x.device)
         assert tiles <= scratch.arrivals.numel()
     tile_kernel[(tiles, config.split_k)](
         x, weight, weight_scales, out, bias, scale, to, partial, scratch.arrivals, n, rows,
-        ROWS_PAD=max(16, next_power_of_2(rows)), SPLIT_K=config.split_k, **constants,
+        ROWS_PAD=max(16, next_power_of_2(rows)), SPLIT_K=config.split_k, PARTS=parts,
+        PARTS_PAD=next_power_of_2(parts), **constants,
     )  # fmt: skip

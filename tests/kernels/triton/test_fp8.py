@@ -7,10 +7,10 @@ import torch
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Float8Rows, Norm, Quantized, Rotary
 from quire.kernels.reference import ReferenceOps
-from quire.kernels.triton import TritonOps
+from quire.kernels.triton import TritonOps, fp8_linear
 
 FP8 = torch.float8_e4m3fn
-FEW, MANY = 3, 17  # rows that are multiplied as they are; rows that are rounded first
+FEW, MANY, SCALED = 3, 17, 20  # rows multiplied as they are; rounded first; and scaled in their product
 
 
 @pytest.fixture
@@ -68,9 +68,10 @@ def test_products(ops, oracle, rows, bias, device):
     assert close(weight.multiply(x), twin.multiply(x.double()), 0.01 if rows <= FEW else 0.04)
 
 
-@pytest.mark.parametrize("rows", [1, FEW, MANY])
+@pytest.mark.parametrize("rows", [1, FEW, MANY, SCALED])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gated_mlp(ops, oracle, rows, activation, device):
+def test_gated_mlp(ops, oracle, rows, activation, device, monkeypatch):
+    monkeypatch.setattr(fp8_linear, "_MANY_ROWS", SCALED)
     up, up_twin = twins(ops, oracle, 192, 64)
     down, down_twin = twins(ops, oracle, 64, 96, bias=True)
     norm, next_norm = (Norm(torch.rand(64, device=device) + 0.5, 1e-5) for _ in range(2))

@@ -23,6 +23,10 @@ CASES = [(TILE, 1), (TILE, 3), (TILE, 16), (SPLIT, 2), (SPLIT, 8)]
 cases = pytest.mark.parametrize(
     ("config", "rows"), CASES, ids=lambda v: v if isinstance(v, int) else f"split{v.split_k}"
 )
+cases_and_one_row = pytest.mark.parametrize(
+    ("config", "rows", "is_scaled"),
+    [(VECTOR, 1, True), *((*case, is_scaled) for case in CASES for is_scaled in (0, 1))],
+)
 
 
 def close(out, expected, tolerance=1e-2):
@@ -76,12 +80,12 @@ def test_one_row(n, k, has_bias, device):
     assert close(skinny_linear(x, weight, bias, VECTOR, scratch, out=out), expected, 1e-5)
 
 
-def test_plain_multiplication_is_for_one_row_and_nothing_else(device):
-    one, weight = normal(1, 64, device=device), normal(8, 64, device=device)
-    with pytest.raises(AssertionError, match="nothing else"):
-        skinny_act(one, weight, None, "silu", VECTOR, SkinnyScratch.allocate(8, device))
-    with pytest.raises(AssertionError, match="one row"):
-        skinny_linear(torch.ones(2, 64), torch.ones(8, 64), None, VECTOR, SkinnyScratch.allocate(1, device))
+def test_plain_multiplication_is_for_one_plain_row(device):
+    scratch = SkinnyScratch.allocate(8, device)
+    with pytest.raises(AssertionError, match="one plain row"):
+        skinny_linear(normal(2, 64, device=device), normal(8, 64, device=device), None, VECTOR, scratch)
+    with pytest.raises(AssertionError, match="one plain row"):
+        skinny_act(unscaled(1, 64, device)[0], normal(8, 64, device=device), None, "silu", VECTOR, scratch)
 
 
 def test_float32_of_one_row_keeps_its_digits(device):
@@ -113,11 +117,10 @@ def test_residual_and_norm(rows, config, n, has_bias, device):
                  + (0 if bias is None else bias.double()))  # fmt: skip
 
 
-@cases
+@cases_and_one_row
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("half", [64, 44])
-@pytest.mark.parametrize("is_scaled", [True, False])
-def test_gating(rows, config, activation, half, is_scaled, device):
+def test_gating(rows, config, is_scaled, activation, half, device):
     x = expected_x = normal(rows, 176, device=device)
     if not is_scaled:
         x, expected_x = unscaled(rows, 176, device)
@@ -129,10 +132,9 @@ def test_gating(rows, config, activation, half, is_scaled, device):
     assert close(out, gate * up)
 
 
-@cases
+@cases_and_one_row
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("is_scaled", [True, False])
-def test_rotation_and_kv_write(rows, config, kv_dtype, is_scaled, device):
+def test_rotation_and_kv_write(rows, config, is_scaled, kv_dtype, device):
     scales = {"k_scale": 0.5, "v_scale": 2.0} if kv_dtype == torch.float8_e4m3fn else {}
     spec = AttentionSpec(num_heads=3, num_kv_heads=2, head_dim=32, scale=1.0, **scales)
     slots = torch.randperm(24, device=device)[:rows]
