@@ -1,13 +1,11 @@
 """Dense matrices on one GPU: own kernels for up to 32 rows, with what follows them in the same launch; cuBLAS for more.
 
-One row is multiplied faster by a kernel that does nothing else. With more than 32, a norm whose weight is folded is no
-launch of its own: cuBLAS adds the product to the residual stream, multiplies the stream as it is, and the kernel after
+One row's product leaves only the norm to a launch of its own. With more than 32 rows a norm whose weight is folded is
+none: cuBLAS adds the product to the residual stream, multiplies the stream as it is, and the kernel after
 that works out the rows' factors.
 """
 
 from __future__ import annotations
-
-import os
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +80,7 @@ class TritonLinear(DenseLinear):
         if isinstance(x, Unscaled) and x.square_sums is None:
             return act_mul(self._multiply_many(x.x, None), activation, factors_of=x, bias=self.bias)
         config = self._config(x)
-        if config is None or (not config.use_tensor_cores and os.environ.get("NO_FUSE")):
+        if config is None:
             return super().multiply_act(x, activation)
         assert not isinstance(x, Quantized)
         return skinny_act(x, self.weight, self.bias, activation, config, self._scratch, weight_scales=self.scales)
@@ -95,12 +93,7 @@ class TritonLinear(DenseLinear):
             return rope_and_write(qkv, rotary, kv, batch, spec, factors_of=x, bias=self.bias)
         config = self._config(x)
         has_norms = rotary.q_norm is not None or rotary.k_norm is not None
-        if (
-            config is None
-            or (not config.use_tensor_cores and os.environ.get("NO_FUSE"))
-            or has_norms
-            or not can_rope(spec, config)
-        ):
+        if config is None or has_norms or not can_rope(spec, config):
             return super().multiply_rope_write(x, rotary, kv, batch, spec)
         assert not isinstance(x, Quantized)
         return skinny_rope_write(

@@ -3,8 +3,8 @@
 
 One row multiplies in plain float32, a few rows of w to a program, so that even a small matrix fills the chip. More
 rows use the tensor cores: w's tile is their left operand, x's rows their right one, and where n is small the programs
-divide k among them; the one that finishes last adds up the parts, in a fixed order. What follows a product of several
-rows in a layer costs a launch of its own, or less here: see epilogue.py. With one row it is the other way round.
+divide k among them; the one that finishes last adds up the parts, in a fixed order. What follows a product in a
+layer is done here, too: see epilogue.py. One row's norm is not, since its programs are too many to add up squares.
 """
 
 from __future__ import annotations
