@@ -104,7 +104,8 @@ class LocalExecutor:
             return
         assert step.sampled is not None
         tokens, _, _ = step.sampled.to_lists()
-        self.worker.follow(step.constrained, tokens)
+        for line in step.constrained:
+            line.constraint.advance(tokens[line.index])
 
     @property
     def last_sampled(self) -> Sampled | None:

@@ -185,11 +185,6 @@ class Worker:
             places = [firsts[p] + i for p, some in zip(places, drafts, strict=True) for i in range(1 + len(some))]
         return TokenMasks(places, self.constraints.masks(lines, drafts, in_parallel=self.is_gpu))
 
-    def follow(self, lines: list[ConstrainedLine], tokens: list[list[int]]) -> None:
-        """Tell a step's tokens to the constraints of its rows."""
-        if lines and self.constraints is not None:
-            self.constraints.advance(lines, tokens, in_parallel=self.is_gpu)
-
     def sample(self, plan: StepPlan, done: ForwardPass, masks: TokenMasks | None = None) -> Sampled | None:
         """The next tokens of the rows that sample, stored where the next step reads them. None where no row does.
         Beams are ranked, and the next plan says what becomes of them."""

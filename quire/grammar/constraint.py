@@ -134,8 +134,14 @@ class Constraint:
             "all that it allows here"
         )
 
-    def fill(self, into: Words) -> None:
-        """Set the bits of the tokens that may come next. into: [words]."""
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """What the next mask is worked out by; None where none need be."""
+        is_due = self._stage in (Stage.START, Stage.ANSWER) and not self._forced
+        return self._matcher if is_due and self._matcher is not None and not self._matcher.is_error() else None
+
+    def fill(self, into: Words, *, is_filled: bool = False) -> None:
+        """Set the bits of the tokens that may come next. into: [words]; is_filled: what `matcher` says is in it."""
         forced = self.forced()
         if forced:
             into[:] = 0
@@ -144,18 +150,19 @@ class Constraint:
         if self._matcher is None or self._stage is Stage.THINKING:
             into[:] = -1
             return
-        self._matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
+        if not is_filled:
+            self._matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
         if self._matcher.is_error():
             into[:] = 0
         if self._stage is Stage.START and self._thinking is not None and self._thinking.begin_id is not None:
             _allow(self._thinking.begin_id, into)
 
-    def fill_along(self, drafts: Sequence[int], into: Words) -> None:
+    def fill_along(self, drafts: Sequence[int], into: Words, *, is_filled: bool = False) -> None:
         """The same for the next token and for each that follows a draft. into: [1 + drafts, words].
 
         Behind a draft that the grammar does not allow anything may stand: it will not be come to.
         """
-        self.fill(into[0])
+        self.fill(into[0], is_filled=is_filled)
         if not drafts:
             return
         into[1:] = -1

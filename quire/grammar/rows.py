@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +17,11 @@ from quire.params import SamplingSpec
 from quire.plan import StepPlan
 from quire.request import Sequence
 
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
 # Fewer forced tokens are cheaper one by one: a step that verifies samples every position.
 _WORTH_A_JUMP = 3
-_LINES_A_THREAD = 4  # at least, of a step's masks
-_MAX_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,33 +82,20 @@ class RowConstraints:
         """[lines, words]: for each of them a line, and one more for each of its drafts."""
         firsts = list(itertools.accumulate((1 + len(some) for some in drafts), initial=0))
         packed = np.empty((firsts[-1], self._num_words), dtype=np.int32)
-
-        def fill(some: range) -> None:
-            for i in some:
-                lines[i].constraint.fill_along(drafts[i], packed[firsts[i] : firsts[i + 1]])
-
-        self._in_threads(fill, len(lines), in_parallel)
+        filled: set[int] = set()
+        if in_parallel:
+            matchers = [(line.constraint.matcher, firsts[i]) for i, line in enumerate(lines)]
+            working = [(matcher, first) for matcher, first in matchers if matcher is not None]
+            if len(working) > 1:
+                # Threads of its own, and the interpreter is let go of once for all of them.
+                self._executor.unsafe_compute_mask_ptr(working, packed.ctypes.data, self._num_words * 4, len(packed))
+                filled = {first for _, first in working}
+        for line, of_line, first, end in zip(lines, drafts, firsts, firsts[1:], strict=False):
+            line.constraint.fill_along(of_line, packed[first:end], is_filled=first in filled)
         return packed
 
-    def advance(self, lines: Seq[ConstrainedLine], tokens: Seq[Seq[int]], *, in_parallel: bool = False) -> None:
-        """Tell the tokens of a step, by index among its rows that sample, to those that have a constraint."""
-
-        def follow(some: range) -> None:
-            for i in some:
-                lines[i].constraint.advance(tokens[lines[i].index])
-
-        self._in_threads(follow, len(lines), in_parallel)
-
-    def _in_threads(self, work: Callable[[range], None], num_lines: int, in_parallel: bool) -> None:
-        """The matchers let go of the interpreter while they work."""
-        num_parts = min(_MAX_THREADS, num_lines // _LINES_A_THREAD) if in_parallel else 1
-        if num_parts < 2:
-            work(range(num_lines))
-            return
-        parts = [range(part, num_lines, num_parts) for part in range(num_parts)]
-        for _ in self._threads.map(work, parts):
-            pass
-
     @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="quire-masks")
+    def _executor(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        return LLExecutor(num_threads=max(1, min(16, 3 * (os.cpu_count() or 1) // 4)))
