@@ -177,7 +177,9 @@ class RankExecutor:
             self._tell(Meet(store))
         ledger = agreed([loaded.ledger for loaded in self._from_all(Loaded)])
         self._tell(Allocate(ledger))
-        return ledger, self._from_all(Ready)
+        ready = self._from_all(Ready)
+        self._watch.all_are_ready()
+        return ledger, ready
 
     def _check_alike(self, fingerprint: str) -> None:
         """Ranks on other machines may have another Quire, torch or copy of the model."""

@@ -18,6 +18,7 @@ from quire.errors import ErrorInfo, QuireError, RankError
 from quire.executor.rank_messages import Beat, from_rank
 
 SILENCE_S = 6.0  # without a heartbeat, of which there is one a second: it hangs
+LOADING_S = 60.0  # the same before all ranks are ready: imports and large reads hold up the thread that sends them
 START_S = 300.0  # until the first: an import from a cold disk takes its time
 _GRACE_S = 0.7  # for other causes, once there is one
 _LOOK_S = 0.2
@@ -66,12 +67,17 @@ class RankWatch:
         self._troubles: list[_Trouble] = []
         self._describe: Callable[[int], str] = lambda rank: "a host that has not answered"
         self._failure: QuireError | None = None
+        self._is_ready = False
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="quire-rank-watch", daemon=True)
         self._thread.start()
 
     def describe_with(self, describe: Callable[[int], str]) -> None:
         self._describe = describe
+
+    def all_are_ready(self) -> None:
+        """From now on a rank that is silent for a few seconds hangs."""
+        self._is_ready = True
 
     def report(self, rank: int, cause: Cause, text: str, error: QuireError | None = None) -> None:
         """Something is wrong with a rank. From any thread."""
@@ -109,7 +115,7 @@ class RankWatch:
             looked_s = now_s
             self._take_beats(now_s)
             for rank, use in enumerate(self.uses):
-                limit_s = SILENCE_S if use.has_beaten else START_S
+                limit_s = (SILENCE_S if self._is_ready else LOADING_S) if use.has_beaten else START_S
                 if now_s - use.seen_s > limit_s and not self._troubles:
                     self.report(rank, Cause.SILENT, f"hangs: it has sent no heartbeat for {limit_s:g} s")
             with self._lock:

@@ -35,11 +35,13 @@ class RayRanks:
             needs = f"distributed_executor_backend='ray' needs Ray: {install_hint('ray')}"
             raise ConfigError(needs) from error
         self._ray: Any = ray
-        self._num_cpus = config.num_threads or 1
         self._tensor_size, self._num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            self._connect(self._tensor_size * self._num_stages * self._num_cpus)
+            self._connect(self._tensor_size * self._num_stages * (config.num_threads or 1))
+        self._each: dict[str, int] = {"CPU": config.num_threads or 1}  # what a rank needs
+        if config.device != "cpu" and self._ray.cluster_resources().get("GPU", 0):
+            self._each["GPU"] = 1
         self.host: str = self._ray.util.get_node_ip_address()
         self._group: Any = None
         self._actors: list[Any] = []
@@ -59,7 +61,8 @@ class RayRanks:
             # Ray shows an actor its own GPUs only.
             launch = replace(launch, local_rank=0, num_ranks_on_host=ranks_on[bundles[index]], store="tcp:")
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            options = {"num_cpus": self._num_cpus, "max_restarts": 0, "scheduling_strategy": strategy}
+            options = {"max_restarts": 0, "scheduling_strategy": strategy}
+            options |= {"num_cpus": self._each["CPU"], "num_gpus": self._each.get("GPU", 0)}
             self._actors.append(actor.options(**options).remote())
             self._refs.append(self._actors[-1].host.remote(root, encode_launch(launch)))
         self._thread = threading.Thread(target=self._listen, args=(watch,), name="quire-ray-watch", daemon=True)
@@ -108,22 +111,25 @@ class RayRanks:
     def _place(self) -> list[str]:
         """By bundle, the node that it is on."""
         per_stage = self._num_stages > 1
-        size = self._num_cpus * (self._tensor_size if per_stage else 1)
+        bundle = {kind: each * (self._tensor_size if per_stage else 1) for kind, each in self._each.items()}
         count = self._num_stages if per_stage else self._tensor_size
-        total = self._ray.cluster_resources().get("CPU", 0)
-        if total < size * count:
-            raise ConfigError(
-                f"Ray's cluster has {total:g} CPUs, and {self._tensor_size * self._num_stages} ranks need "
-                f"{self._num_cpus} each: add nodes, lower num_threads, or split the model among fewer"
-            )
+        there = self._ray.cluster_resources()
+        for kind, each in self._each.items():
+            if (total := there.get(kind, 0)) < bundle[kind] * count:
+                raise ConfigError(
+                    f"Ray's cluster has {total:g} {kind}s, and {self._tensor_size * self._num_stages} ranks need "
+                    f"{each} each: add nodes, lower num_threads, or split the model among fewer"
+                )
         strategy = "SPREAD" if per_stage else "PACK"
-        self._group = self._ray.util.placement_group([{"CPU": size}] * count, strategy=strategy)
+        self._group = self._ray.util.placement_group([bundle] * count, strategy=strategy)
         if not self._group.wait(PLACE_S):
-            free = self._ray.available_resources().get("CPU", 0)
+            free = self._ray.available_resources()
             self.kill()
+            wanted = " and ".join(f"{size} {kind}s" for kind, size in bundle.items())
+            left = ", ".join(f"{free.get(kind, 0):g} of {there[kind]:g} {kind}s" for kind in bundle)
             raise RankError(
-                f"Ray found no room for {count} × {size} CPUs in {PLACE_S:g} s, {free:g} of {total:g} are free: end "
-                "what runs there, add nodes, or lower num_threads"
+                f"Ray found no room for {count} × {wanted} in {PLACE_S:g} s, {left} are free: end what runs there, add "
+                "nodes, or lower num_threads"
             )
         found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         return [found[index] for index in range(count)]

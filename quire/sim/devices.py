@@ -147,6 +147,13 @@ def all_reduce_s(device: Device, num_ranks: int, num_bytes: float) -> tuple[floa
     """Seconds of a sum over ranks of one machine, and the algorithm that takes the fewest."""
     if num_ranks == 1:
         return 0.0, "none"
+    found = all_reduce_ways(device, num_ranks, num_bytes)
+    name = min(found, key=lambda key: found[key])
+    return found[name], name
+
+
+def all_reduce_ways(device: Device, num_ranks: int, num_bytes: float) -> dict[str, float]:
+    """Seconds by algorithm: the first two are kernels/triton/peers.py, the third is NCCL's."""
     rate = device.link_gb_per_s * 1e9 * _LINK_EFFICIENCY
     start_s = _FAST_START_S if device.has_fast_link else _SLOW_START_S
     others, share = num_ranks - 1, (num_ranks - 1) / num_ranks
@@ -158,8 +165,7 @@ def all_reduce_s(device: Device, num_ranks: int, num_bytes: float) -> tuple[floa
     if num_ranks > 2 and not device.has_fast_link:  # PCIe's root shares its rate between those who read at once
         found["one-shot"] += others * num_bytes / rate
         found["two-shot"] += 2 * share * num_bytes / rate
-    name = min(found, key=lambda key: found[key])
-    return found[name], name
+    return found
 
 
 def send_s(device: Device, num_bytes: float, *, is_within_machine: bool) -> float:

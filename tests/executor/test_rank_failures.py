@@ -170,6 +170,7 @@ def test_a_silent_rank_hangs_but_not_one_that_has_yet_to_start(monkeypatch: pyte
     monkeypatch.setattr(rank_watch, "SILENCE_S", 0.5)
     executor = RankExecutor(config_of(model, tensor_parallel_size=2), FakeHosts())
     executor._watch.uses[1].has_beaten = True
+    executor._watch.all_are_ready()
     wait_for(lambda: executor._watch.is_failing)
     with pytest.raises(RankError, match=r"rank 1 .*heartbeat"):
         executor.check()

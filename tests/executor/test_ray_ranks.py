@@ -112,6 +112,30 @@ def test_more_than_the_cluster_has_is_refused_with_what_it_has(cluster: Any, mod
         )
 
 
+def test_ranks_ask_for_a_gpu_each_where_there_are_some(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Group:
+        def wait(self, seconds: float) -> bool:
+            return True
+
+    def placement_group(bundles: Any, strategy: str) -> Group:
+        asked.append((bundles, strategy))
+        return Group()
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 16.0, "GPU": 4.0})
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(ray.util, "placement_group", placement_group)
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda group: {"bundles_to_node_id": dict(enumerate("ab"))})
+    degrees = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert ray_ranks.RayRanks(config_of(model, device="auto", **degrees))._place() == ["a", "b"]
+    assert ray_ranks.RayRanks(config_of(model, **degrees))._place() == ["a", "b"]  # on CPUs, as it was told
+    assert asked == [([{"CPU": 2, "GPU": 2}] * 2, "SPREAD"), ([{"CPU": 2}] * 2, "SPREAD")]
+    with pytest.raises(ConfigError, match=r"cluster has 4 GPUs, and 5 ranks need 1 each"):
+        ray_ranks.RayRanks(config_of(model, device="auto", tensor_parallel_size=5))._place()
+
+
 def test_a_cluster_that_is_not_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
