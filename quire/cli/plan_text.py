@@ -191,7 +191,7 @@ def _choices(plan: Plan) -> list[str]:
     if plan.skipped:
         lines.append(f"  {'; '.join(plan.skipped)}.")
     if plan.device == "cuda":
-        lines.append("  TP is arithmetic for a model split over so many GPUs: Quire splits models on CPUs so far.")
+        lines.append("  TP is arithmetic for a model split over so many GPUs (-tp): several have not been measured.")
     return lines
 
 

@@ -78,11 +78,6 @@ def device_of_rank(config: EngineConfig, local_rank: int) -> torch.device:
     device = _device(config.device)
     if device.type != "cuda":
         return device
-    if config.num_ranks > 1 and _RANKS_PER_GPU not in os.environ:
-        raise ConfigError(
-            "tensor_parallel_size and pipeline_parallel_size above 1 are served on CPUs so far: set device='cpu', or "
-            "run one engine on each GPU"
-        )
     index, count = (device.index or 0) + local_rank // ranks_per_gpu(), torch.cuda.device_count()
     if index >= count:
         raise ConfigError(
@@ -173,6 +168,11 @@ def _cuda(config: EngineConfig, spec: ModelSpec, dtype: str, kv_dtype: torch.dty
         raise ConfigError(
             f"enable_lora on weights in {quantization} is not served on a GPU yet: use one in 16 bits, without "
             "quantization"
+        )
+    if quantization is not None and config.num_ranks > 1:
+        raise ConfigError(
+            f"weights in {quantization} are not split among GPUs yet: leave tensor_parallel_size and "
+            "pipeline_parallel_size at 1, or use 16 bits"
         )
     if quantization is not None:
         _check_fp8(spec, dtype, device, reason)
