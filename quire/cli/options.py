@@ -38,7 +38,7 @@ MODEL_FLAGS: dict[str, tuple[Any, str]] = {
 RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "device": (str, "auto, cpu or cuda"),
     "num_threads": (int, "CPU threads (default: the physical cores)"),
-    "tensor_parallel_size": (int, "split every layer among so many processes, each with a GPU or its share of the cores"),
+    "tensor_parallel_size": (int, "split every layer among so many processes, each with its own GPU or cores"),
     "pipeline_parallel_size": (int, "split the layers into so many stages, each with its own processes"),
     "distributed_executor_backend": (str, "mp: processes of this machine (default); ray: where Ray puts them"),
     "max_loras": (int, "adapters in one step (default 1)"),
