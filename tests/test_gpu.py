@@ -215,6 +215,33 @@ def test_8_bit_weights_stay_close(weights: Path, on_cpu: list[RequestOutput], kv
         assert len(output.outputs[0].token_ids) == wanted.max_tokens
 
 
+def test_a_checkpoint_in_8_bits_is_served_as_the_cpu_reads_it(weights: Path, tmp_path: Path) -> None:
+    """The same file on both: the CPU has its numbers exactly, the GPU rounds only what it multiplies them with."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "fp8"
+    shutil.copytree(weights, path)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if "_proj" in name]:
+        scales = tensors[name].abs().amax(dim=1, keepdim=True) / 448
+        tensors |= {name: (tensors[name] / scales).to(torch.float8_e4m3fn), f"{name}_scale": scales}
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    (path / "config.json").write_text(json.dumps(config))
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    work = [(prompt, params) for prompt, _ in requests(12)]
+    exact = logprobs(run_all(make(path, device="cpu"), work))
+    gpu = make(path, device="cuda", dtype="bfloat16")
+    found = logprobs([run_all(gpu, [one])[0] for one in work])
+    mean_difference = sum(abs(a - b) for a, b in zip(found, exact, strict=True)) / len(exact)
+    assert mean_difference < 0.1 * abs(sum(exact) / len(exact))
+
+
 def logprobs(outputs: list[RequestOutput]) -> list[float]:
     """Of the prompts' tokens."""
     found = []
