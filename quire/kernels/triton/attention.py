@@ -92,13 +92,14 @@ def prompt_config(
 
 
 def widens_prompts(q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> bool:
-    """Whether a step's prompts are worth 16-bit copies of their 8-bit keys and values: many rows, and copies that are
-    no larger than what a step holds anyhow. Not in captured steps, whose sequences may be as long as any."""
+    """Whether a step's prompts are worth 16-bit copies of their 8-bit keys and values: many rows, and copies of at most
+    twice the queries, less than the MLP's rows take. Not in captured steps, whose sequences may be as long as any."""
     num_prompts, num_tokens = len(batch.kv_lens) - batch.num_decodes, len(q) - batch.num_decodes
+    copied = num_prompts * batch.max_kv_len * 2 * spec.num_kv_heads
     return (
         kv.dtype == torch.float8_e4m3fn
         and num_tokens >= 1024
-        and num_prompts * batch.max_kv_len <= 4 * num_tokens
+        and copied <= 2 * num_tokens * spec.num_heads
         and num_prompts <= 128
         and hopper_serves(spec, kv.shape[3], q.dtype, q.dtype)
     )
