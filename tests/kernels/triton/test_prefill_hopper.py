@@ -15,7 +15,7 @@ import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 
-from quire.kernels.interface import AttentionSpec
+from quire.kernels.interface import AttentionBatch, AttentionSpec
 from quire.kernels.triton import attention
 from quire.kernels.triton.common import HAS_GLUON
 from quire.kernels.triton.configs import HopperPrefillConfig, PrefillConfig
@@ -31,7 +31,7 @@ COMPILE = textwrap.dedent(
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile
-    from quire.kernels.interface import AttentionSpec
+    from quire.kernels.interface import AttentionBatch, AttentionSpec
     from quire.kernels.triton.configs import HopperPrefillConfig
     from quire.kernels.triton.decode import AttentionScratch
     from quire.kernels.triton.precompile import collecting
@@ -92,6 +92,23 @@ def test_what_it_does_not_serve_is_for_the_portable_kernel(unserved, on) -> None
 def test_another_triton_may_have_another_gluon(on, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "HAS_GLUON", False)
     assert on(90) is PrefillConfig
+
+
+def test_an_8_bit_cache_is_widened_where_that_is_little(on) -> None:
+    def widens(tokens, prompts, kv_len, decodes=0, kv_dtype=FP8):
+        q = torch.empty((decodes + tokens, LLAMA.num_heads * LLAMA.head_dim), dtype=BF16, device="meta")
+        kv = torch.empty((4, 2, LLAMA.num_kv_heads, 16, LLAMA.head_dim), dtype=kv_dtype, device="meta")
+        lens = torch.empty(decodes + prompts, dtype=torch.int32, device="meta")
+        batch = AttentionBatch(lens, lens, lens, lens, lens, tokens, kv_len, decodes)
+        return attention.widens_prompts(q, kv, batch, LLAMA)
+
+    on(90)
+    assert widens(8192, 4, 2048) and widens(2048, 1, 8192, decodes=100)
+    assert not widens(1000, 1, 1000)  # few rows
+    assert not widens(2048, 1, 8193) and not widens(2048, 64, 4096)  # much to copy
+    assert not widens(8192, 4, 2048, kv_dtype=BF16)
+    on(80)
+    assert not widens(8192, 4, 2048)
 
 
 @needs_gluon
