@@ -94,6 +94,7 @@ def test_another_triton_may_have_another_gluon(on, monkeypatch: pytest.MonkeyPat
     assert on(90) is PrefillConfig
 
 
+@needs_gluon
 def test_an_8_bit_cache_is_widened_where_that_is_little(on) -> None:
     def widens(tokens, prompts, kv_len, decodes=0, kv_dtype=FP8):
         q = torch.empty((decodes + tokens, LLAMA.num_heads * LLAMA.head_dim), dtype=BF16, device="meta")
