@@ -278,6 +278,8 @@ class EngineConfig:
         for name in ("batch_invariant", "enable_sleep_mode"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.enable_sleep_mode and self.num_ranks > 1:
+            raise ConfigError("enable_sleep_mode is for a model on one device: leave it out, or the splitting")
         if self.batch_invariant and self.num_ranks > 1:
             raise ConfigError("batch_invariant is for a model on one device so far: leave tensor_parallel_size at 1")
         if self.logits_processors and self.num_ranks > 1:

@@ -73,6 +73,8 @@ def test_spellings_that_vllm_users_write(written: dict[str, object], meant: dict
         ({"dtype": "int3"}, ["dtype", "int3"]),
         ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype"]),
         ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization"]),
+        ({"memory_share": 0.0}, ["memory_share"]),
+        ({"enable_sleep_mode": True, "tensor_parallel_size": 2}, ["enable_sleep_mode"]),
         ({"max_num_seqs": 0}, ["max_num_seqs"]),
         ({"max_model_len": 10.5}, ["max_model_len"]),
         ({"preemption": "swap"}, ["swap_space_gb"]),
