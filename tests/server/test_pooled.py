@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,10 @@ def embedder_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def embedder(embedder_path: Path) -> Iterator[Server]:
-    config = EngineConfig(model=str(embedder_path), dtype="float32", device="cpu")
-    with running(EngineClient(config), served_model_names=("mini",)) as server:
+def embedder(embedder_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = EngineConfig(model=str(embedder_path), dtype="float32", device="cpu", scheduling_policy="priority")
+    kept = str(tmp_path_factory.mktemp("kept"))
+    with running(EngineClient(config), served_model_names=("mini",), batch_dir=kept) as server:
         yield server
 
 
@@ -167,6 +169,24 @@ def test_a_classifier(tmp_path: Path) -> None:
         assert one["num_classes"] == 3 and sum(one["probs"]) == pytest.approx(1.0, abs=1e-5)
         assert one["label"] == ["bad", "good", "so-so"][one["probs"].index(max(one["probs"]))]
         assert server.post("/v1/embeddings", {"input": "a"}).json()["error"]["param"] == "task"
+
+
+def test_a_batch_by_the_official_client(embedder: Server, expected: list[list[float]]) -> None:
+    client = openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none")
+    lines = [{"custom_id": str(i), "url": "/v1/embeddings", "body": {"input": text}} for i, text in enumerate(TEXTS)]
+    data = "".join(json.dumps({"method": "POST", **line}) + "\n" for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    until_s = time.monotonic() + 60
+    while batch.status != "completed" and time.monotonic() < until_s:
+        time.sleep(0.05)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.status == "completed" and batch.output_file_id is not None
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    for answer in answers:
+        vector = answer["response"]["body"]["data"][0]["embedding"]
+        assert vector == pytest.approx(expected[int(answer["custom_id"])], abs=1e-6)
+    assert len(answers) == len(TEXTS)
 
 
 def test_a_file_of_requests(embedder_path: Path, tmp_path: Path, expected: list[list[float]]) -> None:
