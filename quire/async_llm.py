@@ -106,7 +106,7 @@ class AsyncLLM:
         params = pooling_params or PoolingParams()
         async with aclosing(self.generate(prompt, params, request_id, priority=priority, **others)) as outputs:
             async for output in outputs:
-                tensor = as_tensor(pooled_of(output), str(params.task or PoolingTask.EMBED))
+                tensor = as_tensor(pooled_of(output), PoolingTask(params.task or PoolingTask.EMBED))
                 yield PoolingRequestOutput(outputs=PoolingOutput(tensor), **pooled_fields(output))
 
     async def beam_search(

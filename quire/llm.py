@@ -190,7 +190,7 @@ class LLM:
         """A vector for every prompt, of a model that embeds."""
         return [
             EmbeddingRequestOutput(outputs=EmbeddingOutput(pooled.floats().tolist()), **base)
-            for pooled, base in self._pool(prompts, pooling_params, PoolingTask.EMBED, use_tqdm, others)
+            for pooled, base, _ in self._pool(prompts, pooling_params, PoolingTask.EMBED, use_tqdm, others)
         ]
 
     def classify(
@@ -204,7 +204,7 @@ class LLM:
         """The probabilities of a classifier's classes, for every prompt."""
         return [
             ClassificationRequestOutput(outputs=ClassificationOutput(pooled.floats().tolist()), **base)
-            for pooled, base in self._pool(prompts, pooling_params, PoolingTask.CLASSIFY, use_tqdm, others)
+            for pooled, base, _ in self._pool(prompts, pooling_params, PoolingTask.CLASSIFY, use_tqdm, others)
         ]
 
     def encode(
@@ -222,8 +222,8 @@ class LLM:
             PoolingTask.CLASSIFY if self.llm_engine.spec.pooling_labels else PoolingTask.TOKEN_EMBED
         )
         return [
-            PoolingRequestOutput(outputs=PoolingOutput(as_tensor(pooled, str(task))), **base)
-            for pooled, base in self._pool(prompts, pooling_params, task, use_tqdm, others)
+            PoolingRequestOutput(outputs=PoolingOutput(as_tensor(pooled, own)), **base)
+            for pooled, base, own in self._pool(prompts, pooling_params, task, use_tqdm, others)
         ]
 
     def score(
@@ -243,13 +243,13 @@ class LLM:
             pairs = [pair_prompt(a, b) for a, b in zip(left, right, strict=True)]
             return [
                 ScoringRequestOutput(outputs=ScoringOutput(pooled.floats()[0]), **base)
-                for pooled, base in self._pool(pairs, pooling_params, PoolingTask.CLASSIFY, use_tqdm, others)
+                for pooled, base, _ in self._pool(pairs, pooling_params, PoolingTask.CLASSIFY, use_tqdm, others)
             ]
         texts, at = distinct([*left, *right])
         done = self._pool(texts, pooling_params, PoolingTask.EMBED, use_tqdm, others)
         scores = []
         for i, j in zip(at[: len(left)], at[len(left) :], strict=True):
-            (a, first), (b, second) = done[i], done[j]
+            (a, first, _), (b, second, _) = done[i], done[j]
             base = first | {
                 "prompt_token_ids": first["prompt_token_ids"] + second["prompt_token_ids"],
                 "num_cached_tokens": first["num_cached_tokens"] + second["num_cached_tokens"],
@@ -264,8 +264,8 @@ class LLM:
         task: str,
         use_tqdm: bool | Callable[..., Any],
         others: dict[str, Any],
-    ) -> list[tuple[Pooled, dict[str, Any]]]:
-        """What every prompt was pooled to, and the other fields of its output."""
+    ) -> list[tuple[Pooled, dict[str, Any], PoolingTask]]:
+        """What every prompt was pooled to, the other fields of its output, and its task: its own, or `task`."""
         truncate = others.pop("truncate_prompt_tokens", None)
         sift(others, CALL)
         batch = _as_batch(prompts)
@@ -277,7 +277,10 @@ class LLM:
         if self.llm_engine.tokenizer is not None and not any(own.truncate_prompt_tokens for own in params):
             prompt_of = TokenizedAhead(self.llm_engine.tokenizer, batch)
         outputs = self._generate(prompt_of, len(batch), params, None, use_tqdm)
-        return [(pooled_of(output), pooled_fields(output)) for output in outputs]
+        return [
+            (pooled_of(output), pooled_fields(output), PoolingTask(own.task or task))
+            for output, own in zip(outputs, params, strict=True)
+        ]
 
     def _generate(
         self,
@@ -386,12 +389,12 @@ def pooled_fields(output: RequestOutput) -> dict[str, Any]:
     return {name: getattr(output, name) for name in names}
 
 
-def as_tensor(pooled: Pooled, task: str) -> Any:
+def as_tensor(pooled: Pooled, task: PoolingTask) -> Any:
     """A torch tensor of its own: [width], or [tokens, width] where each token has a vector."""
     import torch
 
     tensor = torch.frombuffer(bytearray(pooled.data), dtype=torch.float32).view(pooled.num_vectors, -1)
-    return tensor if PoolingTask(task).is_by_token else tensor[0]
+    return tensor if task.is_by_token else tensor[0]
 
 
 class _Bar:

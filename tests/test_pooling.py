@@ -131,6 +131,8 @@ def test_every_token_can_be_had(tmp_path: Path) -> None:
     expected = states(model, output.prompt_token_ids)
     torch.testing.assert_close(output.outputs.data, expected, atol=1e-4, rtol=1e-3)
     pooled = llm.encode(TEXTS[2], pooling_task="embed", use_tqdm=False)[0].outputs.data
+    by_params = llm.encode([TEXTS[2]], [PoolingParams(task="embed")], use_tqdm=False)[0].outputs.data
+    assert torch.equal(pooled, by_params)
     torch.testing.assert_close(pooled, F.normalize(expected[0], dim=0), atol=1e-5, rtol=1e-4)
 
 
