@@ -350,7 +350,8 @@ class EngineConfig:
             raise ConfigError("roles: nobody goes on with the prompts that are computed: give an engine decode or both")
         if "decode" in self.roles and not {"prefill", "both"} & set(self.roles):
             raise ConfigError("roles: nobody computes prompts: give an engine prefill or both")
-        if len(set(self.roles)) > 1 and (not self.enable_prefix_caching or self.num_ranks > 1):
+        is_split = self.num_ranks > 1 or self.distributed_executor_backend == "ray"
+        if len(set(self.roles)) > 1 and (not self.enable_prefix_caching or is_split):
             raise ConfigError(
                 "roles: blocks go from engine to engine by the prefix cache's hashes, and from one process: they need "
                 "enable_prefix_caching=True and tensor_parallel_size=1"

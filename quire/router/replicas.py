@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,9 @@ from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.pooling import PoolingParams
 from quire.request import AdapterRef
-from quire.router.carry import bring_blocks
 from quire.router.hashes import prompt_hashes
+from quire.router.members import Flight, Member
+from quire.router.moves import Moves
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 from quire.socket_folder import SocketFolder
 from quire.text import Tokenizer
@@ -51,41 +52,8 @@ _WELL_AFTER_S = 60.0  # a replica that has served so long had no fault of its ow
 _MAX_DEATHS = 3  # of replicas under one request: it may be what kills them
 _MAX_FAILURES = 5  # in a row, of the last replica that was left
 _NONE_TAKEN = 3  # EngineLoad.brownout_level
-_CARRY_S = 30.0  # for a request's blocks to reach another replica
-_CARRIES = 4  # requests that leave one replica at the same time
-_MAX_FAILED_CARRIES = 2  # of one request, before it is left where it is
-_BALANCE_S = 0.25  # between two looks at how the requests are spread
-_UNEVEN = 4  # sequences, and half of what the fuller replica has: a smaller difference is not worth a move
-_WORTH_MOVING = 64  # tokens that a request may still make
 _SHORT_PROMPT = 256  # uncached tokens that a replica computes itself though its role is to decode
 _EVERYWHERE = ("reset_prefix_cache", "pin_prefix", "unpin_prefix")  # calls that are for all replicas
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """One replica: the engine that runs now, and who sees to it that one does."""
-
-    name: str
-    index: int  # which of the machine's devices are its
-    client: EngineClient
-    started: asyncio.Future[None]  # the first time that it is ready, or what kept it from that
-    death: asyncio.Future[None]  # of the engine that runs now
-    keeper: asyncio.Task[None] | None = None
-    is_ready: bool = False
-    is_draining: bool = False
-    role: str = "both"
-    num_failures: int = 0
-    num_restarts: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A request under way."""
-
-    ticket: Ticket
-    num_deaths: int = 0
-    carrying: asyncio.Task[bool] | None = None
-    num_failed_carries: int = 0
 
 
 class ReplicaSet:
@@ -104,11 +72,11 @@ class ReplicaSet:
         self.router = Router(config.block_size)
         self._num_first = num_replicas
         self._make_client = make_client
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._names = itertools.count()
         self._listeners = itertools.count()
         self._text = SharedText(config)
-        self._flights: dict[Stream, _Flight] = {}
+        self._flights: dict[Stream, Flight] = {}
         self._homeless: dict[Stream, list[int]] = {}  # no replica takes requests: by stream, the sequences that go on
         self._waiters: set[asyncio.Future[None]] = set()
         self._on_death: list[Callable[[str], None]] = []
@@ -116,8 +84,9 @@ class ReplicaSet:
         self._is_closing = False
         self._info: EngineInfo | None = None
         self.num_moved = 0  # requests that went on at another replica
-        self.num_carried = 0  # of these, those whose blocks went with them
-        can_send = config.enable_prefix_caching and config.num_ranks == 1 and config.kv_listen is None
+        self.moves = Moves(self._members, self._flights, self.router, prompt_of=self._prompt_of, adopt=self._adopt)
+        is_one_process = config.num_ranks == 1 and config.distributed_executor_backend != "ray"
+        can_send = config.enable_prefix_caching and is_one_process and config.kv_listen is None
         self._sockets = SocketFolder() if can_send else None
         self._balancer: asyncio.Task[None] | None = None
         device_environment(config, num_replicas - 1)  # what does not fit is refused before anything starts
@@ -127,7 +96,7 @@ class ReplicaSet:
     async def start(self) -> None:
         for _ in range(self._num_first):
             self._add_member()
-        self._balancer = asyncio.create_task(self._balance())
+        self._balancer = asyncio.create_task(self.moves.balance())
         self._balancer.add_done_callback(_tell_of_bug)
 
     async def ready(self) -> None:
@@ -153,12 +122,12 @@ class ReplicaSet:
             self._sockets.close()
             self._sockets = None
 
-    def _add_member(self) -> _Member:
+    def _add_member(self) -> Member:
         index = next(i for i in itertools.count() if all(m.index != i for m in self._members.values()))
         name = str(next(self._names))
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         started.add_done_callback(lambda done: done.cancelled() or done.exception())
-        member = _Member(name, index, self._client_of(name, index), started, started)
+        member = Member(name, index, self._client_of(name, index), started, started)
         if index < len(self.config.roles):
             member.role = self.config.roles[index]
         self._members[name] = member
@@ -180,7 +149,7 @@ class ReplicaSet:
             on_lost=lambda lost: self._on_lost(name, lost),
         )
 
-    async def _keep(self, member: _Member) -> None:
+    async def _keep(self, member: Member) -> None:
         """Start a replica, again and again where it dies, until somebody removes it."""
         while not self._is_closing and member.name in self._members:  # a cancellation may be lost in a wait_for
             try:
@@ -206,7 +175,7 @@ class ReplicaSet:
             member.num_restarts += 1
             member.client = self._client_of(member.name, member.index)
 
-    def _on_ready(self, member: _Member) -> None:
+    def _on_ready(self, member: Member) -> None:
         info = member.client.info
         if self._info is None:
             self._info = info
@@ -225,7 +194,7 @@ class ReplicaSet:
             get_logger().warning("replica %s serves again", member.name)
         self._place_waiting()
 
-    async def _watch(self, member: _Member) -> None:
+    async def _watch(self, member: Member) -> None:
         """Until it dies. One that hangs is ended, so that its requests go on elsewhere."""
         ready_s = time.monotonic()
         death = member.death
@@ -268,7 +237,7 @@ class ReplicaSet:
         if not member.is_ready:
             return 0
         self.router.set_open(name, False)
-        num_carried = await self._carry_all(member)
+        num_carried = await self.moves.carry_all(member)
         lost = member.client.streams.release(abort=True) if member.is_ready else []
         for stream, open_indices in lost:
             self._move(stream, open_indices, has_died=False)
@@ -287,7 +256,7 @@ class ReplicaSet:
         await self._drop(self._find(name))
         return num_moved
 
-    async def _drop(self, member: _Member) -> None:
+    async def _drop(self, member: Member) -> None:
         self._members.pop(member.name, None)
         if member.keeper is not None:
             member.keeper.cancel()
@@ -297,7 +266,7 @@ class ReplicaSet:
         member.is_ready = False
         await member.client.close()
 
-    def _find(self, name: str) -> _Member:
+    def _find(self, name: str) -> Member:
         member = self._members.get(name)
         if member is None:
             known = ", ".join(self._members)
@@ -430,10 +399,10 @@ class ReplicaSet:
         except BaseException:
             self.router.on_end(ticket)
             raise
-        flight = self._flights[stream] = _Flight(ticket)
+        flight = self._flights[stream] = Flight(ticket)
         stream.on_start = partial(self._on_start, flight)
         if self._members[ticket.replica].role == "prefill":
-            self._start_carry(stream, flight)
+            self.moves.start(stream, flight)
         try:
             while not stream.is_finished:
                 output = stream.home.take(stream)
@@ -467,7 +436,7 @@ class ReplicaSet:
             found += [replace(one, labels={"engine": name, **one.labels}) for one in await client.metrics()]
         return found
 
-    # -- from one replica to another, with its blocks
+    # -- from one replica to another
 
     def _route(self, prompt: Prompt) -> Ticket | None:
         """Prompts go to replicas that compute them. One that is short, or mostly cached where requests go on, need not
@@ -480,113 +449,6 @@ class ReplicaSet:
             return self.router.route_to(direct.replica, prompt)
         decoding = [name for name, role in roles.items() if role == "decode"]
         return self.router.route(prompt, excluding=decoding) or self.router.route(prompt)
-
-    def _target_for(self, source: _Member) -> _Member | None:
-        """The replica with the fewest sequences that would go on with a request of another; None where none can."""
-        found = [
-            member
-            for name, member in self._members.items()
-            if member is not source
-            and member.is_ready
-            and member.role != "prefill"
-            and member.client.info.kv_address is not None
-            and self.router.replicas[name].is_open
-            and self.router.replicas[name].num_sequences < member.client.info.max_num_seqs
-        ]
-        return min(found, key=lambda member: self.router.replicas[member.name].num_sequences, default=None)
-
-    def _start_carry(self, stream: Stream, flight: _Flight) -> asyncio.Task[bool] | None:
-        """Begin to move a running request, where there is a replica for it. It stays where it is if that fails."""
-        source = self._members.get(flight.ticket.replica)
-        target = None if source is None else self._target_for(source)
-        if source is None or target is None or source.client.info.kv_address is None or flight.carrying is not None:
-            return None
-        flight.carrying = task = asyncio.create_task(self._carry(stream, flight, source, target))
-
-        def done(task: asyncio.Task[bool]) -> None:
-            flight.carrying = None
-            if task.cancelled():
-                return
-            if (error := task.exception()) is not None:
-                get_logger().error("a request could not be moved", exc_info=error)
-            flight.num_failed_carries += error is not None or not task.result()
-
-        task.add_done_callback(done)
-        return task
-
-    async def _carry(self, stream: Stream, flight: _Flight, source: _Member, target: _Member) -> bool:
-        client, to = target.client, target.client.info.kv_address
-        here, there = source.client.streams, client.streams
-        assert to is not None
-        hashes = self.hashes_of(PreparedRequest(stream.request, stream.params, None))
-        num_known = self.router.num_leading_blocks(target.name, hashes)
-        block_size = self.config.block_size
-        limits = {"block_size": block_size, "num_known": num_known, "within_s": _CARRY_S}
-        if not await bring_blocks(stream, here, there, to, **limits) or not target.is_ready:  # type: ignore[arg-type]
-            return False
-        if target.client is not client or not (open_indices := here.release_one(stream, abort=True)):
-            return False
-        self.router.on_end(flight.ticket)
-        self._adopt(stream, open_indices, self.router.route_to(target.name, self._prompt_of(stream, open_indices)))
-        self.num_carried += 1
-        return True
-
-    async def _carry_all(self, source: _Member) -> int:
-        """Those that decode; the others have little to take along, or wait."""
-        room = asyncio.Semaphore(_CARRIES)
-
-        async def carry(stream: Stream, flight: _Flight) -> bool:
-            async with room:
-                task = flight.carrying or self._start_carry(stream, flight)
-                if task is None:
-                    return False
-                await asyncio.wait([task])
-                return not task.cancelled() and task.exception() is None and task.result()
-
-        decoding = [
-            (stream, flight)
-            for stream, flight in self._flights.items()
-            if flight.ticket.replica == source.name and flight.ticket.first_token_s is not None
-        ]
-        return sum(await asyncio.gather(*(carry(stream, flight) for stream, flight in decoding)))
-
-    async def _balance(self) -> None:
-        """Requests leave a replica that has far more than another, one at a time, and those whose prompt another one
-        should have computed go where they decode."""
-        while not self._is_closing:
-            await asyncio.sleep(_BALANCE_S)
-            counts = {
-                name: known.num_sequences
-                for name, known in self.router.replicas.items()
-                if known.is_open and self._members[name].role != "prefill"
-            }
-            fullest = max(counts, key=counts.__getitem__, default=None)
-            if fullest is not None and counts[fullest] - min(counts.values()) < max(_UNEVEN, counts[fullest] / 2):
-                fullest = None
-            for stream, flight in self._movable(fullest):
-                task = self._start_carry(stream, flight)
-                if task is not None:
-                    await asyncio.wait([task])
-                break
-
-    def _movable(self, fullest: str | None) -> list[tuple[Stream, _Flight]]:
-        """Requests that decode at the fullest replica, or at one that should not; the one with most to make first."""
-        found = []
-        for stream, flight in self._flights.items():
-            member = self._members.get(flight.ticket.replica)
-            num_left = stream.request.max_tokens - max(stream.num_made_tokens)
-            if (
-                member is not None
-                and (member.name == fullest or member.role == "prefill")
-                and flight.ticket.first_token_s is not None
-                and flight.carrying is None
-                and flight.num_failed_carries < _MAX_FAILED_CARRIES
-                and num_left >= _WORTH_MOVING
-            ):
-                found.append((num_left, stream, flight))
-        return [(stream, flight) for _, stream, flight in sorted(found, key=lambda one: -one[0])]
-
-    # -- from one replica to another, without them
 
     def _on_report(self, name: str, report: LoadReport | CacheReport) -> None:
         if name not in self.router.replicas:
@@ -607,7 +469,7 @@ class ReplicaSet:
         is_short = load.brownout_level >= _NONE_TAKEN and others_take
         self.router.set_open(name, not member.is_draining and not is_short)
 
-    def _on_start(self, flight: _Flight) -> None:
+    def _on_start(self, flight: Flight) -> None:
         self.router.on_first_token(flight.ticket)
 
     def _on_lost(self, name: str, lost: list[tuple[Stream, list[int]]]) -> None:
@@ -644,6 +506,11 @@ class ReplicaSet:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+    @property
+    def num_carried(self) -> int:
+        """Of the requests that moved, those whose blocks went with them."""
+        return self.moves.num_carried
 
     def _prompt_of(self, stream: Stream, open_indices: list[int]) -> Prompt:
         """What a request that goes on is to a router: its tokens so far."""

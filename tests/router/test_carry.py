@@ -16,7 +16,7 @@ from quire.engine.launch import EngineProcessOptions
 from quire.errors import ConfigError
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
-from quire.router import replicas
+from quire.router import moves
 from quire.router.replicas import ReplicaSet
 
 BLOCK = 16
@@ -128,7 +128,7 @@ def test_a_drained_replica_gives_its_requests_and_their_blocks_away(model: Path)
 def test_requests_even_out_and_stay_where_the_other_side_takes_no_blocks(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "_BALANCE_S", 0.01)
+    monkeypatch.setattr(moves, "_BALANCE_S", 0.01)
 
     async def body(group: ReplicaSet) -> None:
         group.router.set_open("1", False)
@@ -152,7 +152,7 @@ def test_requests_even_out_and_stay_where_the_other_side_takes_no_blocks(
         task = asyncio.create_task(read(group, "a", prompt(77), GREEDY, started.set))
         await started.wait()
         [(stream, flight)] = group._flights.items()
-        carrying = group._start_carry(stream, flight)
+        carrying = group.moves.start(stream, flight)
         assert carrying is not None and not await carrying
         assert len(line(await task)) == NUM_OUT and group.num_moved == num_moved
 
