@@ -11,6 +11,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.errors import BadRequestError
+from quire.executor.sizing import adapter_bytes
 from quire.lora.request import LoRARequest
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -150,3 +151,38 @@ def test_on_a_gpu_graphs_change_nothing(files: Path) -> None:
         found.append(tokens(llm.generate(work, params, lora_request=chosen, use_tqdm=False)))
     same = sum(a == b for a, b in zip(*found, strict=True))
     assert same >= 44, f"{same} of 48 answers are the same"  # steps of other sizes round differently
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "heads that turn in part": {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "partial_rotary_factor": 0.5, "pad_token_id": 0,
+        "sliding_window": None,
+    },
+    "norms of branches": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 32, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "an MLP without a gate": {
+        "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "norm_epsilon": 1e-5, "use_bias": True,
+        "sliding_window": 32, "hidden_act": "gelu_pytorch_tanh",
+    },
+    "experts": {
+        "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(tmp_path: Path, name: str) -> None:
+    model = adapter_files.write_model(tmp_path / "model", **FAMILIES[name])
+    modules = ("q_proj", "k_proj", "o_proj") if name == "experts" else adapter_files.MODULES
+    adapter = adapter_files.write_adapter(tmp_path / "a", model, modules=modules)
+    merged = make(adapter_files.write_merged(tmp_path / "merged", model, adapter))
+    llm = make(model, enable_lora=True)
+    work, request = prompts(4), LoRARequest("a", 1, str(adapter))
+    found = tokens(llm.generate(work, GREEDY, lora_request=[request, None] * 2, use_tqdm=False))
+    assert found[::2] == tokens(merged.generate(work[::2], GREEDY, use_tqdm=False))
+    assert found[1::2] == tokens(make(model).generate(work[1::2], GREEDY, use_tqdm=False))
+    ledger, engine = llm.llm_engine.ledger, llm.llm_engine
+    assert ledger.adapter_bytes == adapter_bytes(engine.config, engine.spec, "float32")

@@ -110,6 +110,8 @@ class AdapterBank:
         self.max_rank = -(-max_rank // RANK_UNIT) * RANK_UNIT
         self.rows: AdapterRows | None = None  # of the step that runs; None: no token of it has an adapter
         self.sites: dict[str, AdapterSite] = {}  # by module
+        self._grouped: AdapterRows | None = None  # what _groups is about
+        self._groups: list[tuple[int, Tensor]] = []
         self.slot_values = self.num_matrices = 0
         self._device, self._dtype = torch.device(device), dtype
 
@@ -129,6 +131,7 @@ class AdapterBank:
         # [matrices, slots]: kernels read a row of it, and rows are aligned.
         shape = (self.num_matrices, -(-self.num_slots // 4) * 4)
         self.ranks = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self.host_ranks = [[0] * self.num_matrices for _ in range(self.num_slots)]
 
     @property
     def nbytes(self) -> int:
@@ -158,8 +161,19 @@ class AdapterBank:
         """Behind the steps that were submitted; a GPU copies when it has run them."""
         self.values[slot].copy_(packed.values, non_blocking=True)
         self.ranks[:, slot].copy_(packed.ranks, non_blocking=True)
+        self.host_ranks[slot] = packed.ranks.tolist()
 
     # -- the rows of a step
+
+    def groups(self) -> list[tuple[int, Tensor]]:
+        """Of the step that runs: each adapter's slot, and its tokens. For backends that multiply one after the other;
+        found once a step."""
+        assert self.rows is not None
+        if self._grouped is not self.rows:
+            tiles = self.rows.tiles.T.tolist()
+            self._groups = [(slot, self.rows.order[start:end]) for start, end, slot in tiles if start < end]
+            self._grouped = self.rows
+        return self._groups
 
     def rows_length(self, num_tokens: int) -> int:
         """Of all that an AdapterRows of so many tokens holds, in one array."""
@@ -264,15 +278,14 @@ class AdaptedLinear(ComposedLinear):
 
     def _add_adapters(self, product: Tensor, x: Tensor) -> None:
         """product: [tokens, out] += what the adapters of these tokens make of x."""
-        place, rows, bank = self.low_rank, self.bank.rows, self.bank
-        assert place is not None and rows is not None
-        for start, end, slot in rows.tiles.T.tolist():
-            rank = int(bank.ranks[place.index, slot])
-            if start == end or not rank:
+        place, bank = self.low_rank, self.bank
+        assert place is not None
+        for slot, tokens in bank.groups():
+            rank = bank.host_ranks[slot][place.index]
+            if not rank:
                 continue
-            tokens = rows.order[start:end]
             a, b = place.a(bank.values[slot]), place.b(bank.values[slot])
-            some, first = x if end - start == len(x) else x.index_select(0, tokens), 0
+            some, first = x if len(tokens) == len(x) else x.index_select(0, tokens), 0
             for part, count in enumerate(place.part_rows):
                 shrunk = some @ a[part * bank.max_rank :][:rank].T
                 columns = slice(first, first + count)
