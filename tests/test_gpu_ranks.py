@@ -60,6 +60,16 @@ def test_the_tokens_of_one_rank(
     engine.close()
 
 
+def test_experts_are_split(tmp_path: Path, shared_gpu: None) -> None:
+    """Each rank has some columns of every expert."""
+    mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
+    weights = write_lively_model(tmp_path, num_local_experts=4, num_experts_per_tok=2, **mixtral)
+    expected = run_all(make(weights), requests(24))
+    engine = make(weights, tensor_parallel_size=2)
+    same_up_to_ties(run_all(engine, requests(24)), expected)
+    engine.close()
+
+
 def test_more_ranks_than_gpus_are_refused(weights: Path) -> None:
     import torch
 
