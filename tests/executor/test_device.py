@@ -11,7 +11,7 @@ import torch
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor import device
-from quire.executor.device import choose_backend
+from quire.executor.device import choose_backend, device_of_rank
 from quire.kernels import cpu as native
 from quire.models.architectures import spec_from_config
 from quire.models.spec import CheckpointFormat
@@ -63,3 +63,15 @@ def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="torch sees no CUDA GPU"):
         choose_backend(EngineConfig(device="cuda"), SPEC)
     assert choose_backend(EngineConfig(), SPEC).device.type == "cpu"
+
+
+def test_every_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = EngineConfig(model="m", device="cuda", tensor_parallel_size=3)
+    assert [device_of_rank(config, rank).index for rank in range(2)] == [0, 1]
+    with pytest.raises(ConfigError, match="3 ranks need a GPU each, and torch sees 2 here"):
+        device_of_rank(config, 2)
+    monkeypatch.setenv("QUIRE_RANKS_PER_GPU", "2")
+    assert [device_of_rank(config, rank).index for rank in range(3)] == [0, 0, 1]
+    assert device_of_rank(config.replace(device="cpu"), 2).type == "cpu"

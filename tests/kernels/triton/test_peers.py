@@ -1,6 +1,6 @@
 """One rank's part of a sum and of a gather, beside peers who have written theirs already.
 
-What several ranks do at once is for a machine with a GPU: tests/parallel/test_peers.py.
+What several ranks do at once is for a machine with a GPU: tests/test_gpu_ranks.py.
 """
 
 from __future__ import annotations
