@@ -1,7 +1,8 @@
-"""The GPU table: Llama-3.1-8B's shape in bf16 with random weights, on the seeded workloads.
+"""The GPU table: Llama-3.1-8B's shape in bf16 with random weights, or Qwen3-30B-A3B's, on the seeded workloads.
 
     python -m benchmarks.gpu                        # the whole table, JSON and a chart
     python -m benchmarks.gpu single lab16 --no-profile
+    python -m benchmarks.gpu --shape qwen3-30b-a3b
 
 Each workload runs once untimed, on other prompts, and then timed. After that a few steps are profiled, and a step's
 time is split into matrix products, attention, other kernels, sampling and gaps.
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from quire.bench.charts import bar_chart
 from quire.bench.drive import forced_length, run_workload
-from quire.bench.model_shapes import write_llama_8b
+from quire.bench.model_shapes import write_llama_8b, write_qwen3_30b_a3b
 from quire.bench.plots import write_charts
 from quire.bench.workloads import WORKLOADS
 from quire.config import EngineConfig
@@ -39,10 +40,31 @@ ROWS: dict[str, tuple[str, dict[str, float], str, float, float]] = {
     "prefill": ("prefill", {}, "total", 40535, 53980),
     "shared_prefix": ("shared_prefix", {}, "output", 8343, 17700),
 }
+EXPERTS_ROWS: dict[str, tuple[str, dict[str, float], str, float, float]] = {
+    "single": ("single", {}, "output", 240, 701),
+    "lab16": ("lab16", {}, "output", 1334, 1716),
+    "mixed256": ("mixed256", {}, "output", 5784, 8208),
+}
+SHAPES = {
+    "llama-3.1-8b": ("Llama-3.1-8B", write_llama_8b, ROWS),
+    "qwen3-30b-a3b": ("Qwen3-30B-A3B", write_qwen3_30b_a3b, EXPERTS_ROWS),
+}
 # Parts of a step by the names of the kernels that do them.
 _KERNELS = {
     "attention": ("decode_kernel", "prefill_kernel", "prefill_hopper_kernel", "prefix_kernel"),
-    "matrix products": ("vector_kernel", "tile_kernel", "gemm", "gemv", "cutlass", "nvjet", "xmma", "splitK", "cublas"),
+    "experts": ("route_kernel", "picked_kernel", "grouped_kernel", "combine_kernel"),
+    "matrix products": (
+        "vector_kernel",
+        "tile_kernel",
+        "fixed_kernel",
+        "gemm",
+        "gemv",
+        "cutlass",
+        "nvjet",
+        "xmma",
+        "splitK",
+        "cublas",
+    ),
     "sampling": ("chunk_kernel", "winner_kernel", "bound_kernel", "gather_kernel", "finish_kernel"),
 }
 
@@ -65,8 +87,8 @@ class Row:
     num_captures: int
 
 
-def time_row(engine: LLMEngine, name: str) -> Row:
-    workload_name, sampling, counts, vllm, limit = ROWS[name]
+def time_row(engine: LLMEngine, name: str, row: tuple[str, dict[str, float], str, float, float]) -> Row:
+    workload_name, sampling, counts, vllm, limit = row
     vocab = 128_000
     run_workload(engine, WORKLOADS[workload_name](vocab, seed=100_000), sampling)
     engine.reset_prefix_cache()
@@ -137,7 +159,7 @@ def profile_decode(engine: LLMEngine, num_seqs: int, context: int, num_steps: in
 
 
 def _print(ready_s: float, kv_tokens: int, rows: list[Row], splits: dict[str, dict[str, float]]) -> None:
-    print(f"\nready in {ready_s:.1f} s (vLLM 71.5), {kv_tokens:,} KV tokens (vLLM 891,392)")
+    print(f"\nready in {ready_s:.1f} s, {kv_tokens:,} KV tokens")
     print(f"{'row':<18}{'tok/s':>9}{'vLLM':>9}{'x':>6}{'of limit':>10}{'GPU s':>8}{'wall s':>8}{'sample s':>9}"
           f"{'schedule':>9}{'submit':>8}{'update':>8}{'captures':>9}")  # fmt: skip
     for r in rows:
@@ -148,7 +170,7 @@ def _print(ready_s: float, kv_tokens: int, rows: list[Row], splits: dict[str, di
         print(f"step {name}: " + ", ".join(f"{part} {ms:.2f} ms" for part, ms in split.items()))
 
 
-def _chart(path: Path, rows: list[Row]) -> None:
+def _chart(path: Path, rows: list[Row], shape: str) -> None:
     """The picture of the README."""
     columns = {
         "vLLM 0.26.0": [100 * r.vllm_tok_s / r.limit_tok_s for r in rows],
@@ -157,7 +179,7 @@ def _chart(path: Path, rows: list[Row]) -> None:
     title = "Tokens per second over the physical limit"
     chart = bar_chart(title, "percent of the hardware's limit", [r.name for r in rows], columns)
     try:
-        write_charts(path, [chart], "Llama-3.1-8B's shape, bf16, one H200")
+        write_charts(path, [chart], f"{shape}'s shape, bf16, one H200")
     except ConfigError as error:
         print(f"no chart: {error}", file=sys.stderr)
 
@@ -167,17 +189,19 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m benchmarks.gpu", description=__doc__.split("\n")[0], allow_abbrev=False
     )
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all of {', '.join(ROWS)}")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--no-profile", action="store_true", help="leave the split of a step out")
     parser.add_argument("--kwargs", default="{}", help='JSON of engine arguments, e.g. \'{"kv_cache_dtype": "fp8"}\'')
     args = parser.parse_args(argv)
-    names = args.rows or list(ROWS)
-    unknown = [name for name in names if name not in ROWS]
+    shape, write_model, table = SHAPES[args.shape]
+    names = args.rows or list(table)
+    unknown = [name for name in names if name not in table]
     try:
         if unknown:
-            raise ConfigError(f"unknown row {unknown[0]!r}: there are {', '.join(ROWS)}")
+            raise ConfigError(f"unknown row {unknown[0]!r}: there are {', '.join(table)}")
         values = {"device": "cuda", "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 4096}
         config = EngineConfig(
-            **(values | {"gpu_memory_utilization": 0.9, "model": str(write_llama_8b())} | json.loads(args.kwargs))
+            **(values | {"gpu_memory_utilization": 0.9, "model": str(write_model())} | json.loads(args.kwargs))
         )
         started = time.perf_counter()
         from quire.engine.llm_engine import LLMEngine
@@ -190,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     print("start-up:", {part: round(s, 2) for part, s in engine.built.timeline_s.items()}, flush=True)
     rows = []
     for name in names:
-        rows.append(time_row(engine, name))
+        rows.append(time_row(engine, name, table[name]))
         print(f"{name}: {rows[-1].tok_s:.1f} tok/s", flush=True)
     splits: dict[str, dict[str, float]] = {}
     if not args.no_profile:
@@ -202,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     record = {"ready_s": ready_s, "kv_tokens": kv_tokens, "rows": [asdict(r) for r in rows], "step_ms": splits}
     (folder / "gpu.json").write_text(json.dumps(record, indent=1))
-    _chart(folder / "gpu.png", rows)
+    _chart(folder / "gpu.png", rows, shape)
     return 0
 
 
