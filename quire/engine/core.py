@@ -276,7 +276,7 @@ class EngineCore:
         self.settle(_SETTLE_S)
         if self.has_work:
             raise BadRequestError("requests are under way: an engine falls asleep when they have ended")
-        self.executor.check_can_sleep()
+        self.executor.prepare_sleep()
         if not keep_kv:
             self.kv.reset_prefix_cache()
         with self._dying_of_failures():

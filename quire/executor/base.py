@@ -47,7 +47,8 @@ class Executor(Protocol):
 class SleepingExecutor(Executor, Protocol):
     """One that can give its memory back for a while."""
 
-    def check_can_sleep(self) -> None: ...
+    def prepare_sleep(self) -> None:
+        """What may fail of it. Raises a QuireError, and nothing has changed then."""
 
     def fall_asleep(self, kept_blocks: list[int]) -> None:
         """Nothing may be under way. Of the cache, the content of these blocks outlives the sleep."""

@@ -180,10 +180,14 @@ class LocalExecutor:
         free, total = torch.cuda.mem_get_info(self.worker.cache.device_blocks.device)
         return total - free, total
 
-    def check_can_sleep(self) -> None:
-        """Raises a ConfigError where it was not made for it."""
+    def prepare_sleep(self) -> None:
+        """Raises a ConfigError where it was not made for it, a MemoryBudgetError where the host cannot keep the
+        weights. Nothing has changed then."""
         if self.worker.is_gpu and self._memory is None:
             raise ConfigError("on a GPU an engine that shall sleep is made with enable_sleep_mode=True")
+        if self._memory is not None:
+            torch.cuda.synchronize(self.worker.cache.device_blocks.device)
+            self._memory.copy_to_host()
 
     def fall_asleep(self, kept_blocks: list[int]) -> None:
         """Give back the cache, of which the content of these blocks is kept on the host, and on a GPU the weights, too,

@@ -155,17 +155,27 @@ class SleepingMemory:
         """Of physical memory now."""
         return sum(segment.num_bytes for segment in self.segments.values() if segment.handle is not None)
 
-    def sleep(self) -> None:
-        """Give the physical memory back; what is kept is on the host then. The device must be idle."""
+    def copy_to_host(self) -> None:
+        """What is kept, where the host has no copy of it yet. Raises a MemoryBudgetError where it has no room."""
         kept = [segment for segment in self.segments.values() if segment.is_kept]
-        if kept and (self._host is None or self._changes):
-            if self._host is None:
-                self._host = self._driver.pinned(sum(segment.num_bytes for segment in kept))
-            offset = 0
-            for segment in kept:
-                segment.host_offset = offset
-                self._driver.copy_out(self._host + offset, segment.address, segment.num_bytes)
-                offset += segment.num_bytes
+        if not kept or (self._host is not None and not self._changes):
+            return
+        if self._host is None:
+            num_bytes = sum(segment.num_bytes for segment in kept)
+            try:
+                self._host = self._driver.pinned(num_bytes)
+            except RuntimeError as error:
+                raise MemoryBudgetError(
+                    f"{num_bytes / 2**30:.2f} GiB of host memory cannot be had to keep the weights in: {error}"
+                ) from error
+        offset = 0
+        for segment in kept:
+            segment.host_offset = offset
+            self._driver.copy_out(self._host + offset, segment.address, segment.num_bytes)
+            offset += segment.num_bytes
+
+    def sleep(self) -> None:
+        """Give the physical memory back, after `copy_to_host`. The device must be idle."""
         for segment in self.segments.values():
             self._unmap(segment)
 

@@ -390,7 +390,8 @@ class Residents:
                 victim = await self._least_recently_used(awake)
                 try:
                     await self._put_to_sleep(victim)
-                except BadRequestError:  # its kind of engine cannot: it ends, until a request starts it again
+                except (BadRequestError, MemoryBudgetError):
+                    # Its kind of engine cannot, or the host cannot keep its weights: it ends, until it is wanted again.
                     await self._put_to_sleep(victim, level=2)
             await engine.wake_up()
 

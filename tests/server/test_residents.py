@@ -65,6 +65,8 @@ class FakeClient:
 
     async def call(self, name: str, **arguments: Any) -> None:
         self.calls.append(name)
+        if self.config.seed == 7:
+            raise BadRequestError("this engine cannot sleep")
 
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         await self.hold.wait()
@@ -133,6 +135,16 @@ def test_the_least_recently_used_makes_room(run: Callable[..., None]) -> None:
         await ask(a)
         assert (a.is_awake, b.is_awake, c.is_awake) == (True, True, False)
         assert client_of(a).calls == ["sleep", "wake_up"] and len(FakeClient.made) == 3
+
+    run(test)
+
+
+def test_one_that_cannot_sleep_makes_room_by_ending(run: Callable[..., None]) -> None:
+    async def test(setting: Setting) -> None:
+        a = await setting.add(1.0, seed=7)
+        await setting.add(1.0)
+        assert a.sleep_level == 2 and FakeClient.made[0].is_closed
+        assert await ask(a) == "x"
 
     run(test)
 
