@@ -115,7 +115,14 @@ class FakeEngine:
         return self.current_load
 
     def prepare(
-        self, request_id: str, prompt: Any, params: SamplingParams, *, priority: int = 0, tenant: str = ""
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        adapter: Any = None,
     ) -> PreparedRequest:
         ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else [1] * len(prompt)
         return prepared(request_id, len(ids), params=params, tenant=tenant)

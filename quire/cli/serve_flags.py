@@ -69,7 +69,7 @@ _MODEL = [
     ),
     Flag(
         name="lora_modules",
-        help="adapters, as NAME=PATH or JSON with name and path, each served as a model of its name",
+        help="adapters as NAME=PATH or as JSON, each served under its name",
         read=read_json_or_text,
         metavar="ADAPTER",
         is_list=True,

@@ -58,12 +58,12 @@ def test_each_expert_is_found_and_stays_packed(write_gguf, arch):
     checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight)
     for layer in range(LAYERS):
         mlp = decoder._layers[layer].mlp
-        for number, expert in enumerate(mlp.experts):
-            assert set(expert.gate_up.kinds) == set(expert.down.kinds) == {"Q8_0"}
-            for matrix, names in ((expert.gate_up, ("gate", "up")), (expert.down, ("down",))):
+        for number, (gate_up, down) in enumerate(zip(mlp.experts.gate_ups, mlp.experts.downs, strict=True)):
+            assert set(gate_up.kinds) == set(down.kinds) == {"Q8_0"}
+            for matrix, names in ((gate_up, ("gate", "up")), (down, ("down",))):
                 stored = [tensors[f"blk.{layer}.ffn_{name}_exps.weight"][number] for name in names]
                 expected = torch.from_numpy(np.concatenate(stored))
                 held = matrix.embed(torch.arange(len(expected)))
                 assert (held - expected).abs().max() < 0.02
         router = torch.from_numpy(tensors[f"blk.{layer}.ffn_gate_inp.weight"])
-        assert torch.equal(mlp.router.embed(torch.arange(NUM_EXPERTS)), router)
+        assert torch.equal(mlp.experts.router.embed(torch.arange(NUM_EXPERTS)), router)

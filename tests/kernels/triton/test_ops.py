@@ -265,8 +265,7 @@ def test_the_caller_may_add_a_product(rows, is_folded, ops, device):
 
 # The kernels of a layer, by its rows. With more than 32 its four products are cuBLAS's.
 LAUNCHES = {
-    1: ["vector_kernel", "rope_kernel", "decode_kernel", *["vector_kernel", "norm_kernel"],
-        "vector_kernel", "act_mul_kernel", *["vector_kernel", "norm_kernel"]],
+    1: ["vector_kernel", "decode_kernel", *["vector_kernel", "norm_kernel"], *["vector_kernel"] * 2, "norm_kernel"],
     5: ["tile_kernel", "decode_kernel", "tile_kernel", "tile_kernel", "tile_kernel"],
     33: ["rope_kernel", "decode_kernel", "act_mul_kernel"],
 }  # fmt: skip
