@@ -61,7 +61,6 @@ SLOW_FILES = (
     "executor/test_conformance.py",
     "executor/test_ranks.py",
     "test_combinations.py",
-    "router/test_ray_replicas.py",
     "executor/test_ray_ranks.py",
     "server/test_replicas.py",
     "router/test_replicas.py",

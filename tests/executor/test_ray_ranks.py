@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,32 +69,6 @@ def test_tokens_across_nodes_and_an_actor_that_is_killed(cluster: Any, model: Pa
     cause = caught.value.__cause__
     assert isinstance(cause, RankError) and "rank 1" in str(cause) and str(victim.pid) in str(cause)
     engine.close()
-
-
-def test_a_node_that_is_lost_is_named(cluster: Any, model: Path) -> None:
-    engine = LLMEngine.from_config(config_of(model, distributed_executor_backend="ray", pipeline_parallel_size=2))
-    executor = engine.core.executor
-    assert isinstance(executor, RankExecutor) and isinstance(executor._hosts, ray_ranks.RayRanks)
-    nodes = ray.util.placement_group_table(executor._hosts._group)["bundles_to_node_id"]
-    rank, node = next(
-        (rank, node) for rank, id_ in nodes.items() for node in cluster.worker_nodes if node.node_id == id_
-    )
-    hit_s = 0.0
-
-    def hit(num_steps: int) -> None:
-        nonlocal hit_s
-        if num_steps == 3:
-            hit_s = time.monotonic()
-            cluster.remove_node(node, allow_graceful=False)
-
-    with pytest.raises(EngineDeadError) as caught:
-        generate(engine, hit)
-    assert time.monotonic() - hit_s < 10
-    cause = str(caught.value.__cause__)
-    assert f"rank {rank}" in cause and f"Ray's node {node.node_id[:8]}" in cause
-    engine.close()
-    cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
 
 
 def test_tensor_parallel_across_nodes(cluster: Any, model: Path) -> None:
