@@ -106,7 +106,7 @@ class Pooled:
         return len(self.data) // 4 // self.num_vectors
 
     def floats(self) -> array[float]:
-        """Of all vectors, one after the other."""
+        """The numbers of all vectors, one vector after the other."""
         return array("f", self.data)
 
     def lists(self) -> list[list[float]]:

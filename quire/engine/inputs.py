@@ -204,7 +204,7 @@ class InputProcessor:
         return None, _token_list(given), salt
 
     def _salt(self, prompt: Mapping[str, Any]) -> str | None:
-        """Of a prompt dict, whose keys are checked on the way."""
+        """The cache salt of a prompt dict. Its keys are checked on the way."""
         sift(prompt, CALL, _PROMPT_KEYS | {_IS_CHAT, SECOND_TEXT}, error=_about_key)
         salt = prompt.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):

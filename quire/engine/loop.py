@@ -210,7 +210,7 @@ class EngineLoop:
             self._send(CallFailed(command.call_id, ErrorInfo.of(error)))
 
     def _send_answers(self) -> None:
-        """Of calls whose work is done by now."""
+        """Send the answers of those calls whose work is done by now."""
         for call_id, work in list(self._answers.items()):
             if work.done():
                 del self._answers[call_id]

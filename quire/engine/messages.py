@@ -155,7 +155,7 @@ class Logprobs:
 
 @dataclass(slots=True, frozen=True)
 class PooledResult:
-    """Of a sequence that ends in the same message."""
+    """The vectors of a sequence that ends in the same message."""
 
     key: int
     pooled: Pooled

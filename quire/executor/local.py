@@ -109,7 +109,7 @@ class LocalExecutor:
 
     @property
     def last_sampled(self) -> Sampled | None:
-        """Of the step that was submitted last."""
+        """What the step that was submitted last samples."""
         return self._submitted[-1].sampled
 
     @property

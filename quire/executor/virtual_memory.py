@@ -152,7 +152,7 @@ class SleepingMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Of physical memory now."""
+        """How much physical memory is held now."""
         return sum(segment.num_bytes for segment in self.segments.values() if segment.handle is not None)
 
     def copy_to_host(self) -> None:

@@ -79,7 +79,7 @@ class LowRank:
 
     @property
     def shrunk_width(self) -> int:
-        """Of A x."""
+        """How many numbers A x has for each token."""
         return len(self.part_rows) * self.bank.max_rank
 
     def a(self, slot: Tensor) -> Tensor:

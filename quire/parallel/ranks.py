@@ -90,7 +90,7 @@ class Ranks:
             self._peers.check()
 
     def largest(self, pairs: list[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Of each number the largest that a rank of this stage has."""
+        """For each number, the largest value that any rank of this stage has."""
         table = torch.tensor(pairs, dtype=torch.float64)
         dist.all_reduce(table, dist.ReduceOp.MAX, group=self._stage)
         return [(first, second) for first, second in table.tolist()]
