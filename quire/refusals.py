@@ -7,7 +7,6 @@ with the values that change nothing, such as vLLM's default: those are taken, an
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from quire.errors import BadRequestError
+from quire.nearest import nearest
 
 T = TypeVar("T")
 
@@ -368,7 +368,7 @@ def sift(
         if name in known:
             left[name] = value
         elif name not in table:
-            near = difflib.get_close_matches(str(name), known, n=1)
+            near = nearest(name, known)
             raise error(name, f"unknown argument {name!r}." + (f" Did you mean {near[0]}?" if near else ""))
         elif not table[name].takes(value):
             raise error(name, table[name].message(name))

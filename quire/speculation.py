@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.nearest import nearest
 
 METHODS = ("ngram", "suffix", "draft_model")
 MAX_SPECULATIVE_TOKENS = 128
@@ -46,7 +46,7 @@ class SpeculativeConfig:
         known = [field.name for field in fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
+                near = nearest(key, known)
                 hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
                 raise ConfigError(f"speculative_config has no key {key!r}: {hint}")
         if "model" in values:

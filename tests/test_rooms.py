@@ -26,6 +26,7 @@ FOUNDATION = {
     "pooling",
     "outputs",
     "log",
+    "nearest",
     "lora",
     "interrupt",
     "refusals",

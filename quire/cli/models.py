@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from quire.cli.suggest import did_you_mean
 from quire.errors import WeightsError
+from quire.nearest import did_you_mean
 from quire.weights.aliases import ALIASES, HUB_ALIASES
 from quire.weights.local import LocalModel, local_models, remove
 from quire.weights.progress import format_bytes

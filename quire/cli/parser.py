@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from quire.cli.suggest import did_you_mean
 from quire.errors import ConfigError, install_hint
+from quire.nearest import did_you_mean
 
 _LIKE_A_FLAG = re.compile(r"--?[A-Za-z][\w-]*")  # no negative number, and no text that begins with a dash
 

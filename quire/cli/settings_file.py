@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.cli.suggest import did_you_mean
 from quire.errors import ConfigError, install_hint
+from quire.nearest import did_you_mean
 
 PREFIX = "QUIRE_"
 # Read by other parts of Quire, so no flags.

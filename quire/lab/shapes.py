@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ from quire.bench.model_shapes import LLAMA_8B
 from quire.errors import ConfigError, DownloadError
 from quire.models.architectures import spec_from_config
 from quire.models.spec import ModelSpec
+from quire.nearest import nearest
 from quire.sim.devices import DEVICES
 from quire.weights import open_checkpoint, resolve_model
 from quire.weights.aliases import ALIASES, HUB_ALIASES
@@ -130,7 +130,7 @@ def read_model_spec(model: str) -> ModelSpec:
     try:
         path = resolve_model(model, load_format="dummy")
     except DownloadError as error:
-        near = difflib.get_close_matches(model.lower(), SHAPES, n=1, cutoff=0.5)
+        near = nearest(model.lower(), SHAPES, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise DownloadError(f"{error}. Shapes known without a network: {', '.join(SHAPES)}.{hint}") from error
     spec = spec_from_config(open_checkpoint(path, load_format="dummy").config, source=str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +13,7 @@ from quire.models.quantization import read_quantization
 from quire.models.rope_config import DEFAULT_THETA, max_position_with_scaling, read_rope, read_rope_by_layer_type
 from quire.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
 from quire.models.stored_names import StoredNames
+from quire.nearest import nearest
 
 LayerTypes = tuple[str, ...]  # full_attention or sliding_attention, by layer
 _MAX_EXPERTS = 4096
@@ -185,7 +185,7 @@ def _architecture_name(reader: ConfigReader) -> str:
     for name in names:
         if isinstance(name, str) and (name in ENCODERS or _base_name(name) is not None):
             return name
-    near = difflib.get_close_matches(str(names[0])[:200], [*ARCHITECTURES, *ENCODERS], n=2, cutoff=0.6)
+    near = nearest(names[0], [*ARCHITECTURES, *ENCODERS], n=2)
     message = f"architecture {', '.join(map(str, names))[:200]} is not served (there are {served})"
     if near:
         message += f". Nearest: {' and '.join(near)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 
 from quire.engine.api import EngineState, ServingEngine, is_replicated, replicas_of
 from quire.errors import ConfigError
+from quire.nearest import nearest
 from quire.request import AdapterRef
 from quire.server.admission import Admission
 from quire.server.batches import Batches
@@ -152,7 +152,7 @@ class ServerContext:
         known = {asked.name: asked for asked in self.choices()}
         if name in known:
             return known[name]
-        offered = difflib.get_close_matches(name, known, _NUM_OFFERED, cutoff=0.5)
+        offered = nearest(name, known, _NUM_OFFERED, cutoff=0.5)
         offered += [other for other in known if other not in offered]
         use = " or ".join(repr(other) for other in offered[:_NUM_OFFERED])
         raise ApiError(404, f"the model {shown(name)!r} is not here: use {use}", param="model", code="model_not_found")

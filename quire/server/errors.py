@@ -11,13 +11,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.errors import BadRequestError, ContextLengthError, EngineDeadError, QuireError
 from quire.log import get_logger
+from quire.nearest import nearest
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -125,7 +125,7 @@ def from_decode_error(error: Exception, known_fields: Sequence[str] = ()) -> Api
             param = f"{where}.{name}" if where else name
             if start is _MISSING:
                 return bad_request(f"{param} is required", param, "missing_field")
-            near = get_close_matches(name, known_fields, n=1, cutoff=_NEAR) if not where else []
+            near = nearest(name, known_fields, cutoff=_NEAR) if not where else []
             hint = f"; did you mean {near[0]}?" if near else ""
             return bad_request(f"{param} is not a field of this request{hint}", param, "unknown_field")
     text = shown(text[0].lower() + text[1 : 2 * MAX_NAME_CHARS], 2 * MAX_NAME_CHARS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import socket
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from quire.errors import DownloadError
+from quire.nearest import nearest
 from quire.weights.aliases import alias_names
 from quire.weights.hub_gguf import choose_gguf
 
@@ -176,7 +176,7 @@ def _no_such_name(name: str, *, is_asked: bool) -> DownloadError:
 
 
 def _guess(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), alias_names(), n=1)
+    near = nearest(name.lower(), alias_names())
     return f"did you mean the alias {near[0]!r}? Otherwise " if near else ""
 
 
