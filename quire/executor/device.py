@@ -133,6 +133,8 @@ def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
         )
         kernels = f"native {ops.isa} kernels on {ops.num_threads} threads"
         return Backend(device, ops, torch.float32, kv_dtype, weight_dtype, kernels)
+    if reason.startswith(native.STALE):
+        raise ConfigError(reason)  # somebody changed or updated a checkout: half the speed would pass unnoticed
     if config.batch_invariant:
         raise ConfigError(f"batch_invariant needs the native CPU kernels, but {reason}")
     if config.quantization:

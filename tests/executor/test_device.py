@@ -39,6 +39,12 @@ def test_without_native_kernels_torch_serves_float32_and_says_so(monkeypatch: py
             choose_backend(config, SPEC)
 
 
+def test_a_library_older_than_its_sources_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "unavailable_reason", lambda: f"{native.STALE}: run the build")
+    with pytest.raises(ConfigError, match="older than their sources: run the build"):
+        choose_backend(EngineConfig(device="cpu"), SPEC)
+
+
 @pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 def test_what_the_backend_cannot_serve_is_refused_with_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="head dimension of 24"):

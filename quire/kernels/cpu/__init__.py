@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quire.kernels.cpu.library import load_library
+from quire.kernels.cpu.library import STALE, load_library
 from quire.kernels.cpu.ops import CpuOps
 
-__all__ = ["CpuOps", "unavailable_reason"]
+__all__ = ["STALE", "CpuOps", "unavailable_reason"]
 
 
 def unavailable_reason() -> str | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError
 
+STALE = "the native CPU kernels are older than their sources"
 ISAS = ("avx512vnni", "avx512", "avx2", "generic")  # best first
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -79,7 +80,7 @@ def load_library() -> ctypes.CDLL | str:
         return f"the native CPU kernels do not load ({error}): {how}"
     library.quire_source_hash.restype = c_char_p
     if library.quire_source_hash().decode() != build.source_hash():
-        return f"the native CPU kernels are older than their sources: {how}"
+        return f"{STALE}: {how}"
     library.quire_isa_runs.argtypes, library.quire_isa_runs.restype = (c_char_p,), c_int
     library.quire_pool_new.argtypes, library.quire_pool_new.restype = (c_int,), c_void_p
     library.quire_pool_free.argtypes, library.quire_pool_free.restype = (c_void_p,), None
