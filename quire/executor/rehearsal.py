@@ -91,7 +91,7 @@ class _RehearsedLinear(TritonLinear):
         return self._empty(len(hidden), self.out_features)
 
     def fold_norm(self, norm: Norm) -> Norm:
-        return replace(norm, is_folded=self.weight.dtype != torch.float16)
+        return replace(norm, is_folded=self.weight.dtype != torch.float16 and norm.bias is None)
 
     def _multiply_many(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._empty(len(x), self.out_features)

@@ -142,8 +142,11 @@ def layers_bytes(spec: ModelSpec, dtype: str, num_tokens: int) -> int:
     normed = 0 if folds_norms(spec, dtype) else spec.hidden_size
     widest = qkv_width + q_width  # q beside q, k and v
     if not all(layer.has_experts for layer in spec.layers):
-        widest = max(widest, 3 * spec.intermediate_size)  # gate and up and their product
-    per_token = (spec.hidden_size + normed + widest) * DTYPE_BYTES[dtype]
+        # Gate and up and their product; or what is activated in place, and the product after it.
+        inner = 3 * spec.intermediate_size if spec.gated_mlp else spec.intermediate_size + spec.hidden_size
+        widest = max(widest, inner)
+    for_mlp = spec.hidden_size if spec.parallel_residual else 0  # waits while attention runs
+    per_token = (spec.hidden_size + normed + for_mlp + widest) * DTYPE_BYTES[dtype]
     if spec.experts is not None:
         per_token = max(per_token, 2 * spec.hidden_size * DTYPE_BYTES[dtype] + _routed_bytes(spec, dtype))
     return num_tokens * per_token
@@ -167,8 +170,9 @@ def logits_bytes(spec: ModelSpec, num_rows: int) -> int:
 
 def folds_norms(spec: ModelSpec, dtype: str) -> bool:
     """Whether a GPU's norms are folded into the matrices after them. Their rows are then multiplied as they are in the
-    residual stream, whose range float16 may not hold; and a branch's own norm would still be in the way."""
-    return dtype != "float16" and not spec.sandwich_norms
+    residual stream, whose range float16 may not hold; a branch's own norm would still be in the way; and a LayerNorm
+    needs the rows' means first."""
+    return dtype != "float16" and not spec.sandwich_norms and not spec.layer_norms
 
 
 def num_graphs(max_num_seqs: int) -> int:

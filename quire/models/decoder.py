@@ -95,7 +95,7 @@ class Decoder:
             self.adapters.rows = batches[0].adapters
         residual = self._enter(token_ids)
         if self._positions is not None:
-            residual += self._positions.embed(batches[0].positions)
+            residual.add_(self._positions.embed(batches[0].positions))
         x = self._first_norm(residual)
         next_norms = [layer.attention_norm for layer in layers[1:]]
         for layer, next_norm, layer_kv in zip(layers, [*next_norms, None], kv, strict=True):
@@ -271,6 +271,7 @@ class Decoder:
     def _new_plain_mlp(self, columns: Cut) -> PlainMlp:
         hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
         return PlainMlp(
+            self.ops,
             self.spec.activation,
             up=self._adapted(self._new_matrix(inner, hidden, bias=bias)),
             down=self._adapted(self._new_summed_matrix(hidden, inner, bias=bias)),

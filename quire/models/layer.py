@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Normed, Ops, Rotary
@@ -56,7 +55,7 @@ class SelfAttention:
         qkv, first = self.qkv.multiply(x), 0
         for norm in self.wide_norms:
             part = qkv[:, first : first + len(norm.weight)]
-            part.copy_(ops.normalize(part.contiguous(), norm))
+            part.copy_(ops.normalize(part, norm))
             first += len(norm.weight)
         return qkv
 
@@ -125,17 +124,11 @@ class DenseMlp:
         yield from matrix_slots(self.down, {f"{prefix}.down_proj": self.down.out_features}, inner)
 
 
-def _activate(name: str, x: Tensor) -> Tensor:
-    if name == "gelu_tanh":
-        return torch.nn.functional.gelu(x, approximate="tanh")
-    activated: Tensor = getattr(torch.nn.functional, name)(x)
-    return activated
-
-
 @dataclass(slots=True)
 class PlainMlp:
     """down(activation(up)), without a gate."""
 
+    ops: Ops
     activation: str  # silu, gelu, gelu_tanh or relu
     up: LinearWeight
     down: LinearWeight
@@ -143,7 +136,7 @@ class PlainMlp:
     columns: Cut | None = None
 
     def run(self, x: Normed, residual: Tensor, next_norm: Norm | None) -> Normed:
-        activated = _activate(self.activation, self.up.multiply(x))
+        activated = self.ops.activate(self.up.multiply(x), self.activation)
         return self.down.multiply_add_norm(activated, residual, next_norm, self.branch_norm)
 
     def fold_norm(self, norm: Norm) -> Norm:

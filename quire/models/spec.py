@@ -105,20 +105,6 @@ class ModelSpec:
     extras: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def cpu_only(self) -> str | None:
-        """What of it no GPU kernel has yet; None if all is there."""
-        features = (
-            {}
-            if self.is_encoder
-            else {
-                "LayerNorm": self.layer_norms,
-                "an MLP without a gate": not self.gated_mlp,
-                "a norm over all of q and k": self.wide_qk_norm,
-            }
-        )
-        return next((name for name, is_there in features.items() if is_there), None)
-
-    @property
     def pooling_labels(self) -> tuple[str, ...] | None:
         """The classes of a model that pools, none where it embeds; None: it generates."""
         return None if self.pooler is None else self.pooler.labels

@@ -13,7 +13,7 @@ import pytest
 
 from quire.executor import outlines
 from quire.kernels.triton.common import HAS_GLUON
-from tests.models.families import EXPERTS, saved, tiny_model
+from tests.models.families import EXPERTS, FAMILIES, saved, tiny_model
 
 # In a process of its own: kernels imported under Triton's interpreter, as other tests want them, cannot be compiled.
 SCRIPT = textwrap.dedent(
@@ -100,11 +100,14 @@ def test_outlines_of_tensors_show_the_same_kernels_as_tensors_do(tmp_path) -> No
     experts, _ = saved(tiny_model(EXPERTS["qwen2-moe-dense-layer"]), tmp_path / "experts")
     assert experts.experts is not None
     specs["experts"] = replace(experts, experts=replace(experts.experts, num_experts=16))
+    for name in ("gpt2", "olmo2"):
+        specs[name], _ = saved(tiny_model(FAMILIES[name]), tmp_path / name)
     given = pickle.dumps(specs)
     real, outlined = (run(tmp_path, JOBS_SCRIPT.format(outlined=outlined), given) for outlined in (False, True))
     assert len(real) > 500 and outlined == real
     for kernel in ("route_kernel", "picked_kernel", "grouped_kernel", "combine_kernel"):
         assert any(line.startswith(f"experts bfloat16 {kernel}") for line in real)
+    assert any(line.startswith("gpt2 bfloat16 activate_kernel") for line in real)
     if HAS_GLUON:
         assert any(line.startswith("wide llama bfloat16 prefill_hopper_kernel") for line in real)
 

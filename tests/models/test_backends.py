@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire.kernels import cpu as native
+from tests.models.families import FAMILIES, saved, tiny_model
 
 LENGTHS = (37, 19, 1, 26)
 
@@ -60,6 +61,24 @@ def test_triton_in_bf16_is_as_close_as_transformers_in_bf16(name: str) -> None:
             kv_dtype=torch.bfloat16,
         )
         assert _error(ours, expected) <= 1.5 * _error(theirs, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_on_triton_in_bf16(name: str, tmp_path) -> None:
+    from quire.kernels.triton import TritonOps
+
+    model = tiny_model(FAMILIES[name])
+    spec, tensors = saved(model, tmp_path)
+    sequences = harness.random_sequences(spec.vocab_size, (29, 9, 1))
+    expected = [harness.oracle_logits(model, sequence) for sequence in sequences]
+    ops = TritonOps(torch.device("cuda"), torch.bfloat16)
+    for schedule in ("whole", "mixed"):
+        steps = harness.SCHEDULES[schedule]((29, 9, 1))
+        ours = harness.run_paged(
+            spec, tensors, ops, sequences, steps, 16, device="cuda", dtype=torch.bfloat16, kv_dtype=torch.bfloat16
+        )
+        assert _error(ours, expected) <= 3e-2
 
 
 def _error(logits: list[torch.Tensor], expected: list[torch.Tensor]) -> float:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""activation(gate) * up over the two halves of the fused projection."""
+"""activation(gate) * up over the two halves of the fused projection, and the activation alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,33 @@ from quire.kernels.triton.expand import Expand, expand_arguments, expand_one
 from quire.kernels.triton.norm import ROWS_OF_SEVERAL_PROGRAMS, row_factor, stream_arguments
 
 ACTIVATIONS = ("silu", "gelu_tanh")
+_ALONE = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+
+
+@triton.jit
+def activate_kernel(x_ptr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
+    """In place. ACTIVATION: one of _ALONE."""
+    TILES: tl.constexpr = (WIDTH + TILE - 1) // TILE
+    cols = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+    x_ptr += (tl.program_id(0) // TILES).to(tl.int64) * WIDTH
+    x = tl.load(x_ptr + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    if ACTIVATION == 0:
+        x *= tl.sigmoid(x)
+    elif ACTIVATION == 1:
+        x *= tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # see act_mul_kernel
+    elif ACTIVATION == 2:
+        x *= 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        x = tl.maximum(x, 0.0)
+    tl.store(x_ptr + cols, x.to(x_ptr.dtype.element_ty), mask=cols < WIDTH)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """x: [rows, width], contiguous, changed in place."""
+    assert x.is_contiguous()
+    rows, width = x.shape
+    activate_kernel[(rows * -(-width // 1024),)](x, WIDTH=width, ACTIVATION=_ALONE[activation], TILE=1024)
+    return x
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from quire.kernels.triton.activation import act_mul
 from quire.kernels.triton.configs import MAX_SKINNY_ROWS, SkinnyConfig
 from quire.kernels.triton.expand import UNIT, Expand, load_tile
 from quire.kernels.triton.linear import TritonLinear
-from quire.kernels.triton.norm import rms_norm
+from quire.kernels.triton.norm import norm_rows
 from quire.kernels.triton.rope import rope_and_write
 from quire.kernels.triton.skinny import multiply_vector
 
@@ -182,7 +182,7 @@ class TritonAdaptedLinear(AdaptedLinear):
             assert isinstance(x, Tensor)
             if norm is not None and norm.bias is None and (fused := self._with_shrink(x)) is not None:
                 product, expand = fused
-                return rms_norm(product, norm, residual=residual, expand=expand)
+                return norm_rows(product, norm, residual=residual, expand=expand)
             if len(x) > MAX_SKINNY_ROWS and (norm is None or norm.is_folded):
                 self.base._multiply_add_many(x, residual)
                 self._add_adapters(residual, x)

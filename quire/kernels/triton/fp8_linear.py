@@ -85,7 +85,7 @@ class Fp8Linear(TritonLinear):
         self, x: Normed, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
     ) -> Normed:
         if self._config(x) is None:
-            if branch_norm is None:
+            if branch_norm is None and (norm is None or norm.bias is None):
                 return add_norm_quantized(residual, norm, product=self._product(x))
             return ComposedLinear.multiply_add_norm(self, x, residual, norm, branch_norm)
         return super().multiply_add_norm(x, residual, norm, branch_norm)

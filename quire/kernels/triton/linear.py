@@ -42,8 +42,8 @@ class TritonLinear(DenseLinear):
 
     def fold_norm(self, norm: Norm) -> Norm:
         # Rows are then multiplied as they are in the residual stream, whose range float16 may not hold. (The planner
-        # reckons with it, too: sizing.folds_norms.)
-        if self.weight.dtype == torch.float16:
+        # reckons with it, too: sizing.folds_norms.) A LayerNorm takes the rows' means away first.
+        if self.weight.dtype == torch.float16 or norm.bias is not None:
             return norm
         assert not norm.is_folded, "folded twice"
         self.weight.mul_(norm.weight)  # in float32, rounded once
@@ -70,7 +70,8 @@ class TritonLinear(DenseLinear):
                 self._multiply_add_many(x, residual)
                 return Unscaled(residual, None, norm.eps)
             # The residual stream times the norm's weight has the stream's range: more than float16 is sure to hold.
-            if config is not None and config.use_tensor_cores and x.dtype != torch.float16:
+            is_rms = norm is None or norm.bias is None
+            if config is not None and config.use_tensor_cores and x.dtype != torch.float16 and is_rms:
                 return skinny_add_norm(
                     x, self.weight, self.bias, residual, norm, config, self._scratch, weight_scales=self.scales
                 )

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""RMS norm, alone or with the residual addition before it. One program a row; the row stays in registers."""
+"""A norm, alone or with the residual addition before it. One program a row; the row stays in registers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def row_factor(row_ptr, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
 
 
 @triton.jit
-def norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, x_stride, expand, WIDTH: tl.constexpr,
-                WIDTH_PAD: tl.constexpr, ADD: tl.constexpr, MAX_RANK: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip
+def norm_kernel(x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, eps, x_stride, expand,
+                WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ADD: tl.constexpr, MAX_RANK: tl.constexpr,
+                SLOT: tl.constexpr):  # fmt: skip
+    """An RMS norm, or with a bias a LayerNorm."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, WIDTH_PAD)
     mask = cols < WIDTH
@@ -41,8 +43,12 @@ def norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, eps, x_stride, expand,
         total = (x + residual).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * WIDTH + cols, total, mask=mask)
         x = total.to(tl.float32)  # what the next layer will read back, rounded
-    rms = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
-    tl.store(out_ptr + row * WIDTH + cols, (x * rms * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    if bias_ptr is not None:
+        x = tl.where(mask, x - tl.sum(x, axis=0) / WIDTH, 0.0)
+    x *= tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * weight
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + cols, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def stream_arguments(rows: Unscaled | None) -> tuple[Tensor | None, float, int, int]:
@@ -54,7 +60,7 @@ def stream_arguments(rows: Unscaled | None) -> tuple[Tensor | None, float, int, 
     return rows.x, rows.eps, width, next_power_of_2(width)
 
 
-def rms_norm(
+def norm_rows(
     x: Tensor,
     norm: Norm,
     *,
@@ -70,7 +76,7 @@ def rms_norm(
     if num_warps is None:
         num_warps = min(max(width_pad // 512, 1), 16)  # 16 elements a thread
     norm_kernel[(rows,)](
-        x, residual, norm.weight, out, norm.eps, x.stride(0), WIDTH=width, WIDTH_PAD=width_pad,
+        x, residual, norm.weight, norm.bias, out, norm.eps, x.stride(0), WIDTH=width, WIDTH_PAD=width_pad,
         ADD=residual is not None, num_warps=num_warps, **expand_arguments(expand),
     )  # fmt: skip
     return out

@@ -120,9 +120,9 @@ class TritonOps(ComposedOps):
         return self._routing_scratches[num_experts]
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
-        from quire.kernels.triton.norm import rms_norm
+        from quire.kernels.triton.norm import norm_rows
 
-        return rms_norm(x, norm)
+        return norm_rows(x, norm)
 
     def norm(self, residual: Tensor, norm: Norm) -> Normed:
         if norm.quantizes and len(residual) > MAX_FP8_SKINNY_ROWS:
@@ -134,7 +134,7 @@ class TritonOps(ComposedOps):
         return self.normalize(residual, norm)
 
     def add_norm(self, branch: Tensor, residual: Tensor, norm: Norm | None) -> Normed:
-        from quire.kernels.triton.norm import rms_norm
+        from quire.kernels.triton.norm import norm_rows
 
         if norm is not None and norm.quantizes and len(residual) > MAX_FP8_SKINNY_ROWS:
             from quire.kernels.triton.quantize import add_norm_quantized
@@ -142,12 +142,17 @@ class TritonOps(ComposedOps):
             return add_norm_quantized(residual, norm, branch=branch)
         if norm is None or (norm.is_folded and len(residual) > MAX_SKINNY_ROWS):
             return super().add_norm(branch, residual, norm)
-        return rms_norm(branch, norm, residual=residual)
+        return norm_rows(branch, norm, residual=residual)
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         from quire.kernels.triton.activation import act_mul
 
         return act_mul(gate_up, activation)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        from quire.kernels.triton.activation import activate
+
+        return activate(x, activation)
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec

@@ -64,6 +64,36 @@ def test_add_norm_updates_the_residual(rows, width, ops, oracle, device):
     assert close(out, oracle.normalize(expected_residual.double(), norm))
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 576)])
+def test_a_norm_with_a_bias_takes_the_mean_away(rows, width, ops, oracle, device):
+    x, residual = (torch.randn(rows, width, device=device).bfloat16() + 3 for _ in range(2))
+    norm = Norm(torch.randn(width, device=device), 1e-5, bias=torch.randn(width, device=device))
+    assert close(ops.normalize(x, norm), oracle.normalize(x.double(), norm))
+    total = (x.double() + residual.double()).bfloat16()
+    assert close(ops.add_norm(x, residual, norm), oracle.normalize(total.double(), norm)) and torch.equal(
+        residual, total
+    )
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_activate(activation, ops, oracle, device):
+    x = torch.randn(3, 1100, device=device).bfloat16() * 4
+    expected = oracle.activate(x.double(), activation)
+    assert close(ops.activate(x, activation), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_a_product_is_followed_by_a_norm_with_a_bias(rows, ops, oracle, device):
+    matrix = ops.new_linear(96, 80, bias=True)
+    matrix.randomize(0.1, 0)
+    norm = Norm(torch.randn(96, device=device), 1e-5, bias=torch.randn(96, device=device))
+    assert matrix.fold_norm(norm) is norm
+    x, residual = (torch.randn(rows, width, device=device).bfloat16() for width in (80, 96))
+    total = residual.double() + x.double() @ matrix.weight.double().T + matrix.bias.double()
+    assert close(matrix.multiply_add_norm(x, residual, norm), oracle.normalize(total, norm), 2e-2)
+    assert close(residual, total)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_act_mul(activation, ops, oracle, device):
     gate_up = torch.randn(3, 2 * 1100, device=device).bfloat16() * 4
