@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.kernels.adapters import AdapterBank
 from quire.kernels.interface import AttentionBatch
+from quire.models.layer import ReadRows
 from quire.plan import BeamGroup, Spans, StepPlan
 from quire.sampling.transfer import to_device
 
@@ -28,7 +29,8 @@ class StepInputs:
 
     token_ids: Tensor  # [tokens] int64
     attention: list[AttentionBatch]  # by KV group
-    logit_indices: Tensor  # [logits] int64: the tokens whose hidden states give logits
+    logit_indices: Tensor | None  # [logits] int64: the tokens whose hidden states give logits; None: all that are left
+    read: ReadRows | None  # the same tokens, where the last layer computes them alone
     sampled_rows: list[int]
     sampled_positions: list[int]  # of the first token that each of them samples
 
@@ -182,8 +184,9 @@ class PersistentBatch:
         if self._occupants[unjudged.row] == unjudged.occupant:
             self.num_computed[unjudged.row] += num_accepted
 
-    def prepare(self, plan: StepPlan) -> StepInputs:
-        """Turn the plan's spans into tensors."""
+    def prepare(self, plan: StepPlan, last_group: int | None = None) -> StepInputs:
+        """Turn the plan's spans into tensors. last_group: the last layer's KV group, where that layer need not compute
+        tokens that give no logits."""
         spans = plan.spans
         rows = np.array(spans.rows, dtype=np.int64)
         starts = self.starts(spans)
@@ -218,14 +221,19 @@ class PersistentBatch:
             max_kv_len=max_kv_len,
             num_decodes=num_decodes,
         )
+        read = None
         if self.have_adapters(spans.rows):
             assert self.bank is not None
             packed = self.bank.pack_rows(np.repeat(self.adapter_slots[rows], counts))
             attention[0].adapters = self.bank.unpack_rows(to_device(packed, self.device), num_tokens)
+        elif last_group is not None and 2 * len(indices) <= num_tokens:
+            tables = self.block_tables[last_group : last_group + 1, :, : -(-max_kv_len // self.block_size)]
+            read = _alone(tables, self.block_size, token_rows_t, positions_t, indices_t, max_kv_len)
         return StepInputs(
             token_ids=self.tokens[token_rows_t, positions_t],
             attention=attention,
-            logit_indices=indices_t,
+            logit_indices=indices_t if read is None else None,
+            read=read,
             sampled_rows=plan.sampled_rows(),
             sampled_positions=sampled_positions,
         )
@@ -298,6 +306,26 @@ def attention_batches(
             )
         )
     return found
+
+
+def _alone(
+    block_tables: Tensor, block_size: int, token_rows: Tensor, positions: Tensor, indices: Tensor, max_kv_len: int
+) -> ReadRows:
+    """Each of a step's tokens at `indices` as a decode of its own."""
+    rows, ends = token_rows[indices], positions[indices]
+    [batch] = attention_batches(
+        block_tables,
+        block_size,
+        rows=rows,
+        token_rows=rows,
+        positions=ends,
+        query_starts=torch.arange(len(indices) + 1, device=indices.device),
+        kv_lens=ends + 1,
+        max_query_len=1,
+        max_kv_len=max_kv_len,
+        num_decodes=len(indices),
+    )
+    return ReadRows(indices, batch)
 
 
 def _sampled(plan: StepPlan, query_starts: Ints, ends: Ints) -> tuple[Ints, list[int]]:

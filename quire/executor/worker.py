@@ -266,9 +266,9 @@ class Worker:
         return self.mixed.replay(shape, len(plan.sampled_rows()))
 
     def _run(self, plan: StepPlan, starts: list[int], clock: StepClock) -> ForwardPass:
-        inputs = self.batch.prepare(plan)
+        inputs = self.batch.prepare(plan, self._last_group)
         clock.mark("prepare")
-        hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.cache.layers)
+        hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.cache.layers, inputs.read)
         done = ForwardPass(inputs.sampled_rows, inputs.sampled_positions)
         if self.pools is not None:
             done.pooled = self.pools.take(self.decoder.normalized(hidden), pooled_spans(plan))
@@ -296,6 +296,12 @@ class Worker:
         if self.mixed is None or plan.forks or self._prompt_logprob_rows:
             return None
         return self.mixed.shape_of(plan)
+
+    @property
+    def _last_group(self) -> int | None:
+        """The last layer's KV group, where only tokens that give logits are read after it."""
+        reads_all = self.pools is not None or self._prompt_logprob_rows or not self.decoder.share.is_last
+        return None if reads_all or self.is_gpu else self.decoder.layout.groups[-1]
 
     @property
     def _num_capture_attempts(self) -> int:

@@ -20,7 +20,7 @@ from quire.layers.rotary import pairs_order, rotary_table
 from quire.models.classifier import Classifier
 from quire.models.experts import ExpertsMlp
 from quire.models.kv_layout import KVLayout, kv_layout
-from quire.models.layer import DenseMlp, Layer, Mlp, PlainMlp, SelfAttention
+from quire.models.layer import DenseMlp, Layer, Mlp, PlainMlp, ReadRows, SelfAttention
 from quire.models.share import Cut, ModelShare
 from quire.models.slots import WeightSlot, matrix_slots, norm_slots
 from quire.models.spec import ModelSpec, RopeSpec
@@ -86,10 +86,16 @@ class Decoder:
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
 
-    def forward(self, token_ids: Tensor, batches: Sequence[AttentionBatch], kv: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        batches: Sequence[AttentionBatch],
+        kv: Sequence[Tensor],
+        read: ReadRows | None = None,
+    ) -> Tensor:
         """token_ids: [tokens] int64, placed by `batches`, one for each KV group; kv: each layer's cache.
-        -> [tokens, hidden], before the final norm, which only the tokens that give logits need. Where there are stages,
-        they come from the one before and go to the one after."""
+        -> [tokens, hidden], before the final norm, which only the tokens that give logits need; with `read`, of these
+        alone. Where there are stages, they come from the one before and go to the one after."""
         ops, layers = self.ops, self._layers
         if self.adapters is not None:
             self.adapters.rows = batches[0].adapters
@@ -98,9 +104,9 @@ class Decoder:
             residual.add_(self._positions.embed(batches[0].positions))
         x = self._first_norm(residual)
         next_norms = [layer.attention_norm for layer in layers[1:]]
-        for layer, next_norm, layer_kv in zip(layers, [*next_norms, None], kv, strict=True):
-            x = layer.attend(ops, x, residual, layer_kv, batches)
-            x = layer.mlp.run(x, residual, next_norm)
+        for layer, next_norm, layer_kv in zip(layers[:-1], next_norms, kv[:-1], strict=True):
+            x, residual = layer.run(ops, x, residual, next_norm, layer_kv, batches)
+        _, residual = layers[-1].run(ops, x, residual, None, kv[-1], batches, read)
         if not self.share.is_last:
             assert self._ranks is not None
             self._ranks.send_hidden(residual)

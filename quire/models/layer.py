@@ -17,6 +17,14 @@ from quire.models.share import Cut
 from quire.models.slots import WeightSlot, matrix_slots, norm_slots, reordered
 
 
+@dataclass(slots=True, frozen=True)
+class ReadRows:
+    """The tokens whose states are read after the last layer. Of all others that layer only leaves keys and values."""
+
+    indices: Tensor  # [rows] int64, of the step's tokens
+    batch: AttentionBatch  # of these alone, in the last layer's KV group
+
+
 @dataclass(slots=True)
 class SelfAttention:
     """q, k and v are one matrix."""
@@ -32,23 +40,11 @@ class SelfAttention:
     wide_norms: tuple[Norm, Norm] | None = None  # of all of q and all of k, before they are turned (OLMo 2)
     head_order: Sequence[int] | None = None  # of a head's elements in q and k, where the file has another
 
-    def run(
-        self,
-        ops: Ops,
-        x: Normed,
-        residual: Tensor,
-        next_norm: Norm | None,
-        kv: Tensor,
-        batches: Sequence[AttentionBatch],
-    ) -> Normed:
-        batch = batches[self.group]
+    def write(self, ops: Ops, x: Normed, kv: Tensor, batch: AttentionBatch) -> Tensor:
+        """Write the tokens' keys and values; -> their queries."""
         if self.wide_norms is None:
-            q = self.qkv.multiply_rope_write(x, self.rotary, kv, batch, self.spec)
-        else:
-            q = ops.rope_and_write(self._normed_qkv(ops, x), self.rotary, kv, batch, self.spec)
-        attended = ops.attention(q, kv, batch, self.spec)
-        del q  # what a name still holds cannot be used for the next tensor
-        return self.output.multiply_add_norm(attended, residual, next_norm, self.branch_norm)
+            return self.qkv.multiply_rope_write(x, self.rotary, kv, batch, self.spec)
+        return ops.rope_and_write(self._normed_qkv(ops, x), self.rotary, kv, batch, self.spec)
 
     def _normed_qkv(self, ops: Ops, x: Normed) -> Tensor:
         assert self.wide_norms is not None
@@ -161,14 +157,29 @@ class Layer:
     mlp: Mlp
     is_parallel: bool = False  # the MLP reads what attention reads, not what that leaves (GPT-NeoX)
 
-    def attend(self, ops: Ops, x: Normed, residual: Tensor, kv: Tensor, batches: Sequence[AttentionBatch]) -> Normed:
-        """Run attention; -> what the MLP takes."""
-        if not self.is_parallel:
-            return self.attention.run(ops, x, residual, self.mlp_norm, kv, batches)
-        assert self.mlp_norm is not None
-        for_mlp = ops.normalize(residual, self.mlp_norm)
-        self.attention.run(ops, x, residual, None, kv, batches)
-        return for_mlp
+    def run(
+        self,
+        ops: Ops,
+        x: Normed,
+        residual: Tensor,
+        next_norm: Norm | None,
+        kv: Tensor,
+        batches: Sequence[AttentionBatch],
+        read: ReadRows | None = None,
+    ) -> tuple[Normed, Tensor]:
+        """-> what the next layer takes, and the residual stream; with `read`, of these rows alone."""
+        attention, batch = self.attention, batches[self.attention.group]
+        q = attention.write(ops, x, kv, batch)
+        if read is not None:
+            q, residual, batch = q[read.indices], residual[read.indices], read.batch
+            if not len(q):
+                return x, residual
+        for_mlp = ops.normalize(residual, self.mlp_norm) if self.is_parallel and self.mlp_norm is not None else None
+        attended = ops.attention(q, kv, batch, attention.spec)
+        del q  # what a name still holds cannot be used for the next tensor
+        mlp_norm = self.mlp_norm if for_mlp is None else None
+        x = attention.output.multiply_add_norm(attended, residual, mlp_norm, attention.branch_norm)
+        return self.mlp.run(x if for_mlp is None else for_mlp, residual, next_norm), residual
 
     def fold_norms(self) -> None:
         """See LinearWeight.fold_norm. A branch's own norm stands between its product and the residual stream: with

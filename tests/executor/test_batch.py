@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import models_harness as harness
 import pytest
 import torch
 
 from quire.executor.batch import PersistentBatch
+from quire.kernels.reference import ReferenceOps
 from quire.params import SamplingSpec
 from quire.plan import Fork, Spans, StepPlan
 
@@ -128,3 +130,46 @@ def test_every_kv_group_has_its_own_tables() -> None:
     assert full.block_tables[0].tolist() == [4, 5, 6, 2]
     assert windowed.block_tables[0, 2:].tolist() == [8, 9]
     assert batch.block_tables[1, 1, 4] == 3
+
+
+def test_tokens_that_give_logits_are_decodes_of_their_own_in_the_last_layer() -> None:
+    plan = step((0, 1, True), (2, 6, True), drafts={})
+    inputs = make().prepare(plan, last_group=0)
+    assert inputs.read is not None and inputs.logit_indices is None
+    batch = inputs.read.batch
+    assert inputs.read.indices.tolist() == [0, 6]
+    assert (batch.query_starts.tolist(), batch.kv_lens.tolist(), batch.num_decodes) == ([0, 1, 2], [2, 6], 2)
+    assert batch.block_tables[1].tolist() == [7, 3]
+    none = make().prepare(step((2, 6, False)), last_group=0)
+    assert none.read is not None and len(none.read.indices) == 0
+    most = make(computed_2=4).prepare(step((0, 1, True), (2, 2, True)), last_group=0)
+    assert most.read is None and most.logit_indices is not None
+
+
+def test_a_last_layer_of_the_tokens_that_are_read_gives_the_same_states() -> None:
+    """Also where layers differ in their windows."""
+    for name in ("llama", "gemma3"):
+        model = harness.tiny_model(name)
+        spec = harness.spec_of(model)
+        decoder = harness.load_decoder(spec, model.state_dict(), ReferenceOps("cpu", torch.float32))
+        found = []
+        for last_group in (None, decoder.layout.groups[-1]):
+            batch = PersistentBatch(
+                num_rows=2,
+                max_model_len=32,
+                block_size=4,
+                device=torch.device("cpu"),
+                num_groups=len(decoder.layout.windows),
+            )
+            num_groups = len(decoder.layout.windows)
+            batch.admit(0, list(range(9)), 0, [(0, [1, 2, 3])] * num_groups)
+            batch.admit(1, list(range(20, 25)), 0, [(0, [4, 5])] * num_groups)
+            inputs = batch.prepare(step((0, 9, True), (1, 5, True)), last_group)
+            kv = [torch.zeros(6, 2, spec.num_kv_heads, 4, spec.head_dim) for _ in spec.layers]
+            hidden = decoder.forward(inputs.token_ids, inputs.attention, kv, inputs.read)
+            found.append((hidden if inputs.logit_indices is None else hidden[inputs.logit_indices], kv))
+        (states, written), (read_states, read_written) = found
+        assert len(read_states) == 2
+        torch.testing.assert_close(read_states, states, atol=1e-5, rtol=1e-5)
+        for layer, other in zip(written, read_written, strict=True):
+            assert torch.equal(layer, other)
