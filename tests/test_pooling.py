@@ -270,7 +270,7 @@ def test_a_preempted_row_is_pooled_from_its_beginning(tmp_path: Path) -> None:
     (seq,) = scheduler.running
     assert 0 < seq.num_computed_tokens < len(seq.token_ids)
     step = StepBuilder(StepPlan(0), budget=8)
-    scheduler._preempt(seq, step)
+    scheduler._room.preempt(seq, step)
     assert seq.state is SequenceState.PREEMPTED and not step.plan.moves
     outputs: list[Any] = []
     while not outputs:

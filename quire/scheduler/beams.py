@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from quire.kv import KVManager
 from quire.plan import BeamCandidate, BeamGroup, TokenLogprobs
 from quire.request import FinishReason, Request, Sequence, SequenceState
+
+if TYPE_CHECKING:
+    from quire.scheduler.preemption import Room
+    from quire.scheduler.step import StepBuilder
 
 
 @dataclass(slots=True)
@@ -124,3 +130,31 @@ def _entry(candidate: BeamCandidate) -> TokenLogprobs:
 def is_ranked(seq: Sequence) -> bool:
     """Whether it is a beam whose ranking is under way: nobody knows which blocks it will need."""
     return seq.request.beams is not None and seq.num_pending_tokens > 0
+
+
+def schedule_beams(seq: Sequence, search: BeamSearch, step: StepBuilder, kv: KVManager, room: Room) -> None:
+    """A beam that has computed less than the others catches up. With the first of them all run, once all can."""
+    if seq.num_computed_tokens < len(seq.token_ids) - 1:
+        step.catching_up.append(seq)
+        return
+    seqs = search.request.sequences
+    if seq is not seqs[0] or not search.is_ready:
+        return
+    ids, position = [each.seq_id for each in seqs], seq.num_computed_tokens
+    while (num_needed := kv.num_blocks_to_write(ids, position)) > kv.num_free_blocks:
+        step.short_of_blocks = True
+        if step.num_coming_blocks > step.num_sitting_out:
+            step.num_sitting_out += num_needed
+            return
+        victim = room.pick_victim(seq, step)
+        room.preempt(victim, step)
+        if victim.request is seq.request:
+            return
+    for each in seqs:
+        allocation = kv.grow(each.seq_id, position + 1, position)
+        assert allocation is not None, "there was room for all beams"
+        room.enter(each, allocation, step.plan)
+        each.num_computed_tokens = position + 1
+        each.num_pending_tokens = 1
+    step.decodes.extend(seqs)
+    step.beams.append(search)

@@ -145,6 +145,10 @@ class Lifecycle:
         request = seq.request
         return request.n if len(request.sequences) == 1 and not request.continued else 1
 
+    def is_beam(self, seq: Sequence) -> bool:
+        """Whether it is one of several: its last token runs with theirs, and not before."""
+        return bool(self.beams) and seq.request.request_id in self.beams
+
     def run(self, seq: Sequence, tables: TableSlices, plan: StepPlan) -> None:
         """From the queue onto a row."""
         self._take_row(seq)

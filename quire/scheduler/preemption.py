@@ -1,4 +1,4 @@
-"""Preemption: who gives its blocks up, and by which way they come back."""
+"""Preemption: who gives its blocks up for a sequence that runs and finds none, and how they come back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from quire.kv import KVManager
+from quire.kv import UNCHANGED, Allocation, KVManager
+from quire.plan import StepPlan
 from quire.request import Sequence
 from quire.scheduler.beams import is_ranked
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.step import StepBuilder
+from quire.step_costs import StepCosts
 
 if TYPE_CHECKING:
     from quire.scheduler.admission import BlockedHead
@@ -91,3 +93,61 @@ def pick_victim_for_fairness(
     return next(
         (seq for seq in reversed(life.running) if seq.request.tenant == most_served and not is_ranked(seq)), None
     )
+
+
+class Room:
+    """Blocks for sequences that run. Where none is free, a later sequence is preempted for them."""
+
+    def __init__(self, life: Lifecycle, kv: KVManager, costs: StepCosts) -> None:
+        self._life = life
+        self._kv = kv
+        self._costs = costs
+
+    def take(self, seq: Sequence, num_tokens: int, allocation: Allocation | None, step: StepBuilder) -> bool:
+        """Enter what `grow` changed into the plan; where it found no room, make some at the cost of later sequences."""
+        while allocation is None:
+            step.short_of_blocks = True
+            if step.num_coming_blocks > step.num_sitting_out:
+                step.num_sitting_out += 1
+                return False
+            victim = self.pick_victim(seq, step)
+            self.preempt(victim, step)
+            if victim is seq:
+                return False
+            allocation = self._kv.grow(seq.seq_id, num_tokens, seq.num_computed_tokens, seq.num_unverified_drafts)
+        self.enter(seq, allocation, step.plan)
+        return True
+
+    def enter(self, seq: Sequence, allocation: Allocation, plan: StepPlan) -> None:
+        """Tell the executor what changed in a sequence's table."""
+        if allocation is UNCHANGED:
+            return
+        assert seq.row is not None
+        for group, block_ids in allocation.appended:
+            plan.appended.append((seq.row, group, block_ids))
+        plan.copies.extend(allocation.copies)
+        for group, index, block in allocation.remapped:
+            plan.remapped.append((seq.row, group, index, block))
+        # It moves on to a new block, so the one before is full.
+        self._kv.commit(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+
+    def pick_victim(self, asking: Sequence, step: StepBuilder) -> Sequence:
+        queue, running = self._life.queue, self._life.running
+        if queue.is_shared:
+            return pick_victim_between_tenants(running, asking, step.scheduled(), queue.counter_of)
+        victim = pick_victim(running, step.has_scheduled)
+        assert victim is not None, "the caller is itself running, so there is always at least one victim"
+        return victim
+
+    def preempt(self, victim: Sequence, step: StepBuilder) -> None:
+        if self._life.is_beam(victim):
+            self._life.preempt_beams(self._life.beams[victim.request.request_id], step.plan)
+            return
+        kind = choose_kind(victim, self._life.config, self._kv.block_size, self._costs.prefill_tokens_per_s)
+        if victim.request.pooling is not None:
+            kind = PreemptionKind.RECOMPUTE  # what its row has pooled so far is not among the blocks
+        step.num_coming_blocks += self._life.preempt(victim, kind, step.plan)
+
+    def _is_beam(self, seq: Sequence) -> bool:
+        """Whether it is one of several: its last token runs with theirs, and not before."""
+        return bool(self._life.beams) and seq.request.request_id in self._life.beams

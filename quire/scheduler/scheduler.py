@@ -12,30 +12,23 @@ someone ends, so somebody always gets on and nothing thrashes.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from quire.errors import BadRequestError
-from quire.kv import UNCHANGED, Allocation, KVManager, PrefixMatch
+from quire.kv import UNCHANGED, KVManager
 from quire.plan import BeamCandidate, StepPlan, StepResult
-from quire.request import CacheOutcome, FinishReason, Request, Sequence, SequenceState
-from quire.scheduler.admission import BlockedHead, refuse_if_it_never_fits
-from quire.scheduler.beams import BeamSearch
+from quire.request import FinishReason, Request, Sequence, SequenceState
+from quire.scheduler.admission import Prompts, refuse_if_it_never_fits
+from quire.scheduler.beams import BeamSearch, schedule_beams
 from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.preemption import (
-    PreemptionKind,
-    choose_kind,
-    pick_victim,
-    pick_victim_between_tenants,
-    pick_victim_for_fairness,
-)
+from quire.scheduler.preemption import Room, pick_victim_for_fairness
 from quire.scheduler.results import PromptLogprobs, append_until_stop
 from quire.scheduler.step import InFlight, StepBuilder, SubmittedDrafts, num_drafts
 from quire.scheduler.traffic import BlockTraffic
-from quire.scheduler.types import Drafter, SchedulerStats, SequenceUpdate, TenantLoad, WaitReason
+from quire.scheduler.types import Drafter, SchedulerStats, SequenceUpdate, TenantLoad
 from quire.step_costs import StepCosts, StepKind
 
 _BACKLOG_STEPS = 4  # smooth steps work off a quarter of what waits
@@ -54,15 +47,15 @@ class Scheduler:
         self._life = Lifecycle(config, kv, clock)
         self.traffic = BlockTraffic(self._life, kv)  # with other engines
         self.costs = StepCosts(prefill_tokens_per_s=config.prefill_tokens_per_s)
+        self._room = Room(self._life, kv, self.costs)
         self.target_step_s = None if config.target_step_ms is None else config.target_step_ms / 1e3
         self._prompts_match_decodes = False
         self._next_step = 0
         self._in_flight: deque[InFlight] = deque()
-        self._blocked_on: WaitReason | None = None
-        self._refusal: BlockedHead | None = None
         self._prefill_limit: int | None = None
         self._smooth_tokens: Callable[[int], int] | None = None
         self._prompt_logprobs = PromptLogprobs()
+        self._prompts = Prompts(self._life, kv, self._room, self.costs, self._prompt_logprobs)
         self._failures: list[SequenceUpdate] = []
         self.drafter: Drafter | None = None  # guesses tokens, for the executor to verify
         # The tokens that a sequence's grammar leaves no choice of: verified like guesses, and always right.
@@ -93,7 +86,7 @@ class Scheduler:
     def takes_newcomers(self) -> bool:
         """Whether a request that came now would likely be in the next step: nobody was left waiting by the last, and
         there is a row."""
-        return self._blocked_on is None and len(self._life.queue) < self._life.rows.num_free
+        return self._prompts.blocked_on is None and len(self._life.queue) < self._life.rows.num_free
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -127,7 +120,8 @@ class Scheduler:
     @property
     def waiting_by_reason(self) -> dict[str, int]:
         """The queue is strict: what its head waits for, everyone behind it waits for."""
-        return {self._blocked_on.value: len(self._life.queue)} if self._life.queue and self._blocked_on else {}
+        queue, reason = self._life.queue, self._prompts.blocked_on
+        return {reason.value: len(queue)} if queue and reason else {}
 
     @property
     def tenant_loads(self) -> dict[str, TenantLoad]:
@@ -222,13 +216,13 @@ class Scheduler:
                 self._life.enter_moves(step.plan, self._kv.tiers.start_stores(self._life.take_ticket))
             self.traffic.plan(step.plan)
             if self._life.queue.is_shared and (
-                victim := pick_victim_for_fairness(self._life, self._kv, self._refusal, step)
+                victim := pick_victim_for_fairness(self._life, self._kv, self._prompts.refusal, step)
             ):
-                self._preempt(victim, step)
+                self._room.preempt(victim, step)
                 self.stats.num_yields += 1
             self._schedule_decodes(step)
-            self._schedule_chunks(step)
-            self._admit(step)
+            self._prompts.schedule_chunks(step)
+            self._prompts.admit(step)
             if not step.is_idle or (self._life.moving and not self._in_flight):
                 return self._issue(step)
             if self._in_flight or not self._life.queue:
@@ -246,13 +240,13 @@ class Scheduler:
         most = None if num_stages == 1 else -(-len(self._life.running) // num_stages)
         if self.drafter is not None and self._life.running:
             running = self._life.running
-            drafted = [seq for seq in running if not self._is_beam(seq)] if beams else running
+            drafted = [seq for seq in running if not self._life.is_beam(seq)] if beams else running
             self.drafter.begin_step(drafted, step.budget - len(running))
         # A preemption inside takes the list's last sequence away, which iteration over a list allows. With several
         # tenants it may be any.
         for seq in self._still_running() if self._life.queue.is_shared else self._life.running:
             if beams and (search := beams.get(seq.request.request_id)) is not None:
-                self._schedule_beam(seq, search, step)
+                schedule_beams(seq, search, step, self._kv, self._room)
                 continue
             start = seq.num_computed_tokens
             num_tokens = len(seq.token_ids) + seq.num_pending_tokens
@@ -267,7 +261,7 @@ class Scheduler:
             if has_drafter and self._schedule_verification(seq, num_tokens, step):
                 continue
             allocation = grow(seq.seq_id, num_tokens, start, unverified)
-            if allocation is not UNCHANGED and not self._take_room(seq, num_tokens, allocation, step):
+            if allocation is not UNCHANGED and not self._room.take(seq, num_tokens, allocation, step):
                 continue
             seq.num_computed_tokens = num_tokens
             seq.num_pending_tokens += 1
@@ -293,33 +287,6 @@ class Scheduler:
             backlog += sum(len(seq.token_ids) - seq.num_computed_tokens for seq in catching_up)
             step.budget = min(step.budget, max(self._smooth_tokens(len(served)), backlog // _BACKLOG_STEPS))
 
-    def _schedule_beam(self, seq: Sequence, search: BeamSearch, step: StepBuilder) -> None:
-        """A beam that has computed less than the others catches up. With the first of them all run, once all can."""
-        if seq.num_computed_tokens < len(seq.token_ids) - 1:
-            step.catching_up.append(seq)
-            return
-        seqs = search.request.sequences
-        if seq is not seqs[0] or not search.is_ready:
-            return
-        ids, position = [each.seq_id for each in seqs], seq.num_computed_tokens
-        while (num_needed := self._kv.num_blocks_to_write(ids, position)) > self._kv.num_free_blocks:
-            step.short_of_blocks = True
-            if step.num_coming_blocks > step.num_sitting_out:
-                step.num_sitting_out += num_needed
-                return
-            victim = self._pick_victim(seq, step)
-            self._preempt(victim, step)
-            if victim.request is seq.request:
-                return
-        for each in seqs:
-            allocation = self._kv.grow(each.seq_id, position + 1, position)
-            assert allocation is not None, "there was room for all beams"
-            self._enter_blocks(each, allocation, step.plan)
-            each.num_computed_tokens = position + 1
-            each.num_pending_tokens = 1
-        step.decodes.extend(seqs)
-        step.beams.append(search)
-
     def _schedule_verification(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> bool:
         """A decode with drafts, if there are any. Nobody waits for a guess: it takes what budget the others' decodes
         leave, and blocks that are free."""
@@ -341,7 +308,7 @@ class Scheduler:
         allocation = self._kv.grow(seq.seq_id, num_tokens, start, unverified + size)
         if allocation is None:
             return False
-        self._enter_blocks(seq, allocation, step.plan)
+        self._room.enter(seq, allocation, step.plan)
         seq.num_computed_tokens = num_tokens
         seq.num_pending_tokens += 1
         seq.num_unverified_drafts += size
@@ -350,99 +317,6 @@ class Scheduler:
 
     def _still_running(self) -> Iterable[Sequence]:
         return (seq for seq in list(self._life.running) if seq.state is _RUNNING)
-
-    def _schedule_chunks(self, step: StepBuilder) -> None:
-        queue = self._life.queue
-        is_shared = queue.is_shared
-        if is_shared:
-            step.catching_up.sort(key=queue.counter_of)
-        for seq in step.catching_up:
-            if seq.state is not _RUNNING:
-                continue  # preempted above
-            if is_shared:  # a tenant's long prompt is not before another's that has had less
-                self._admit(step, below=queue.counter_of(seq))
-            num_wanted = len(seq.token_ids) - seq.num_computed_tokens - self._is_beam(seq)
-            size = self._chunk_size(num_wanted, step)
-            if not size:
-                continue
-            # A prompt has its blocks. Only one that caught several new tokens at once may have to grow.
-            allocation = self._kv.grow(seq.seq_id, len(seq.token_ids), seq.num_computed_tokens)
-            if allocation is UNCHANGED or self._take_room(seq, len(seq.token_ids), allocation, step):
-                self._add_chunk(seq, size, step)
-
-    def _chunk_size(self, num_wanted: int, step: StepBuilder) -> int:
-        """How many of a sequence's tokens this step takes; 0: not its turn."""
-        if self.config.enable_chunked_prefill:
-            return min(num_wanted, step.budget, self.config.long_prefill_token_threshold or num_wanted)
-        # Whole or not at all, but for those that grew past a whole step's budget before they were preempted.
-        if num_wanted <= step.budget or num_wanted > self.config.max_num_batched_tokens:
-            return min(num_wanted, step.budget)
-        return 0
-
-    def _add_chunk(self, seq: Sequence, size: int, step: StepBuilder) -> None:
-        start = seq.num_computed_tokens
-        seq.num_computed_tokens = end = start + size
-        samples = end == len(seq.token_ids)
-        step.add_chunk(seq, start, size, samples)
-        self._life.charge_chunk(seq, start, end)
-        # Committed at once: who is admitted later in this step may read what this one writes in it.
-        self._kv.commit(seq.seq_id, seq.token_ids, end)
-        if samples:
-            seq.num_pending_tokens = 1
-            if seq.seq_id in self._life.reserved_rows:
-                step.forked.extend(self._life.fork(seq, step.plan))
-            if seq.request.beams is not None:
-                search = self._life.beams[seq.request.request_id] = BeamSearch(seq.request)
-                step.beams.append(search)
-
-    def _take_room(self, seq: Sequence, num_tokens: int, allocation: Allocation | None, step: StepBuilder) -> bool:
-        """Enter what `grow` changed into the plan; where it found no room, make some at the cost of later sequences."""
-        while allocation is None:
-            step.short_of_blocks = True
-            if step.num_coming_blocks > step.num_sitting_out:
-                step.num_sitting_out += 1
-                return False
-            victim = self._pick_victim(seq, step)
-            self._preempt(victim, step)
-            if victim is seq:
-                return False
-            allocation = self._kv.grow(seq.seq_id, num_tokens, seq.num_computed_tokens, seq.num_unverified_drafts)
-        self._enter_blocks(seq, allocation, step.plan)
-        return True
-
-    def _enter_blocks(self, seq: Sequence, allocation: Allocation, plan: StepPlan) -> None:
-        """Tell the executor what changed in a sequence's table."""
-        if allocation is UNCHANGED:
-            return
-        assert seq.row is not None
-        for group, block_ids in allocation.appended:
-            plan.appended.append((seq.row, group, block_ids))
-        plan.copies.extend(allocation.copies)
-        for group, index, block in allocation.remapped:
-            plan.remapped.append((seq.row, group, index, block))
-        # It moves on to a new block, so the one before is full.
-        self._kv.commit(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-
-    def _pick_victim(self, asking: Sequence, step: StepBuilder) -> Sequence:
-        queue, running = self._life.queue, self._life.running
-        if queue.is_shared:
-            return pick_victim_between_tenants(running, asking, step.scheduled(), queue.counter_of)
-        victim = pick_victim(running, step.has_scheduled)
-        assert victim is not None, "the caller is itself running, so there is always at least one victim"
-        return victim
-
-    def _is_beam(self, seq: Sequence) -> bool:
-        """Whether it is one of several: its last token runs with theirs, and not before."""
-        return bool(self._life.beams) and seq.request.request_id in self._life.beams
-
-    def _preempt(self, victim: Sequence, step: StepBuilder) -> None:
-        if self._is_beam(victim):
-            self._life.preempt_beams(self._life.beams[victim.request.request_id], step.plan)
-            return
-        kind = choose_kind(victim, self.config, self._kv.block_size, self.costs.prefill_tokens_per_s)
-        if victim.request.pooling is not None:
-            kind = PreemptionKind.RECOMPUTE  # what its row has pooled so far is not among the blocks
-        step.num_coming_blocks += self._life.preempt(victim, kind, step.plan)
 
     def _issue(self, step: StepBuilder) -> StepPlan:
         plan, memory = step.issue(self._life.rows.take_released(), self._life.rows.take_trimmed())
@@ -453,136 +327,14 @@ class Scheduler:
         self.stats.num_prefill_tokens += memory.num_prefill_tokens
         return plan
 
-    # -- admission
-
-    def _admit(self, step: StepBuilder, below: float = math.inf) -> None:
-        """From the head of the queue until one does not fit: nobody overtakes it. Tenants with counters `below`."""
-        self._resume_loaded(step)
-        self._blocked_on = WaitReason.BLOCKS if step.short_of_blocks else None
-        queue = self._life.queue
-        while queue and self._blocked_on is None:
-            seq = queue.head
-            if queue.counter_of(seq) >= below:
-                return
-            if seq.num_pending_tokens:
-                self._blocked_on = WaitReason.IN_FLIGHT
-            elif step.budget <= 0:
-                self._blocked_on = WaitReason.BUDGET
-            elif self._life.rows.num_free < self._life.num_rows_for(seq):
-                self._blocked_on = WaitReason.ROWS
-            elif self._waits_for_first_beam(seq):
-                self._blocked_on = WaitReason.BEAMS
-            elif self._refusal is not None and self._refusal.holds(seq, self._kv, self.stats):
-                self._blocked_on = WaitReason.BLOCKS
-            elif seq.state is SequenceState.SWAPPED:
-                self._blocked_on = self._swap_in(seq, step)
-            else:
-                self._blocked_on = self._start(seq, step)
-
-    def _waits_for_first_beam(self, seq: Sequence) -> bool:
-        """Beams that come back after a preemption find what they share in the cache when one of them has it."""
-        if not self._is_beam(seq):
-            return False
-        first = seq.request.sequences[0]
-        return seq is not first and first.num_computed_tokens < len(first.token_ids) - 1
-
-    def _start(self, seq: Sequence, step: StepBuilder) -> WaitReason | None:
-        """Blocks for all tokens of a new or preempted sequence, less what the prefix cache has."""
-        match = self._match(seq)
-        below = self._match_below(seq, match)
-        num_cached = match.num_tokens if match else 0
-        size = self._chunk_size(len(seq.token_ids) - num_cached - self._is_beam(seq), step)
-        if below is None and not size:
-            return WaitReason.BUDGET
-        request = seq.request
-        is_back = seq.state is SequenceState.PREEMPTED
-        tables = self._kv.admit(
-            seq.seq_id, seq.token_ids, below or match, salt=request.salt, adapter=request.adapter, recompute=is_back
-        )
-        if tables is None:
-            return self._refuse(seq, match)
-        if self._kv.tiers is not None and match is not None:
-            self._kv.tiers.counters.num_queries += len(seq.token_ids) - num_cached
-        if below is not None:
-            moves = self._kv.start_loads(seq.seq_id, below, seq.token_ids, self._life.take_ticket)
-            self._life.enter_moves(step.plan, moves)
-            seq.num_computed_tokens = below.num_tokens
-            self._life.load(seq, tables, below.tickets, below.outcome, below.num_tokens - num_cached)
-            return None
-        seq.num_computed_tokens = num_cached
-        self._note_cached(seq, match.outcome if match else CacheOutcome.SKIPPED)
-        self._life.run(seq, tables, step.plan)
-        self._add_chunk(seq, size, step)
-        return None
-
-    def _note_cached(self, seq: Sequence, outcome: CacheOutcome) -> None:
-        """A sequence is about to run, with the tokens computed that were found."""
-        num_lost = self._life.lost_tokens.pop(seq.seq_id, None)
-        if num_lost is not None:  # it was preempted
-            num_lost = max(0, num_lost - seq.num_computed_tokens)
-            seq.num_recomputed_tokens += num_lost
-            self.stats.num_recomputed_tokens += num_lost
-        else:
-            seq.num_cached_tokens, seq.cache_outcome = seq.num_computed_tokens, outcome
-
-    def _match_below(self, seq: Sequence, match: PrefixMatch | None) -> PrefixMatch | None:
-        if match is None or self._kv.tiers is None or self._is_beam(seq):  # beams come back together, and compute
-            return None
-        request = seq.request
-        return self._kv.match_below(
-            match,
-            seq.token_ids,
-            salt=request.salt,
-            adapter=request.adapter,
-            prefill_tokens_per_s=self.costs.prefill_tokens_per_s,
-        )
-
-    def _match(self, seq: Sequence) -> PrefixMatch | None:
-        request = seq.request
-        if request.skip_prefix_cache_read or self._prompt_logprobs.are_missing(seq):
-            return None
-        refusal = self._refusal
-        previous = refusal.match if refusal and refusal.seq_id == seq.seq_id else None
-        # A beam's last token runs with the others', and so that it has any before that, its last but one runs too.
-        token_ids = seq.token_ids[:-1] if self._is_beam(seq) else seq.token_ids
-        return self._kv.match(token_ids, salt=request.salt, adapter=request.adapter, previous=previous)
-
-    def _swap_in(self, seq: Sequence, step: StepBuilder) -> WaitReason | None:
-        """Blocks for a swapped sequence, and the move that fills them. It runs when they have arrived."""
-        swapped = self._kv.swap_in(seq.seq_id, seq.token_ids, self._life.next_ticket)
-        if swapped is None:
-            return self._refuse(seq, None)
-        pairs, tables = swapped
-        self._life.load(seq, tables, [self._life.next_ticket] if pairs else [])  # it may have computed nothing
-        self._life.move(step.plan, True, pairs)
-        return None
-
-    def _resume_loaded(self, step: StepBuilder) -> None:
-        """Sequences whose blocks have arrived go on, before anybody new is admitted."""
-        while self._life.loaded:
-            entry = self._life.loaded[0]
-            seq = entry.seq
-            size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, step)
-            if not size:
-                return
-            if entry.outcome is not None and self._kv.tiers is not None:
-                self._note_cached(seq, entry.outcome)
-                self._kv.tiers.counters.num_hits += entry.num_below
-            self._life.resume(step.plan)
-            self._add_chunk(seq, size, step)
-
-    def _refuse(self, seq: Sequence, match: PrefixMatch | None) -> WaitReason:
-        self._refusal = BlockedHead(seq.seq_id, match, self._kv.num_free_blocks, self.stats.num_prefill_tokens)
-        return WaitReason.BLOCKS
-
     def _preempt_waiting_beams(self, step: StepBuilder) -> bool:
         """Nothing can be scheduled: what runs are beams that wait for the rest of theirs, which the head of the queue
         is before. True where some of them made way for it."""
         head = self._life.queue.head
         victim = next((seq for seq in reversed(self._life.running) if seq.request is not head.request), None)
         if victim is not None:
-            assert self._is_beam(victim), "sequences run, nothing is in flight, and yet nothing can be scheduled"
-            self._preempt(victim, step)
+            assert self._life.is_beam(victim), "sequences run, nothing is in flight, and yet nothing can be scheduled"
+            self._room.preempt(victim, step)
         return victim is not None
 
     def _give_up_head(self) -> None:
@@ -593,7 +345,7 @@ class Scheduler:
             f"{len(seq.token_ids)} tokens need {num_needed} blocks, but only {self._kv.num_free_blocks} of "
             f"{self._kv.num_blocks} can be had though nothing else runs: unpin prefixes that hold the others"
         )
-        together = seq.request.sequences if self._is_beam(seq) else [seq]
+        together = seq.request.sequences if self._life.is_beam(seq) else [seq]
         self._failures += [self._end(each, FinishReason.ERROR, error) for each in together]
 
     def check(self) -> None:
@@ -708,7 +460,7 @@ class Scheduler:
         self, seq: Sequence, reason: FinishReason, error: str | None = None, *, new_token_ids: list[int] | None = None
     ) -> SequenceUpdate:
         update = SequenceUpdate(seq, new_token_ids or [], finished=True, error=error)
-        if new_token_ids is None and self._is_beam(seq):  # nobody has heard of its tokens
+        if new_token_ids is None and self._life.is_beam(seq):  # nobody has heard of its tokens
             update.new_token_ids = seq.output_token_ids
             update.logprobs = self._life.beams[seq.request.request_id].logprobs[seq.index]
         self._life.end(seq, reason)
