@@ -18,12 +18,12 @@ from quire.engine.llm_engine import LLMEngine, check_level, check_tags
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import Command, EngineMessage, LoadReport, Stop
 from quire.engine.metrics import request_metrics
-from quire.engine.pooled import pooled_of
+from quire.engine.pooled import as_tensor, pooled_fields, pooled_of
 from quire.engine.stats import Metric
 from quire.engine.streams import Streams
 from quire.errors import EngineDeadError
 from quire.inputs import Prompt
-from quire.llm import as_tensor, log_start, pooled_fields
+from quire.llm import log_start
 from quire.log import get_logger
 from quire.lora.request import LoRARequest
 from quire.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput

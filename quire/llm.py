@@ -16,25 +16,15 @@ from quire.config import EngineConfig
 from quire.engine.api import PreparedRequest
 from quire.engine.batch import run_batch, runs_beside_host
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.pooled import TokenizedAhead, checked_scorer, cosine, distinct, pair_prompt, pair_up, pooled_of
+from quire.engine.pooled import PoolingMethods
 from quire.engine.stats import Metric
 from quire.errors import BadRequestError, QuireError
-from quire.inputs import Prompt
+from quire.inputs import Prompt, as_batch, per_prompt
 from quire.log import get_logger
 from quire.lora.request import LoRARequest
-from quire.outputs import (
-    ClassificationOutput,
-    ClassificationRequestOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    RequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-)
-from quire.params import OutputKind, SamplingParams, plain, plain_list
-from quire.pooling import Pooled, PoolingParams, PoolingTask
+from quire.outputs import RequestOutput
+from quire.params import OutputKind, SamplingParams
+from quire.pooling import PoolingParams
 from quire.refusals import CALL, has_refused_methods, sift
 from quire.request import Request
 from quire.text import HFTokenizerFacade
@@ -44,7 +34,7 @@ Message = Mapping[str, Any]
 
 
 @has_refused_methods
-class LLM:
+class LLM(PoolingMethods):
     """A model, its KV cache and a scheduler in this process.
 
         llm = LLM("smollm2")
@@ -82,7 +72,7 @@ class LLM:
         otherwise nothing starts until all are taken. `others` are arguments of vLLM's, refused with their reason.
         """
         sift(others, CALL)
-        batch = _as_batch(prompts)
+        batch = as_batch(prompts)
         return self._generate(batch.__getitem__, len(batch), sampling_params, priority, use_tqdm, lora_request)
 
     def chat(
@@ -158,7 +148,7 @@ class LLM:
         sift({"concurrency_limit": concurrency_limit, **others}, CALL)
         if not isinstance(params, BeamSearchParams):
             raise BadRequestError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
-        batch = _as_batch(prompts)
+        batch = as_batch(prompts)
         outputs = self._generate(batch.__getitem__, len(batch), params, None, use_tqdm, lora_request)
         return [self._beams_of(output, params) for output in outputs]
 
@@ -179,109 +169,6 @@ class LLM:
             )
         return BeamSearchOutput(found)
 
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        **others: Any,
-    ) -> list[EmbeddingRequestOutput]:
-        """A vector for every prompt, of a model that embeds."""
-        return [
-            EmbeddingRequestOutput(outputs=EmbeddingOutput(pooled.floats().tolist()), **base)
-            for pooled, base, _ in self._pool(prompts, pooling_params, PoolingTask.EMBED, use_tqdm, others)
-        ]
-
-    def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        **others: Any,
-    ) -> list[ClassificationRequestOutput]:
-        """The probabilities of a classifier's classes, for every prompt."""
-        return [
-            ClassificationRequestOutput(outputs=ClassificationOutput(pooled.floats().tolist()), **base)
-            for pooled, base, _ in self._pool(prompts, pooling_params, PoolingTask.CLASSIFY, use_tqdm, others)
-        ]
-
-    def encode(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        *,
-        pooling_task: str | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        **others: Any,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Hidden states as tensors: one for each token, or whatever `pooling_task` says (embed, classify, token_embed,
-        token_classify). Of a classifier the logits of its classes, as probabilities."""
-        task = pooling_task or (
-            PoolingTask.CLASSIFY if self.llm_engine.spec.pooling_labels else PoolingTask.TOKEN_EMBED
-        )
-        return [
-            PoolingRequestOutput(outputs=PoolingOutput(as_tensor(pooled, own)), **base)
-            for pooled, base, own in self._pool(prompts, pooling_params, task, use_tqdm, others)
-        ]
-
-    def score(
-        self,
-        data_1: Prompt | Sequence[Prompt],
-        data_2: Prompt | Sequence[Prompt],
-        /,
-        *,
-        pooling_params: PoolingParams | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        **others: Any,
-    ) -> list[ScoringRequestOutput]:
-        """How well pairs go together: one text with each of many, or the first with the first and so on. By a model
-        that reads pairs, or by the cosine of a model's embeddings."""
-        left, right = pair_up(data_1, data_2)
-        if checked_scorer(self.llm_engine.spec.pooling_labels):
-            pairs = [pair_prompt(a, b) for a, b in zip(left, right, strict=True)]
-            return [
-                ScoringRequestOutput(outputs=ScoringOutput(pooled.floats()[0]), **base)
-                for pooled, base, _ in self._pool(pairs, pooling_params, PoolingTask.CLASSIFY, use_tqdm, others)
-            ]
-        texts, at = distinct([*left, *right])
-        done = self._pool(texts, pooling_params, PoolingTask.EMBED, use_tqdm, others)
-        scores = []
-        for i, j in zip(at[: len(left)], at[len(left) :], strict=True):
-            (a, first, _), (b, second, _) = done[i], done[j]
-            base = first | {
-                "prompt_token_ids": first["prompt_token_ids"] + second["prompt_token_ids"],
-                "num_cached_tokens": first["num_cached_tokens"] + second["num_cached_tokens"],
-            }
-            scores.append(ScoringRequestOutput(outputs=ScoringOutput(cosine(a, b)), **base))
-        return scores
-
-    def _pool(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        given: PoolingParams | Sequence[PoolingParams] | None,
-        task: str,
-        use_tqdm: bool | Callable[..., Any],
-        others: dict[str, Any],
-    ) -> list[tuple[Pooled, dict[str, Any], PoolingTask]]:
-        """What every prompt was pooled to, the other fields of its output, and its task: its own, or `task`."""
-        truncate = others.pop("truncate_prompt_tokens", None)
-        sift(others, CALL)
-        batch = _as_batch(prompts)
-        params = [own or PoolingParams() for own in _per_prompt(given, len(batch), "pooling_params", PoolingParams)]
-        params = [own if own.task is not None else own.clone(task=task) for own in params]
-        if truncate is not None:
-            params = [own.clone(truncate_prompt_tokens=truncate) for own in params]
-        prompt_of: Callable[[int], Prompt] = batch.__getitem__
-        if self.llm_engine.tokenizer is not None and not any(own.truncate_prompt_tokens for own in params):
-            prompt_of = TokenizedAhead(self.llm_engine.tokenizer, batch)
-        outputs = self._generate(prompt_of, len(batch), params, None, use_tqdm)
-        return [
-            (pooled_of(output), pooled_fields(output), PoolingTask(own.task or task))
-            for output, own in zip(outputs, params, strict=True)
-        ]
-
     def _generate(
         self,
         prompt_of: Callable[[int], Prompt],
@@ -294,9 +181,9 @@ class LLM:
         is_search = isinstance(sampling_params, BeamSearchParams)
         pools = isinstance(sampling_params, list) and any(isinstance(own, PoolingParams) for own in sampling_params)
         kind = BeamSearchParams if is_search else PoolingParams if pools else SamplingParams
-        params = _per_prompt(sampling_params, count, "sampling_params", kind)
-        priorities = _per_prompt(priority, count, "priority", int)
-        adapters = _per_prompt(lora_request, count, "lora_request", LoRARequest, optional=True)
+        params = per_prompt(sampling_params, count, "sampling_params", kind)
+        priorities = per_prompt(priority, count, "priority", int)
+        adapters = per_prompt(lora_request, count, "lora_request", LoRARequest, optional=True)
         ids = [str(next(self._ids)) for _ in range(count)]
         now = time.monotonic()
 
@@ -384,19 +271,6 @@ class LLM:
         return self.llm_engine.get_metrics()
 
 
-def pooled_fields(output: RequestOutput) -> dict[str, Any]:
-    names = ("request_id", "prompt_token_ids", "finished", "num_cached_tokens", "metrics")
-    return {name: getattr(output, name) for name in names}
-
-
-def as_tensor(pooled: Pooled, task: PoolingTask) -> Any:
-    """A torch tensor of its own: [width], or [tokens, width] where each token has a vector."""
-    import torch
-
-    tensor = torch.frombuffer(bytearray(pooled.data), dtype=torch.float32).view(pooled.num_vectors, -1)
-    return tensor if task.is_by_token else tensor[0]
-
-
 class _Bar:
     """tqdm over requests, with tokens per second beside it: of all requests as they go, not of the finished alone."""
 
@@ -475,33 +349,6 @@ def log_start(engine: LLMEngine, seconds: float) -> None:
     log.info("%s", engine.ledger.blocks_line())
     if backend.note:
         log.warning("%s", backend.note)
-
-
-def _as_batch(prompts: Any) -> list[Prompt]:
-    """One prompt or many? Text, a dict, and a list of numbers are one."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    batch = plain_list(prompts)  # of an array of numpy's or a tensor, a row is a prompt
-    if batch is None:
-        raise BadRequestError(
-            f"prompts must be text, token ids, a dict or a list of these, got {type(prompts).__name__}", param="prompts"
-        )
-    return [batch] if batch and isinstance(batch[0], int) else batch
-
-
-def _per_prompt(value: Any, count: int, name: str, kind: type, *, optional: bool = False) -> list[Any]:
-    """optional: some prompts may have none."""
-    value = plain(value)
-    if value is None or isinstance(value, kind):
-        return [value] * count
-    values = plain_list(value)
-    if values is None or any(not isinstance(v, kind) and not (optional and v is None) for v in values):
-        raise BadRequestError(f"{name} must be a {kind.__name__} or a list of them", param=name)
-    if len(values) != count:
-        raise BadRequestError(
-            f"{name} has {len(values)} entries for {count} prompts: give one, or one each", param=name
-        )
-    return values
 
 
 @contextmanager

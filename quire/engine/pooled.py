@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import mul
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.engine.inputs import SECOND_TEXT
 from quire.errors import BadRequestError, QuireError
-from quire.inputs import Prompt
-from quire.outputs import RequestOutput
-from quire.pooling import Pooled
+from quire.inputs import Prompt, as_batch, per_prompt
+from quire.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from quire.pooling import Pooled, PoolingParams, PoolingTask
+from quire.refusals import CALL, sift
 from quire.text import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.engine.llm_engine import LLMEngine
 
 
 class TokenizedAhead:
@@ -40,7 +54,7 @@ class TokenizedAhead:
 
 
 def pooled_of(output: RequestOutput) -> Pooled:
-    """Of a request that has ended; QuireError where it came to nothing."""
+    """What a request that has ended was pooled to; QuireError where it came to nothing."""
     one = output.outputs[0]
     if one.pooled is None:
         raise QuireError(f"request {output.request_id} was not pooled: {one.error or one.finish_reason}")
@@ -103,3 +117,135 @@ def distinct(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[int]]:
             found.append(prompt)
         at.append(places[key])
     return found, at
+
+
+def pooled_fields(output: RequestOutput) -> dict[str, Any]:
+    names = ("request_id", "prompt_token_ids", "finished", "num_cached_tokens", "metrics")
+    return {name: getattr(output, name) for name in names}
+
+
+def as_tensor(pooled: Pooled, task: PoolingTask) -> Any:
+    """A torch tensor of its own: [width], or [tokens, width] where each token has a vector."""
+    import torch
+
+    tensor = torch.frombuffer(bytearray(pooled.data), dtype=torch.float32).view(pooled.num_vectors, -1)
+    return tensor if task.is_by_token else tensor[0]
+
+
+class PoolingMethods:
+    """What `LLM` does with a model that pools. A call runs its prompts as `generate` runs them."""
+
+    llm_engine: LLMEngine
+
+    def _generate(
+        self,
+        prompt_of: Callable[[int], Prompt],
+        count: int,
+        sampling_params: Any,
+        priority: int | Sequence[int] | None,
+        use_tqdm: bool | Callable[..., Any],
+    ) -> list[RequestOutput]:
+        raise AssertionError("LLM has it")
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for every prompt, of a model that embeds."""
+        return [
+            EmbeddingRequestOutput(outputs=EmbeddingOutput(pooled.floats().tolist()), **base)
+            for pooled, base, _ in self._pool(prompts, pooling_params, PoolingTask.EMBED, use_tqdm, others)
+        ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of a classifier's classes, for every prompt."""
+        return [
+            ClassificationRequestOutput(outputs=ClassificationOutput(pooled.floats().tolist()), **base)
+            for pooled, base, _ in self._pool(prompts, pooling_params, PoolingTask.CLASSIFY, use_tqdm, others)
+        ]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Hidden states as tensors: one for each token, or whatever `pooling_task` says (embed, classify, token_embed,
+        token_classify). Of a classifier the logits of its classes, as probabilities."""
+        task = pooling_task or (
+            PoolingTask.CLASSIFY if self.llm_engine.spec.pooling_labels else PoolingTask.TOKEN_EMBED
+        )
+        return [
+            PoolingRequestOutput(outputs=PoolingOutput(as_tensor(pooled, own)), **base)
+            for pooled, base, own in self._pool(prompts, pooling_params, task, use_tqdm, others)
+        ]
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How well pairs go together: one text with each of many, or the first with the first and so on. By a model
+        that reads pairs, or by the cosine of a model's embeddings."""
+        left, right = pair_up(data_1, data_2)
+        if checked_scorer(self.llm_engine.spec.pooling_labels):
+            pairs = [pair_prompt(a, b) for a, b in zip(left, right, strict=True)]
+            return [
+                ScoringRequestOutput(outputs=ScoringOutput(pooled.floats()[0]), **base)
+                for pooled, base, _ in self._pool(pairs, pooling_params, PoolingTask.CLASSIFY, use_tqdm, others)
+            ]
+        texts, at = distinct([*left, *right])
+        done = self._pool(texts, pooling_params, PoolingTask.EMBED, use_tqdm, others)
+        scores = []
+        for i, j in zip(at[: len(left)], at[len(left) :], strict=True):
+            (a, first, _), (b, second, _) = done[i], done[j]
+            base = first | {
+                "prompt_token_ids": first["prompt_token_ids"] + second["prompt_token_ids"],
+                "num_cached_tokens": first["num_cached_tokens"] + second["num_cached_tokens"],
+            }
+            scores.append(ScoringRequestOutput(outputs=ScoringOutput(cosine(a, b)), **base))
+        return scores
+
+    def _pool(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        given: PoolingParams | Sequence[PoolingParams] | None,
+        task: str,
+        use_tqdm: bool | Callable[..., Any],
+        others: dict[str, Any],
+    ) -> list[tuple[Pooled, dict[str, Any], PoolingTask]]:
+        """What every prompt was pooled to, the other fields of its output, and its task: its own, or `task`."""
+        truncate = others.pop("truncate_prompt_tokens", None)
+        sift(others, CALL)
+        batch = as_batch(prompts)
+        params = [own or PoolingParams() for own in per_prompt(given, len(batch), "pooling_params", PoolingParams)]
+        params = [own if own.task is not None else own.clone(task=task) for own in params]
+        if truncate is not None:
+            params = [own.clone(truncate_prompt_tokens=truncate) for own in params]
+        prompt_of: Callable[[int], Prompt] = batch.__getitem__
+        if self.llm_engine.tokenizer is not None and not any(own.truncate_prompt_tokens for own in params):
+            prompt_of = TokenizedAhead(self.llm_engine.tokenizer, batch)
+        outputs = self._generate(prompt_of, len(batch), params, None, use_tqdm)
+        return [
+            (pooled_of(output), pooled_fields(output), PoolingTask(own.task or task))
+            for output, own in zip(outputs, params, strict=True)
+        ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from quire.kv.blocks import BLOCK_SIZES, BlockState
 from quire.kv.manager import KVManager
 from quire.kv.prefix_cache import PrefixMatch
-from quire.kv.snapshot import KVSnapshot, TableView
 from quire.kv.stats import KVStats, PrefixCounters
 from quire.kv.table import UNCHANGED, Allocation, TableSlices
 
@@ -15,10 +14,8 @@ __all__ = [
     "Allocation",
     "BlockState",
     "KVManager",
-    "KVSnapshot",
     "KVStats",
     "PrefixCounters",
     "PrefixMatch",
     "TableSlices",
-    "TableView",
 ]

@@ -42,10 +42,6 @@ class HostPool:
     def num_cached_blocks(self) -> int:
         return len(self._cached)
 
-    @property
-    def num_held_blocks(self) -> int:
-        return sum(self._held)
-
     def allocate(self, num_blocks: int) -> list[int]:
         assert num_blocks <= self.num_free_blocks, f"{num_blocks} host blocks asked, {self.num_free_blocks} free"
         while len(self._free) < num_blocks:
@@ -110,9 +106,6 @@ class HostPool:
         """How long ago the least recently used cached block was used."""
         first = next(iter(self._cached), None)
         return 0.0 if first is None else self._clock() - self._used_s[first]
-
-    def cached_hashes(self) -> list[BlockHash]:
-        return list(self._cached)
 
     def _evict_oldest(self) -> None:
         # Those that are being read were used last, so the first that is idle is near the front.

@@ -147,7 +147,3 @@ class Room:
         if victim.request.pooling is not None:
             kind = PreemptionKind.RECOMPUTE  # what its row has pooled so far is not among the blocks
         step.num_coming_blocks += self._life.preempt(victim, kind, step.plan)
-
-    def _is_beam(self, seq: Sequence) -> bool:
-        """Whether it is one of several: its last token runs with theirs, and not before."""
-        return bool(self._life.beams) and seq.request.request_id in self._life.beams

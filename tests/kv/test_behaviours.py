@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kv_fakes import block_map
+
 from quire.kv import KVManager
 from quire.request import CacheOutcome
 
@@ -111,9 +113,9 @@ def test_5_a_failed_admission_leaves_everything_untouched() -> None:
     tokens = [*COMMON, *range(900, 900 + 3 * BS)]  # hits 3 that are idle, needs 3 more, 2 are free
     match = kv.match(tokens)
     assert match.num_tokens == 3 * BS
-    before = kv.stats, kv.snapshot()
+    before = kv.stats, block_map(kv)
     assert kv.admit(2, tokens, match) is None
-    assert (kv.stats, kv.snapshot()) == before
+    assert (kv.stats, block_map(kv)) == before
     assert refs(kv, match.block_ids) == [0, 0, 0]
     kv.check()
 

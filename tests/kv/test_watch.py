@@ -52,16 +52,15 @@ class Viewer:
             pass
 
     def check(self) -> None:
-        """It knows of every block what the manager's own snapshot says."""
-        snapshot = self.kv.snapshot()
-        holders = snapshot.seq_ids()
-        for block_id, state in enumerate(snapshot.states):
-            code = {"free": 0, "cached": 1, "in_use": 2, "in_transit": 4}[state.value]
-            refs = snapshot.ref_counts[block_id]
-            code = (BlockCode.SHARED if refs > 1 else code) + (BlockCode.PINNED if snapshot.is_pinned[block_id] else 0)
+        """It knows of every block what the manager itself says."""
+        holders = {block_id: seq_id for seq_id, table in self.kv.tables.items() for block_id in table.block_ids}
+        for block in self.kv.pool.blocks:
+            block_id, refs = block.block_id, block.ref_count
+            code = {"free": 0, "cached": 1, "in_use": 2, "in_transit": 4}[block.state.value]
+            code = (BlockCode.SHARED if refs > 1 else code) + (BlockCode.PINNED if block.num_pins else 0)
             assert self.codes[block_id] == code, f"block {block_id}"
             assert self.ref_counts[block_id] == refs
-            assert self.seq_ids[block_id] == (holders[block_id][0] if refs == 1 else 0), f"block {block_id}"
+            assert self.seq_ids[block_id] == (holders[block_id] if refs == 1 else 0), f"block {block_id}"
 
 
 def make(num_blocks: int = 16, **options: object) -> KVManager:
