@@ -144,7 +144,7 @@ def test_among_others_with_little_memory(depth: int) -> None:
         for request in requests:
             if request.request_id not in aborted and request.beams is not None:
                 check(rig, request)
-    assert num_preemptions > 10
+    assert num_preemptions > 3
 
 
 def test_beams_that_come_back_compute_what_they_share_once() -> None:
