@@ -28,13 +28,12 @@ from quire.kernels.interface import (
     AdapterRows,
     AttentionBatch,
     AttentionSpec,
-    Float8Rows,
     LinearWeight,
     Norm,
     Normed,
     Ops,
-    QuantizedRows,
     Rotary,
+    StoredRows,
 )
 
 RANK_UNIT = 16  # what a tensor core multiplies: slots are made for a multiple of it
@@ -230,7 +229,7 @@ class AdaptedLinear(ComposedLinear):
         return self.base.keeps_quantized
 
     def load_rows(
-        self, first_row: int, matrix: Tensor | QuantizedRows | Float8Rows, *, rows: slice = ALL, columns: slice = ALL
+        self, first_row: int, matrix: Tensor | StoredRows, *, rows: slice = ALL, columns: slice = ALL
     ) -> None:
         self.base.load_rows(first_row, matrix, rows=rows, columns=columns)
 

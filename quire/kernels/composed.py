@@ -15,16 +15,15 @@ from quire.kernels.interface import (
     AttentionBatch,
     AttentionSpec,
     Experts,
-    Float8Rows,
     LinearWeight,
     Norm,
     Normed,
     Ops,
     PackedBatch,
     PlacedDecodes,
-    QuantizedRows,
     Rotary,
     SharedExpert,
+    StoredRows,
 )
 from quire.kernels.packed import packed_attention
 
@@ -104,13 +103,13 @@ class ComposedLinear(ABC):
     def multiply(self, x: Normed) -> Tensor: ...
 
     def load_rows(
-        self, first_row: int, matrix: Tensor | QuantizedRows | Float8Rows, *, rows: slice = ALL, columns: slice = ALL
+        self, first_row: int, matrix: Tensor | StoredRows, *, rows: slice = ALL, columns: slice = ALL
     ) -> None:
-        part: Tensor | QuantizedRows | Float8Rows = matrix[rows, columns]
+        part: Tensor | StoredRows = matrix[rows, columns]
         end = first_row + part.shape[0]
         assert first_row >= 0 and end <= self.out_features, f"rows {first_row} to {end} of {self.out_features}"
         assert part.shape[1] == self.in_features, f"{part.shape[1]} columns for {self.in_features}"
-        if isinstance(part, QuantizedRows | Float8Rows):
+        if not isinstance(part, Tensor):
             if self._load_packed(first_row, part):
                 return
             unpacked = part.unpacked()
@@ -120,7 +119,7 @@ class ComposedLinear(ABC):
     @abstractmethod
     def _load(self, first_row: int, rows: Tensor) -> None: ...
 
-    def _load_packed(self, first_row: int, rows: QuantizedRows | Float8Rows) -> bool:
+    def _load_packed(self, first_row: int, rows: StoredRows) -> bool:
         """Keep the rows as they are. False, and nothing changed, where that cannot be."""
         return False
 

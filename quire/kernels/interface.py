@@ -12,6 +12,7 @@ bytes: what swap and copy-on-write move.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
@@ -180,6 +181,10 @@ class QuantizedRows:
             )
         return replace(self, blocks=self.blocks[rows, first // size : last // size])
 
+    def with_rows(self, rows: Tensor) -> QuantizedRows:
+        """Those rows, in that order."""
+        return replace(self, blocks=self.blocks[rows.numpy()])
+
     def unpacked(self) -> NDArray[np.float32]:
         """The numbers themselves."""
         return self.unpack(self.blocks.reshape(-1, self.blocks.shape[2])).reshape(self.shape)
@@ -211,6 +216,10 @@ class Float8Rows:
             scales = scales.narrow(dim, first // block[dim], -(-last // block[dim]) - first // block[dim])
         return Float8Rows(self.values[part], scales, (block[0], block[1]))
 
+    def with_rows(self, rows: Tensor) -> Tensor:
+        """Those rows, in that order."""
+        return self.unpacked()[rows]
+
     @property
     def row_scales(self) -> Tensor:
         """[rows], where each row has one."""
@@ -221,6 +230,61 @@ class Float8Rows:
         rows, columns = self.shape
         scales = self.scales.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[:, :columns]
         return self.values.float() * scales
+
+
+@dataclass(slots=True, frozen=True)
+class IntegerRows:
+    """A matrix in whole numbers of 4 or 8 bits, of which `group` neighbours in a row share a scale: what is meant is
+    (code - zero) * scale. AWQ, GPTQ and compressed-tensors store the same in different orders."""
+
+    codes: Tensor  # [rows, columns] uint8
+    scales: Tensor  # [rows, groups], in the type that they are stored in
+    zeros: Tensor | None  # [rows, groups] int16; None: the middle of the codes' range
+    bits: int
+    group: int
+    groups: Tensor | None = None  # [columns] int64: each column's group, where neighbours do not share one
+    rounds_inputs: bool = False  # made for inputs that are rounded to 8 bits, each row with a scale of its own
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def __getitem__(self, part: tuple[slice, slice]) -> IntegerRows:
+        """rows[a:b, c:d], as a tensor does it. Where that cuts a group, the groups become smaller and their scales are
+        repeated."""
+        rows, columns = part
+        first, last, _ = columns.indices(self.shape[1])
+        scales, zeros, group = self.scales[rows], None if self.zeros is None else self.zeros[rows], self.group
+        if last - first != self.shape[1]:
+            if self.groups is not None:
+                raise WeightsError(
+                    f"columns {first} to {last} of a matrix whose columns are quantized in an order of their own "
+                    "(desc_act, actorder) cut its groups: it is not split among devices, use a checkpoint without"
+                )
+            group = math.gcd(group, first, last)
+            held = slice(first // group, last // group)
+            scales = scales.repeat_interleave(self.group // group, 1)[:, held]
+            zeros = None if zeros is None else zeros.repeat_interleave(self.group // group, 1)[:, held]
+        return replace(self, codes=self.codes[rows, columns], scales=scales, zeros=zeros, group=group)
+
+    def with_rows(self, rows: Tensor) -> IntegerRows:
+        """Those rows, in that order."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
+
+    def unpacked(self) -> Tensor:
+        """The numbers themselves, in float32."""
+        centred = self.codes.short() - (1 << (self.bits - 1) if self.zeros is None else self._spread(self.zeros))
+        return centred.float() * self._spread(self.scales.float())
+
+    def _spread(self, of_groups: Tensor) -> Tensor:
+        """One for each column."""
+        if self.groups is not None:
+            return of_groups[:, self.groups]
+        return of_groups.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+
+
+StoredRows: TypeAlias = "QuantizedRows | Float8Rows | IntegerRows"  # a matrix as a checkpoint packs it
 
 
 class LinearWeight(Protocol):
@@ -247,7 +311,7 @@ class LinearWeight(Protocol):
         """Whether it is worth handing over QuantizedRows: other variants take them too, and unpack them."""
 
     def load_rows(
-        self, first_row: int, matrix: Tensor | QuantizedRows | Float8Rows, *, rows: slice = ALL, columns: slice = ALL
+        self, first_row: int, matrix: Tensor | StoredRows, *, rows: slice = ALL, columns: slice = ALL
     ) -> None:
         """Fill the rows from first_row on with a part of a checkpoint's matrix, which is copied and converted.
 

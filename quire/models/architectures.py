@@ -11,7 +11,7 @@ from quire.models.config_reader import MAX_INTEGER, ConfigReader, shown
 from quire.models.encoders import ENCODER_NAMES, ENCODERS, encoder_spec
 from quire.models.quantization import read_quantization
 from quire.models.rope_config import DEFAULT_THETA, max_position_with_scaling, read_rope, read_rope_by_layer_type
-from quire.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
+from quire.models.spec import CheckpointFormat, ExpertsSpec, IntegerFormat, LayerSpec, ModelSpec, RopeSpec
 from quire.models.stored_names import StoredNames
 from quire.nearest import nearest
 
@@ -93,6 +93,7 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
     max_position = _max_position(reader, ropes["full_attention"], layer_types)
     norm_eps = reader.number("rms_norm_eps")
     inner = None if architecture.inner_ratio is None else architecture.inner_ratio * hidden_size
+    stored = read_quantization(reader)
     spec = ModelSpec(
         architecture=name,
         vocab_size=reader.integer("vocab_size"),
@@ -130,7 +131,8 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         bos_token_id=_bos_token_id(reader),
         eos_token_ids=_eos_token_ids(reader),
         dtype=_dtype(reader),
-        fp8=read_quantization(reader),
+        fp8=stored if isinstance(stored, CheckpointFormat) else None,
+        integers=stored if isinstance(stored, IntegerFormat) else None,
     )
     return _with_multipliers(reader, spec) if architecture.is_granite else spec
 

@@ -1,30 +1,34 @@
-"""A checkpoint's quantization_config: 8-bit floats are read, in the two spellings that are in use; the rest is refused
-by name."""
+"""A checkpoint's quantization_config: 8-bit floats and whole numbers of 4 and 8 bits are read, in the spellings that
+are in use; the rest is refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from quire.models.config_reader import ConfigReader, shown
-from quire.models.spec import CheckpointFormat
+from quire.models.spec import CheckpointFormat, IntegerFormat
 
 SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the name of a weight
 # What such checkpoints hold beside weights and their scales: activations are scaled by what each row holds, and a cache
 # by what the engine measures.
 UNUSED_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-_ADVICE = "use a checkpoint in FP8, an unquantized one (quantization='fp8' rounds it when it is loaded), or a GGUF file"
+_ADVICE = "use a checkpoint in FP8, AWQ, GPTQ or compressed-tensors' int4 or int8, an unquantized one, or a GGUF file"
 
 
-def read_quantization(config: ConfigReader) -> CheckpointFormat | None:
+def read_quantization(config: ConfigReader) -> CheckpointFormat | IntegerFormat | None:
     reader = config.part("quantization_config")
     if reader is None:
         return None
     method = reader.text("quant_method", "quantized")
-    if method == "fp8":
-        return _read_fp8(reader)
-    if method == "compressed-tensors":
-        return _read_compressed_tensors(reader)
-    raise reader.error(f"{method} weights are not served: {_ADVICE}")
+    readers: dict[str, Callable[[ConfigReader], CheckpointFormat | IntegerFormat]] = {
+        "fp8": _read_fp8,
+        "awq": _read_awq,
+        "gptq": _read_gptq,
+        "compressed-tensors": _read_compressed_tensors,
+    }
+    if method not in readers:
+        raise reader.error(f"{method} weights are not served: {_ADVICE}")
+    return readers[method](reader)
 
 
 def _read_fp8(reader: ConfigReader) -> CheckpointFormat:
@@ -36,20 +40,50 @@ def _read_fp8(reader: ConfigReader) -> CheckpointFormat:
     return CheckpointFormat(block, _wide_modules(reader, "modules_to_not_convert", kept))
 
 
-def _read_compressed_tensors(reader: ConfigReader) -> CheckpointFormat:
+def _read_awq(reader: ConfigReader) -> IntegerFormat:
+    _only(reader, "bits", 4)
+    _only(reader, "version", "gemm", "GEMM")
+    _only(reader, "zero_point", True)
+    kept = _wide_modules(reader, "modules_to_not_convert", reader.get("modules_to_not_convert"))
+    return IntegerFormat(layout="awq", bits=4, group=_group(reader), has_zeros=True, wide_modules=kept)
+
+
+def _read_gptq(reader: ConfigReader) -> IntegerFormat:
+    _only(reader, "bits", 4, 8)
+    _only(reader, "checkpoint_format", "gptq", "gptq_v2")
+    _only(reader, "is_marlin_format", False)
+    _only(reader, "pack_dtype", "int32")
+    _only(reader, "dynamic", {})  # bits of single modules
+    return IntegerFormat(
+        layout="gptq",
+        bits=reader.integer("bits"),
+        group=_group(reader),
+        has_zeros=True,  # also where `sym` says that all of them are the middle
+        zero_offset=1 if reader.text("checkpoint_format", "gptq") == "gptq" else 0,  # the first version stores one less
+        has_order=reader.flag("desc_act", False),
+    )
+
+
+def _read_compressed_tensors(reader: ConfigReader) -> CheckpointFormat | IntegerFormat:
     stored = reader.text("format", "float-quantized")
-    if stored not in ("float-quantized", "naive-quantized"):
+    if stored not in ("float-quantized", "naive-quantized", "pack-quantized", "int-quantized"):
         raise reader.error(f"format {stored!r} is not served: {_ADVICE}")
+    for key in ("sparsity_config", "transform_config"):
+        if reader.get(key):
+            raise reader.error(f"{key} is {shown(reader.get(key))}: such weights are not served")
     groups = reader.part("config_groups")
     if groups is None or not groups.values:
         raise reader.error("config_groups is missing: it says how the weights are stored")
-    formats = {_read_group(groups, name) for name in groups.values}
+    kept = _wide_modules(reader, "ignore", reader.get("ignore"))
+    formats = {_read_group(groups, name, stored, kept) for name in groups.values}
     if len(formats) > 1:
         raise reader.error("config_groups differ in their weights: one format for all of them is served")
-    return CheckpointFormat(formats.pop(), _wide_modules(reader, "ignore", reader.get("ignore")))
+    return formats.pop()
 
 
-def _read_group(groups: ConfigReader, name: str) -> tuple[int, int] | None:
+def _read_group(
+    groups: ConfigReader, name: str, stored: str, kept: tuple[str, ...]
+) -> CheckpointFormat | IntegerFormat:
     group = groups.part(name)
     weights = None if group is None else group.part("weights")
     if group is None or weights is None:
@@ -58,11 +92,54 @@ def _read_group(groups: ConfigReader, name: str) -> tuple[int, int] | None:
     if targets != ["Linear"]:
         raise group.error(f"targets is {shown(targets)}: ['Linear'] is served")
     kind, bits, strategy = weights.text("type", "int"), weights.integer("num_bits"), weights.text("strategy", "tensor")
+    if stored in ("pack-quantized", "int-quantized"):
+        return _read_integers(group, weights, stored, kept)
     if (kind, bits) != ("float", 8):
         raise weights.error(f"{kind} of {bits} bits is not served: {_ADVICE}")
     if strategy not in ("tensor", "channel", "block"):
         raise weights.error(f"strategy {strategy!r} is not served: tensor, channel and block are")
-    return _block(weights, "block_structure") if strategy == "block" else None
+    return CheckpointFormat(_block(weights, "block_structure") if strategy == "block" else None, kept)
+
+
+def _read_integers(group: ConfigReader, weights: ConfigReader, stored: str, kept: tuple[str, ...]) -> IntegerFormat:
+    is_packed = stored == "pack-quantized"
+    _only(weights, "type", "int")
+    _only(weights, "num_bits", *((4, 8) if is_packed else (8,)))
+    _only(weights, "strategy", *(("group", "channel") if is_packed else ("channel",)))
+    _only(weights, "symmetric", *((True, False) if is_packed else (True,)))
+    _only(weights, "actorder", None, *(("weight", "static", "group", "dynamic") if is_packed else ()))
+    inputs = group.part("input_activations")
+    if inputs is not None:
+        if is_packed:
+            raise group.error("input_activations are rounded too: with format 'pack-quantized' that is not served")
+        _only(inputs, "type", "int")
+        _only(inputs, "num_bits", 8)
+        _only(inputs, "strategy", "token")
+        _only(inputs, "symmetric", True)
+        if not inputs.flag("dynamic", False):
+            raise inputs.error("dynamic is false: scales of a row's own numbers are served, not ones measured before")
+    return IntegerFormat(
+        layout=stored,
+        bits=weights.integer("num_bits"),
+        group=weights.integer("group_size") if weights.text("strategy") == "group" else None,
+        has_zeros=not weights.flag("symmetric", True),
+        has_order=weights.get("actorder") in ("group", "dynamic"),
+        rounds_inputs=inputs is not None,
+        wide_modules=kept,
+    )
+
+
+def _only(reader: ConfigReader, key: str, *served: object) -> None:
+    """Refuse another value. One that is not given counts as the first."""
+    value = reader.get(key)
+    if value is not None and value not in served:
+        told = ", ".join(shown(value) for value in served if value is not None) or "none"
+        raise reader.error(f"{key} is {shown(value)}, served: {told}")
+
+
+def _group(reader: ConfigReader) -> int | None:
+    """Of AWQ and GPTQ: -1 for whole rows."""
+    return None if reader.get("group_size") == -1 else reader.integer("group_size", 128)
 
 
 def _block(reader: ConfigReader, key: str) -> tuple[int, int] | None:

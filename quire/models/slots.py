@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import Float8Rows, LinearWeight, Norm, QuantizedRows
+from quire.kernels.interface import LinearWeight, Norm
 from quire.models.share import Cut
 
 _RANDOM_VALUES = 16 << 20  # made at a time, of dummy weights that are split
@@ -22,7 +22,7 @@ class WeightSlot:
 
     name: str  # as Hugging Face names it: model.layers.0.self_attn.q_proj.weight
     shape: tuple[int, ...]  # of the whole tensor
-    # Copies its part (a Tensor, QuantizedRows or Float8Rows) into the parameter, and converts it.
+    # Copies its part (a Tensor or StoredRows) into the parameter, and converts it.
     load: Callable[[Any], None]
     randomize: Callable[[float, int], None]  # (std, seed): dummy weights, made where the parameter lives
     keeps_quantized: bool = False  # whether `load` had rather have a matrix as QuantizedRows than as a tensor
@@ -121,12 +121,7 @@ def reordered(slot: WeightSlot, order: Sequence[int]) -> WeightSlot:
     def load(tensor: Any) -> None:
         heads = torch.arange(tensor.shape[0]).reshape(-1, len(order))
         rows = heads[:, list(order)].flatten()
-        if isinstance(tensor, Float8Rows):
-            slot.load(tensor.unpacked()[rows])
-        elif isinstance(tensor, QuantizedRows):
-            slot.load(replace(tensor, blocks=tensor.blocks[rows.numpy()]))
-        else:
-            slot.load(tensor[rows])
+        slot.load(tensor[rows] if isinstance(tensor, Tensor) else tensor.with_rows(rows))
 
     return replace(slot, load=load, head_order=order)
 

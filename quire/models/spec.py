@@ -60,6 +60,20 @@ class CheckpointFormat:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class IntegerFormat:
+    """A checkpoint whose matrices are in whole numbers of few bits, with scales beside them."""
+
+    layout: str  # of its tensors: awq, gptq, pack-quantized or int-quantized
+    bits: int
+    group: int | None  # columns that share a scale; None: all of a row
+    has_zeros: bool = False  # stored ones; otherwise the middle of the range means 0
+    zero_offset: int = 0  # what is to be added to stored zeros
+    has_order: bool = False  # a tensor says which group each column is in
+    rounds_inputs: bool = False  # made for inputs in 8 bits
+    wide_modules: tuple[str, ...] = ()  # of its layers that are not in few bits
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class ModelSpec:
     """The whole model apart from its weights. Made by models/architectures.py from a config."""
 
@@ -102,6 +116,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # what the checkpoint was saved in
     fp8: CheckpointFormat | None = None  # where it is in 8-bit floats
+    integers: IntegerFormat | None = None  # where it is in whole numbers
     extras: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -102,6 +102,8 @@ def is_ignored_tensor(spec: ModelSpec, name: str) -> bool:
     unused = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
     if spec.fp8 is not None and name.endswith((*UNUSED_SCALES, *(f".weight{suffix}" for suffix in SCALE_SUFFIXES))):
         return True
+    if spec.integers is not None and name.endswith((*UNUSED_SCALES, "_proj.bias")):
+        return True  # biases of zeros: weights/safetensors_checkpoint.py looks
     if spec.pooler is not None and (name.startswith(("lm_head.", "score.", "cls.")) or name.endswith(".position_ids")):
         return True  # of heads that are not asked for
     return name.endswith(unused) or (spec.tie_embeddings and name == "lm_head.weight")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.composed import ComposedLinear
-from quire.kernels.interface import ALL, Float8Rows, LinearWeight, Normed, Ops, QuantizedRows
+from quire.kernels.interface import ALL, LinearWeight, Normed, Ops, StoredRows
 
 if TYPE_CHECKING:
     from quire.parallel.ranks import Ranks
@@ -40,7 +40,7 @@ class SummedLinear(ComposedLinear):
         return self._part.keeps_quantized
 
     def load_rows(
-        self, first_row: int, matrix: Tensor | QuantizedRows | Float8Rows, *, rows: slice = ALL, columns: slice = ALL
+        self, first_row: int, matrix: Tensor | StoredRows, *, rows: slice = ALL, columns: slice = ALL
     ) -> None:
         self._part.load_rows(first_row, matrix, rows=rows, columns=columns)
 

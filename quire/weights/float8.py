@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from quire.errors import WeightsError
-from quire.models.config_reader import ConfigReader
-from quire.models.quantization import SCALE_SUFFIXES, read_quantization
+from quire.models.quantization import SCALE_SUFFIXES
+from quire.models.spec import CheckpointFormat
 from quire.weights.checkpoint import TensorEntry
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ _SCALE_DTYPES = ("F32", "BF16", "F16")
 class Float8Scales:
     """The scales of one checkpoint, found by the names of their weights."""
 
-    def __init__(self, config: Mapping[str, Any], entries: Iterable[TensorEntry], source: str) -> None:
-        self._format = read_quantization(ConfigReader(config, source))
+    def __init__(self, stored: CheckpointFormat | None, entries: Iterable[TensorEntry]) -> None:
+        self._format = stored
         self._entries = {entry.stored_name: entry for entry in entries}
 
     def check(self, weight: TensorEntry) -> None:

@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import WeightsError
 from quire.models.architectures import spec_from_config, stored_names
+from quire.models.config_reader import ConfigReader
+from quire.models.quantization import read_quantization
+from quire.models.spec import CheckpointFormat, IntegerFormat, ModelSpec
 from quire.models.stored_names import StoredNames
 from quire.models.tensors import checkpoint_tensors
 from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, check_apart, match_slots
 from quire.weights.float8 import Float8Scales
+from quire.weights.integers import INTEGERS, IntegerTensors, read_tensor
 from quire.weights.json_files import read_json_object
 from quire.weights.regular import open_regular
 
@@ -30,6 +34,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _FP8 = "F8_E4M3"
+_OTHER_BYTES = {_FP8: 1, "I8": 1, "I32": 4, "I64": 8}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _BASE_MODULES = ("embed_tokens.", "layers.")
 _BASE_NAMES = r"^(?=(embed_tokens|layers|norm)\.)"
@@ -39,18 +44,36 @@ _MAX_NAME_CHARS = 256  # of a tensor; messages hold it
 class SafetensorsCheckpoint(Checkpoint):
     """config.json and *.safetensors in one directory."""
 
-    __slots__ = ("_tensors",)
+    __slots__ = ("_format", "_integers", "_tensors")
 
     def __init__(self, path: Path, *, hf_overrides: Mapping[str, Any] | None = None) -> None:
         self._tensors: list[TensorEntry] | None = None
         config = read_json_object(path / "config.json") | dict(hf_overrides or {})
         generation = path / "generation_config.json"
         super().__init__(path, config, generation_config=read_json_object(generation) if generation.is_file() else None)
+        self._format = read_quantization(ConfigReader(config, str(path / "config.json")))
+        self._integers = IntegerTensors(self._format) if isinstance(self._format, IntegerFormat) else None
 
     def tensors(self) -> list[TensorEntry]:
         if self._tensors is None:
-            self._tensors = list(self._parts(list_tensors(self.path)))
+            entries = list_tensors(self.path)
+            if self._integers is not None:
+                entries = list(self._integers.joined(entries))
+            self._tensors = list(self._parts(entries))
         return self._tensors
+
+    def check(self, spec: ModelSpec) -> None:
+        super().check(spec)
+        if spec.integers is None:
+            return
+        # GPTQ's tools write a bias for every module, all zeros where the model has none.
+        shapes = checkpoint_tensors(spec)
+        for entry in self.tensors():
+            if entry.name.endswith(".bias") and entry.name not in shapes and bool(read_tensor(entry).any()):
+                raise WeightsError(
+                    f"{entry.file}: tensor {entry.stored_name} is a bias that the model has no place for: the config "
+                    "describes another model"
+                )
 
     def _parts(self, entries: list[TensorEntry]) -> Iterator[TensorEntry]:
         """Under the names that the decoder has for them; a fused tensor as one entry for each of its parts."""
@@ -80,12 +103,13 @@ class SafetensorsCheckpoint(Checkpoint):
 
         entries = match_slots(self.tensors(), slots, is_ignored, source=self.path)
         for entry in entries:
-            if entry.dtype not in _DTYPE_BYTES and entry.dtype != _FP8:
+            if entry.dtype not in (*_DTYPE_BYTES, _FP8, INTEGERS):
                 raise WeightsError(
                     f"{entry.file}: tensor {entry.stored_name} is stored as {entry.dtype}, Quire reads "
-                    f"{', '.join(_DTYPE_BYTES)} and {_FP8}: use an unquantized checkpoint or a GGUF file"
+                    f"{', '.join(_DTYPE_BYTES)} and {_FP8}, and integers where quantization_config says what they "
+                    "mean: use an unquantized checkpoint or a GGUF file"
                 )
-        scales = Float8Scales(self.config, self.tensors(), str(self.path / "config.json"))
+        scales = Float8Scales(self._format if isinstance(self._format, CheckpointFormat) else None, self.tensors())
         for entry in entries:
             if entry.dtype == _FP8:
                 scales.check(entry)
@@ -99,8 +123,12 @@ class SafetensorsCheckpoint(Checkpoint):
                 with safe_open(file, framework="pt", device="cpu") as opened:
                     for entry in sorted(in_file, key=lambda entry: entry.offset):  # the disk's own order
                         slot, name = slots[entry.name], entry.stored_name
-                        if entry.dtype == _FP8:
-                            tensor: Any = scales.rows_of(entry, opened.get_tensor(name))
+                        if entry.dtype in (_FP8, INTEGERS):
+                            if entry.dtype == INTEGERS:
+                                assert self._integers is not None
+                                tensor: Any = self._integers.rows_of(entry)
+                            else:
+                                tensor = scales.rows_of(entry, opened.get_tensor(name))
                             if entry.view is not None:
                                 tensor = entry.of(tensor.unpacked())
                             slot.load(tensor if slot.part is None else tensor[slot.part])
@@ -195,7 +223,7 @@ def _entry(file: Path, name: str, info: Mapping[str, Any], data_start: int) -> T
     dtype = str(info["dtype"])
     if not all(type(n) is int and n >= 0 for n in (*shape, start, end)) or len(name) > _MAX_NAME_CHARS:
         raise ValueError("not the numbers of a header")
-    value_bytes = 1 if dtype == _FP8 else _DTYPE_BYTES.get(dtype)
+    value_bytes = (_DTYPE_BYTES | _OTHER_BYTES).get(dtype)
     if start > end or (value_bytes is not None and end - start != math.prod(shape) * value_bytes):
         raise WeightsError(
             f"{file}: corrupt header: tensor {name} of shape {list(shape)} and type {dtype} at bytes {start} to {end}: "

@@ -167,7 +167,7 @@ def test_gemma3_in_both_spellings():
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not served.*LlamaForCausalLM"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "takes images too.*google/gemma-3-1b-it"),
         ({"architectures": None}, "architectures is missing"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: awq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config: hqq"),
         ({"num_local_experts": 8}, "num_local_experts is 8: this architecture is served without experts"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not served"),
         ({"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling: rope_type 'proportional' is not served"),

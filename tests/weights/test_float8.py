@@ -136,13 +136,12 @@ def test_narrow_weights_without_a_config_are_named(write_safetensors):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "awq"}, "awq weights"),
-        ({"quant_method": "gptq"}, "gptq weights"),
+        ({"quant_method": "hqq"}, "hqq weights"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"quant_method": "fp8", "activation_scheme": "guess"}, "activation_scheme"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "pack-quantized"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {}}}, "a says nothing of weights"),
         (compressed("channel", type="int"), "int of 8 bits"),

@@ -9,10 +9,23 @@ import torch
 from torch import Tensor
 
 from quire.kernels.composed import ComposedLinear
+from quire.kernels.cpu.integer_blocks import integer_blocks
 from quire.kernels.cpu.library import NativeFunctions
-from quire.kernels.interface import AttentionBatch, AttentionSpec, Float8Rows, Norm, Normed, QuantizedRows, Rotary
+from quire.kernels.interface import (
+    AttentionBatch,
+    AttentionSpec,
+    Float8Rows,
+    IntegerRows,
+    Norm,
+    Normed,
+    Rotary,
+    StoredRows,
+)
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from quire.kernels.cpu.ops import CpuOps
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -101,15 +114,19 @@ class CpuLinear(ComposedLinear):
             piece = rows[at : at + step].to("cpu", torch.float32).contiguous()
             self._functions.pack(self._pool, self.address, piece.data_ptr(), first_row + at, len(piece))
 
-    def _load_packed(self, first_row: int, rows: QuantizedRows | Float8Rows) -> bool:
-        if isinstance(rows, Float8Rows):
+    def _load_packed(self, first_row: int, rows: StoredRows) -> bool:
+        if isinstance(rows, Float8Rows) or not self.keeps_quantized:
             return False
-        if not self.keeps_quantized or rows.kind not in _PACKED or (self._parts and self.kinds[0] in WEIGHT_DTYPES):
+        if isinstance(rows, IntegerRows):
+            return self._load_blocks(first_row, *integer_blocks(rows))
+        return self._load_blocks(first_row, rows.kind, rows.blocks)
+
+    def _load_blocks(self, first_row: int, kind: str | None, blocks: NDArray[np.uint8]) -> bool:
+        if kind not in _PACKED or (self._parts and self.kinds[0] in WEIGHT_DTYPES):
             return False
-        blocks = rows.blocks
         if blocks.strides[1:] != (blocks.shape[2], 1):
             blocks = blocks.copy()
-        where = (KINDS[rows.kind], first_row, len(blocks))
+        where = (KINDS[kind], first_row, len(blocks))
         held = [(part.kind, part.first_row, part.num_rows) for part in self._parts]
         if where in held:  # loaded again
             number = held.index(where)

@@ -20,8 +20,8 @@ from quire.kernels.interface import (
     Norm,
     Normed,
     Quantized,
-    QuantizedRows,
     Rotary,
+    StoredRows,
 )
 from quire.kernels.triton.linear import TritonLinear
 from quire.kernels.triton.ops import TritonOps
@@ -58,7 +58,7 @@ class Fp8Linear(TritonLinear):
         self.weight[first_row:end] = (wide / scales[:, None]).clamp_(-FP8_MAX, FP8_MAX).to(self.weight.dtype)
         self.scales[first_row:end] = scales
 
-    def _load_packed(self, first_row: int, rows: QuantizedRows | Float8Rows) -> bool:
+    def _load_packed(self, first_row: int, rows: StoredRows) -> bool:
         if not isinstance(rows, Float8Rows) or rows.scales.shape[1] != 1:
             return False
         end = first_row + rows.shape[0]
