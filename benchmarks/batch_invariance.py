@@ -1,5 +1,6 @@
-"""What batch_invariant=True costs on a CPU: the same work on two engines of one thread, turn by turn, in CPU seconds,
-so that what else the machine does counts as little as it can.
+"""What batch_invariant=True costs on a CPU, and what deterministic=True costs where one request of a batch has it: the
+same work on engines of one thread, turn by turn, in CPU seconds, so that what else the machine does counts as little as
+it can.
 
 python -m benchmarks.batch_invariance
 """
@@ -18,11 +19,12 @@ from quire import LLM, SamplingParams
 WORK = {"decode": (8, 16, 24), "mixed": (6, 128, 16), "prompts of 512": (1, 512, 1), "prompts of 2,048": (1, 2048, 1)}
 
 
-def seconds(llm: LLM, count: int, length: int, num_out: int, turn: int) -> float:
-    prompts = [[(7 * i + 31 * j + turn) % 40_000 + 100 for j in range(length)] for i in range(count)]
+def seconds(llm: LLM, count: int, length: int, num_out: int, turn: int, num_marked: int = 0) -> float:
+    prompts = [[(7 * i + 31 * j + 1_000 * turn) % 40_000 + 100 for j in range(length)] for i in range(count)]
     params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True, detokenize=False)
+    of_each = [params.clone(deterministic=True)] * num_marked + [params] * (count - num_marked)
     started = time.process_time()
-    llm.generate(prompts, params, use_tqdm=False)
+    llm.generate(prompts, of_each, use_tqdm=False)
     return time.process_time() - started
 
 
@@ -40,14 +42,16 @@ def main() -> None:
     engines = [LLM(args.model, batch_invariant=on, **settings) for on in (False, True)]
     found = {}
     for name, work in WORK.items():
-        ratios = []
+        ratios: dict[str, list[float]] = {"batch_invariant": [], "one deterministic": []}
         for turn in range(args.repeats + 1):
-            off, on = (seconds(llm, *work, turn) for llm in engines)
-            ratios.append(on / off)
-        del ratios[0]  # the first touches memory
+            off, on = (seconds(llm, *work, 2 * turn) for llm in engines)
+            marked = seconds(engines[0], *work, 2 * turn + 1, num_marked=1)
+            if turn:  # the first touches memory
+                ratios["batch_invariant"].append(on / off)
+                ratios["one deterministic"].append(marked / off)
         found[name] = {
-            "time with / without, median": round(statistics.median(ratios), 3),
-            "each": [round(r, 3) for r in ratios],
+            f"time with / without, {kind}": (round(statistics.median(each), 3), [round(r, 3) for r in each])
+            for kind, each in ratios.items()
         }
         print(name, found[name], flush=True)
     print(json.dumps(found, indent=1))

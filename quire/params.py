@@ -37,6 +37,7 @@ _PLAIN = {int, float, bool, str, type(None)}
 _SWITCHES = (
     *("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
     "include_stop_str_in_output",
+    "deterministic",
 )
 
 
@@ -89,6 +90,7 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None  # for the engine's own logits processors
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None  # after so many tokens of thinking the thought is closed
+    deterministic: bool = False  # tokens and logprobs depend on nothing but the request
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -264,6 +266,7 @@ class SamplingSpec:
     logits_processors: tuple[Any, ...] = ()  # callables: these alone do not cross to another process
     extra_args: dict[str, Any] | None = None
     thinking: ThinkingSpec | None = None
+    is_deterministic: bool = False  # its tokens are computed in one order of summation, whatever runs beside them
 
     @property
     def is_constrained(self) -> bool:

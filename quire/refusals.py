@@ -252,6 +252,7 @@ BEAMS = _table(
         "a beam's text may still be given up: use stop_token_ids": "stop=[]",
         "a beam has the logprob of each of its own tokens": "logprobs=0 prompt_logprobs",
         "beams are told at the end": "output_kind",
+        "set batch_invariant for the whole engine": "deterministic=false",
     }
 )
 

@@ -13,6 +13,8 @@ from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams
 SYSTEM = "one two three four five six seven eight nine ten " * 2
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
+NONDETERMINISTIC = ("adapters", "two ranks")  # engines that refuse `deterministic`
+
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "seed": 1},
@@ -26,6 +28,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {"65": 3.0, "66": -100.0}},
     "bad words": {"bad_words": ["a", "bc"]},
     "allowed tokens": {"allowed_token_ids": list(range(60, 90))},
+    "deterministic": {"temperature": 0.9, "seed": 7, "logprobs": 2, "deterministic": True},
     "structured": {"temperature": 0.9, "seed": 6, "max_tokens": 40, "structured_outputs": {"json": SCHEMA}},
 }
 ENGINES: dict[str, dict[str, Any]] = {
@@ -49,10 +52,12 @@ def make(model: Path, folder: Path, **settings: Any) -> LLM:
     return LLM(str(model), load_format="dummy", max_model_len=256, dtype="float32", **settings)
 
 
-def ask(llm: LLM) -> dict[str, RequestOutput]:
-    """Every kind of request, all of them at once."""
+def ask(llm: LLM, deterministic: bool | None = None) -> dict[str, RequestOutput]:
+    """Every kind of request, all of them at once; `deterministic`: whether all of them are, or none."""
     prompts = [f"{SYSTEM} number {i}: one two three" for i in range(len(REQUESTS))]
     params = [SamplingParams(**({"temperature": 0.0, "max_tokens": 24} | fields)) for fields in REQUESTS.values()]
+    if deterministic is not None:
+        params = [each.clone(deterministic=deterministic) for each in params]
     return dict(zip(REQUESTS, llm.generate(prompts, params, use_tqdm=False), strict=True))
 
 
@@ -75,10 +80,20 @@ def test_every_request_on_every_engine(
     expected, expected_beams = plain
     llm = make(tiny_model, tmp_path, **ENGINES[engine])
     for _ in range(2):  # the second time, what can be found in a cache or drafted from earlier answers is
-        for kind, output in ask(llm).items():
+        for kind, output in ask(llm, False if engine in NONDETERMINISTIC else None).items():
             check(kind, output, expected[kind])
         for (tokens, score), (wanted, wanted_score) in zip(beams(llm), expected_beams, strict=True):
             assert tokens == wanted and score == pytest.approx(wanted_score, abs=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["drafts by suffix", "few blocks, swapped", "a disk level"])
+def test_every_request_marked_deterministic(
+    engine: str, tiny_model: Path, tmp_path: Path, plain: tuple[dict[str, RequestOutput], Any]
+) -> None:
+    llm = make(tiny_model, tmp_path, **ENGINES[engine])
+    for _ in range(2):
+        for kind, output in ask(llm, True).items():
+            check(kind, output, plain[0][kind])
 
 
 @pytest.mark.parametrize("engine", ["drafts by suffix", "few blocks, swapped", "a disk level"])

@@ -58,6 +58,7 @@ class EngineInfo:
     ready_s: float
     timeline_s: dict[str, float] = field(default_factory=dict)
     kv_address: str | None = None  # where other engines of this model send it blocks
+    serves_determinism: bool = False  # of single requests
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -114,7 +114,9 @@ def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltE
         checkpoint=opened.checkpoint,
         text=text,
         tokens=tokens,
-        inputs=text.make_inputs(tokens.ledger.max_model_len, tokens.executor.max_num_seqs),
+        inputs=text.make_inputs(
+            tokens.ledger.max_model_len, tokens.executor.max_num_seqs, tokens.executor.backend.serves_determinism
+        ),
         outputs=text.make_outputs(),
         timeline_s=timeline.seconds | tokens.executor.timeline_s,
     )

@@ -131,7 +131,7 @@ class EngineClient:
             if self._text.tokenizer is not None:
                 self._text.grammars.prepare()
             info = await self._info
-            self._inputs = self._text.make_inputs(info.max_model_len, info.max_num_seqs)
+            self._inputs = self._text.make_inputs(info.max_model_len, info.max_num_seqs, info.serves_determinism)
             self._streams = Streams(self._shared.outputs, self._link.send, self._raise_if_not_ready)
             for token_ids in self._inputs.encode_pinned(self.config.pinned_prefixes, info.block_size):
                 await self._pin(token_ids, info.block_size)

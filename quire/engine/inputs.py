@@ -57,6 +57,8 @@ class InputProcessor:
         max_num_seqs: int | None = None,
         has_plugins: bool = False,
         is_split: bool = False,
+        is_batch_invariant: bool = False,
+        nondeterminism: str | None = None,
         grammars: GrammarCompiler | None = None,
         thinking: ThinkingFormat | None = None,
         pooler: PoolerSpec | None = None,
@@ -71,6 +73,8 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.is_split = is_split  # the model, among ranks
         self.has_plugins = has_plugins  # logits processors of the engine
+        self.is_batch_invariant = is_batch_invariant  # then every request is deterministic
+        self.nondeterminism = nondeterminism  # why none can be, if so
         self.max_num_seqs = max_num_seqs  # where it is known here: what asks for more is refused before it costs
         self.eos_token_ids = frozenset(eos_token_ids)
         # An application sends the same bad words with every request, and to tokenize many takes milliseconds.
@@ -113,6 +117,8 @@ class InputProcessor:
         self._check_tokens(token_ids, "prompt")
         self._check_params(params)
         self._check_processors(params, beams is not None)
+        if params.deterministic and self.nondeterminism is not None:
+            raise BadRequestError(f"deterministic: {self.nondeterminism}. Leave it out", param="deterministic")
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         stop_ids = frozenset(params.stop_token_ids or ())
@@ -128,7 +134,7 @@ class InputProcessor:
             beams=beams,
             priority=self._priority(priority),
             arrival_s=arrival_s,
-            salt=cache_scope(salt, cache_tenant),
+            salt=cache_scope(salt, cache_tenant, is_deterministic=self._is_apart(params)),
             tenant=tenant,
             adapter=None if adapter is None else adapter.key,
             adapter_path="" if adapter is None else adapter.path,
@@ -313,7 +319,12 @@ class InputProcessor:
             extra_args=params.extra_args,
             grammar=self._grammar(params),
             thinking=thinking,
+            is_deterministic=self._is_apart(params),
         )
+
+    def _is_apart(self, params: SamplingParams) -> bool:
+        """Whether it is computed otherwise than the requests beside it."""
+        return params.deterministic and not self.is_batch_invariant
 
     def _thinking(
         self, params: SamplingParams, prompt: Prompt, text: str | None, token_ids: list[int]

@@ -66,6 +66,7 @@ def build_core(launch: Launch) -> tuple[EngineCore, EngineInfo]:
         ready_s=0.0,
         timeline_s=dict(tokens.executor.timeline_s),
         kv_address=address_of(tokens.executor.executor.stores),
+        serves_determinism=backend.serves_determinism,
     )
     return tokens.core, info
 

@@ -59,8 +59,10 @@ class TextSide:
         self.grammars = GrammarCompiler(lambda: (self.tokenizer, self.eos_token_ids), vocab_size=opened.spec.vocab_size)
         self._template = lru_cache(_NUM_KEPT_TEMPLATES)(self._compile)
 
-    def make_inputs(self, max_model_len: int, max_num_seqs: int | None = None) -> InputProcessor:
-        """The length is what the KV cache can serve, which only the tokens' side knows."""
+    def make_inputs(
+        self, max_model_len: int, max_num_seqs: int | None = None, serves_determinism: bool = False
+    ) -> InputProcessor:
+        """What only the tokens' side knows: the length is what the KV cache can serve."""
         return InputProcessor(
             self.tokenizer,
             vocab_size=self.spec.vocab_size,
@@ -70,6 +72,8 @@ class TextSide:
             max_num_seqs=max_num_seqs,
             has_plugins=bool(self.config.logits_processors),
             is_split=self.config.num_ranks > 1,
+            is_batch_invariant=self.config.batch_invariant,
+            nondeterminism=_nondeterminism(self.config, serves_determinism),
             grammars=self.grammars,
             thinking=self.dialect.thinking,
             pooler=self.spec.pooler,
@@ -108,6 +112,19 @@ class TextSide:
     def _compile(self, given: str | None) -> ChatTemplate:
         assert self.tokenizer is not None
         return ChatTemplate(self.chat_template if given is None else given, self.tokenizer)
+
+
+def _nondeterminism(config: EngineConfig, serves_determinism: bool) -> str | None:
+    """Why no request can be deterministic on this engine; None: each may."""
+    if config.num_ranks > 1:
+        return "it is not proven for a model that is split among ranks"
+    if config.enable_lora:
+        return "this engine was made with enable_lora, and adapters' products are torch's"
+    if config.logits_processors:
+        return "this engine's logits processors see all requests of a step at once"
+    if not serves_determinism:
+        return "it needs the native CPU kernels (device='cpu'): elsewhere products are chosen by their size"
+    return None
 
 
 def _default_sampling(generation_config: dict[str, Any]) -> SamplingParams:

@@ -67,7 +67,7 @@ class EngineVariants:
             base.built,
             config=config,
             tokens=assemble_token_side(config, executor),
-            inputs=text.make_inputs(ledger.max_model_len, max_num_seqs),
+            inputs=text.make_inputs(ledger.max_model_len, max_num_seqs, executor.backend.serves_determinism),
             outputs=text.make_outputs(),
         )
         return LLMEngine(built)

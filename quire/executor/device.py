@@ -38,6 +38,11 @@ class Backend:
     def is_native_cpu(self) -> bool:
         return self.ops.name == "cpu"
 
+    @property
+    def serves_determinism(self) -> bool:
+        """Whether single requests can be computed in one order of summation, whatever runs beside them."""
+        return self.is_native_cpu
+
 
 def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
     """Raises ConfigError, naming what can be chosen instead, where device, dtypes and block size do not go together."""

@@ -79,6 +79,7 @@ class RankBackend:
     kv_dtype: str
     kernels: str
     note: str | None
+    serves_determinism: bool = False
 
 
 class Hosts(Protocol):

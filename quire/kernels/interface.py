@@ -114,6 +114,8 @@ class AttentionBatch:
     num_decodes: int  # leading sequences with exactly one new token
     shared: SharedPrefixes | None = None
     adapters: AdapterRows | None = None  # None: no token has one
+    # Runs of sequences, from a first to before an end, each of whose tokens is summed as if it were decoded.
+    invariant_runs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True, frozen=True)

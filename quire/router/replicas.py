@@ -179,10 +179,10 @@ class ReplicaSet:
         info = member.client.info
         if self._info is None:
             self._info = info
-            self._inputs = self._text_side.make_inputs(info.max_model_len, info.max_num_seqs)
+            self._inputs = self._text_side.make_inputs(info.max_model_len, info.max_num_seqs, info.serves_determinism)
         elif info.max_model_len < self._info.max_model_len:
             self._info = replace(self._info, max_model_len=info.max_model_len)
-            self._inputs = self._text_side.make_inputs(info.max_model_len, info.max_num_seqs)
+            self._inputs = self._text_side.make_inputs(info.max_model_len, info.max_num_seqs, info.serves_determinism)
         member.is_ready = True
         member.death = death = asyncio.get_running_loop().create_future()
         member.client.on_death(lambda _: death.set_result(None))

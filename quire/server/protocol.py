@@ -157,6 +157,9 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(description="As the header x-request-id, which goes first."),
     ] = None
     cache_prompt: Annotated[bool | None, Meta(description="false: find nothing in the prefix cache.")] = None
+    deterministic: Annotated[
+        bool | None, Meta(description="true: bitwise the same logprobs whatever runs beside it (on a CPU).")
+    ] = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
     # As vLLM had them before structured_outputs.

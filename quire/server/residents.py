@@ -156,7 +156,8 @@ class ResidentEngine:
             client.on_death(lambda reason: self._died(client, reason))
             self._client, self._info = client, client.info
             self._watching = asyncio.create_task(self._watch(client))
-            self._inputs = self._text.opened.make_inputs(client.info.max_model_len, client.info.max_num_seqs)
+            info = client.info
+            self._inputs = self._text.opened.make_inputs(info.max_model_len, info.max_num_seqs, info.serves_determinism)
         self.sleep_level, self._death = None, ""
         self.last_used_s = self._ready_s = time.monotonic()
 

@@ -110,6 +110,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    deterministic: bool | None = None  # Quire's own, as in chats
     # Without effect, as in chats.
     user: str | None = None
     safety_identifier: str | None = None
@@ -284,7 +285,7 @@ def _text(content: str | list[Part]) -> str:
 def _chat(body: ResponsesBody, messages: list[dict[str, Any]]) -> dict[str, Any]:
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     chat: dict[str, Any] = {"messages": [*system, *messages]}
-    for name in ("model", "temperature", "top_p", "parallel_tool_calls", "stream"):
+    for name in ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "deterministic"):
         if (value := getattr(body, name)) is not None:
             chat[name] = value
     if body.max_output_tokens is not None:

@@ -43,6 +43,7 @@ _PLAIN = (
     "spaces_between_special_tokens",
     "allowed_token_ids",
     "bad_words",
+    "deterministic",
 )
 
 

@@ -169,6 +169,8 @@ def test_what_the_engine_gets(server: Server) -> None:
         ({"prompt": ""}, "prompt", "at least one"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "at its end only"),
         ({"prompt": "x", "best_of": 4}, "best_of", "n=1"),
+        ({"prompt": "x", "deterministic": True}, "deterministic", "native CPU kernels"),
+        ({"prompt": "x", "deterministic": True, "use_beam_search": True}, "deterministic", "batch_invariant"),
         ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids", "empty"),
         ({"prompt": "x", "logit_bias": {"400": 1}}, "logit_bias", "319"),
         ({"prompt": "x", "n": 2, "temperature": 0}, "n", "equal"),

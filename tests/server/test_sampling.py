@@ -53,6 +53,7 @@ def test_every_sampling_field_arrives() -> None:
         "spaces_between_special_tokens": False,
         "allowed_token_ids": array("i", [1, 2]),
         "bad_words": ["no"],
+        "deterministic": True,
     }
     params = completion(**fields, logit_bias={"4": 1.0}, max_tokens=9)
     assert {name: getattr(params, name) for name in fields} == fields

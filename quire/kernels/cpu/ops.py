@@ -169,12 +169,26 @@ class CpuOps(ComposedOps):
         assert batch.kv_lens.dtype is torch.int32 and batch.kv_lens.is_contiguous()
         assert tables.dtype is torch.int32 and tables.stride(1) == 1
         out = torch.empty_like(q)
-        self.functions.attention(
-            self.pool, self.native_spec(spec, kv), kv.data_ptr(), q.data_ptr(), out.data_ptr(),
-            batch.query_starts.data_ptr(), batch.kv_lens.data_ptr(), tables.data_ptr(), tables.stride(0),
-            batch.kv_lens.shape[0],
-        )  # fmt: skip
+        for first, end, is_invariant in self._runs(batch):
+            # A run's tokens are counted from the step's first one, so that only what is by sequence moves on.
+            skipped = 4 * first
+            self.functions.attention(
+                self.pool, self.native_spec(spec, kv, is_invariant), kv.data_ptr(), q.data_ptr(), out.data_ptr(),
+                batch.query_starts.data_ptr() + skipped, batch.kv_lens.data_ptr() + skipped,
+                tables.data_ptr() + skipped * tables.stride(0), tables.stride(0), end - first,
+            )  # fmt: skip
         return out
+
+    def _runs(self, batch: AttentionBatch) -> list[tuple[int, int, bool]]:
+        """A batch's sequences in runs of one order of summation: first, end, and whether it is that of decodes."""
+        num_seqs = len(batch.kv_lens)
+        if self.batch_invariant or not batch.invariant_runs:
+            return [(0, num_seqs, self.batch_invariant)]
+        found, done = [], 0
+        for first, end in batch.invariant_runs:
+            found += [(done, first, False), (first, end, True)]
+            done = end
+        return [run for run in (*found, (done, num_seqs, False)) if run[0] < run[1]]
 
     @staticmethod
     def rope_arguments(rotary: Rotary, kv: Tensor, batch: AttentionBatch, q: Tensor) -> tuple[int | float | None, ...]:
@@ -199,16 +213,16 @@ class CpuOps(ComposedOps):
             self._scratch_buffer = torch.empty(num_floats)
         return self._scratch_buffer.data_ptr()
 
-    def native_spec(self, spec: AttentionSpec, kv: Tensor) -> int:
+    def native_spec(self, spec: AttentionSpec, kv: Tensor, is_invariant: bool = False) -> int:
         """The address of what does not change from step to step, made once for each kind of layer and cache."""
-        key = (spec, kv.dtype, kv.stride())
+        key = (spec, kv.dtype, kv.stride(), is_invariant)
         native = self._specs.get(key)
         if native is None:
-            native = self._specs[key] = _make_native_spec(spec, kv, self.batch_invariant)
+            native = self._specs[key] = _make_native_spec(spec, kv, is_invariant)
         return ctypes.addressof(native)
 
 
-def _make_native_spec(spec: AttentionSpec, kv: Tensor, batch_invariant: bool) -> _NativeSpec:
+def _make_native_spec(spec: AttentionSpec, kv: Tensor, is_invariant: bool) -> _NativeSpec:
     _, two, num_kv_heads, block_size, head_dim = kv.shape
     tile = block_size * head_dim
     assert kv.stride()[1:] == (num_kv_heads * tile, tile, head_dim, 1), "a block of one layer must be contiguous"
@@ -226,7 +240,7 @@ def _make_native_spec(spec: AttentionSpec, kv: Tensor, batch_invariant: bool) ->
         _KV_KINDS[kv.dtype],
         kv.stride(0),
         spec.window or 0,
-        batch_invariant,
+        is_invariant,
         spec.scale,
         spec.softcap or 0.0,
     )
