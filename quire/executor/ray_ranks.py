@@ -1,4 +1,5 @@
 """Ranks where Ray puts them. Ray places them, and says when one has died; plans, sums and tokens never go through it.
+Ray itself hears of a lost node by health checks that take 15 s and more, so nodes are looked at here.
 
 A rank is an actor with one call, which lasts as long as the rank does: the same loop that a process of this machine
 runs (rank_process.py). The ranks of a stage share a machine where they fit, and stages are spread over machines.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -23,6 +25,7 @@ from quire.log import get_logger
 
 PLACE_S = 60.0  # for Ray to find room
 _LOOK_S = 0.3
+_CONNECT_S = 1.0
 
 
 class RayRanks:
@@ -46,21 +49,26 @@ class RayRanks:
         self._group: Any = None
         self._actors: list[Any] = []
         self._refs: list[Any] = []
+        self._node_of: list[str] = []  # by rank
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, launches: list[RankLaunch], watch: RankWatch) -> None:
         bundles = self._place()
-        ranks_on = Counter(bundles[self._bundle_of(launch.rank)] for launch in launches)
+        self._node_of = [bundles[self._bundle_of(launch.rank)] for launch in launches]
+        watch.describe_with(lambda rank: f"Ray's node {self._node_of[rank][:8]}")  # until it says more of itself
+        ranks_on = Counter(self._node_of)
         actor = self._ray.remote(_actor_class())
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         root = str(Path(quire.__file__).parent.parent)
         for launch in launches:
-            index = self._bundle_of(launch.rank)
+            num_ranks = ranks_on[self._node_of[launch.rank]]
             # Ray shows an actor its own GPUs only.
-            launch = replace(launch, local_rank=0, num_ranks_on_host=ranks_on[bundles[index]], store="tcp:")
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            launch = replace(launch, local_rank=0, num_ranks_on_host=num_ranks, store="tcp:")
+            strategy = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=self._bundle_of(launch.rank)
+            )
             options = {"max_restarts": 0, "scheduling_strategy": strategy}
             options |= {"num_cpus": self._each["CPU"], "num_gpus": self._each.get("GPU", 0)}
             self._actors.append(actor.options(**options).remote())
@@ -138,14 +146,25 @@ class RayRanks:
         return rank // self._tensor_size if self._num_stages > 1 else rank
 
     def _listen(self, watch: RankWatch) -> None:
-        """An actor's call ends when its rank does."""
+        """An actor's call ends when its rank does, and a rank is lost with its node: those of a node that was killed
+        run on for a few seconds as if nothing had happened."""
         waiting = {ref: rank for rank, ref in enumerate(self._refs)}
+        raylets: dict[str, tuple[str, int]] = {}
         while waiting and not self._is_closing.is_set():
             try:
+                if not raylets:
+                    found = {node["NodeID"]: node for node in self._ray.nodes()}
+                    where = {id_: found[id_] for id_ in set(self._node_of)}
+                    raylets = {id_: (n["NodeManagerAddress"], n["NodeManagerPort"]) for id_, n in where.items()}
                 done, _ = self._ray.wait(list(waiting), timeout=_LOOK_S)
             except Exception as error:
                 watch.report(0, Cause.FAILED, f"cannot be asked for, Ray says: {error}")
                 return
+            for id_, address in list(raylets.items()):
+                if _is_refused(address) and not self._is_closing.is_set():
+                    text = f"is lost with its node: Ray's raylet there, {address[0]}:{address[1]}, has ended"
+                    watch.report(self._node_of.index(id_), Cause.KILLED, text)
+                    return
             for ref in done:
                 rank = waiting.pop(ref)
                 if self._is_closing.is_set():
@@ -156,6 +175,17 @@ class RayRanks:
                 except Exception as error:
                     text = " ".join(str(error).split())[:400]
                     watch.report(rank, Cause.KILLED, f"died, Ray says: {type(error).__name__}: {text}")
+
+
+def _is_refused(address: tuple[str, int]) -> bool:
+    """Whether nobody listens there. A machine that does not answer at all is left to its heartbeats: it may be slow."""
+    try:
+        socket.create_connection(address, _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _actor_class() -> type:

@@ -1,10 +1,13 @@
-"""Ranks on a real Ray cluster of three nodes: equal tokens across them, and an actor that is killed."""
+"""Ranks and replicas on a real Ray cluster of three nodes: equal tokens across them, and actors and nodes that die."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,19 @@ import pytest
 from executor.test_rank_failures import generate
 from executor.test_ranks import config_of, run
 from rank_models import write_lively_model
+from router.test_replicas import collect, tokens_of
 
+from quire.engine.launch import EngineProcessOptions
 from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError, EngineDeadError, RankError
 from quire.executor import ray_ranks
 from quire.executor.rank_executor import RankExecutor
+from quire.params import OutputKind, SamplingParams
+from quire.router.replicas import ReplicaSet
 
 ray = pytest.importorskip("ray", reason="the extra quire[ray] is not installed")
+SAMPLED = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.8, seed=3, output_kind=OutputKind.DELTA)
+WAIT_S = 240.0  # for what takes 20 s on a machine that has nothing else to do
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +78,78 @@ def test_tokens_across_nodes_and_an_actor_that_is_killed(cluster: Any, model: Pa
     cause = caught.value.__cause__
     assert isinstance(cause, RankError) and "rank 1" in str(cause) and str(victim.pid) in str(cause)
     engine.close()
+
+
+def test_a_node_that_is_lost_is_named(cluster: Any, model: Path) -> None:
+    engine = LLMEngine.from_config(config_of(model, distributed_executor_backend="ray", pipeline_parallel_size=2))
+    executor = engine.core.executor
+    assert isinstance(executor, RankExecutor) and isinstance(executor._hosts, ray_ranks.RayRanks)
+    ids = executor._hosts._node_of
+    rank, node = next((ids.index(node.node_id), node) for node in cluster.worker_nodes if node.node_id in ids)
+    generate(engine)
+    lost_s = time.monotonic()
+    cluster.remove_node(node, allow_graceful=False)
+    with pytest.raises(EngineDeadError) as caught:
+        while time.monotonic() < lost_s + WAIT_S:  # its processes outlive a node, and go on for a while
+            generate(engine)
+    assert time.monotonic() - lost_s < 10
+    cause = str(caught.value.__cause__)
+    assert f"rank {rank} " in cause and f"Ray's node {node.node_id[:8]}" in cause and "lost with its node" in cause
+    engine.close()
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+
+
+def test_a_node_that_is_lost_takes_no_request_of_its_replica_with_it(cluster: Any, model: Path) -> None:
+    config = config_of(model, distributed_executor_backend="ray", enable_prefix_caching=False)
+    prompts = [f"{letter} is what it begins with" for letter in "abcd"]
+
+    async def read(group: ReplicaSet, name: str) -> list[list[int]]:
+        whole = await asyncio.gather(*(collect(group, f"{name}{i}", p, SAMPLED) for i, p in enumerate(prompts)))
+        return [tokens_of(outputs) for outputs in whole]
+
+    async def whole() -> None:
+        group = ReplicaSet(config, 2, EngineProcessOptions())
+        try:
+            await group.start()
+            await group.ready()
+            expected = await read(group, "e")
+            lost = next(node for node in cluster.worker_nodes if node.node_id in nodes_in_use())
+            moving = asyncio.create_task(seconds_until(lambda: group.num_moved > 0))
+            removal = asyncio.create_task(asyncio.to_thread(cluster.remove_node, lost, allow_graceful=False))
+            for count in itertools.count():
+                assert await read(group, f"r{count}-") == expected  # nothing is lost, and nothing repeated
+                if group.num_moved:
+                    break
+            assert await moving < 10
+            await removal
+            assert len(group.router.replicas) == 1
+            assert await read(group, "s") == expected  # the other one serves
+            while len(group.router.replicas) < 2:  # and the lost one is started again where there is room
+                await asyncio.sleep(0.1)
+            assert len(nodes_in_use()) == 2 and lost.node_id not in nodes_in_use()
+        finally:
+            await group.close()
+
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        asyncio.run(asyncio.wait_for(whole(), WAIT_S))
+    finally:
+        ray.shutdown()
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+
+
+async def seconds_until(condition: Callable[[], bool]) -> float:
+    since_s = time.monotonic()
+    while not condition():
+        await asyncio.sleep(0.01)
+    return time.monotonic() - since_s
+
+
+def nodes_in_use() -> set[str]:
+    table = ray.util.placement_group_table().values()
+    return {node for about in table if about["state"] == "CREATED" for node in about["bundles_to_node_id"].values()}
 
 
 def test_tensor_parallel_across_nodes(cluster: Any, model: Path) -> None:
