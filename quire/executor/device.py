@@ -169,16 +169,6 @@ def _cuda(config: EngineConfig, spec: ModelSpec, dtype: str, kv_dtype: torch.dty
 
     reason = triton.unavailable_reason()
     quantization = weight_quantization(config, spec, "cuda")
-    if quantization is not None and config.enable_lora:
-        raise ConfigError(
-            f"enable_lora on weights in {quantization} is not served on a GPU yet: use one in 16 bits, without "
-            "quantization"
-        )
-    if quantization is not None and config.num_ranks > 1:
-        raise ConfigError(
-            f"weights in {quantization} are not split among GPUs yet: leave tensor_parallel_size and "
-            "pipeline_parallel_size at 1, or use 16 bits"
-        )
     if quantization is not None:
         _check_fp8(spec, dtype, device, reason)
     if reason is None:
@@ -200,13 +190,3 @@ def _check_fp8(spec: ModelSpec, dtype: str, device: torch.device, reason: str | 
             f"weights in FP8 need a GPU of compute capability 8.9 or newer, this one has {capability[0]}."
             f"{capability[1]}: use an unquantized checkpoint without quantization='fp8'"
         )
-    if spec.experts is not None:
-        raise ConfigError("a mixture of experts is not served with weights in FP8 yet: leave out quantization='fp8'")
-    if spec.fp8 is not None and spec.fp8.wide_modules:
-        raise ConfigError(
-            f"quantization_config leaves {spec.fp8.wide_modules[0]} unquantized: on a GPU the layers' matrices are "
-            "served in one format, use a checkpoint with all of them in FP8"
-        )
-    for name in ("hidden_size", "intermediate_size"):
-        if getattr(spec, name) % 16:
-            raise ConfigError(f"weights in FP8 need a {name} that is a multiple of 16, not {getattr(spec, name)}")

@@ -275,14 +275,35 @@ def rotary_table_bytes(spec: ModelSpec, max_position: int) -> int:
     return len(kinds) * max_position * spec.head_dim * 4
 
 
+def _bytes_beside_fp8(spec: ModelSpec) -> int:
+    """Where matrices are in 8-bit floats: the second bytes of those that are not, and of biases, and a scale for each
+    row of those that are."""
+    hidden, experts = spec.hidden_size, spec.experts
+    qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    attention = qkv_rows * hidden + hidden * spec.num_heads * spec.head_dim
+    total = _vocabulary_values(spec)
+    for layer in spec.layers:
+        total += spec.qkv_bias * qkv_rows + spec.output_bias * hidden
+        total += attention if layer.wide_attention else 4 * (qkv_rows + hidden)
+        mlps = [spec.intermediate_size]
+        if layer.has_experts and experts is not None:
+            mlps, shared = [experts.intermediate_size] * experts.num_experts, experts.shared_intermediate_size
+            total += hidden * experts.num_experts + (0 if shared is None else hidden)
+            mlps += [] if shared is None else [shared]
+        for inner in mlps:
+            rows = (2 if spec.gated_mlp else 1) * inner + hidden
+            bias = spec.mlp_bias * rows
+            total += _mlp_values(spec, inner) if layer.wide_mlp else 4 * rows + bias
+    return total
+
+
 def weight_bytes(spec: ModelSpec, dtype: str, max_position: int) -> int:
     """All that a model keeps on its device when its matrices are dense in `dtype`; in fp8 those of its layers are, each
-    row with a scale, and the vocabulary's have two bytes a number.
+    row with a scale, but for those that a checkpoint leaves wide, and the vocabulary's have two bytes a number.
 
     The native CPU kernels take a little more: they pad matrices to whole panels, and int8 has a scale for each row.
     """
     matrices = num_matrix_values(spec) * DTYPE_BYTES[dtype]
     if dtype == "fp8":
-        rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 2 * spec.hidden_size
-        matrices += _vocabulary_values(spec) + spec.num_layers * (rows + 2 * spec.intermediate_size) * 4
+        matrices += _bytes_beside_fp8(spec)
     return matrices + num_norm_values(spec) * 4 + rotary_table_bytes(spec, max_position)

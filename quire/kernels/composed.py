@@ -59,13 +59,21 @@ class ComposedOps:
         return packed_attention(qkv, batch, spec)
 
     def new_experts(
-        self: Ops, num_experts: int, inner: int, hidden: int, *, top_k: int, normalizes: bool, activation: str
+        self: Ops,
+        num_experts: int,
+        inner: int,
+        hidden: int,
+        *,
+        top_k: int,
+        normalizes: bool,
+        activation: str,
+        is_sensitive: bool = False,
     ) -> Experts:
         return ComposedExperts(
             self,
             self.new_linear(num_experts, hidden, is_sensitive=True),
-            [self.new_linear(2 * inner, hidden) for _ in range(num_experts)],
-            [self.new_linear(hidden, inner) for _ in range(num_experts)],
+            [self.new_linear(2 * inner, hidden, is_sensitive=is_sensitive) for _ in range(num_experts)],
+            [self.new_linear(hidden, inner, is_sensitive=is_sensitive) for _ in range(num_experts)],
             top_k=top_k,
             normalizes=normalizes,
             activation=activation,

@@ -142,6 +142,7 @@ class AttentionSpec:
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     k_scale: float = 1.0  # an 8-bit cache holds k / k_scale and v / v_scale; 1 where the cache is as wide as k and v
     v_scale: float = 1.0
+    leaves_wide: bool = False  # the product after it takes rows in the activations' dtype, in 8 bits never
 
 
 @dataclass(slots=True, frozen=True)
@@ -417,7 +418,8 @@ class Ops(Protocol):
     def new_linear(
         self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
     ) -> LinearWeight:
-        """is_sensitive: a vocabulary's or a router's, which a backend may hold in more bits than the others."""
+        """is_sensitive: a vocabulary's or a router's, or one that a quantized checkpoint leaves as it was. A backend
+        may hold it in more bits than the others."""
 
     def new_adapted(self, matrix: LinearWeight, bank: AdapterBank) -> AdaptedLinear:
         """The matrix with the adapters of a bank on top."""
@@ -426,10 +428,18 @@ class Ops(Protocol):
         """Tokens in a tile of AdapterRows, in a step of so many; None: all that an adapter has."""
 
     def new_experts(
-        self, num_experts: int, inner: int, hidden: int, *, top_k: int, normalizes: bool, activation: str
+        self,
+        num_experts: int,
+        inner: int,
+        hidden: int,
+        *,
+        top_k: int,
+        normalizes: bool,
+        activation: str,
+        is_sensitive: bool = False,
     ) -> Experts:
         """So many MLPs with `inner` columns each. A token has the top_k with the largest weights, which are a softmax
-        over all experts' logits; normalizes: made to sum to 1."""
+        over all experts' logits; normalizes: made to sum to 1; is_sensitive: as `new_linear` has it."""
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm of each row. A folded norm's weight is ones."""

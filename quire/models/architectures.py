@@ -106,8 +106,10 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         max_position=max_position,
         norm_eps=norm_eps,
         layers=tuple(
-            LayerSpec(rope=ropes[kind], window=windows[kind], has_experts=has_experts)
-            for kind, has_experts in zip(layer_types, sparse, strict=True)
+            LayerSpec(
+                ropes[kind], windows[kind], has_experts, **_wide_parts(stored, f"model.layers.{index}", has_experts)
+            )
+            for index, (kind, has_experts) in enumerate(zip(layer_types, sparse, strict=True))
         ),
         experts=experts,
         activation=_activation(reader, architecture),
@@ -135,6 +137,19 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         integers=stored if isinstance(stored, IntegerFormat) else None,
     )
     return _with_multipliers(reader, spec) if architecture.is_granite else spec
+
+
+def _wide_parts(stored: CheckpointFormat | IntegerFormat | None, layer: str, has_experts: bool) -> dict[str, bool]:
+    """Attention and MLP are each held in one format: products leave the next one's rows as it takes them."""
+    if not isinstance(stored, CheckpointFormat) or not stored.wide_modules:
+        return {}
+    mlp = ["gate_proj", "up_proj", "down_proj", "gate_up_proj"]
+    if has_experts:
+        mlp = [f"{module}.{name}" for module in ("experts.0", "shared_expert") for name in mlp]
+    return {
+        "wide_attention": stored.is_wide(f"{layer}.self_attn", ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"]),
+        "wide_mlp": stored.is_wide(f"{layer}.mlp", mlp),
+    }
 
 
 def _with_multipliers(reader: ConfigReader, spec: ModelSpec) -> ModelSpec:

@@ -249,6 +249,7 @@ class Decoder:
                 scale=spec.attention_scale,
                 window=kind.window,
                 softcap=spec.attention_softcap,
+                leaves_wide=kind.wide_attention,
             ),
             group,
             Rotary(
@@ -257,8 +258,12 @@ class Decoder:
                 k_norm=self._new_norm(head_dim).weight if spec.qk_norm else None,
                 eps=spec.norm_eps,
             ),
-            qkv=self._adapted(self._new_matrix(q_width + 2 * kv_width, hidden, bias=spec.qkv_bias)),
-            output=self._adapted(self._new_summed_matrix(hidden, q_width, bias=spec.output_bias)),
+            qkv=self._adapted(
+                self._new_matrix(q_width + 2 * kv_width, hidden, bias=spec.qkv_bias, is_sensitive=kind.wide_attention)
+            ),
+            output=self._adapted(
+                self._new_summed_matrix(hidden, q_width, bias=spec.output_bias, is_sensitive=kind.wide_attention)
+            ),
             branch_norm=self._new_norm(hidden) if spec.sandwich_norms else None,
             heads=share.heads,
             kv_heads=share.kv_heads,
@@ -267,33 +272,35 @@ class Decoder:
         )
         mlp: Mlp
         if kind.has_experts:
-            mlp = self._new_experts()
+            mlp = self._new_experts(kind.wide_mlp)
         else:
-            mlp = self._new_mlp(share.columns) if spec.gated_mlp else self._new_plain_mlp(share.columns)
+            new_mlp = self._new_mlp if spec.gated_mlp else self._new_plain_mlp
+            mlp = new_mlp(share.columns, kind.wide_mlp)
         mlp.branch_norm = self._new_norm(hidden) if spec.sandwich_norms else None
         attention_norm, mlp_norm = (self._new_norm(hidden) if spec.entry_norms else None for _ in range(2))
         return Layer(attention_norm, attention, mlp_norm, mlp, spec.parallel_residual)
 
-    def _new_plain_mlp(self, columns: Cut) -> PlainMlp:
+    def _new_plain_mlp(self, columns: Cut, is_wide: bool) -> PlainMlp:
         hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
         return PlainMlp(
             self.ops,
             self.spec.activation,
-            up=self._adapted(self._new_matrix(inner, hidden, bias=bias)),
-            down=self._adapted(self._new_summed_matrix(hidden, inner, bias=bias)),
+            up=self._adapted(self._new_matrix(inner, hidden, bias=bias, is_sensitive=is_wide)),
+            down=self._adapted(self._new_summed_matrix(hidden, inner, bias=bias, is_sensitive=is_wide)),
             columns=columns,
         )
 
-    def _new_mlp(self, columns: Cut, *, is_summed: bool = True) -> DenseMlp:
+    def _new_mlp(self, columns: Cut, is_wide: bool, *, is_summed: bool = True) -> DenseMlp:
         """is_summed: over ranks, by itself; else it is an expert."""
         hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
         new_down = self._new_summed_matrix if is_summed else self._new_matrix
-        gate_up, down = self._new_matrix(2 * inner, hidden, bias=bias), new_down(hidden, inner, bias=bias)
+        gate_up = self._new_matrix(2 * inner, hidden, bias=bias, is_sensitive=is_wide)
+        down = new_down(hidden, inner, bias=bias, is_sensitive=is_wide)
         if is_summed:
             gate_up, down = self._adapted(gate_up), self._adapted(down)
         return DenseMlp(self.spec.activation, gate_up=gate_up, down=down, columns=columns)
 
-    def _new_experts(self) -> ExpertsMlp:
+    def _new_experts(self, is_wide: bool) -> ExpertsMlp:
         spec, share = self.spec.experts, self.share
         assert spec is not None and share.expert_columns is not None
         experts = self.ops.new_experts(
@@ -303,6 +310,7 @@ class Decoder:
             top_k=spec.top_k,
             normalizes=spec.normalizes,
             activation=self.spec.activation,
+            is_sensitive=is_wide,
         )
         self._matrices += [experts.router, *experts.gate_ups, *experts.downs]
         shared = share.shared_expert_columns
@@ -310,7 +318,7 @@ class Decoder:
             self.ops,
             experts,
             share.expert_columns,
-            shared=None if shared is None else self._new_mlp(shared, is_summed=False),
+            shared=None if shared is None else self._new_mlp(shared, is_wide, is_summed=False),
             shared_gate=None if shared is None else self._new_matrix(1, self.spec.hidden_size, is_sensitive=True),
             ranks=None if share.tensor_size == 1 else self._ranks,
         )
@@ -321,9 +329,11 @@ class Decoder:
         self._matrices.append(self.ops.new_linear(out_features, in_features, bias=bias, is_sensitive=is_sensitive))
         return self._matrices[-1]
 
-    def _new_summed_matrix(self, out_features: int, in_features: int, *, bias: bool) -> LinearWeight:
+    def _new_summed_matrix(
+        self, out_features: int, in_features: int, *, bias: bool, is_sensitive: bool
+    ) -> LinearWeight:
         """One whose inputs are split among ranks, so that its products are parts of a sum."""
-        matrix = self._new_matrix(out_features, in_features, bias=bias)
+        matrix = self._new_matrix(out_features, in_features, bias=bias, is_sensitive=is_sensitive)
         if self.share.tensor_size == 1:
             return matrix
         assert self._ranks is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +51,8 @@ class LayerSpec:
     rope: RopeSpec
     window: int | None = None
     has_experts: bool = False  # those of ModelSpec.experts, in place of the MLP
+    wide_attention: bool = False  # in a checkpoint in 8-bit floats, one of its matrices is not
+    wide_mlp: bool = False  # likewise
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,7 +60,18 @@ class CheckpointFormat:
     """A checkpoint whose matrices are in 8-bit floats, with scales beside them."""
 
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: a row's, or all
-    wide_modules: tuple[str, ...] = ()  # of its layers that are not in 8 bits
+    wide_modules: tuple[str, ...] = ()  # of its layers that are not in 8 bits: names, ends of names, or re:patterns
+
+    def is_wide(self, part: str, matrices: Sequence[str]) -> bool:
+        """Whether any of these matrices of a part of a layer, such as model.layers.0.mlp, is not in 8 bits."""
+        modules = [f"{part}.{name}" for name in matrices]
+        for wide in self.wide_modules:
+            if wide.startswith("re:"):
+                if any(re.match(wide[3:], module) for module in modules):
+                    return True
+            elif any(f".{wide}." in f".{module}." for module in modules):
+                return True
+        return False
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from quire.errors import UnsupportedModelError, WeightsError
+from quire.executor.sizing import weight_bytes
 from quire.kernels.reference import ReferenceOps
+from quire.kernels.triton import TritonOps
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
 from quire.models.tensors import checkpoint_tensors
@@ -163,3 +165,25 @@ def test_modules_that_stay_wide_are_known(write_safetensors):
     config = {"quant_method": "fp8", "modules_to_not_convert": kept}
     spec = spec_from_config(json.loads(json.dumps(fakes.TINY_LLAMA | {"quantization_config": config})), source="test")
     assert spec.fp8 is not None and spec.fp8.wide_modules == ("model.layers.0.mlp.down_proj",)
+
+
+@pytest.mark.parametrize(
+    ("kept", "wide"),
+    [
+        ("model.layers.0.mlp.down_proj", [(False, True), (False, False)]),
+        ("model.layers.1", [(False, False), (True, True)]),
+        ("self_attn", [(True, False), (True, False)]),
+        ("re:.*layers[.]1[.].*_proj$", [(False, False), (True, True)]),
+        ("model.layers.0.self_attn.qkv_proj", [(True, False), (False, False)]),
+        ("model.layers.10", [(False, False), (False, False)]),
+    ],
+)
+def test_a_part_of_a_layer_stays_wide_as_a_whole(kept, wide):
+    """And the planner knows what that takes, on a backend that holds the others in 8 bits."""
+    config = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", kept]}
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "attention_bias": True}
+    spec = spec_from_config(fakes.TINY_LLAMA | small | {"quantization_config": config}, source="test")
+    assert [(layer.wide_attention, layer.wide_mlp) for layer in spec.layers] == wide
+    ops = TritonOps("cpu", torch.bfloat16, quantization="fp8")
+    decoder = Decoder(spec, ops, device="cpu", dtype=torch.bfloat16, max_position=32)
+    assert decoder.weight_bytes == weight_bytes(spec, "fp8", 32)

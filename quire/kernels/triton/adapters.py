@@ -126,9 +126,9 @@ def _pointers(place: LowRank) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @triton.jit(do_not_specialize=["n"])
-def vector_and_shrink_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, a_ptr, shrunk_ptr, tiles_ptr, ranks_ptr, n,
-                             K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN_N: tl.constexpr,
-                             STAGES: tl.constexpr, UNROLL: tl.constexpr, WIDTH: tl.constexpr,
+def vector_and_shrink_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, a_ptr, shrunk_ptr, tiles_ptr,
+                             ranks_ptr, n, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+                             EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, WIDTH: tl.constexpr,
                              MAX_RANK: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip
     """vector_kernel, whose first programs multiply A."""
     SHRINKING: tl.constexpr = WIDTH // TILE_N
@@ -145,13 +145,21 @@ def vector_and_shrink_kernel(x_ptr, w_ptr, out_ptr, bias_ptr, a_ptr, shrunk_ptr,
         rows = (tl.program_id(0) - SHRINKING) * TILE_N + tl.arange(0, TILE_N)
         exists = rows < n
         sums = multiply_vector(x_ptr, w_ptr, rows, exists, K, TILE_N, TILE_K, EVEN_N, STAGES, UNROLL)
+        if w_scales_ptr is not None:
+            sums *= tl.load(w_scales_ptr + rows, mask=exists, other=0.0)
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(tl.float32)
         tl.store(out_ptr + rows, sums.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 def multiply_and_shrink(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: SkinnyConfig, place: LowRank, rows: AdapterRows
+    x: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor | None,  # [n] float32, of a matrix in 8-bit floats
+    bias: Tensor | None,
+    config: SkinnyConfig,
+    place: LowRank,
+    rows: AdapterRows,
 ) -> tuple[Tensor, Expand]:
     """x: [1, k] -> its product with the matrix, and what the kernel after it has to add."""
     n, k = weight.shape
@@ -161,9 +169,9 @@ def multiply_and_shrink(
     shrunk = torch.empty(width, dtype=torch.float32, device=x.device)
     a, b, ranks = _pointers(place)
     vector_and_shrink_kernel[(width // config.tile_n + -(-n // config.tile_n),)](
-        x, weight, out, bias, a, shrunk, rows.tiles, ranks, n, K=k, TILE_N=config.tile_n, TILE_K=config.tile_k,
-        EVEN_N=n % config.tile_n == 0, STAGES=config.num_stages, UNROLL=config.unroll, WIDTH=width,
-        MAX_RANK=bank.max_rank, SLOT=bank.slot_values, num_warps=config.num_warps,
+        x, weight, weight_scales, out, bias, a, shrunk, rows.tiles, ranks, n, K=k, TILE_N=config.tile_n,
+        TILE_K=config.tile_k, EVEN_N=n % config.tile_n == 0, STAGES=config.num_stages, UNROLL=config.unroll,
+        WIDTH=width, MAX_RANK=bank.max_rank, SLOT=bank.slot_values, num_warps=config.num_warps,
     )  # fmt: skip
     return out, Expand(shrunk, b, rows.tiles, ranks, bank.max_rank, bank.slot_values)
 
@@ -220,7 +228,7 @@ class TritonAdaptedLinear(AdaptedLinear):
             return None
         rows, place = self.bank.rows, self.low_rank
         assert rows is not None and place is not None
-        return multiply_and_shrink(x, self.base.weight, self.base.bias, config, place, rows)
+        return multiply_and_shrink(x, self.base.weight, self.base.scales, self.base.bias, config, place, rows)
 
     def _add_adapters(self, product: Tensor, x: Tensor) -> None:
         rows, place = self.bank.rows, self.low_rank

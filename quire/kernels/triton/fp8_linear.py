@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.errors import ConfigError
 from quire.kernels.composed import ComposedLinear
 from quire.kernels.interface import (
     AttentionBatch,
@@ -22,6 +23,7 @@ from quire.kernels.interface import (
     Quantized,
     Rotary,
     StoredRows,
+    Unscaled,
 )
 from quire.kernels.triton.linear import TritonLinear
 from quire.kernels.triton.ops import TritonOps
@@ -43,6 +45,11 @@ class Fp8Linear(TritonLinear):
     scales: Tensor
 
     def __init__(self, ops: TritonOps, out_features: int, in_features: int, *, bias: bool) -> None:
+        if out_features % 16 or in_features % 16:
+            raise ConfigError(
+                f"a matrix of {out_features} x {in_features} cannot be in FP8: both must be multiples of 16. "
+                "Use 16 bits, or split the model among fewer GPUs"
+            )
         super().__init__(ops, out_features, in_features, bias=bias, dtype=torch.float8_e4m3fn)
         self.scales = torch.empty(out_features, dtype=torch.float32, device=ops.device)
         self._one = ops.one
@@ -86,12 +93,16 @@ class Fp8Linear(TritonLinear):
     ) -> Normed:
         if self._config(x) is None:
             if branch_norm is None and (norm is None or norm.bias is None):
+                if norm is not None and norm.quantizes and not self.ops.narrows(len(residual)):
+                    norm = replace(norm, quantizes=False)
                 return add_norm_quantized(residual, norm, product=self._product(x))
             return ComposedLinear.multiply_add_norm(self, x, residual, norm, branch_norm)
         return super().multiply_add_norm(x, residual, norm, branch_norm)
 
     def multiply_act(self, x: Normed, activation: str) -> Normed:
         if self._config(x) is None:
+            if not self.ops.narrows(len(x.x if isinstance(x, Quantized | Unscaled) else x)):
+                return ComposedLinear.multiply_act(self, x, activation)
             return act_quantized(self._product(x), activation)
         return super().multiply_act(x, activation)
 
@@ -105,6 +116,9 @@ class Fp8Linear(TritonLinear):
             product.raw, rotary, kv, batch, spec, bias=self.bias, row_scales=product.row_scales,
             row_scale=product.row_factor, column_scales=product.column_scales, out_dtype=self.ops.dtype,
         )  # fmt: skip
+
+    def _multiply_add_many(self, x: Tensor, residual: Tensor) -> None:
+        add_norm_quantized(residual, None, product=self._product(x))
 
     def _product(self, x: Normed) -> Product:
         if isinstance(x, Tensor):

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import Norm
-from quire.kernels.triton.common import next_power_of_2
+from quire.kernels.triton.common import next_power_of_2, widened
 from quire.kernels.triton.configs import GroupedConfig, PickedConfig
 from quire.kernels.triton.routing import Routing
 
@@ -31,9 +31,16 @@ def _gated(gate, up, SILU: tl.constexpr):
 
 
 @triton.jit
-def picked_kernel(x_ptr, w_ptr, out_ptr, factors_ptr, weights_ptr, chosen_ptr, N: tl.constexpr, K: tl.constexpr,
-                  TOP_K: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, TILE_N: tl.constexpr,
-                  TILE_K: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+def _row_scales(w_scales_ptr, expert, rows, first, N: tl.constexpr, GATED: tl.constexpr):
+    """Of rows `first + rows` of an expert's matrix in 8-bit floats, which has N rows, or GATED twice as many."""
+    NUM_ROWS: tl.constexpr = 2 * N if GATED else N
+    return tl.load(w_scales_ptr + expert * NUM_ROWS + first + rows, mask=rows < N, other=0.0)
+
+
+@triton.jit
+def picked_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, factors_ptr, weights_ptr, chosen_ptr, N: tl.constexpr,
+                  K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr,
+                  TILE_N: tl.constexpr, TILE_K: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """One pick with TILE_N rows of its expert's matrix; GATED: with those of gate and those of up."""
     pick = tl.program_id(1)
     rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
@@ -59,8 +66,12 @@ def picked_kernel(x_ptr, w_ptr, out_ptr, factors_ptr, weights_ptr, chosen_ptr, N
                 tl.float32
             )
     sums = tl.sum(acc, axis=1)
+    if w_scales_ptr is not None:
+        sums *= _row_scales(w_scales_ptr, expert, rows, 0, N, GATED)
     if GATED:
         up_sums = tl.sum(up, axis=1)
+        if w_scales_ptr is not None:
+            up_sums *= _row_scales(w_scales_ptr, expert, rows, N, N, GATED)
         if factors_ptr is not None:
             factor = tl.load(factors_ptr + row)
             sums *= factor
@@ -84,8 +95,8 @@ def _load_tile(w_ptr, rows, k, N: tl.constexpr, K: tl.constexpr, TILE_N: tl.cons
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def grouped_kernel(x_ptr, w_ptr, out_ptr, factors_ptr, weights_ptr, members_ptr, counts_ptr, num_tokens,
-                   N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+def grouped_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, factors_ptr, weights_ptr, members_ptr, counts_ptr,
+                   num_tokens, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
                    TOP_K: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, TILE_M: tl.constexpr,
                    TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """A block of one expert's picks with TILE_N rows of its matrix; GATED: with those of gate and those of up."""
@@ -120,10 +131,14 @@ def grouped_kernel(x_ptr, w_ptr, out_ptr, factors_ptr, weights_ptr, members_ptr,
             w = _load_tile(w_ptr, rows, k, N, K, TILE_N, TILE_K, STREAMS)
             # Rows past the last are masked, so they cost no traffic.
             x = tl.load(x_ptrs + k[:, None], mask=exists[None, :] & (k < K)[:, None], other=0.0)
-            acc = tl.dot(w, x, acc, input_precision="ieee")
+            acc = tl.dot(widened(w, x.dtype), x, acc, input_precision="ieee")
             if GATED:
                 w = _load_tile(w_ptr + N * K, rows, k, N, K, TILE_N, TILE_K, STREAMS)
-                up = tl.dot(w, x, up, input_precision="ieee")
+                up = tl.dot(widened(w, x.dtype), x, up, input_precision="ieee")
+        if w_scales_ptr is not None:
+            acc *= _row_scales(w_scales_ptr, expert, rows, 0, N, GATED)[:, None]
+            if GATED:
+                up *= _row_scales(w_scales_ptr, expert, rows, N, N, GATED)[:, None]
         if GATED:
             if factors_ptr is not None:
                 factors = tl.load(factors_ptr + sources, mask=exists, other=0.0)[None, :]
@@ -178,6 +193,7 @@ def multiply_picks(
     *,
     top_k: int,
     activation: str | None,  # of gate and up; None for down, which multiplies by the picks' weights instead
+    weight_scales: Tensor | None = None,  # [experts, 2 * n or n] float32: what the matrices' rows are multiplied by
 ) -> None:
     (picks, n), k, experts = out.shape, x.shape[1], weight.shape[0]
     tokens = picks // top_k
@@ -195,11 +211,11 @@ def multiply_picks(
     tiles = -(-n // config.tile_n)
     if isinstance(config, PickedConfig):
         picked_kernel[(tiles, picks)](
-            x, weight, out, factors, weights, routing.chosen, UNROLL=config.unroll, **constants
+            x, weight, weight_scales, out, factors, weights, routing.chosen, UNROLL=config.unroll, **constants
         )
         return
     grouped_kernel[(tiles * config.max_blocks(picks, tokens, experts),)](
-        x, weight, out, factors, weights, routing.members, counts, tokens, EXPERTS=experts,
+        x, weight, weight_scales, out, factors, weights, routing.members, counts, tokens, EXPERTS=experts,
         EXPERTS_PAD=next_power_of_2(experts), TILE_M=config.tile_m, STAGES=config.num_stages, **constants,
     )  # fmt: skip
 

@@ -76,6 +76,7 @@ class TritonOps(ComposedOps):
         self.one = torch.ones(1, dtype=torch.float32, device=self.device)  # a scale that changes nothing
         self.skinny_scratch = SkinnyScratch.allocate(1 << 14, self.device)
         self._routing_scratches: dict[int, RoutingScratch] = {}
+        self._bank: AdapterBank | None = None
 
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]:
         return (4, 8, 16, 32, 64, 128)
@@ -95,7 +96,12 @@ class TritonOps(ComposedOps):
         from quire.kernels.triton.linear import TritonLinear
 
         assert isinstance(matrix, TritonLinear)
+        self._bank = bank
         return TritonAdaptedLinear(self, matrix, bank)
+
+    def narrows(self, num_rows: int) -> bool:
+        """Whether a step of so many rows hands them to matrices in 8 bits. Adapters read them as they are."""
+        return num_rows > MAX_FP8_SKINNY_ROWS and (self._bank is None or self._bank.rows is None)
 
     def adapter_tile(self, num_tokens: int) -> int:
         from quire.kernels.triton.adapters import adapter_tile
@@ -103,12 +109,27 @@ class TritonOps(ComposedOps):
         return adapter_tile(num_tokens)
 
     def new_experts(
-        self, num_experts: int, inner: int, hidden: int, *, top_k: int, normalizes: bool, activation: str
+        self,
+        num_experts: int,
+        inner: int,
+        hidden: int,
+        *,
+        top_k: int,
+        normalizes: bool,
+        activation: str,
+        is_sensitive: bool = False,
     ) -> TritonExperts:
         from quire.kernels.triton.experts import TritonExperts
 
         return TritonExperts(
-            self, num_experts, inner, hidden, top_k=top_k, normalizes=normalizes, activation=activation
+            self,
+            num_experts,
+            inner,
+            hidden,
+            top_k=top_k,
+            normalizes=normalizes,
+            activation=activation,
+            is_fp8=self.is_fp8 and not is_sensitive,
         )
 
     def routing_scratch(self, num_experts: int) -> RoutingScratch:
@@ -125,7 +146,7 @@ class TritonOps(ComposedOps):
         return norm_rows(x, norm)
 
     def norm(self, residual: Tensor, norm: Norm) -> Normed:
-        if norm.quantizes and len(residual) > MAX_FP8_SKINNY_ROWS:
+        if norm.quantizes and self.narrows(len(residual)):
             from quire.kernels.triton.quantize import add_norm_quantized
 
             return add_norm_quantized(residual, norm)
@@ -136,7 +157,7 @@ class TritonOps(ComposedOps):
     def add_norm(self, branch: Tensor, residual: Tensor, norm: Norm | None) -> Normed:
         from quire.kernels.triton.norm import norm_rows
 
-        if norm is not None and norm.quantizes and len(residual) > MAX_FP8_SKINNY_ROWS:
+        if norm is not None and norm.quantizes and self.narrows(len(residual)):
             from quire.kernels.triton.quantize import add_norm_quantized
 
             return add_norm_quantized(residual, norm, branch=branch)
@@ -164,7 +185,7 @@ class TritonOps(ComposedOps):
     def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Normed:
         from quire.kernels.triton.attention import attention, widens_prompts
 
-        narrows = self.is_fp8 and kv.dtype == torch.float8_e4m3fn and len(q) > MAX_FP8_SKINNY_ROWS
+        narrows = self.is_fp8 and not spec.leaves_wide and kv.dtype == torch.float8_e4m3fn and self.narrows(len(q))
         if narrows and not widens_prompts(q, kv, batch, spec):
             # A mean of values is in the range of the values: it fits their format at their scale.
             out = torch.empty(q.shape, dtype=kv.dtype, device=q.device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.composed import ComposedExperts
-from quire.kernels.interface import Norm, SharedExpert, Unscaled
+from quire.kernels.interface import Norm, Quantized, SharedExpert, Unscaled
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps, experts
 from quire.kernels.triton.configs import GroupedConfig, PickedConfig, experts_config
@@ -106,6 +106,25 @@ def test_all_tokens_of_one_expert_and_rows_that_are_not_numbers(config, device):
     out = made.multiply(x)
     others = [row for row in range(40) if row != 3]
     assert close(out[others], expected[others], 1e-5) and out[3].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [3, 17])
+def test_experts_in_8_bits(config, tokens, device):
+    """Rows are multiplied as they are by what the experts hold, each row of it with its own scale."""
+    ops = TritonOps(device, torch.bfloat16, quantization="fp8")
+    made = ops.new_experts(6, 16, 32, top_k=1, normalizes=True, activation="silu")
+    twin = ReferenceOps(device, torch.float32).new_experts(6, 16, 32, top_k=1, normalizes=True, activation="silu")
+    made.router.weight.copy_(torch.eye(6, 32))  # a clear choice, whatever the rounding
+    twin.router.weight.copy_(torch.eye(6, 32))
+    for ours, theirs in zip([*made.gate_ups, *made.downs], [*twin.gate_ups, *twin.downs], strict=True):
+        ours.load_rows(0, torch.randn(ours.out_features, ours.in_features) * torch.rand(ours.out_features, 1))
+        theirs.load_rows(0, ours.weight.float() * ours.scales[:, None])
+    x = torch.randn(tokens, 32, device=device)
+    x[:, :6] = torch.stack([torch.randperm(6) for _ in range(tokens)])
+    x = x.bfloat16()
+    norm, residual = Norm(torch.rand(32, device=device) + 0.5, 1e-5, quantizes=True), torch.zeros_like(x)
+    left = made.multiply_add_norm(x, residual, norm)
+    assert close(residual, twin.multiply(x.float()), 1e-2) and isinstance(left, Quantized) == (tokens > 16)
 
 
 @pytest.mark.parametrize("picks", [1, 8, 24, 128, 2048, 8192, 65536])

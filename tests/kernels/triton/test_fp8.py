@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from quire.errors import ConfigError
+from quire.kernels.adapters import AdapterBank, AdapterSite, LowRankPair
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Float8Rows, Norm, Quantized, Rotary
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps, fp8_linear
+from quire.parallel.linear import SummedLinear
 
 FP8 = torch.float8_e4m3fn
 FEW, MANY, SCALED = 3, 17, 20  # rows multiplied as they are; rounded first; and scaled in their product
@@ -140,6 +144,111 @@ def test_attention_block(ops, oracle, rows, has_norms, device):
     out.multiply_add_norm(attended, residual, norm)
     out_twin.multiply_add_norm(expected, expected_residual, norm)
     assert close(residual, expected_residual, 0.04)
+
+
+@pytest.mark.parametrize("rows", [FEW, MANY, 33])
+def test_a_layer_half_of_which_is_in_8_bits(ops, oracle, rows, device):
+    """Wide before narrow and narrow before wide: each leaves the next one's rows as it takes them."""
+    narrow, narrow_twin = twins(ops, oracle, 64, 96)
+    dense, dense_twin = ops.new_linear(64, 96, is_sensitive=True), oracle.new_linear(64, 96)
+    dense.randomize(0.05, 1)
+    dense_twin.load_rows(0, dense.weight)
+    for first, first_twin, new in (
+        (narrow, narrow_twin, lambda: ops.new_linear(64, 64, is_sensitive=True)),
+        (dense, dense_twin, lambda: ops.new_linear(64, 64)),
+    ):
+        second, second_twin = new(), oracle.new_linear(64, 64)
+        second.load_rows(0, torch.randn(64, 64, device=device) / 8)
+        held = second.weight.double() * (1.0 if second.scales is None else second.scales.double()[:, None])
+        second_twin.load_rows(0, held)
+        plain = Norm(torch.rand(64, device=device) + 0.5, 1e-5)
+        norm = second.fold_norm(Norm(plain.weight.clone(), 1e-5))
+        x, residual = normal(rows, 96, device=device), normal(rows, 64, device=device)
+        expected_residual = residual.double()
+        expected = first_twin.multiply_add_norm(x.double(), expected_residual, plain)
+        left = first.multiply_add_norm(x, residual, norm)
+        assert close(residual, expected_residual, 0.04)
+        assert close(second.multiply_act(left, "silu"), second_twin.multiply_act(expected, "silu"), 0.08)
+    spec = AttentionSpec(2, 1, 16, 0.25, k_scale=0.05, v_scale=0.02, leaves_wide=True)
+    q, kv = normal(MANY, 32, device=device), torch.zeros(1, 2, 1, 16, 16, dtype=FP8, device=device)
+    assert not isinstance(ops.attention(q, kv, decodes(MANY, device), spec), Quantized)
+
+
+def decodes(rows, device):
+    return AttentionBatch(
+        positions=torch.zeros(rows, dtype=torch.int64, device=device),
+        slots=torch.zeros(rows, dtype=torch.int64, device=device),
+        query_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        kv_lens=torch.ones(rows, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(rows, 1, dtype=torch.int32, device=device),
+        max_query_len=1,
+        max_kv_len=1,
+        num_decodes=rows,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, MANY])
+def test_columns_split_among_ranks_sum_to_the_whole(ops, rows, device):
+    """Each has some columns of a matrix whose scales are of blocks, and of its rows' values."""
+    matrix = Float8Rows(torch.randn(32, 96).to(FP8), torch.rand(2, 3) + 0.5, (16, 32))
+    x, norm = normal(rows, 96, device=device), Norm(torch.rand(32, device=device) + 0.5, 1e-5, quantizes=True)
+    parts = []
+    for columns in (slice(0, 64), slice(64, 96)):
+        part = ops.new_linear(32, columns.stop - columns.start)
+        part.load_rows(0, matrix, columns=columns)
+        parts.append((part, x[:, columns].contiguous()))
+
+    class Ranks:
+        def sum(self, product):
+            other, its_x = parts[1]
+            return product + other.multiply(its_x)
+
+    residual = torch.zeros(rows, 32, device=device).bfloat16()
+    summed = SummedLinear(parts[0][0], ops, Ranks(), adds_bias=True)
+    left = summed.multiply_add_norm(parts[0][1], residual, norm)
+    assert isinstance(left, Quantized) == (rows > FEW)
+    assert close(residual, x.double() @ matrix.unpacked().double().to(device).T, 0.06)
+
+
+def test_a_matrix_that_tensor_cores_cannot_take_is_refused(ops):
+    with pytest.raises(ConfigError, match="24 x 64 cannot be in FP8"):
+        ops.new_linear(24, 64)
+
+
+@pytest.mark.parametrize("rows", [1, 5, MANY])
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_adapters_read_rows_as_they_are(ops, rows, has_adapters, device):
+    bank = AdapterBank(2, 16, device=device, dtype=torch.bfloat16, tile=ops.adapter_tile)
+    up, down = (ops.new_adapted(ops.new_linear(*shape), bank) for shape in ((192, 64), (64, 96)))
+    pairs, merged = {}, []
+    sites = [
+        AdapterSite("gate", (96, 64), up, 0),
+        AdapterSite("up", (96, 64), up, 96),
+        AdapterSite("d", (64, 96), down, 0),
+    ]
+    bank.allocate(sites)
+    for matrix in (up, down):
+        matrix.load_rows(0, torch.randn(matrix.out_features, matrix.in_features) / 8)
+        merged.append((matrix.base.weight.double() * matrix.base.scales.double()[:, None]).cpu())
+    for site in sites:
+        pairs[site.module] = LowRankPair(torch.randn(8, site.shape[1]) / 8, torch.randn(site.shape[0], 8), 0.5)
+        if has_adapters:
+            a, b, scale = pairs[site.module]
+            merged[site.module == "d"][site.first_row : site.first_row + len(b)] += scale * b.double() @ a.double()
+    bank.write(1, bank.pack(pairs))
+    norm = up.fold_norm(Norm(torch.rand(64, device=device) + 0.5, 1e-5))
+    bank.rows = None
+    if has_adapters:
+        bank.rows = bank.unpack_rows(torch.from_numpy(bank.pack_rows(np.full(rows, 1))).to(device), rows)
+    residual = normal(rows, 64, device=device)
+    expected = residual.double().cpu()
+    x = ops.norm(residual, norm)
+    assert isinstance(x, Quantized) == (rows == MANY and not has_adapters)
+    left = down.multiply_add_norm(up.multiply_act(x, "silu"), residual, norm)
+    assert isinstance(left, Quantized) == (rows == MANY and not has_adapters)
+    oracle = ReferenceOps("cpu", torch.float64)
+    gated = oracle.act_mul(oracle.normalize(expected, Norm(norm.weight.cpu(), 1e-5)) @ merged[0].T, "silu")
+    assert close(residual.cpu(), expected + gated @ merged[1].T, 0.05)
 
 
 def test_a_checkpoints_own_rows_are_kept(ops, device):
