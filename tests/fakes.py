@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.engine.api import EngineInfo
 
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -32,6 +35,30 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
+
+
+def engine_info(**changes: Any) -> EngineInfo:
+    """What an engine says of itself once it has started."""
+    from quire.engine.api import EngineInfo
+
+    told: dict[str, Any] = {
+        "model": "tiny", "architecture": "LlamaForCausalLM", "device": "cpu", "dtype": "float32", "kv_dtype": "float32",
+        "kernels": "none", "vocab_size": 320, "max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 512,
+        "block_size": 16, "num_blocks": 64, "num_host_blocks": 0, "block_bytes": 1024, "enable_prefix_caching": True,
+        "ledger_summary": "memory: a little", "blocks_line": "# CPU blocks: 64", "ready_s": 0.0,
+    }  # fmt: skip
+    return EngineInfo(**(told | changes))
+
+
+def write_model_with_margins(path: Path) -> Path:
+    """Real files, for tests that compare devices: dummy weights differ by device. The spread makes margins clear."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    write_tiny_model(path)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**TINY_LLAMA, "initializer_range": 0.3})).save_pretrained(path)
+    return path
 
 
 def write_tiny_model(path: Path, **changes: Any) -> Path:

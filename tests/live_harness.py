@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fakes
 import sim_engine
 
 from quire.agents import Dialect
 from quire.config import EngineConfig
-from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState
+from quire.engine.api import EngineHealth, EngineLoad, EngineState
 from quire.engine.core import EngineCore
 from quire.engine.inspect import INSPECTIONS
 from quire.errors import EngineDeadError
@@ -67,25 +68,14 @@ class CoreEngine:
         self.dialect = Dialect()
         self.state = EngineState.READY
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.info = EngineInfo(
-            model="tiny",
+        self.info = fakes.engine_info(
             architecture="Sim",
-            device="cpu",
-            dtype="float32",
-            kv_dtype="float32",
             kernels="simulated",
-            vocab_size=320,
             max_model_len=400,
             max_num_seqs=8,
             max_num_batched_tokens=256,
             block_size=core.kv.block_size,
             num_blocks=core.kv.num_blocks,
-            num_host_blocks=0,
-            block_bytes=1024,
-            enable_prefix_caching=True,
-            ledger_summary="",
-            blocks_line="",
-            ready_s=0.0,
         )
 
     def health(self) -> EngineHealth:

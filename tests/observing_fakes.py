@@ -6,33 +6,17 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+import fakes
+
 from quire.agents import Dialect
-from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
+from quire.engine.api import EngineHealth, EngineLoad, EngineState, PreparedRequest
 from quire.engine.stats import Metric
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.params import OutputKind, SamplingParams
 from quire.request import Request
 
-INFO = EngineInfo(
-    model="smollm2",
-    architecture="LlamaForCausalLM",
-    device="cpu",
-    dtype="float32",
-    kv_dtype="float32",
-    kernels="native",
-    vocab_size=320,
-    max_model_len=256,
-    max_num_seqs=16,
-    max_num_batched_tokens=512,
-    block_size=16,
-    num_blocks=64,
-    num_host_blocks=8,
-    block_bytes=1024,
-    enable_prefix_caching=True,
-    ledger_summary="memory: a little",
-    blocks_line="# CPU blocks: 64",
-    ready_s=1.5,
-    timeline_s={"weights": 1.0, "tokenizer": 0.5},
+INFO = fakes.engine_info(
+    model="smollm2", kernels="native", num_host_blocks=8, ready_s=1.5, timeline_s={"weights": 1.0, "tokenizer": 0.5}
 )
 
 

@@ -22,9 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import fakes
+
 from quire.agents import Dialect
 from quire.config import EngineConfig
-from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
+from quire.engine.api import EngineHealth, EngineLoad, EngineState, PreparedRequest
 from quire.errors import EngineDeadError, QuireError
 from quire.log import get_logger
 from quire.outputs import CompletionOutput, RequestOutput
@@ -33,22 +35,13 @@ from quire.request import Request
 from quire.server.settings import ModelSettings, ServerSettings
 
 ROOT = Path(__file__).parent.parent
-INFO = EngineInfo(
+INFO = fakes.engine_info(
     model="fake",
     architecture="FakeForCausalLM",
-    device="cpu",
-    dtype="float32",
-    kv_dtype="float32",
-    kernels="none",
     vocab_size=256,
     max_model_len=100_000,
     max_num_seqs=8,
     max_num_batched_tokens=256,
-    block_size=16,
-    num_blocks=64,
-    num_host_blocks=0,
-    block_bytes=1024,
-    enable_prefix_caching=True,
     ledger_summary="memory: 1 MiB weights,\n 2 MiB KV cache",
     blocks_line="KV cache: 64 blocks of 16 tokens",
     ready_s=0.1,
@@ -220,11 +213,14 @@ class Server:
         return self._answer("POST", path, body)
 
     def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any, dict[str, str]]:
-        connection = self.connect(60.0)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60.0)
         content = None if body is None else json.dumps(body)
-        connection.request(method, path, content, {"content-type": "application/json"})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read()), dict(response.getheaders())
+        try:
+            connection.request(method, path, content, {"content-type": "application/json"})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read()), dict(response.getheaders())
+        finally:
+            connection.close()
 
     def begin_stream(self, num_tokens: int) -> http.client.HTTPResponse:
         """A streamed completion whose first chunk is here."""

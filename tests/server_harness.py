@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fakes
 from event_loop_watch import watched
 
 from quire.config import EngineConfig
-from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest, ServingEngine
+from quire.engine.api import EngineHealth, EngineLoad, EngineState, PreparedRequest, ServingEngine
 from quire.engine.client import EngineClient
 from quire.engine.outputs import Job
 from quire.engine.stats import Metric
@@ -58,26 +59,7 @@ class ScriptedEngine:
         self.script = self.tokenizer.encode(TEXT, add_special_tokens=False)
         self.default_sampling = SamplingParams()
         self.dialect = self._text.dialect
-        self.info = EngineInfo(
-            model=MODEL,
-            architecture="LlamaForCausalLM",
-            device="cpu",
-            dtype="float32",
-            kv_dtype="float32",
-            kernels="none",
-            vocab_size=320,
-            max_model_len=max_model_len,
-            max_num_seqs=64,
-            max_num_batched_tokens=512,
-            block_size=16,
-            num_blocks=64,
-            num_host_blocks=0,
-            block_bytes=1024,
-            enable_prefix_caching=True,
-            ledger_summary="",
-            blocks_line="",
-            ready_s=0.0,
-        )
+        self.info = fakes.engine_info(model=MODEL, max_model_len=max_model_len, max_num_seqs=64)
         self.step_s = 0.0
         self.dies_after: int | None = None  # tokens
         self.fails_after: int | None = None

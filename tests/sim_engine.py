@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fakes
+
 from quire import errors
 from quire.engine.api import EngineInfo
 from quire.engine.core import EngineCore
@@ -112,25 +114,18 @@ def _build(launch: Launch) -> tuple[EngineCore, EngineInfo]:
     if error:
         raise getattr(errors, error, ZeroDivisionError)("no start: lower something")
     core = make_core(settings)
-    info = EngineInfo(
+    info = fakes.engine_info(
         model=launch.config.model,
         architecture="Sim",
-        device="cpu",
-        dtype="float32",
-        kv_dtype="float32",
         kernels="simulated",
-        vocab_size=320,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         num_host_blocks=settings.num_host_blocks,
-        block_bytes=1024,
-        enable_prefix_caching=True,
         ledger_summary="KV cache",
         blocks_line=f"# CPU blocks: {settings.num_blocks}",
-        ready_s=0.0,
     )
     return core, info
 

@@ -21,15 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Real files, since dummy weights are made where they live and differ by device. Large enough for clear margins."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    path = fakes.write_tiny_model(tmp_path_factory.mktemp("gpu"))
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**fakes.TINY_LLAMA, "initializer_range": 0.3}))
-    model.save_pretrained(path)
-    return path
+    return fakes.write_model_with_margins(tmp_path_factory.mktemp("gpu"))
 
 
 def make(weights: Path, **kwargs: Any) -> LLMEngine:

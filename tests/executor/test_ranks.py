@@ -16,7 +16,7 @@ from quire.errors import ConfigError, MemoryBudgetError
 from quire.params import SamplingParams
 from quire.structured import StructuredOutputsParams
 
-DEGREES = [(2, 1), (3, 1), (1, 2), (2, 2)]
+DEGREES = [(3, 1), (2, 2)]  # heads that do not divide; stages. test_combinations has (2, 1), test_ray_ranks (1, 2)
 HEAD = list(range(60, 93))  # what several prompts begin with
 
 

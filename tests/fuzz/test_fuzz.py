@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from fuzz.harness import CORPUS, Finding, Target, check, fuzz
 from fuzz.targets import load_target, target_names
 
-SECONDS = 1.0  # of CPU time, for each target; `make fuzz` takes longer
+SECONDS = 0.5  # of CPU time, for each target; `make fuzz` takes longer
 
 
 @pytest.mark.parametrize("name", target_names())
@@ -40,7 +38,7 @@ def test_the_harness_finds(data: bytes, words: str) -> None:
             case b"slow":
                 while True:
                     try:
-                        time.sleep(0)
+                        sum(range(100))
                     except Exception:
                         continue
             case b"large":

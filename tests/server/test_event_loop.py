@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,16 +65,28 @@ def fresh(tiny_model: Path) -> Iterator[Server]:
         yield server
 
 
+def assert_nobody_waits(server: Server, send: Callable[[], None]) -> None:
+    """What holds the loop up does so each time it is sent; a busy machine costs one of them processor time too."""
+    for _ in range(3):
+        send()
+        server.get("/ping")  # after the callback that sent the reply
+        slow, server.slow[:] = list(server.slow), []
+        if not slow:
+            return
+    raise AssertionError("\n".join(slow))
+
+
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, bodies in BODIES.items() for name in bodies])
 def test_no_body_holds_the_others_up(fresh: Server, path: str, name: str) -> None:
     body = BODIES[path][name]
     assert len(body) <= LIMIT == fresh.context.settings.max_body_bytes
-    reply = fresh.request("POST", path, body, content_type="application/json")
-    assert reply.status == {"spaces": 200, "a model's name": 404}.get(name, 400)
-    assert len(reply.text) < 5_000
-    fresh.get("/ping")  # after the callback that sent the reply
-    slow, fresh.slow[:] = list(fresh.slow), []
-    assert not slow
+
+    def send() -> None:
+        reply = fresh.request("POST", path, body, content_type="application/json")
+        assert reply.status == {"spaces": 200, "a model's name": 404}.get(name, 400)
+        assert len(reply.text) < 5_000
+
+    assert_nobody_waits(fresh, send)
 
 
 def test_bodies_of_the_size_that_people_send_are_taken(fresh: Server) -> None:
@@ -88,15 +100,15 @@ def test_bodies_of_the_size_that_people_send_are_taken(fresh: Server) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_of_many_parts_hold_nobody_up(fresh: Server, stream: bool) -> None:
     """A body of a few bytes may ask for hundreds of thousands of logprobs, or for two thousand answers."""
-    prompts = ["abcdefgh" * 25] * 100
-    body = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
-    reply = fresh.post("/v1/completions", body)
-    answers = reply.events() if stream else [reply.json()]
-    found = [choice["logprobs"] for answer in answers for choice in answer["choices"] if choice["logprobs"]]
-    assert sum(len(one["tokens"]) for one in found) == 100 * 201
-    assert all(len(top) >= 20 for one in found for top in one["top_logprobs"] if top)
-    many = fresh.post("/v1/completions", {"prompt": ["a"] * 2048, "max_tokens": 1, "stream": stream})
-    assert many.status == 200
-    fresh.get("/ping")
-    slow, fresh.slow[:] = list(fresh.slow), []
-    assert not slow
+    body = {"prompt": ["abcdefgh" * 25] * 100, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
+
+    def send() -> None:
+        reply = fresh.post("/v1/completions", body)
+        answers = reply.events() if stream else [reply.json()]
+        found = [choice["logprobs"] for answer in answers for choice in answer["choices"] if choice["logprobs"]]
+        assert sum(len(one["tokens"]) for one in found) == 100 * 201
+        assert all(len(top) >= 20 for one in found for top in one["top_logprobs"] if top)
+        many = fresh.post("/v1/completions", {"prompt": ["a"] * 2048, "max_tokens": 1, "stream": stream})
+        assert many.status == 200
+
+    assert_nobody_waits(fresh, send)

@@ -274,7 +274,8 @@ def test_a_request_that_ended_has_its_last_count(page: Page, pace: Pace) -> None
 
 
 @in_browser
-def test_a_chat_goes_on_to_the_end_of_the_models_length(page: Page) -> None:
+def test_a_chat_goes_on_to_the_end_of_the_models_length(page: Page, pace: Pace) -> None:
+    pace.set(0.0005)
     for most in (1_400, 100_000):  # too many behind this prompt; more than the model's length
         page.set_max_tokens(most)
         page.find("#chat-a .clear").click()

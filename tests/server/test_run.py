@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import serve_fakes
+from live_harness import eventually
 from serve_fakes import INFO, serving
 
 from quire.config import EngineConfig
@@ -277,8 +278,7 @@ def test_too_much_that_waits_is_a_429_with_retry_after() -> None:
         waiting = server.connect()
         waits = {"model": "fake", "prompt": [1], "max_tokens": 90_000}  # all of them in one answer
         waiting.request("POST", "/v1/completions", json.dumps(waits), {"content-type": "application/json"})
-        while not server.get("/load")[1]["server_load"]:
-            time.sleep(0.01)
+        eventually(lambda: server.get("/load")[1]["server_load"])
         body = {"model": "fake", "prompt": [[1]] * 2, "max_tokens": 1}  # two more at once
         status, answer, headers = server.post("/v1/completions", body)
         assert (status, answer["error"]["code"]) == (429, "waiting_requests")

@@ -42,10 +42,9 @@ def config(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("normalizes", [True, False])
 @pytest.mark.parametrize(
-    ("tokens", "num_experts", "top_k", "inner", "hidden"),
-    [(1, 8, 2, 32, 64), (5, 6, 3, 40, 48), (37, 4, 1, 16, 32), (19, 20, 8, 24, 64)],
+    ("normalizes", "tokens", "num_experts", "top_k", "inner", "hidden"),
+    [(True, 1, 8, 2, 32, 64), (False, 5, 6, 3, 40, 48), (True, 37, 4, 1, 8, 32), (False, 6, 20, 8, 8, 32)],
 )
 def test_the_mixture_of_plain_torch(config, normalizes, tokens, num_experts, top_k, inner, hidden, device):
     ops, made, twin = pair(
@@ -60,7 +59,7 @@ def test_the_mixture_of_plain_torch(config, normalizes, tokens, num_experts, top
 
 
 def test_a_shared_expert_the_residual_stream_and_the_next_norm(config, device):
-    _, made, twin = pair(device, torch.float32, 6, 32, 48, top_k=2, normalizes=True, activation="gelu_tanh")
+    _, made, twin = pair(device, torch.float32, 6, 12, 48, top_k=2, normalizes=True, activation="gelu_tanh")
     x, residual = torch.randn(7, 48, device=device), torch.randn(7, 48, device=device)
     norm = Norm(torch.randn(48, device=device), 1e-5)
     for gate in (torch.randn(7, 1, device=device), None):
@@ -99,12 +98,12 @@ def test_all_tokens_of_one_expert_and_rows_that_are_not_numbers(config, device):
     for matrix in (made.router, twin.router):
         matrix.weight.fill_(0.0)
         matrix.weight[2, 0], matrix.weight[1, 0] = 5.0, 4.0
-    x = torch.rand(40, 32, device=device) + 0.1
+    x = torch.rand(20, 32, device=device) + 0.1
     expected = twin.multiply(x.double())
     assert close(made.multiply(x), expected, 1e-5)
     x[3] = float("nan")
     out = made.multiply(x)
-    others = [row for row in range(40) if row != 3]
+    others = [row for row in range(20) if row != 3]
     assert close(out[others], expected[others], 1e-5) and out[3].isnan().all()
 
 

@@ -130,10 +130,10 @@ def test_small_vocabularies(vocab_size, device):
     check(torch.randn(len(specs), vocab_size, device=device), specs, 5, chunk=128)
 
 
-@pytest.mark.parametrize("kind", ["normal", "peaked"])
-def test_tokens_do_not_depend_on_the_chunks(kind, device):
-    specs = specs_of_all_kinds()
-    logits = make_logits(kind, len(specs), 2100).to(device)
+@pytest.mark.parametrize(("kind", "first"), [("normal", 0), ("peaked", 1)])
+def test_tokens_do_not_depend_on_the_chunks(kind, first, device):
+    specs = specs_of_all_kinds()[first::2]
+    logits = make_logits(kind, len(specs), 1100).to(device)
     assert sample_all(logits, specs, 9, chunk=256) == sample_all(logits, specs, 9, chunk=2048)
 
 
@@ -145,7 +145,7 @@ def test_tokens_do_not_depend_on_the_batch(device):
 
 
 def test_equal_tokens_are_split_by_id(device):
-    num = 24
+    num = 12
     specs = [SamplingSpec(seed=i, top_p=0.95) for i in range(num)] + [SamplingSpec(seed=i, top_k=3) for i in range(num)]
     drawn = sample_all(torch.zeros(2 * num, 20, device=device), specs, 0, chunk=128)
     assert set(drawn[:num]) <= set(range(19)) and len(set(drawn[:num])) > 5
