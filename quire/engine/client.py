@@ -9,14 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from quire.agents import Dialect
-from quire.beams import BeamSearchParams
 from quire.child import describe_exit
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
@@ -26,43 +24,18 @@ from quire.engine.messages import CacheReport, EngineMessage, Failed, Heartbeat,
 from quire.engine.metrics import request_metrics
 from quire.engine.stats import Metric
 from quire.engine.streams import Stream, Streams
-from quire.engine.text_side import TextSide, open_model
+from quire.engine.text_front import SharedText, TextFront
 from quire.errors import ConfigError, EngineDeadError, QuireError
-from quire.inputs import Prompt
 from quire.log import get_logger
 from quire.outputs import RequestOutput
-from quire.params import SamplingParams
-from quire.pooling import PoolingParams
-from quire.request import AdapterRef, cache_scope
-from quire.text import Tokenizer
+from quire.request import cache_scope
 
 _TICK_S = 1.0
 _LAST_WORDS_S = 2.0  # what has failed may hang while it cleans up
 _SHUT_DOWN = "the engine was shut down"
 
 
-class SharedText:
-    """A model's text side, opened once for however many engines run it in this event loop."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
-        self._opening: asyncio.Task[TextSide] | None = None
-
-    async def open(self) -> TextSide:
-        if self._opening is None:
-            self._opening = asyncio.create_task(asyncio.to_thread(self._open))
-        text = await asyncio.shield(self._opening)
-        if not hasattr(self, "opened"):
-            self.opened, self.outputs = text, text.make_outputs()
-        return text
-
-    def _open(self) -> TextSide:
-        text = TextSide(self._config, open_model(self._config))
-        text.compile_template()  # while the child loads: the first chat need not wait for it
-        return text
-
-
-class EngineClient:
+class EngineClient(TextFront):
     """Implements `quire.engine.api.ServingEngine`. Belongs to one event loop."""
 
     def __init__(
@@ -76,9 +49,7 @@ class EngineClient:
     ) -> None:
         """text: what several engines of one model share. on_lost: gets the requests that were running when the engine
         died, for another one to go on with; without it they end with an error."""
-        self.config = config
-        self.options = options or EngineProcessOptions()
-        self._shared = text or SharedText(config)
+        super().__init__(config, options, text)
         self._on_report = on_report
         self._on_lost = on_lost
         self._state = EngineState.STARTING
@@ -127,13 +98,13 @@ class EngineClient:
     async def _become_ready(self) -> None:
         try:
             # Here and in the child at once; what is wrong with a model is found here first, as it would be offline.
-            self._text = await self._shared.open()
-            if self._text.tokenizer is not None:
-                self._text.grammars.prepare()
+            text = await self._text.open()
+            if text.tokenizer is not None:
+                text.grammars.prepare()
             info = await self._info
-            self._inputs = self._text.make_inputs(info.max_model_len, info.max_num_seqs, info.serves_determinism)
-            self._streams = Streams(self._shared.outputs, self._link.send, self._raise_if_not_ready)
-            for token_ids in self._inputs.encode_pinned(self.config.pinned_prefixes, info.block_size):
+            inputs = self._take_limits(info)
+            self._streams = Streams(self._text.outputs, self._link.send, self.raise_if_dead)
+            for token_ids in inputs.encode_pinned(self.config.pinned_prefixes, info.block_size):
                 await self._pin(token_ids, info.block_size)
             if self._state is EngineState.DEAD or self._is_closing:  # meanwhile
                 raise EngineDeadError(self._death_reason or _SHUT_DOWN)
@@ -214,18 +185,6 @@ class EngineClient:
     def info(self) -> EngineInfo:
         return self._engine_info
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._text.tokenizer
-
-    @property
-    def dialect(self) -> Dialect:
-        return self._text.dialect
-
-    @property
-    def default_sampling(self) -> SamplingParams:
-        return self._text.default_sampling
-
     def health(self) -> EngineHealth:
         if self._state is EngineState.DEAD:
             return EngineHealth(EngineState.DEAD, self._death_reason)
@@ -240,42 +199,13 @@ class EngineClient:
 
     # -- requests
 
-    def prepare(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | PoolingParams,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        adapter: AdapterRef | None = None,
-    ) -> PreparedRequest:
-        """Tokenize and check. Any thread may call it."""
-        self._raise_if_not_ready()
-        return self._inputs.make_request(
-            request_id,
-            prompt,
-            params,
-            arrival_s=time.monotonic(),
-            priority=priority,
-            tenant=tenant,
-            cache_tenant=tenant if self.options.isolated_tenants else "",
-            adapter=adapter,
-        )
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        self._raise_if_not_ready()
-        return self._text.render_chat(messages, chat_template=chat_template, **kwargs)
-
     def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run a request. Outputs that its reader was too slow for are joined into one."""
         return self._streams.read(prepared)
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """Run one of `quire.engine.calls.CALLS` between two steps."""
-        self._raise_if_not_ready()
+        self.raise_if_dead()
         return await self._streams.call(name, **arguments)
 
     async def metrics(self) -> list[Metric]:
@@ -283,7 +213,7 @@ class EngineClient:
         found = msgspec.convert(await self.call("metrics"), list[Metric])
         return found + request_metrics(self._streams.stats)
 
-    def _raise_if_not_ready(self) -> None:
+    def raise_if_dead(self) -> None:
         if self._state is EngineState.DEAD or self._is_closing:
             raise EngineDeadError(self._death_reason or _SHUT_DOWN)
         if self._state is EngineState.STARTING:

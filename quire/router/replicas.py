@@ -11,40 +11,32 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from quire.agents import Dialect
-from quire.beams import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
-from quire.engine.client import EngineClient, SharedText
+from quire.engine.client import EngineClient
 from quire.engine.launch import EngineProcessOptions
 from quire.engine.messages import CacheReport, LoadReport
 from quire.engine.stats import Metric
 from quire.engine.streams import Stream
-from quire.engine.text_side import TextSide
-from quire.errors import BadRequestError, ConfigError, EngineDeadError, QuireError
-from quire.inputs import Prompt as UserPrompt
+from quire.engine.text_front import TextFront
+from quire.errors import BadRequestError, EngineDeadError, QuireError
 from quire.kv.hashing import BlockHash
 from quire.log import get_logger
 from quire.outputs import RequestOutput
-from quire.params import SamplingParams
-from quire.pooling import PoolingParams
-from quire.request import AdapterRef
+from quire.router.devices import device_environment
 from quire.router.hashes import prompt_hashes
 from quire.router.members import Flight, Member
 from quire.router.moves import Moves
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 from quire.socket_folder import SocketFolder
-from quire.text import Tokenizer
 
+_SHUT_DOWN = "the engine was shut down"
 _LOOK_S = 1.0  # between two looks at whether a replica hangs
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
@@ -56,7 +48,7 @@ _SHORT_PROMPT = 256  # uncached tokens that a replica computes itself though its
 _EVERYWHERE = ("reset_prefix_cache", "pin_prefix", "unpin_prefix")  # calls that are for all replicas
 
 
-class ReplicaSet:
+class ReplicaSet(TextFront):
     """Implements `quire.engine.api.ServingEngine`. Belongs to one event loop."""
 
     def __init__(
@@ -67,15 +59,14 @@ class ReplicaSet:
         *,
         make_client: Callable[..., EngineClient] = EngineClient,
     ) -> None:
-        self.config = config
-        self.options = replace(options or EngineProcessOptions(), publishes_cache=config.enable_prefix_caching)
+        options = replace(options or EngineProcessOptions(), publishes_cache=config.enable_prefix_caching)
+        super().__init__(config, options, None)
         self.router = Router(config.block_size)
         self._num_first = num_replicas
         self._make_client = make_client
         self._members: dict[str, Member] = {}
         self._names = itertools.count()
         self._listeners = itertools.count()
-        self._text = SharedText(config)
         self._flights: dict[Stream, Flight] = {}
         self._homeless: dict[Stream, list[int]] = {}  # no replica takes requests: by stream, the sequences that go on
         self._waiters: set[asyncio.Future[None]] = set()
@@ -117,7 +108,7 @@ class ReplicaSet:
                 member.keeper.cancel()
         await asyncio.gather(*(m.keeper for m in members if m.keeper is not None), return_exceptions=True)
         await asyncio.gather(*(member.client.close(grace_s) for member in members))
-        self._fail_waiting(EngineDeadError("the engine was shut down"))
+        self._fail_waiting(EngineDeadError(_SHUT_DOWN))
         if self._sockets is not None:
             self._sockets.close()
             self._sockets = None
@@ -177,12 +168,9 @@ class ReplicaSet:
 
     def _on_ready(self, member: Member) -> None:
         info = member.client.info
-        if self._info is None:
-            self._info = info
-            self._inputs = self._text_side.make_inputs(info.max_model_len, info.max_num_seqs, info.serves_determinism)
-        elif info.max_model_len < self._info.max_model_len:
-            self._info = replace(self._info, max_model_len=info.max_model_len)
-            self._inputs = self._text_side.make_inputs(info.max_model_len, info.max_num_seqs, info.serves_determinism)
+        if self._info is None or info.max_model_len < self._info.max_model_len:
+            self._info = replace(self._info or info, max_model_len=info.max_model_len)
+            self._take_limits(info)
         member.is_ready = True
         member.death = death = asyncio.get_running_loop().create_future()
         member.client.on_death(lambda _: death.set_result(None))
@@ -305,30 +293,14 @@ class ReplicaSet:
         return found
 
     @property
-    def _text_side(self) -> TextSide:
-        return self._text.opened
-
-    @property
     def info(self) -> EngineInfo:
         assert self._info is not None, "no replica is ready yet"
         return self._info
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._text_side.tokenizer
-
-    @property
-    def dialect(self) -> Dialect:
-        return self._text_side.dialect
-
-    @property
-    def default_sampling(self) -> SamplingParams:
-        return self._text_side.default_sampling
-
     def health(self) -> EngineHealth:
         """Ready while any replica is."""
         if self._death_reason or self._is_closing:
-            return EngineHealth(EngineState.DEAD, self._death_reason or "the engine was shut down")
+            return EngineHealth(EngineState.DEAD, self._death_reason or _SHUT_DOWN)
         states = {member.client.health().state: member.client.health() for member in self._members.values()}
         for state in (EngineState.READY, EngineState.STUCK):
             if state in states:
@@ -351,34 +323,9 @@ class ReplicaSet:
 
     # -- requests
 
-    def prepare(
-        self,
-        request_id: str,
-        prompt: UserPrompt,
-        params: SamplingParams | BeamSearchParams | PoolingParams,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        adapter: AdapterRef | None = None,
-    ) -> PreparedRequest:
-        """Tokenize and check. Any thread may call it."""
+    def raise_if_dead(self) -> None:
         if self._death_reason or self._is_closing:
-            raise EngineDeadError(self._death_reason or "the engine was shut down")
-        return self._inputs.make_request(
-            request_id,
-            prompt,
-            params,
-            arrival_s=time.monotonic(),
-            priority=priority,
-            tenant=tenant,
-            cache_tenant=tenant if self.options.isolated_tenants else "",
-            adapter=adapter,
-        )
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        return self._text_side.render_chat(messages, chat_template=chat_template, **kwargs)
+            raise EngineDeadError(self._death_reason or _SHUT_DOWN)
 
     def hashes_of(self, prepared: PreparedRequest, output_token_ids: Sequence[int] = ()) -> list[BlockHash]:
         """Of the full blocks before its last token, unless it reads no cache."""
@@ -528,8 +475,7 @@ class ReplicaSet:
         self._members[ticket.replica].client.streams.adopt(stream, open_indices)
 
     async def _wait_for_replica(self) -> None:
-        if self._death_reason or self._is_closing:
-            raise EngineDeadError(self._death_reason or "the engine was shut down")
+        self.raise_if_dead()
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -549,26 +495,3 @@ class ReplicaSet:
 def _tell_of_bug(keeper: asyncio.Task[None]) -> None:
     if not keeper.cancelled() and (error := keeper.exception()) is not None:
         get_logger().error("a replica is no longer looked after", exc_info=error)
-
-
-def device_environment(config: EngineConfig, index: int) -> dict[str, str]:
-    """What a replica's process must see so that it takes GPUs of its own; nothing on a CPU."""
-    gpus = [] if config.device == "cpu" else _visible_gpus()
-    if not gpus:
-        return {}
-    num_each: int = getattr(config, "tensor_parallel_size", 1) * getattr(config, "pipeline_parallel_size", 1)
-    first = index * num_each
-    if first + num_each > len(gpus):
-        raise ConfigError(
-            f"{index + 1} replicas need {(index + 1) * num_each} GPUs, and {len(gpus)} can be seen: lower "
-            "data_parallel_size, or set CUDA_VISIBLE_DEVICES"
-        )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + num_each])}
-
-
-def _visible_gpus() -> list[str]:
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if told is not None:
-        return [name.strip() for name in told.split(",") if name.strip()]
-    names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
-    return sorted((match[1] for match in names if match), key=int)

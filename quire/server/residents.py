@@ -14,28 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from quire.agents import Dialect
-from quire.beams import BeamSearchParams
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
-from quire.engine.client import EngineClient, SharedText
+from quire.engine.client import EngineClient
 from quire.engine.launch import EngineProcessOptions
 from quire.engine.stats import Metric
+from quire.engine.text_front import TextFront
 from quire.engine.text_side import num_weight_bytes
 from quire.errors import BadRequestError, EngineDeadError, MemoryBudgetError, QuireError
-from quire.inputs import Prompt
 from quire.log import get_logger
 from quire.outputs import RequestOutput
-from quire.params import SamplingParams
-from quire.pooling import PoolingParams
-from quire.request import AdapterRef
 from quire.server.errors import ApiError
 from quire.server.life import RETRY_AFTER_S
-from quire.text import Tokenizer
 
 _PATIENCE_S = 5.0  # for which a model that is busy is not asked to make room
 _FIRST_BACKOFF_S = 0.5
@@ -54,7 +48,7 @@ class ModelUnavailableError(ApiError):
         super().__init__(503, message, type="service_unavailable", code="model_unavailable", headers=headers)
 
 
-class ResidentEngine:
+class ResidentEngine(TextFront):
     """Implements `quire.engine.api.ServingEngine` with an engine process that may end, and start again, meanwhile.
     Belongs to one event loop."""
 
@@ -66,8 +60,7 @@ class ResidentEngine:
         *,
         make_client: Callable[..., EngineClient] = EngineClient,
     ) -> None:
-        self.config = config
-        self.options = options
+        super().__init__(config, options, None)
         self.share = config.memory_share or 1.0
         self.num_in_use = 0  # requests that run
         self._num_waiting = 0  # requests that wait until it is awake
@@ -78,7 +71,6 @@ class ResidentEngine:
         self._make_client = make_client
         self._client: EngineClient | None = None
         self._info: EngineInfo | None = None
-        self._text = SharedText(config)
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._death = ""  # why it is dead
@@ -156,8 +148,7 @@ class ResidentEngine:
             client.on_death(lambda reason: self._died(client, reason))
             self._client, self._info = client, client.info
             self._watching = asyncio.create_task(self._watch(client))
-            info = client.info
-            self._inputs = self._text.opened.make_inputs(info.max_model_len, info.max_num_seqs, info.serves_determinism)
+            self._take_limits(client.info)
         self.sleep_level, self._death = None, ""
         self.last_used_s = self._ready_s = time.monotonic()
 
@@ -215,18 +206,6 @@ class ResidentEngine:
         return self._info
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._text.opened.tokenizer
-
-    @property
-    def dialect(self) -> Dialect:
-        return self._text.opened.dialect
-
-    @property
-    def default_sampling(self) -> SamplingParams:
-        return self._text.opened.default_sampling
-
-    @property
     def pid(self) -> int | None:
         """The engine's process."""
         return None if self._client is None else self._client.pid
@@ -242,34 +221,6 @@ class ResidentEngine:
         return EngineLoad() if self._client is None else self._client.load()
 
     # -- requests
-
-    def prepare(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | PoolingParams,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        adapter: AdapterRef | None = None,
-    ) -> PreparedRequest:
-        """Tokenize and check, whether it sleeps or not. Any thread may call it."""
-        self.raise_if_dead()
-        return self._inputs.make_request(
-            request_id,
-            prompt,
-            params,
-            arrival_s=time.monotonic(),
-            priority=priority,
-            tenant=tenant,
-            cache_tenant=tenant if self.options.isolated_tenants else "",
-            adapter=adapter,
-        )
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        return self._text.opened.render_chat(messages, chat_template=chat_template, **kwargs)
 
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run a request, once the engine is awake."""
