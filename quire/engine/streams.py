@@ -161,8 +161,12 @@ class Streams:
             stream.home.close(stream)
 
     def start(self, prepared: PreparedRequest) -> Stream:
-        """Hand a request to the engine. Whoever starts one closes it."""
+        """Hand a request to the engine. Whoever starts one closes it. The first output of one that goes on is what it
+        goes on after."""
         stream = self.open(prepared)
+        for index, token_ids in prepared.request.continued.items():
+            stream.lines[index].waiting.new_token_ids += token_ids
+        self._make(stream)
         self._send(Add(stream.key, prepared.request))
         return stream
 

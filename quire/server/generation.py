@@ -29,6 +29,7 @@ from quire.server.endpoint import ClientGone, Exchange
 from quire.server.errors import ApiError, to_api_error
 from quire.server.pooled_bodies import PooledBody
 from quire.server.protocol import GenerationBody
+from quire.server.resuming import RESUMABLE_HEADER, RESUMABLE_PATHS, SEED_HEADER, continue_after, seed_of, why_not
 
 if TYPE_CHECKING:
     from quire.server.context import ServedModel
@@ -79,6 +80,14 @@ class Generation:
         self._is_reading = False
         self._mailbox = Mailbox()  # where there are several
         self.headers: dict[str, str] = {}  # for the response
+        self.tells_tokens = False
+        if isinstance(body, GenerationBody):
+            continue_after(body, prepared, served.engine.info)
+            asked = exchange.header(RESUMABLE_HEADER) is not None and exchange.endpoint in RESUMABLE_PATHS
+            if asked and why_not(body, prepared) is None:
+                self.tells_tokens = True
+                self.headers[SEED_HEADER] = seed_of(prepared[0])
+        self.is_continued = self._comes_known = bool(prepared[0].request.continued)  # its client has the first output
 
     async def __aenter__(self) -> Generation:
         places = self._admission.admit(self._prepared, self._exchange.tenant)
@@ -103,7 +112,9 @@ class Generation:
         self._is_reading = True
         try:
             output = await self._only.__anext__()
-            self._note(0, output)
+            if not self._comes_known:  # else it was made elsewhere, and counted there
+                self._note(0, output)
+            self._comes_known = False
         except asyncio.CancelledError:
             # Ours, unless somebody else cancelled the task too: their wish goes first.
             if self._mailbox.failure is None or self._reader is None or self._reader.uncancel() > 0:

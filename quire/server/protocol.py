@@ -160,6 +160,10 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     deterministic: Annotated[
         bool | None, Meta(description="true: bitwise the same logprobs whatever runs beside it (on a CPU).")
     ] = None
+    continued_token_ids: Annotated[
+        list[TokenId] | None,
+        Meta(description="Tokens of the answer that the client has: the stream goes on after them. With their seed."),
+    ] = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
     # As vLLM had them before structured_outputs.

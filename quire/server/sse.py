@@ -14,6 +14,7 @@ from quire.server.errors import to_api_error
 from quire.server.generation import Generation
 from quire.server.protocol import StreamOptions
 from quire.server.replies import CachedTokens, Usage
+from quire.server.resuming import tokens_comment
 
 DONE = b"data: [DONE]\n\n"
 _CONTENT_TYPE = b"text/event-stream; charset=utf-8"
@@ -146,6 +147,7 @@ async def stream_reply(exchange: Exchange, generation: Generation, writer: Strea
     The response begins with the first output, so that whatever goes wrong before it still has a status of its own.
     """
     send, take, write_all = exchange.send, generation.take, writer.write_all
+    is_known = generation.is_continued
     try:
         while not writer.is_done:
             outputs = await take()
@@ -153,8 +155,13 @@ async def stream_reply(exchange: Exchange, generation: Generation, writer: Strea
                 pieces = write_all(outputs)
             else:
                 pieces = await generation.write(partial(write_all, outputs), (output for _, output in outputs))
+            if is_known:  # the client has it
+                is_known = False
+                continue
             if writer.is_done:
                 pieces.append(writer.ending())
+            if generation.tells_tokens:
+                pieces.append(tokens_comment(outputs))
             if not pieces:
                 continue
             if not exchange.has_begun:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -85,9 +87,12 @@ def routing(*urls: str, **options: Any) -> Iterator[Front]:
         assert not thread.is_alive()
 
 
-def sim_server(model: Path, name: str = "tiny", **settings: Any) -> contextlib.AbstractContextManager[Server]:
+def sim_server(
+    model: Path, name: str = "tiny", *, step_s: float = 0.005, **settings: Any
+) -> contextlib.AbstractContextManager[Server]:
     config = EngineConfig(model=str(model), load_format="dummy", device="cpu", block_size=4)
-    return running(EngineClient(config, sim_options(SimSettings(step_s=0.005))), served_model_names=(name,), **settings)
+    client = EngineClient(config, sim_options(SimSettings(step_s=step_s)))
+    return running(client, served_model_names=(name,), **settings)
 
 
 @contextlib.contextmanager
@@ -186,8 +191,135 @@ def test_a_stream_that_breaks_midway_ends_with_an_error_event() -> None:
         reply = front.post("/v1/completions", body_of(stream=True))
         *_, last = [one for one in reply.text.split("\n\n") if one]
         assert reply.status == 200 and reply.text.startswith(piece.decode())
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_lost"
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == "server_lost" and bad in error["message"]  # nothing is said again
         assert front.metric("broken_total") == 1
+
+
+class Wire:
+    """What lies between a router and a server, until it is cut: as a machine that is gone looks from afar."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._port = port
+        self._ends: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._ends.append(near := self._listener.accept()[0])
+                self._ends.append(far := socket.create_connection(("127.0.0.1", self._port)))
+                for pair in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._carry, args=pair))
+                    self._threads[-1].start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        for end in (self._listener, *self._ends):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(60)
+        for end in (self._listener, *self._ends):
+            end.close()
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(one.removeprefix("data: ")) for one in text.split("\n\n") if one.startswith("data: {")]
+
+
+@pytest.mark.parametrize("how", ["the engine is killed", "the machine is gone", "the server is stopped"])
+def test_a_stream_goes_on_at_another_server(tiny_model: Path, how: str) -> None:
+    """No token is lost or sent twice, in text, tokens, usage and ids, and whoever waits for more gets more."""
+    common: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    common |= {"stream_options": {"include_usage": True}, "model": "tiny"}
+    paths = {
+        "/v1/completions": common | {"prompt": "Once upon", "temperature": 0.9, "seed": 7},
+        "/v1/chat/completions": common | {"messages": [{"role": "user", "content": "Grüße?"}], "temperature": 0.0},
+    }
+    with contextlib.ExitStack() as stack:
+        servers = [sim_server(tiny_model, step_s=0.03) for _ in range(2)]
+        other = stack.enter_context(servers[1])
+        first_stack = stack.enter_context(contextlib.ExitStack())
+        first = first_stack.enter_context(servers[0])
+        wire = Wire(first.port)
+        stack.callback(wire.cut)
+        expected = {path: other.post(path, body) for path, body in paths.items()}
+        front = stack.enter_context(routing(wire.url, other.url))
+        front.until(lambda: front.servers.num_up == 2)
+        front.servers.router.set_open(other.url, False)
+        begun, got = threading.Barrier(len(paths) + 1), {}
+
+        def read(path: str) -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)
+            body = json.dumps(paths[path]).encode()
+            connection.request("POST", path, body, {"content-type": "application/json", "x-request-id": path[4:]})
+            response = connection.getresponse()
+            data = b"".join(response.readline() for _ in range(9))
+            begun.wait(60)
+            got[path] = (data + response.read()).decode()
+            connection.close()
+
+        readers = [threading.Thread(target=read, args=(path,)) for path in paths]
+        for reader in readers:
+            reader.start()
+        begun.wait(60)
+        front.servers.router.set_open(other.url, True)
+        if how == "the engine is killed":
+            os.kill(first.engine.pid, signal.SIGKILL)
+        elif how == "the machine is gone":
+            wire.cut()
+        else:
+            first_stack.close()
+        for reader in readers:
+            reader.join(60)
+        for path, reply in expected.items():
+            assert got[path].endswith("data: [DONE]\n\n") and ": tokens" not in got[path]
+            undisturbed, chunks = events_of(reply.text), events_of(got[path])
+            assert told(chunks) == told(undisturbed)
+            assert len({chunk["id"] for chunk in chunks}) == 1
+            assert chunks[-1]["usage"]["completion_tokens"] == 60
+        assert front.metric("resumed_total") == 2 and front.metric("broken_total") == 0
+
+
+def told(chunks: list[dict[str, Any]]) -> tuple[str, list[int], list[str], list[str]]:
+    """The text, tokens, roles and ends of a stream."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    deltas = [choice.get("delta", {"content": choice.get("text")}) for choice in choices]
+    return (
+        "".join(delta.get("content") or "" for delta in deltas),
+        [token for choice in choices for token in choice["token_ids"]],
+        [delta["role"] for delta in deltas if "role" in delta],
+        [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+    )
+
+
+def test_what_cannot_go_on_after_tokens_is_refused(tiny_model: Path) -> None:
+    with sim_server(tiny_model) as server:
+        whole = server.post("/v1/completions", body_of(return_token_ids=True)).json()["choices"][0]
+        half = {"continued_token_ids": whole["token_ids"][:5]}
+        rest = server.post("/v1/completions", body_of(stream=True, **half)).events()
+        assert whole["text"].endswith("".join(one["choices"][0]["text"] for one in rest))
+        for wrong in (
+            {},
+            {"stream": True, "n": 2, "temperature": 1.0},
+            {"stream": True, "logprobs": 1},
+            {"stream": True, "max_tokens": 5},
+        ):
+            reply = server.post("/v1/completions", body_of() | half | wrong)
+            assert (reply.status, reply.json()["error"]["param"]) == (400, "continued_token_ids")
+        reply = server.post("/v1/completions", body_of(stream=True, continued_token_ids=[1_000_000]))
+        assert reply.status == 400
 
 
 def test_without_servers_clients_are_told_to_come_back(tiny_model: Path) -> None:
