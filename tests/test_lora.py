@@ -108,6 +108,24 @@ def test_another_adapter_of_the_same_name_finds_none_of_the_old_ones_blocks(file
     assert not llm.generate(prompt, GREEDY)[0].num_cached_tokens
 
 
+def test_blocks_on_disk_come_back_to_their_own_adapter(files: Path, tmp_path: Path) -> None:
+    """Over a restart, each adapter finds what it had computed of a prompt, and nothing that another had."""
+    work = [{"prompt_token_ids": list(range(2, 80))}] * 3
+    expected = [tokens(make(files / name).generate(work[0], GREEDY))[0] for name in ("model", "merged-a", "merged-b")]
+    disk = {"kv_disk_path": str(tmp_path), "kv_disk_size": "8MiB"}
+    for is_restart in (False, True):
+        llm = adapted(files, **disk)
+        if not is_restart:
+            assert tokens(llm.generate(work[:2], GREEDY, lora_request=requests(files)[:2])) == expected[:2]
+            llm.llm_engine.core.settle(60.0)
+        else:
+            outputs = llm.generate(work, GREEDY, lora_request=requests(files)[:3])
+            assert tokens(outputs) == expected
+            num_cached = [output.num_cached_tokens for output in outputs]
+            assert num_cached[0] and num_cached[1] and not num_cached[2]
+        llm.llm_engine.close()
+
+
 def test_what_is_refused(files: Path) -> None:
     request = requests(files)[1]
     with pytest.raises(BadRequestError, match="enable_lora=True"):

@@ -21,6 +21,7 @@ from quire.engine.launch import EngineProcessOptions
 from quire.errors import BadRequestError, ConfigError, EngineDeadError
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
+from quire.request import AdapterRef
 from quire.router import devices, replicas
 from quire.router.replicas import ReplicaSet
 
@@ -152,9 +153,11 @@ def test_streams_go_on_when_their_replica_is_killed_or_drained(tiny_model: Path,
 
 def test_every_kind_of_request_is_the_same_after_a_kill_with_a_real_model(tmp_path: Path) -> None:
     """float32: text, tokens, logprobs and reasons equal those of the undisturbed run."""
-    from fakes import write_tiny_model
+    import adapter_files
 
-    model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
+    model = adapter_files.write_model(tmp_path / "model", max_position_embeddings=2048)
+    adapter = adapter_files.write_adapter(tmp_path / "adapter", model)
+    refs: dict[str, AdapterRef] = {}
     sampled = GREEDY.clone(max_tokens=400, temperature=1.0, seed=7)
     kinds: dict[str, Any] = {
         "greedy": GREEDY.clone(max_tokens=400),
@@ -172,13 +175,17 @@ def test_every_kind_of_request_is_the_same_after_a_kill_with_a_real_model(tmp_pa
             structured_outputs=StructuredOutputsParams(regex="([a-z]{5} [0-9]{3},){40}"),
         ),
         "stop": sampled.clone(stop=["zzzzqqqq"], seed=13),
+        "adapted": GREEDY.clone(max_tokens=400),
         # Nobody hears of these before their end.
         "end": sampled.clone(seed=14, output_kind=OutputKind.FINAL_ONLY),
         "beams": BeamSearchParams(beam_width=2, max_tokens=300, ignore_eos=True),
     }
 
     async def all_of(group: ReplicaSet, mark: str, disturb: Callable[[], Any] | None) -> list[list[RequestOutput]]:
-        streams = [group.stream(group.prepare(f"{mark}-{k}", f"Tell me of {k}", p)) for k, p in kinds.items()]
+        streams = [
+            group.stream(group.prepare(f"{mark}-{kind}", f"Tell me of {kind}", params, adapter=refs.get(kind)))
+            for kind, params in kinds.items()
+        ]
         if disturb is None:
 
             async def drained(stream: Any) -> list[RequestOutput]:
@@ -190,7 +197,11 @@ def test_every_kind_of_request_is_the_same_after_a_kill_with_a_real_model(tmp_pa
         return [*outputs, *[[await end] for end in ends]]
 
     async def body(group: ReplicaSet) -> None:
+        read = await group.call("read_adapter", adapter="a", path=str(adapter))  # the other replica reads it by itself
+        refs["adapted"] = AdapterRef(read["key"], str(adapter))
         expected = await all_of(group, "a", None)
+        plain = await collect(group, "plain", "Tell me of adapted", kinds["adapted"])
+        assert tokens_of(plain) != tokens_of(expected[list(kinds).index("adapted")])
         victim = max(group.replicas.values(), key=lambda client: client.load().num_steps)
 
         def kill() -> None:
@@ -212,7 +223,8 @@ def test_every_kind_of_request_is_the_same_after_a_kill_with_a_real_model(tmp_pa
             prompt_entries = of_logprobs[-1].prompt_logprobs
             assert prompt_entries is not None and len(prompt_entries) == len("Tell me of logprobs")
 
-    run(model, body, options=EngineProcessOptions(), kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
+    settings = {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 16, "load_format": "auto", "enable_lora": True}
+    run(model, body, options=EngineProcessOptions(), **settings)
 
 
 def test_a_replica_that_hangs_is_ended_and_its_requests_go_on(tiny_model: Path, tmp_path: Path) -> None:
