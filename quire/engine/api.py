@@ -57,6 +57,7 @@ class EngineInfo:
     blocks_line: str
     ready_s: float
     timeline_s: dict[str, float] = field(default_factory=dict)
+    fingerprint: str = ""  # of its config and tensors: servers of other models have others
     kv_address: str | None = None  # where other engines of this model send it blocks
     serves_determinism: bool = False  # of single requests
 

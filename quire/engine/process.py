@@ -45,6 +45,7 @@ def build_core(launch: Launch) -> tuple[EngineCore, EngineInfo]:
         get_logger().warning("%s", backend.note)
     info = EngineInfo(
         model=config.model,
+        fingerprint=opened.fingerprint(),
         architecture=opened.spec.architecture,
         device=backend.device.type,
         dtype=backend.weight_dtype,

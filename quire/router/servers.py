@@ -69,6 +69,7 @@ class Servers:
             raise ConfigError("the same server is given twice")
         self.router = Router(_BLOCK_SIZE)
         self.models: tuple[str, ...] = ()  # of the first server that answered; the others must serve the same
+        self._fingerprints: dict[str, str] = {}  # by model, of servers that tell them
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._tasks: list[asyncio.Task[None]] = []
         self._meeting = asyncio.Lock()
@@ -234,7 +235,15 @@ class Servers:
                 f"it serves {', '.join(upstream.models)} and {others[0].url} serves {', '.join(self.models)}: servers "
                 "behind one router serve the same models, under the same names (--served-model-name)"
             )
-        self.models = upstream.models
+        told = {str(one["id"]): str(one["fingerprint"]) for one in found["data"] if one.get("fingerprint")}
+        known = self._fingerprints if others else {}
+        for name in told.keys() & known.keys():
+            if told[name] != known[name]:
+                raise _OtherModelError(
+                    f"its {name} is another model than that of {others[0].url}: their configs or tensors differ "
+                    f"(fingerprints {told[name]} and {known[name]}); serve it under another name behind another router"
+                )
+        self.models, self._fingerprints = upstream.models, told | known
 
     def _take(self, upstream: Upstream, found: Mapping[str, Any]) -> None:
         changes = CacheChanges(

@@ -32,7 +32,15 @@ def routes(context: ServerContext) -> list[Route]:
         info, state = served.engine.info, served.engine.health().state.value
         root = info.model if adapter is None else served.adapters[adapter].path
         parent = None if adapter is None else served.names[0]
-        return Model(id=name, created=created, root=root, parent=parent, max_model_len=info.max_model_len, state=state)
+        return Model(
+            id=name,
+            created=created,
+            root=root,
+            parent=parent,
+            max_model_len=info.max_model_len,
+            state=state,
+            fingerprint=info.fingerprint,
+        )
 
     async def list_models(_: HttpRequest) -> Response:
         return json_response(ModelList(data=[describe(*asked) for asked in context.choices()]))

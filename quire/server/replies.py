@@ -140,6 +140,7 @@ class Model(msgspec.Struct, kw_only=True):
     state: str  # of the engine: ready, sleeping, starting, stuck or dead
     parent: str | None = None  # of an adapter: the model that it belongs to
     max_model_len: int
+    fingerprint: str  # of its config and tensors: a router refuses servers that have others under one name
 
 
 class ModelList(msgspec.Struct, kw_only=True):

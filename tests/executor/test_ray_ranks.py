@@ -170,8 +170,10 @@ def test_ranks_ask_for_a_gpu_each_where_there_are_some(model: Path, monkeypatch:
     asked: list[Any] = []
 
     class Group:
+        has_room = True
+
         def wait(self, seconds: float) -> bool:
-            return True
+            return self.has_room
 
     def placement_group(bundles: Any, strategy: str) -> Group:
         asked.append((bundles, strategy))
@@ -188,6 +190,11 @@ def test_ranks_ask_for_a_gpu_each_where_there_are_some(model: Path, monkeypatch:
     assert asked == [([{"CPU": 2, "GPU": 2}] * 2, "SPREAD"), ([{"CPU": 2}] * 2, "SPREAD")]
     with pytest.raises(ConfigError, match=r"cluster has 4 GPUs, and 5 ranks need 1 each"):
         ray_ranks.RayRanks(config_of(model, device="auto", tensor_parallel_size=5))._place()
+    monkeypatch.setattr(Group, "has_room", False)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0, "GPU": 4.0})
+    monkeypatch.setattr(ray.util, "remove_placement_group", lambda group: None)
+    with pytest.raises(RankError, match=r"no room for 2 × 1 CPUs in 60 s, 1 of 16 CPUs are free"):
+        ray_ranks.RayRanks(config_of(model, tensor_parallel_size=2))._place()
 
 
 def test_a_cluster_that_is_not_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +204,12 @@ def test_a_cluster_that_is_not_there(model: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(*_: Any, **__: Any) -> None:
         raise ConnectionError("refused")
 
+    def refuse_version(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Version mismatch: the cluster was started with Ray 2.50")
+
+    with pytest.raises(RankError, match=r"the Ray cluster cannot be joined: Version mismatch"):
+        monkeypatch.setattr(ray, "init", refuse_version)
+        LLMEngine.from_config(config_of(model, distributed_executor_backend="ray", tensor_parallel_size=2))
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(RankError, match=r"RAY_ADDRESS=127\.0\.0\.1:1"):
         LLMEngine.from_config(config_of(model, distributed_executor_backend="ray", tensor_parallel_size=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import http.client
 import json
 import os
@@ -344,6 +345,32 @@ def test_servers_of_different_models_are_refused_by_name(tiny_model: Path) -> No
         known = front.servers.models[0]
         assert front.post("/v1/completions", body_of(model=known)).status == 200
         assert front.post("/v1/completions", body_of(model="third")).status == 404
+
+
+def test_another_model_of_the_same_name_is_refused(tiny_model: Path) -> None:
+    with sim_server(tiny_model) as a, sim_server(tiny_model) as b:
+        for server, told in ((a, "aaaa"), (b, "bbbb")):
+            server.engine._engine_info = dataclasses.replace(server.engine.info, fingerprint=told)
+        with routing(a.url, b.url) as front:
+            front.until(lambda: front.servers.num_up == 1)
+            front.until(lambda: "not reached" not in front.request("GET", "/health").text)
+            reasons = [one["reason"] for one in front.request("GET", "/health").json()["servers"] if not one["up"]]
+            assert len(reasons) == 1 and "aaaa" in reasons[0] and "bbbb" in reasons[0]
+            assert front.post("/v1/completions", body_of()).status == 200
+
+
+def test_when_the_last_server_is_lost_its_streams_end_with_its_name(tiny_model: Path) -> None:
+    with sim_server(tiny_model, step_s=0.03) as server, routing(server.url) as front:
+        front.until(lambda: front.servers.num_up == 1)
+        killer = threading.Timer(0.5, lambda: os.kill(server.engine.pid, signal.SIGKILL))
+        killer.start()
+        reply = front.post("/v1/completions", body_of("hello", stream=True, max_tokens=100))
+        killer.join()
+        *_, last = events_of(reply.text)
+        assert last["error"]["code"] == "server_lost" and server.url in last["error"]["message"]
+        assert "[DONE]" not in reply.text and front.metric("broken_total") == 1
+        front.until(lambda: not front.servers.num_up)
+        assert front.post("/v1/completions", body_of()).status == 503
 
 
 def test_a_server_whose_cache_is_not_told_is_guessed(tiny_model: Path) -> None:
