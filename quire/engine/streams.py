@@ -164,10 +164,10 @@ class Streams:
         """Hand a request to the engine. Whoever starts one closes it. The first output of one that goes on is what it
         goes on after."""
         stream = self.open(prepared)
+        self._send(Add(stream.key, prepared.request))
         for index, token_ids in prepared.request.continued.items():
             stream.lines[index].waiting.new_token_ids += token_ids
         self._make(stream)
-        self._send(Add(stream.key, prepared.request))
         return stream
 
     async def call(self, name: str, **arguments: Any) -> Any:

@@ -59,5 +59,11 @@ def continue_after(body: GenerationBody, prepared: Sequence[PreparedRequest], in
     request.continued = {0: token_ids}
 
 
+def check_goes_on(*, ended: bool) -> None:
+    """Whether there is something left to say after those tokens."""
+    if ended:
+        raise bad_request(f"the answer ends within {_CONTINUED}, with a stop string", _CONTINUED)
+
+
 def tokens_comment(outputs: Sequence[tuple[int, RequestOutput]]) -> bytes:
     return b": tokens %b\n\n" % b" ".join(b"%d" % token for _, one in outputs for token in one.outputs[0].token_ids)

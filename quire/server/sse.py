@@ -14,7 +14,7 @@ from quire.server.errors import to_api_error
 from quire.server.generation import Generation
 from quire.server.protocol import StreamOptions
 from quire.server.replies import CachedTokens, Usage
-from quire.server.resuming import tokens_comment
+from quire.server.resuming import check_goes_on, tokens_comment
 
 DONE = b"data: [DONE]\n\n"
 _CONTENT_TYPE = b"text/event-stream; charset=utf-8"
@@ -156,6 +156,7 @@ async def stream_reply(exchange: Exchange, generation: Generation, writer: Strea
             else:
                 pieces = await generation.write(partial(write_all, outputs), (output for _, output in outputs))
             if is_known:  # the client has it
+                check_goes_on(ended=writer.is_done)
                 is_known = False
                 continue
             if writer.is_done:

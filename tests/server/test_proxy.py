@@ -319,8 +319,10 @@ def test_what_cannot_go_on_after_tokens_is_refused(tiny_model: Path) -> None:
         ):
             reply = server.post("/v1/completions", body_of() | half | wrong)
             assert (reply.status, reply.json()["error"]["param"]) == (400, "continued_token_ids")
-        reply = server.post("/v1/completions", body_of(stream=True, continued_token_ids=[1_000_000]))
-        assert reply.status == 400
+        stops = {"stop": [whole["text"][2:4]], "stream": True}  # it has come already
+        for wrong in ({"continued_token_ids": [1_000_000], "stream": True}, half | stops):
+            assert server.post("/v1/completions", body_of() | wrong).status == 400
+        assert server.post("/v1/completions", body_of()).json()["choices"][0]["text"] == whole["text"]
 
 
 def test_without_servers_clients_are_told_to_come_back(tiny_model: Path) -> None:
