@@ -29,7 +29,7 @@ def make_texts(words: list[str], count: int, longest: int) -> list[str]:
 def sentence_transformers(args: argparse.Namespace, length: int) -> Callable[[list[str]], torch.Tensor]:
     from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
 
-    options = {"torch_dtype": torch.float16} if args.device == "cuda" else {}
+    options = {"dtype": torch.float16 if args.device == "cuda" else torch.float32}
     model = SentenceTransformer(args.model, device=args.device, model_kwargs=options)
     model.max_seq_length = length
     return lambda texts: model.encode(texts, batch_size=args.batch, convert_to_tensor=True).float().cpu()

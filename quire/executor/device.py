@@ -54,6 +54,8 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
         )
     dtype = activation_dtype(config, spec, device.type)
     kv_dtype = _kv_dtype(config, dtype, device)
+    if device.type == "cuda" and spec.cpu_only is not None:
+        raise ConfigError(f"{spec.architecture}: {spec.cpu_only} is served on a CPU only: use device='cpu'")
     if spec.is_encoder and device.type == "cuda":  # its operations are torch's own, in half precision
         ops = ReferenceOps(device, _TORCH_DTYPES[dtype])
         return Backend(device, ops, _TORCH_DTYPES[dtype], kv_dtype, dtype, "torch kernels")

@@ -243,27 +243,31 @@ def _vocabulary_values(spec: ModelSpec) -> int:
     return (words + (spec.learned_positions or 0)) * spec.hidden_size
 
 
-def _mlp_values(spec: ModelSpec, inner: int | None = None) -> int:
+def _mlp_values(spec: ModelSpec, inner: int | None = None, bias: bool = False) -> int:
     inner = spec.intermediate_size if inner is None else inner
     num_wide = 2 if spec.gated_mlp else 1
-    return (num_wide + 1) * inner * spec.hidden_size + spec.mlp_bias * (num_wide * inner + spec.hidden_size)
+    biases = num_wide * inner + spec.hidden_size if bias or spec.mlp_bias else 0
+    return (num_wide + 1) * inner * spec.hidden_size + biases
 
 
 def _experts_values(spec: ModelSpec) -> int:
     experts = spec.experts
     assert experts is not None
-    values = experts.num_experts * (spec.hidden_size + _mlp_values(spec, experts.intermediate_size))
+    of_one = _mlp_values(spec, experts.intermediate_size, experts.has_bias)
+    values = experts.num_experts * (spec.hidden_size + experts.has_bias + of_one)
     if experts.shared_intermediate_size is not None:
         values += spec.hidden_size + _mlp_values(spec, experts.shared_intermediate_size)
     return values
 
 
 def num_norm_values(spec: ModelSpec) -> int:
-    """Numbers in the norms, which stay in float32."""
-    layer = 2 * spec.hidden_size * spec.entry_norms + 2 * spec.head_dim * spec.qk_norm
+    """Numbers in the norms, and in sinks, which stay in float32."""
+    layer = (1 if spec.shared_norm else 2) * spec.hidden_size * spec.entry_norms + 2 * spec.head_dim * spec.qk_norm
     layer += 2 * spec.hidden_size * spec.sandwich_norms
     layer += (spec.num_heads + spec.num_kv_heads) * spec.head_dim * spec.wide_qk_norm
-    return (spec.hidden_size + spec.num_layers * layer) * (2 if spec.layer_norms else 1)
+    ends = spec.hidden_size * (1 + spec.embedding_norm)
+    sinks = spec.num_layers * spec.num_heads * spec.sinks
+    return (ends + spec.num_layers * layer) * (2 if spec.layer_norms else 1) + sinks
 
 
 def rotary_table_bytes(spec: ModelSpec, max_position: int) -> int:

@@ -68,12 +68,14 @@ class ComposedOps:
         normalizes: bool,
         activation: str,
         is_sensitive: bool = False,
+        bias: bool = False,
     ) -> Experts:
+        options = {"bias": bias, "is_sensitive": is_sensitive}
         return ComposedExperts(
             self,
-            self.new_linear(num_experts, hidden, is_sensitive=True),
-            [self.new_linear(2 * inner, hidden, is_sensitive=is_sensitive) for _ in range(num_experts)],
-            [self.new_linear(hidden, inner, is_sensitive=is_sensitive) for _ in range(num_experts)],
+            self.new_linear(num_experts, hidden, bias=bias, is_sensitive=True),
+            [self.new_linear(2 * inner, hidden, **options) for _ in range(num_experts)],
+            [self.new_linear(hidden, inner, **options) for _ in range(num_experts)],
             top_k=top_k,
             normalizes=normalizes,
             activation=activation,
@@ -150,6 +152,9 @@ class ComposedLinear(ABC):
 
     def multiply_act(self, x: Normed, activation: str) -> Normed:
         return self.ops.act_mul(self.multiply(x), activation)
+
+    def multiply_activate(self, x: Normed, activation: str) -> Tensor:
+        return self.ops.activate(self.multiply(x), activation)
 
     def multiply_rope_write(
         self, x: Normed, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec

@@ -55,6 +55,7 @@ class Norm:
     weight: Tensor  # [features]
     eps: float
     bias: Tensor | None = field(default=None, kw_only=True)
+    is_biased: bool = field(default=True, kw_only=True)  # whether a checkpoint has the bias; else it is zeros
     is_folded: bool = False  # the weight is in the matrix that follows, and all ones here: see LinearWeight.fold_norm
     quantizes: bool = False  # the matrix that follows multiplies rows in 8 bits: many rows are left so
 
@@ -140,6 +141,9 @@ class AttentionSpec:
     scale: float
     window: int | None = None  # a token sees itself and the window - 1 before it
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    slopes: tuple[float, ...] | None = None  # by head: logits fall by so much a token of distance (ALiBi)
+    # [num_heads] float32: a logit of each head that no key has, which takes a share of the softmax (gpt-oss)
+    sinks: Tensor | None = field(default=None, compare=False)
     k_scale: float = 1.0  # an 8-bit cache holds k / k_scale and v / v_scale; 1 where the cache is as wide as k and v
     v_scale: float = 1.0
     leaves_wide: bool = False  # the product after it takes rows in the activations' dtype, in 8 bits never
@@ -357,6 +361,9 @@ class LinearWeight(Protocol):
     def multiply_act(self, x: Normed, activation: str) -> Normed:
         """act_mul(multiply(x), activation)"""
 
+    def multiply_activate(self, x: Normed, activation: str) -> Tensor:
+        """activate(multiply(x), activation)"""
+
     def multiply_rope_write(
         self, x: Normed, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> Tensor:
@@ -437,9 +444,11 @@ class Ops(Protocol):
         normalizes: bool,
         activation: str,
         is_sensitive: bool = False,
+        bias: bool = False,
     ) -> Experts:
         """So many MLPs with `inner` columns each. A token has the top_k with the largest weights, which are a softmax
-        over all experts' logits; normalizes: made to sum to 1; is_sensitive: as `new_linear` has it."""
+        over all experts' logits; normalizes: made to sum to 1; is_sensitive: as `new_linear` has it; bias: of the
+        router and of every matrix."""
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm of each row. A folded norm's weight is ones."""
@@ -451,7 +460,9 @@ class Ops(Protocol):
         """residual += branch, in place; returns norm(residual, norm), or residual where there is no norm."""
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        """gate_up: [tokens, 2 * n] -> activation(first half) * second half; activation is 'silu' or 'gelu_tanh'."""
+        """gate_up: [tokens, 2 * n] -> activation(first half) * second half; activation is silu, gelu_tanh, or
+        clamped_silu, which is gpt-oss's: silu(1.702 * gate) / 1.702 of a gate of at most 7, times an up within 7
+        of 0, plus 1."""
 
     def rope_and_write(
         self,

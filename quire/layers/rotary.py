@@ -41,9 +41,13 @@ def rotary_table(
     return table.to(device)
 
 
-def pairs_order(head_dim: int, num_turned: int) -> list[int]:
-    """Where only the first `num_turned` elements of a head turn, element i with i + num_turned / 2: the order in which
-    i turns with i + head_dim / 2, as kernels do it. Attention is the same in any order that q and k share."""
+def pairs_order(head_dim: int, num_turned: int, *, neighbours: bool = False) -> list[int]:
+    """Where only the first `num_turned` elements of a head turn, element i with i + num_turned / 2, or with
+    `neighbours` 2i with 2i + 1: the order in which i turns with i + head_dim / 2, as kernels do it. Attention is the
+    same in any order that q and k share."""
+    if neighbours:
+        assert num_turned == head_dim
+        return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
     turned, rest = num_turned // 2, (head_dim - num_turned) // 2
     firsts = [*range(turned), *range(num_turned, num_turned + rest)]
     seconds = [*range(turned, num_turned), *range(num_turned + rest, head_dim)]

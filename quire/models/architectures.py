@@ -1,54 +1,23 @@
-"""The architectures that are served, as a table of their differences, and how a config becomes a ModelSpec."""
+"""How a config becomes a ModelSpec, by the family that it is of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 from quire.models.config_reader import MAX_INTEGER, ConfigReader, shown
 from quire.models.encoders import ENCODER_NAMES, ENCODERS, encoder_spec
+from quire.models.families import ARCHITECTURES, UNSERVED, Architecture, LayerTypes
 from quire.models.quantization import read_quantization
 from quire.models.rope_config import DEFAULT_THETA, max_position_with_scaling, read_rope, read_rope_by_layer_type
-from quire.models.spec import CheckpointFormat, ExpertsSpec, IntegerFormat, LayerSpec, ModelSpec, RopeSpec
+from quire.models.spec import CheckpointFormat, IntegerFormat, LayerSpec, ModelSpec, RopeSpec
 from quire.models.stored_names import StoredNames
 from quire.nearest import nearest
 
-LayerTypes = tuple[str, ...]  # full_attention or sliding_attention, by layer
-_MAX_EXPERTS = 4096
 _MAX_LAYERS = 1024  # the deepest published models have some 130
 _MAX_WINDOWED_POSITIONS = 1 << 20
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Architecture:
-    """In what one architecture differs from Llama. None: the config's own key says."""
-
-    layer_types: Callable[[ConfigReader, int], LayerTypes]
-    qkv_bias: bool | None = None  # attention_bias
-    output_bias: bool | None = None  # attention_bias
-    has_mlp_bias: bool = False  # whether mlp_bias is one of its keys
-    qk_norm: bool = False
-    is_gemma: bool = False  # 1 + weight in norms, sandwich norms, scaled embedding, tanh GELU, two rotary bases
-    head_dim_from_hidden: bool = True  # where head_dim is missing: hidden_size / num_attention_heads
-    tied_by_default: bool = False
-    experts: Callable[[ConfigReader], ExpertsSpec] | None = None
-    names: StoredNames = field(default_factory=StoredNames)
-    keys: Mapping[str, str] = field(default_factory=dict)  # what its configs call the usual keys
-    activation: str = "silu"  # where the config names none
-    mlp_bias: bool | None = None  # None: see has_mlp_bias
-    bias_by_default: bool = False  # attention_bias and mlp_bias, where they are missing
-    inner_ratio: int | None = None  # intermediate_size / hidden_size, where that is missing
-    wide_qk_norm: bool = False
-    layer_norms: bool = False
-    entry_norms: bool = True
-    sandwich_norms: bool = False
-    gated_mlp: bool = True
-    partial_rotary: bool = False  # whether partial_rotary_factor is one of its keys
-    learned_positions: bool = False
-    local_rope: bool = False  # Gemma 3: layers with a window turn at another base
-    is_granite: bool = False  # multipliers of embedding, attention, residual branches and logits
+_UNTURNED = RopeSpec(DEFAULT_THETA, num_turned=0)
 
 
 def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
@@ -78,19 +47,23 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         ropes = read_rope_by_layer_type(reader, head_dim)
     else:
         rope = read_rope(reader, head_dim, has_parts=architecture.partial_rotary)
-        if architecture.learned_positions:
-            rope = RopeSpec(DEFAULT_THETA, num_turned=0)
+        if architecture.learned_positions or architecture.alibi is not None:
+            rope = _UNTURNED
         ropes = {"full_attention": rope, "sliding_attention": rope}
     window = reader.integer("sliding_window") if "sliding_attention" in layer_types else None
     windows = {"full_attention": None, "sliding_attention": window}
 
+    unturned = architecture.unturned_layers(reader, layer_types) if architecture.unturned_layers is not None else ()
     experts = None if architecture.experts is None else architecture.experts(reader)
     sparse = _sparse_layers(reader, num_layers) if experts is not None else [False] * num_layers
     attention_bias = reader.flag("attention_bias", architecture.bias_by_default)
     mlp_bias = architecture.mlp_bias
     if mlp_bias is None:
         mlp_bias = architecture.has_mlp_bias and reader.flag("mlp_bias", architecture.bias_by_default)
-    max_position = _max_position(reader, ropes["full_attention"], layer_types)
+    is_parallel = architecture.parallel_residual
+    if is_parallel is None:
+        is_parallel = reader.flag("use_parallel_residual", architecture.parallel_by_default)
+    max_position = _max_position(reader, ropes["full_attention"], layer_types, architecture.trained_length)
     norm_eps = reader.number("rms_norm_eps")
     inner = None if architecture.inner_ratio is None else architecture.inner_ratio * hidden_size
     stored = read_quantization(reader)
@@ -107,7 +80,10 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         norm_eps=norm_eps,
         layers=tuple(
             LayerSpec(
-                ropes[kind], windows[kind], has_experts, **_wide_parts(stored, f"model.layers.{index}", has_experts)
+                _UNTURNED if index in unturned else ropes[kind],
+                windows[kind],
+                has_experts,
+                **_wide_parts(stored, f"model.layers.{index}", has_experts),
             )
             for index, (kind, has_experts) in enumerate(zip(layer_types, sparse, strict=True))
         ),
@@ -120,15 +96,22 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
         wide_qk_norm=architecture.wide_qk_norm,
         norm_offset=architecture.is_gemma,
         layer_norms=architecture.layer_norms,
+        norm_biases=architecture.norm_biases,
+        embedding_norm=architecture.embedding_norm,
         entry_norms=architecture.entry_norms,
         sandwich_norms=architecture.is_gemma or architecture.sandwich_norms,
-        parallel_residual=reader.flag("use_parallel_residual", True) if base == "GPTNeoXForCausalLM" else False,
+        parallel_residual=is_parallel,
+        shared_norm=is_parallel and architecture.shared_norm,
         gated_mlp=architecture.gated_mlp,
         learned_positions=max_position if architecture.learned_positions else None,
         embedding_scale=hidden_size**0.5 if architecture.is_gemma else None,
         attention_scale=(reader.number("query_pre_attn_scalar") if architecture.is_gemma else head_dim) ** -0.5,
         attention_softcap=reader.optional_number("attn_logit_softcapping") if architecture.is_gemma else None,
         logit_softcap=reader.optional_number("final_logit_softcapping") if architecture.is_gemma else None,
+        logit_scale=reader.number("logit_scale", 1.0) if architecture.has_logit_scale else 1.0,
+        alibi_slopes=None if architecture.alibi is None else architecture.alibi(reader, num_heads),
+        sinks=architecture.sinks,
+        neighbours_turn=architecture.neighbours_turn,
         tie_embeddings=reader.flag("tie_word_embeddings", architecture.tied_by_default),
         bos_token_id=_bos_token_id(reader),
         eos_token_ids=_eos_token_ids(reader),
@@ -187,10 +170,10 @@ def _base_name(name: Any) -> str | None:
     return None
 
 
-def _max_position(reader: ConfigReader, rope: RopeSpec, layer_types: LayerTypes) -> int:
+def _max_position(reader: ConfigReader, rope: RopeSpec, layer_types: LayerTypes, default: int | None) -> int:
     """What the config claims. Where every layer has a window no cache ends a sequence, and the rotary table would be as
     long as the claim."""
-    claimed = max_position_with_scaling(reader, rope)
+    claimed = max_position_with_scaling(reader, rope, default)
     return claimed if "full_attention" in layer_types else min(claimed, _MAX_WINDOWED_POSITIONS)
 
 
@@ -203,15 +186,13 @@ def _architecture_name(reader: ConfigReader) -> str:
         if isinstance(name, str) and (name in ENCODERS or _base_name(name) is not None):
             return name
     near = nearest(names[0], [*ARCHITECTURES, *ENCODERS], n=2)
-    message = f"architecture {', '.join(map(str, names))[:200]} is not served (there are {served})"
+    message = f"architecture {', '.join(map(str, names))[:200]} is not served"
+    for family, reason in UNSERVED.items():
+        if str(names[0]).startswith(family):
+            message += f". {reason}"
     if near:
         message += f". Nearest: {' and '.join(near)}"
-    if "Gemma3ForConditionalGeneration" in names:
-        message += (
-            ". It takes images too: use a text-only Gemma 3 (Gemma3ForCausalLM), such as google/gemma-3-1b-it, or a "
-            "text-only export of this one"
-        )
-    raise reader.error(message)
+    raise reader.error(f"{message}. There are {served}")
 
 
 def _refuse_unserved(reader: ConfigReader, architecture: Architecture) -> None:
@@ -220,12 +201,15 @@ def _refuse_unserved(reader: ConfigReader, architecture: Architecture) -> None:
         for key in ("num_local_experts", "num_experts", "n_routed_experts"):
             if reader.get(key) not in (None, 0, 1):
                 raise reader.error(f"{key} is {shown(reader.get(key))}: this architecture is served without experts")
+    for key, served in architecture.fixed.items():
+        if reader.get(key) not in (None, *served):
+            raise reader.error(f"{reader.named(key)} is {shown(reader.get(key))}: this architecture is served without")
     for key in ("use_bidirectional_attention", "is_encoder_decoder"):
         if reader.get(key):
             raise reader.error(f"{key} is set: only causal decoders are served")
     if not architecture.has_mlp_bias and reader.get("mlp_bias"):
         raise reader.error("mlp_bias is set: this architecture has none")
-    if architecture.output_bias is False and reader.get("attention_bias"):
+    if architecture.output_bias is False and architecture.qkv_bias is not None and reader.get("attention_bias"):
         raise reader.error("attention_bias is set: this architecture decides itself which projections have a bias")
     if not architecture.is_gemma:
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -236,33 +220,14 @@ def _refuse_unserved(reader: ConfigReader, architecture: Architecture) -> None:
 def _activation(reader: ConfigReader, architecture: Architecture) -> str:
     key = "hidden_activation" if architecture.is_gemma else "hidden_act"
     activation = reader.text(key, architecture.activation)
+    if architecture.clamped_mlp:
+        return "clamped_silu"
     served = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
     if not architecture.gated_mlp:
         served |= {"gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
     if activation not in served:
         raise reader.error(f"{reader.named(key)} {activation!r} is not served (there are {', '.join(served)})")
     return served[activation]
-
-
-def _mixtral_experts(reader: ConfigReader) -> ExpertsSpec:
-    """All of the MLP is experts; a softmax over the chosen."""
-    return _experts(reader, "num_local_experts", "intermediate_size", normalizes=True)
-
-
-def _qwen_experts(reader: ConfigReader) -> ExpertsSpec:
-    """transformers 5 writes num_experts as num_local_experts. Qwen2 has a shared expert beside them."""
-    count = "num_experts" if reader.get("num_experts") is not None else "num_local_experts"
-    experts = _experts(reader, count, "moe_intermediate_size", normalizes=reader.flag("norm_topk_prob", False))
-    if not reader.get(shared := "shared_expert_intermediate_size"):
-        return experts
-    return replace(experts, shared_intermediate_size=reader.integer(shared))
-
-
-def _experts(reader: ConfigReader, count: str, size: str, *, normalizes: bool) -> ExpertsSpec:
-    num_experts, top_k = reader.integer(count, at_most=_MAX_EXPERTS), reader.integer("num_experts_per_tok")
-    if top_k > num_experts:
-        raise reader.error(f"num_experts_per_tok is {top_k:,}: more than the {num_experts:,} experts ({count})")
-    return ExpertsSpec(num_experts, top_k, reader.integer(size), normalizes)
 
 
 def _sparse_layers(reader: ConfigReader, num_layers: int) -> list[bool]:
@@ -301,194 +266,3 @@ def _dtype(reader: ConfigReader) -> str:
     if name not in served:
         raise reader.error(f"dtype {name!r} is not served (there are {', '.join(served)})")
     return name
-
-
-def _all_full(reader: ConfigReader, num_layers: int) -> LayerTypes:
-    """Llama: no windows."""
-    return _agreeing(reader, ("full_attention",) * num_layers)
-
-
-def _all_alike(reader: ConfigReader, num_layers: int) -> LayerTypes:
-    """Mistral: every layer has the window, where there is one. Null is none; a missing key is ambiguous."""
-    if "sliding_window" not in reader.values:
-        raise reader.error("sliding_window is missing: expected a number of tokens, or null for none")
-    kind = "full_attention" if reader.get("sliding_window") is None else "sliding_attention"
-    return _agreeing(reader, (kind,) * num_layers)
-
-
-def _late_windows(reader: ConfigReader, num_layers: int) -> LayerTypes:
-    """Qwen: windows, if at all, from layer max_window_layers on."""
-    if not reader.flag("use_sliding_window", False) or reader.get("sliding_window") is None:
-        return _agreeing(reader, ("full_attention",) * num_layers)
-    listed = _listed_layer_types(reader, num_layers)
-    if listed is not None:
-        return listed
-    if reader.get("max_window_layers") != 0:
-        num_full = min(reader.integer("max_window_layers"), num_layers)
-    else:
-        num_full = 0
-    return ("full_attention",) * num_full + ("sliding_attention",) * (num_layers - num_full)
-
-
-def _alternating(reader: ConfigReader, num_layers: int, *, default_pattern: int) -> LayerTypes:
-    """Gemma: every sliding_window_pattern-th layer sees everything."""
-    listed = _listed_layer_types(reader, num_layers)
-    if listed is not None:
-        return listed
-    pattern = reader.integer("sliding_window_pattern", default_pattern)
-    return tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers))
-
-
-def _agreeing(reader: ConfigReader, layer_types: LayerTypes) -> LayerTypes:
-    """layer_types, unless the config lists others."""
-    listed = _listed_layer_types(reader, len(layer_types))
-    if listed is not None and listed != layer_types:
-        raise reader.error("layer_types contradicts what sliding_window says for this architecture")
-    return layer_types
-
-
-def _listed_layer_types(reader: ConfigReader, num_layers: int) -> LayerTypes | None:
-    listed = reader.get("layer_types")
-    if listed is None:
-        return None
-    if not isinstance(listed, list | tuple) or len(listed) != num_layers:
-        raise reader.error(f"layer_types must list {num_layers} layers, as many as num_hidden_layers")
-    for kind in listed:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise reader.error(f"layer type {shown(kind)} is not served (there are full_attention, sliding_attention)")
-    return tuple(listed)
-
-
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(layer_types=_all_full, has_mlp_bias=True),
-    "MistralForCausalLM": Architecture(layer_types=_all_alike, qkv_bias=False, output_bias=False),
-    "Qwen2ForCausalLM": Architecture(layer_types=_late_windows, qkv_bias=True, output_bias=False),
-    "Qwen3ForCausalLM": Architecture(layer_types=_late_windows, qk_norm=True, head_dim_from_hidden=False),
-    "MixtralForCausalLM": Architecture(
-        layer_types=_all_alike,
-        qkv_bias=False,
-        output_bias=False,
-        experts=_mixtral_experts,
-        names=StoredNames(
-            renames=(
-                (r"\.block_sparse_moe\.", ".mlp."),
-                (r"\.w1\.weight$", ".gate_proj.weight"),
-                (r"\.w3\.weight$", ".up_proj.weight"),
-                (r"\.w2\.weight$", ".down_proj.weight"),
-            )
-        ),
-    ),
-    "Qwen2MoeForCausalLM": Architecture(
-        layer_types=_late_windows, qkv_bias=True, output_bias=False, experts=_qwen_experts
-    ),
-    "Qwen3MoeForCausalLM": Architecture(
-        layer_types=_late_windows, qk_norm=True, head_dim_from_hidden=False, experts=_qwen_experts
-    ),
-    "Gemma2ForCausalLM": Architecture(
-        layer_types=partial(_alternating, default_pattern=2),
-        is_gemma=True,
-        activation="gelu_pytorch_tanh",
-        head_dim_from_hidden=False,
-        tied_by_default=True,
-    ),
-    "Gemma3ForCausalLM": Architecture(
-        layer_types=partial(_alternating, default_pattern=6),
-        qk_norm=True,
-        is_gemma=True,
-        local_rope=True,
-        activation="gelu_pytorch_tanh",
-        head_dim_from_hidden=False,
-        tied_by_default=True,
-    ),
-    "Phi3ForCausalLM": Architecture(
-        layer_types=_all_alike,
-        qkv_bias=False,
-        output_bias=False,
-        partial_rotary=True,
-        names=StoredNames(
-            fused={
-                "self_attn.qkv_proj": _QKV,
-                "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-            }
-        ),
-    ),
-    "Olmo2ForCausalLM": Architecture(layer_types=_all_full, wide_qk_norm=True, entry_norms=False, sandwich_norms=True),
-    "GraniteForCausalLM": Architecture(layer_types=_all_full, has_mlp_bias=True, is_granite=True),
-    "Starcoder2ForCausalLM": Architecture(
-        layer_types=_all_alike,
-        has_mlp_bias=True,
-        bias_by_default=True,
-        layer_norms=True,
-        gated_mlp=False,
-        activation="gelu_pytorch_tanh",
-        tied_by_default=True,
-        keys={"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias", "mlp_bias": "use_bias"},
-        names=StoredNames(renames=((r"\.mlp\.c_fc\.", ".mlp.up_proj."), (r"\.mlp\.c_proj\.", ".mlp.down_proj."))),
-    ),
-    "GPT2LMHeadModel": Architecture(
-        layer_types=_all_full,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        layer_norms=True,
-        gated_mlp=False,
-        learned_positions=True,
-        activation="gelu_new",
-        inner_ratio=4,
-        tied_by_default=True,
-        keys={
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "num_key_value_heads": "n_head",
-            "max_position_embeddings": "n_positions",
-            "intermediate_size": "n_inner",
-            "rms_norm_eps": "layer_norm_epsilon",
-            "hidden_act": "activation_function",
-        },
-        names=StoredNames(
-            renames=(
-                (r"^(transformer\.)?wte\.", "model.embed_tokens."),
-                (r"^(transformer\.)?wpe\.", "model.embed_positions."),
-                (r"^(transformer\.)?ln_f\.", "model.norm."),
-                (r"^(transformer\.)?h\.", "model.layers."),
-                (r"\.ln_1\.", ".input_layernorm."),
-                (r"\.ln_2\.", ".post_attention_layernorm."),
-                (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
-                (r"\.mlp\.c_fc\.", ".mlp.up_proj."),
-                (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
-            ),
-            fused={"attn.c_attn": _QKV},
-            transposed=("attn.c_attn", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"),
-        ),
-    ),
-    "GPTNeoXForCausalLM": Architecture(
-        layer_types=_all_full,
-        bias_by_default=True,
-        mlp_bias=True,
-        layer_norms=True,
-        gated_mlp=False,
-        partial_rotary=True,
-        activation="gelu",
-        keys={
-            "num_key_value_heads": "num_attention_heads",
-            "rms_norm_eps": "layer_norm_eps",
-            "partial_rotary_factor": "rotary_pct",
-            "rope_theta": "rotary_emb_base",
-        },
-        names=StoredNames(
-            renames=(
-                (r"^gpt_neox\.embed_in\.", "model.embed_tokens."),
-                (r"^gpt_neox\.final_layer_norm\.", "model.norm."),
-                (r"^gpt_neox\.layers\.", "model.layers."),
-                (r"^embed_out\.", "lm_head."),
-                (r"\.attention\.dense\.", ".self_attn.o_proj."),
-                (r"\.mlp\.dense_h_to_4h\.", ".mlp.up_proj."),
-                (r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
-            ),
-            fused={"attention.query_key_value": _QKV},
-            by_head=True,
-        ),
-    ),
-}

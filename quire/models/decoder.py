@@ -71,6 +71,7 @@ class Decoder:
         self._positions = None
         if spec.learned_positions is not None and self.share.is_first:
             self._positions = self._new_matrix(spec.learned_positions, spec.hidden_size, is_sensitive=True)
+        self._embedding_norm = self._new_norm(spec.hidden_size) if spec.embedding_norm and self.share.is_first else None
         self._head = self._final_norm = self.classifier = None
         if self.share.is_last and spec.pooler is not None:
             self._final_norm = self._new_norm(spec.hidden_size)
@@ -102,6 +103,8 @@ class Decoder:
         residual = self._enter(token_ids)
         if self._positions is not None:
             residual.add_(self._positions.embed(batches[0].positions))
+        if self._embedding_norm is not None:
+            residual = ops.normalize(residual, self._embedding_norm)
         x = self._first_norm(residual)
         next_norms = [layer.attention_norm for layer in layers[1:]]
         for layer, next_norm, layer_kv in zip(layers[:-1], next_norms, kv[:-1], strict=True):
@@ -221,6 +224,8 @@ class Decoder:
             slots += matrix_slots(self._head, {"model.embed_tokens" if spec.tie_embeddings else "lm_head": words})
         if self._positions is not None:
             slots += matrix_slots(self._positions, {"model.embed_positions": self._positions.out_features})
+        if self._embedding_norm is not None:
+            slots += norm_slots("model.embed_norm", self._embedding_norm, offset=False)
         if self._final_norm is not None:
             slots += norm_slots("model.norm", self._final_norm, offset=spec.norm_offset, scale=spec.logit_scale)
         if self.classifier is not None:
@@ -240,7 +245,14 @@ class Decoder:
         spec, share, kind = self.spec, self.share, self.spec.layers[index]
         hidden, head_dim = spec.hidden_size, spec.head_dim
         q_width, kv_width = len(share.heads) * head_dim, len(share.kv_heads) * head_dim
-        turned = kind.rope.num_turned
+        turned = head_dim if kind.rope.num_turned is None else kind.rope.num_turned
+        head_order = pairs_order(head_dim, turned, neighbours=spec.neighbours_turn) if turned else None
+        if head_order == list(range(head_dim)):
+            head_order = None
+        sinks = None
+        if spec.sinks:
+            sinks = torch.empty(len(share.heads), device=self._device, dtype=self._norm_dtype)
+            self._norms.append(sinks)
         attention = SelfAttention(
             AttentionSpec(
                 num_heads=len(share.heads),
@@ -250,6 +262,8 @@ class Decoder:
                 window=kind.window,
                 softcap=spec.attention_softcap,
                 leaves_wide=kind.wide_attention,
+                slopes=None if spec.alibi_slopes is None else spec.alibi_slopes[share.heads.slice],
+                sinks=sinks,
             ),
             group,
             Rotary(
@@ -268,7 +282,7 @@ class Decoder:
             heads=share.heads,
             kv_heads=share.kv_heads,
             wide_norms=(self._new_norm(q_width), self._new_norm(kv_width)) if spec.wide_qk_norm else None,
-            head_order=pairs_order(head_dim, turned) if turned is not None and 0 < turned < head_dim else None,
+            head_order=head_order,
         )
         mlp: Mlp
         if kind.has_experts:
@@ -277,13 +291,13 @@ class Decoder:
             new_mlp = self._new_mlp if spec.gated_mlp else self._new_plain_mlp
             mlp = new_mlp(share.columns, kind.wide_mlp)
         mlp.branch_norm = self._new_norm(hidden) if spec.sandwich_norms else None
-        attention_norm, mlp_norm = (self._new_norm(hidden) if spec.entry_norms else None for _ in range(2))
+        attention_norm = self._new_norm(hidden) if spec.entry_norms else None
+        mlp_norm = self._new_norm(hidden) if spec.entry_norms and not spec.shared_norm else None
         return Layer(attention_norm, attention, mlp_norm, mlp, spec.parallel_residual)
 
     def _new_plain_mlp(self, columns: Cut, is_wide: bool) -> PlainMlp:
         hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
         return PlainMlp(
-            self.ops,
             self.spec.activation,
             up=self._adapted(self._new_matrix(inner, hidden, bias=bias, is_sensitive=is_wide)),
             down=self._adapted(self._new_summed_matrix(hidden, inner, bias=bias, is_sensitive=is_wide)),
@@ -311,6 +325,7 @@ class Decoder:
             normalizes=spec.normalizes,
             activation=self.spec.activation,
             is_sensitive=is_wide,
+            bias=spec.has_bias,
         )
         self._matrices += [experts.router, *experts.gate_ups, *experts.downs]
         shared = share.shared_expert_columns
@@ -348,7 +363,11 @@ class Decoder:
             torch.empty(width, device=self._device, dtype=self._norm_dtype) for _ in range(1 + self.spec.layer_norms)
         ]
         self._norms += parts
-        return Norm(parts[0], self.spec.norm_eps, bias=parts[1] if self.spec.layer_norms else None)
+        if not self.spec.layer_norms:
+            return Norm(parts[0], self.spec.norm_eps)
+        if not self.spec.norm_biases:
+            parts[1].zero_()
+        return Norm(parts[0], self.spec.norm_eps, bias=parts[1], is_biased=self.spec.norm_biases)
 
     def _rope_table(self, rope: RopeSpec) -> Tensor:
         """One table for all layers that turn alike."""

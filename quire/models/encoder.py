@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.interface import AttentionSpec, LinearWeight, Norm, Ops, PackedBatch
+from quire.kernels.interface import AttentionSpec, LinearWeight, Norm, Normed, Ops, PackedBatch
+from quire.kernels.reference.linear import DenseLinear
 from quire.models.classifier import Classifier
 from quire.models.slots import WeightSlot, matrix_slots, norm_slots
 from quire.models.spec import ModelSpec
@@ -27,6 +29,22 @@ class _Layer:
     mlp_norm: Norm
 
 
+class _Table(DenseLinear):
+    """Rows that are looked up and never multiplied: each lies in one piece, which a backend's matrix may not do."""
+
+    __slots__ = ()
+
+    def multiply(self, x: Normed) -> Tensor:
+        raise AssertionError("a table is only looked up")
+
+    def embed(self, token_ids: Tensor, scale: float | None = None) -> Tensor:
+        assert scale is None
+        return F.embedding(token_ids, self.weight)
+
+    def logits(self, hidden: Tensor, softcap: float | None = None, out: Tensor | None = None) -> Tensor:
+        raise AssertionError("a table is only looked up")
+
+
 class Encoder:
     """A model's weights and its forward pass. As with `Decoder`, weights are uninitialised until the slots are."""
 
@@ -39,9 +57,11 @@ class Encoder:
         self._matrices: list[LinearWeight] = []
         self._norms: list[Norm] = []
         hidden = spec.hidden_size
-        self._words = self._new_matrix(spec.vocab_size, hidden, bias=False)
-        self._positions = self._new_matrix(spec.learned_positions, hidden, bias=False)
-        self._types = self._new_matrix(spec.num_token_types, hidden, bias=False)
+        self._words, self._positions, self._types = (
+            _Table(ops, rows, hidden, bias=False, device=self._device, dtype=dtype)
+            for rows in (spec.vocab_size, spec.learned_positions, spec.num_token_types)
+        )
+        self._matrices += [self._words, self._positions, self._types]
         self._norm = self._new_norm()
         self._layers = [
             _Layer(
@@ -67,7 +87,7 @@ class Encoder:
         for layer in self._layers:
             attended = ops.packed_attention(layer.qkv.multiply(x), batch, self._attention)
             x = _tensor(layer.output.multiply_add_norm(attended, x, layer.attention_norm))
-            inner = ops.activate(layer.up.multiply(x), spec.activation)
+            inner = layer.up.multiply_activate(x, spec.activation)
             x = _tensor(layer.down.multiply_add_norm(inner, x, layer.mlp_norm))
         return x
 
@@ -101,8 +121,8 @@ class Encoder:
             slots += self.classifier.slots()
         return {slot.name: slot for slot in slots}
 
-    def _new_matrix(self, out_features: int, in_features: int, *, bias: bool = True) -> LinearWeight:
-        self._matrices.append(self.ops.new_linear(out_features, in_features, bias=bias))
+    def _new_matrix(self, out_features: int, in_features: int) -> LinearWeight:
+        self._matrices.append(self.ops.new_linear(out_features, in_features, bias=True))
         return self._matrices[-1]
 
     def _new_norm(self) -> Norm:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Normed, Ops, Rotary
 from quire.models.share import Cut
-from quire.models.slots import WeightSlot, matrix_slots, norm_slots, reordered
+from quire.models.slots import WeightSlot, matrix_slots, norm_slots, reordered, vector_slot
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,6 +71,9 @@ class SelfAttention:
             yield reordered(slot, self.head_order) if is_turned and self.head_order is not None else slot
         for name, norm in zip(("q_norm", "k_norm"), self.wide_norms or (), strict=False):
             yield from norm_slots(f"{prefix}.{name}", norm, offset=False)
+        if self.spec.sinks is not None:
+            heads = self.heads or Cut.whole(self.spec.num_heads)
+            yield vector_slot(f"{prefix}.sinks", self.spec.sinks, heads)
         yield from matrix_slots(self.output, {f"{prefix}.o_proj": self.output.out_features}, q_rows)
 
 
@@ -124,7 +127,6 @@ class DenseMlp:
 class PlainMlp:
     """down(activation(up)), without a gate."""
 
-    ops: Ops
     activation: str  # silu, gelu, gelu_tanh or relu
     up: LinearWeight
     down: LinearWeight
@@ -132,7 +134,7 @@ class PlainMlp:
     columns: Cut | None = None
 
     def run(self, x: Normed, residual: Tensor, next_norm: Norm | None) -> Normed:
-        activated = self.ops.activate(self.up.multiply(x), self.activation)
+        activated = self.up.multiply_activate(x, self.activation)
         return self.down.multiply_add_norm(activated, residual, next_norm, self.branch_norm)
 
     def fold_norm(self, norm: Norm) -> Norm:
@@ -155,7 +157,8 @@ class Layer:
     attention: SelfAttention
     mlp_norm: Norm | None
     mlp: Mlp
-    is_parallel: bool = False  # the MLP reads what attention reads, not what that leaves (GPT-NeoX)
+    # The MLP reads what attention reads, not what that leaves (GPT-NeoX), by the same norm if it has none (Cohere).
+    is_parallel: bool = False
 
     def run(
         self,
@@ -174,7 +177,8 @@ class Layer:
             q, residual, batch = q[read.indices], residual[read.indices], read.batch
             if not len(q):
                 return x, residual
-        for_mlp = ops.normalize(residual, self.mlp_norm) if self.is_parallel and self.mlp_norm is not None else None
+        parallel_norm = (self.mlp_norm or self.attention_norm) if self.is_parallel else None
+        for_mlp = None if parallel_norm is None else ops.normalize(residual, parallel_norm)
         attended = ops.attention(q, kv, batch, attention.spec)
         del q  # what a name still holds cannot be used for the next tensor
         mlp_norm = self.mlp_norm if for_mlp is None else None

@@ -47,10 +47,10 @@ def read_rope_by_layer_type(config: ConfigReader, head_dim: int) -> dict[str, Ro
     }
 
 
-def max_position_with_scaling(config: ConfigReader, rope: RopeSpec) -> int:
+def max_position_with_scaling(config: ConfigReader, rope: RopeSpec, default: int | None = None) -> int:
     """max_position_embeddings, or what yarn makes of the trained length where that is more: configs are told to add
     yarn's entry and to leave the rest."""
-    max_position = config.integer("max_position_embeddings")
+    max_position = config.integer("max_position_embeddings", default)
     if rope.scaling is not None and rope.scaling["rope_type"] == "yarn":
         scaled = int(rope.scaling["factor"] * rope.scaling["original_max_position_embeddings"])
         return min(max(max_position, scaled), MAX_INTEGER)

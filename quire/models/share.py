@@ -150,6 +150,11 @@ def check_degrees(spec: ModelSpec, tensor_size: int, num_stages: int) -> None:
             f"tensor_parallel_size={tensor_size}: {spec.architecture} has a norm over all heads, of which a rank has "
             "some: use pipeline_parallel_size"
         )
+    if tensor_size > 1 and spec.experts is not None and spec.experts.has_bias:
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_size}: {spec.architecture} has experts with biases, which ranks would each "
+            "add: use pipeline_parallel_size"
+        )
     if tensor_size > (most := max_tensor_size(spec)):
         raise ConfigError(
             f"tensor_parallel_size={tensor_size} is more than the {most} ranks among which {spec.num_heads} query and "

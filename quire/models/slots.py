@@ -109,10 +109,22 @@ def norm_slots(module: str, norm: Norm, *, offset: bool, scale: float = 1.0) -> 
         parameter.fill_(value)
 
     for name, parameter, value in (("weight", norm.weight, scale), ("bias", norm.bias, 0.0)):
-        if parameter is not None:
+        if parameter is not None and (name == "weight" or norm.is_biased):
             yield WeightSlot(
                 f"{module}.{name}", tuple(parameter.shape), partial(load, parameter), partial(fill, parameter, value)
             )
+
+
+def vector_slot(name: str, parameter: Tensor, cut: Cut) -> WeightSlot:
+    """Of numbers that are neither a norm's nor a matrix's: dummy ones are 0."""
+
+    def load(tensor: Tensor) -> None:
+        parameter.copy_(tensor)
+
+    def fill(std: float, seed: int) -> None:
+        parameter.zero_()
+
+    return WeightSlot(name, (cut.total,), load, fill, part=None if cut.is_whole else (cut.slice,))
 
 
 def reordered(slot: WeightSlot, order: Sequence[int]) -> WeightSlot:

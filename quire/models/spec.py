@@ -27,6 +27,7 @@ class ExpertsSpec:
     top_k: int
     intermediate_size: int  # of one expert
     normalizes: bool  # whether a token's weights are made to sum to 1 (the same as a softmax after the choice)
+    has_bias: bool = False  # its router and its matrices (gpt-oss)
     shared_intermediate_size: int | None = None  # of an expert that every token has beside those, weighed by a sigmoid
 
 
@@ -112,15 +113,21 @@ class ModelSpec:
     wide_qk_norm: bool = False  # OLMo 2: one norm over all of q, and one over all of k
     norm_offset: bool = False  # Gemma: norms multiply by 1 + weight
     layer_norms: bool = False  # norms take the mean away first, and have a bias
+    norm_biases: bool = True  # whether that bias is in the checkpoint; else it is 0
+    embedding_norm: bool = False  # BLOOM: a norm of the words' vectors
     entry_norms: bool = True  # a norm before attention and before the MLP
     sandwich_norms: bool = False  # a norm of what each of them adds (Gemma; OLMo 2, which has no others)
     parallel_residual: bool = False  # GPT-NeoX: attention and MLP both read what came into the layer
+    shared_norm: bool = False  # Cohere: and one norm of it serves both
     gated_mlp: bool = True  # activation(gate) * up, not activation(up)
     learned_positions: int | None = None  # GPT-2: so many, each with a vector that is added to the word's
     embedding_scale: float | None = None
     logit_scale: float = 1.0  # multiplies logits
     attention_scale: float = 0.0  # multiplies q·k; resolved, never 0 in a finished spec
     attention_softcap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None  # by head: logits fall by so much a token of distance
+    sinks: bool = False  # gpt-oss: each head has a logit that no key has
+    neighbours_turn: bool = False  # Cohere: element 2i of a head turns with 2i + 1, not i with i + head_dim / 2
     logit_softcap: float | None = None
     tie_embeddings: bool = False
     pooler: PoolerSpec | None = None  # it pools; None: it generates
@@ -133,6 +140,16 @@ class ModelSpec:
     fp8: CheckpointFormat | None = None  # where it is in 8-bit floats
     integers: IntegerFormat | None = None  # where it is in whole numbers
     extras: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cpu_only(self) -> str | None:
+        """What of it no GPU kernel has yet; None if all is there."""
+        features = {
+            "ALiBi": self.alibi_slopes is not None,
+            "a softmax with sinks": self.sinks,
+            "a mixture of experts with biases": self.experts is not None and self.experts.has_bias,
+        }
+        return next((name for name, is_there in features.items() if is_there), None)
 
     @property
     def pooling_labels(self) -> tuple[str, ...] | None:

@@ -13,6 +13,8 @@ def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (spec.vocab_size, hidden),
         **_norm_shapes(spec, "model.norm", hidden),
     }
+    if spec.embedding_norm:
+        shapes |= _norm_shapes(spec, "model.embed_norm", hidden)
     if spec.learned_positions is not None:
         shapes["model.embed_positions.weight"] = (spec.learned_positions, hidden)
     if not spec.tie_embeddings and spec.pooler is None:
@@ -27,6 +29,8 @@ def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[f"model.layers.{index}.{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"model.layers.{index}.{name}.bias"] = (rows,)
+        if spec.sinks:
+            shapes[f"model.layers.{index}.self_attn.sinks"] = (spec.num_heads,)
         for name, width in _norms(spec).items():
             shapes |= _norm_shapes(spec, f"model.layers.{index}.{name}", width)
     return shapes
@@ -45,7 +49,8 @@ def classifier_tensors(pooler: PoolerSpec, hidden: int) -> dict[str, tuple[int, 
 
 
 def _norm_shapes(spec: ModelSpec, module: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {f"{module}.{name}": (width,) for name in (("weight", "bias") if spec.layer_norms else ("weight",))}
+    names = ("weight", "bias") if spec.layer_norms and spec.norm_biases else ("weight",)
+    return {f"{module}.{name}": (width,) for name in names}
 
 
 _Matrices = dict[str, tuple[int, int, bool]]  # module in a layer -> rows, columns, whether it has a bias
@@ -61,21 +66,21 @@ def _attention_matrices(spec: ModelSpec) -> _Matrices:
     }
 
 
-def _mlp_matrices(spec: ModelSpec, module: str = "mlp", inner: int | None = None) -> _Matrices:
-    hidden, inner = spec.hidden_size, inner or spec.intermediate_size
+def _mlp_matrices(spec: ModelSpec, module: str = "mlp", inner: int | None = None, bias: bool = False) -> _Matrices:
+    hidden, inner, bias = spec.hidden_size, inner or spec.intermediate_size, bias or spec.mlp_bias
     return {
-        **({f"{module}.gate_proj": (inner, hidden, spec.mlp_bias)} if spec.gated_mlp else {}),
-        f"{module}.up_proj": (inner, hidden, spec.mlp_bias),
-        f"{module}.down_proj": (hidden, inner, spec.mlp_bias),
+        **({f"{module}.gate_proj": (inner, hidden, bias)} if spec.gated_mlp else {}),
+        f"{module}.up_proj": (inner, hidden, bias),
+        f"{module}.down_proj": (hidden, inner, bias),
     }
 
 
 def _experts_matrices(spec: ModelSpec) -> _Matrices:
     experts = spec.experts
     assert experts is not None
-    matrices: _Matrices = {"mlp.gate": (experts.num_experts, spec.hidden_size, False)}
+    matrices: _Matrices = {"mlp.gate": (experts.num_experts, spec.hidden_size, experts.has_bias)}
     for number in range(experts.num_experts):
-        matrices |= _mlp_matrices(spec, f"mlp.experts.{number}", experts.intermediate_size)
+        matrices |= _mlp_matrices(spec, f"mlp.experts.{number}", experts.intermediate_size, experts.has_bias)
     if experts.shared_intermediate_size is not None:
         matrices |= _mlp_matrices(spec, "mlp.shared_expert", experts.shared_intermediate_size)
         matrices["mlp.shared_expert_gate"] = (1, spec.hidden_size, False)
@@ -84,6 +89,8 @@ def _experts_matrices(spec: ModelSpec) -> _Matrices:
 
 def _norms(spec: ModelSpec) -> dict[str, int]:
     names = ["input_layernorm", "post_attention_layernorm"] if spec.entry_norms else ["post_attention_layernorm"]
+    if spec.shared_norm:
+        names = ["input_layernorm"]
     if spec.sandwich_norms:
         names += ["pre_feedforward_layernorm"] * spec.entry_norms + ["post_feedforward_layernorm"]
     norms = dict.fromkeys(names, spec.hidden_size)
@@ -104,6 +111,8 @@ def is_ignored_tensor(spec: ModelSpec, name: str) -> bool:
         return True
     if spec.integers is not None and name.endswith((*UNUSED_SCALES, "_proj.bias")):
         return True  # biases of zeros: weights/safetensors_checkpoint.py looks
+    if spec.sinks and name.endswith("_proj_scales"):
+        return True  # of experts in MXFP4, read with their blocks
     if spec.pooler is not None and (name.startswith(("lm_head.", "score.", "cls.")) or name.endswith(".position_ids")):
         return True  # of heads that are not asked for
     return name.endswith(unused) or (spec.tie_embeddings and name == "lm_head.weight")

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from quire.kernels.interface import QuantizedRows
 from quire.weights.gguf_file import TENSOR_TYPES
+from quire.weights.repack import REPACKED
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 UnpackFn = Callable[[Bytes, Floats], None]
 
 _TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
-# The types that a kernel may multiply as they are packed; the others (IQ4_NL, ...) are unpacked.
+# The types that a kernel may multiply as they are packed; of the others, repack.py has two, and IQ and TQ are unpacked.
 PACKED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # So many values at a time: what one pass leaves in the cache, the next one finds there. A multiple of every block.
@@ -74,8 +75,15 @@ class Dequantizer:
         return torch.from_numpy(values).view(shape)
 
     def rows(self, raw: Bytes, dtype: str, shape: tuple[int, ...]) -> QuantizedRows | None:
-        """A matrix as it is stored, where its type is one that kernels may keep packed; else None."""
-        if dtype not in PACKED_TYPES or len(shape) != 2:
+        """A matrix as it is stored, where its type is one that kernels may keep packed, or in the blocks of such a type
+        that hold the same numbers; else None."""
+        if len(shape) != 2:
+            return None
+        if dtype in REPACKED:
+            packed, repack = REPACKED[dtype]
+            repacked = repack(raw.reshape(-1, _TYPES[dtype].block_bytes))
+            return None if repacked is None else self.rows(repacked.reshape(-1), packed, shape)
+        if dtype not in PACKED_TYPES:
             return None
         kind = _TYPES[dtype]
 

@@ -43,11 +43,14 @@ _IN_LAYER = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_IN_GEMMA_LAYER = _IN_LAYER | {
+# Gemma's layers have norms of what their branches add, OLMo 2's no others; gpt-oss calls its ffn_norm by such a name.
+_OWN_NORMS = ("gemma2", "gemma3", "olmo2", "gpt-oss")
+_IN_LAYER_OF_OWN_NORMS = _IN_LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_PERMUTED = ("llama", "smollm3", "granite", "granitemoe")  # rows of q and k, see _raw
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 # Mapped bytes that were read count as this process's memory until the system wants them: give them back early.
@@ -118,7 +121,7 @@ class GGUFCheckpoint(Checkpoint):
             offset, num_bytes = offset + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
             shape = (rows.stop - rows.start, *shape[1:])
         raw = np.frombuffer(self._file.data, np.uint8, num_bytes, offset)
-        if self._arch == "llama" and (heads := self._permuted_heads(entry.name)) is not None:
+        if self._arch in _PERMUTED and (heads := self._permuted_heads(entry.name)) is not None:
             # llama.cpp rotates neighbours, Hugging Face the two halves of a head: its rows are interleaved. Undone on
             # the stored rows, which are several times smaller than the values. Parts of a tensor are whole heads.
             pairs = entry.shape[0] // heads // 2
@@ -127,16 +130,18 @@ class GGUFCheckpoint(Checkpoint):
 
     def _tensor(self, entry: TensorEntry, raw: Bytes, dequantizer: Dequantizer) -> Tensor:
         tensor = dequantizer.tensor(raw, entry.dtype, entry.shape)
-        if self._arch == "gemma3" and entry.name.endswith("norm.weight"):
+        if self._arch in ("gemma2", "gemma3") and entry.name.endswith("norm.weight"):
             tensor = tensor - 1  # llama.cpp stores 1 + weight, which is what Gemma multiplies by
         return tensor
 
     def _permuted_heads(self, name: str) -> int | None:
         if ".q_proj." in name:
-            return int(self._file.metadata["llama.attention.head_count"])
+            return int(self._file.metadata[f"{self._arch}.attention.head_count"])
         if ".k_proj." in name:
             metadata = self._file.metadata
-            heads = metadata.get("llama.attention.head_count_kv", metadata["llama.attention.head_count"])
+            heads = metadata.get(
+                f"{self._arch}.attention.head_count_kv", metadata[f"{self._arch}.attention.head_count"]
+            )
             return int(heads[0] if isinstance(heads, list) else heads)
         return None
 
@@ -153,7 +158,7 @@ class GGUFCheckpoint(Checkpoint):
 def _entries(tensor: TensorEntry, arch: str) -> Iterator[TensorEntry]:
     """A tensor under its Hugging Face name; one that holds all experts of a layer as a tensor for each."""
     match = _LAYER_NAME.fullmatch(tensor.stored_name)
-    if match is not None and match[2] in _EXPERTS and len(tensor.shape) == 3:
+    if match is not None and match[2] in _EXPERTS and len(tensor.shape) == (3 if match[3] == "weight" else 2):
         num_experts = tensor.shape[0]
         num_bytes = tensor.num_bytes // num_experts
         for number in range(num_experts):
@@ -176,5 +181,7 @@ def hugging_face_name(stored_name: str, arch: str) -> str:
     if match is None:
         return stored_name
     layer, part, suffix = match.groups()
-    name = (_IN_GEMMA_LAYER if arch == "gemma3" else _IN_LAYER).get(part)
+    if part == "attn_sinks":
+        return f"model.layers.{layer}.self_attn.sinks"
+    name = (_IN_LAYER_OF_OWN_NORMS if arch in _OWN_NORMS else _IN_LAYER).get(part)
     return stored_name if name is None else f"model.layers.{layer}.{name}.{suffix}"

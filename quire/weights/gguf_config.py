@@ -20,11 +20,18 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "granite": ("GraniteForCausalLM", "granite"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "granitemoe": ("GraniteMoeForCausalLM", "granitemoe"),
+    "olmoe": ("OlmoeForCausalLM", "olmoe"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
-_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe")
+_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe", "granitemoe", "olmoe", "gpt-oss")
 ROPE_FACTORS = "rope_freqs.weight"
 # general.sampling.* -> generation_config.json
 _SAMPLING = {
@@ -37,7 +44,7 @@ _SAMPLING = {
 
 _GEMMA3_LOCAL_ROPE_THETA = 10_000.0
 _GEMMA3_WINDOW_PATTERN = 6  # every sixth layer sees everything
-_GEMMA3_27B_LAYERS = 62
+_GEMMA3_27B_LAYERS, _GEMMA2_27B_LAYERS = 62, 46
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -121,11 +128,33 @@ class _ConfigBuilder:
         }
         if self._arch == "gemma3":
             config |= self._gemma3(config)
-        elif self._get("expert_count"):
+        elif self._arch == "gemma2":
+            config |= self._gemma2(config)
+        if self._arch in ("granite", "granitemoe"):
+            config |= self._granite()
+        if self._get("expert_count"):
             config |= self._experts(config)
         elif self._arch == "llama" and config["sliding_window"]:
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
         return config
+
+    def _granite(self) -> dict[str, Any]:
+        keys = {
+            "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+        }  # fmt: skip
+        return {name: self._get(key, 1.0) for name, key in keys.items()}
+
+    def _gemma2(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        scale_dim = config["head_dim"]
+        if config["num_hidden_layers"] == _GEMMA2_27B_LAYERS:
+            scale_dim = config["hidden_size"] // config["num_attention_heads"]
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": scale_dim,
+            "final_logit_softcapping": self._get("final_logit_softcapping"),
+            "attn_logit_softcapping": self._get("attn_logit_softcapping"),
+        }
 
     def _gemma3(self, config: Mapping[str, Any]) -> dict[str, Any]:
         num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
@@ -157,6 +186,11 @@ class _ConfigBuilder:
             return experts | {
                 "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": count
             }  # fmt: skip
+        size = self._get("expert_feed_forward_length", config["intermediate_size"])
+        if self._arch in ("granitemoe", "gpt-oss"):
+            return experts | {"num_local_experts": count, "intermediate_size": size}
+        if self._arch == "olmoe":
+            return experts | {"num_experts": count, "intermediate_size": size, "norm_topk_prob": False}
         experts |= {"num_experts": count, "norm_topk_prob": self._arch == "qwen3moe"}
         gate = self._tensors.get("blk.0.ffn_gate_exps.weight")
         size = self._get("expert_feed_forward_length", gate.shape[1] if gate is not None else None)
@@ -197,6 +231,8 @@ class _ConfigBuilder:
             original = self._get("rope.scaling.original_context_length")
             if original:
                 scaling["original_max_position_embeddings"] = original
+            if self._arch == "gpt-oss":
+                scaling["truncate"] = False
             for key in ("beta_fast", "beta_slow"):
                 if (value := self._get(f"rope.scaling.yarn_{key}")) is not None:
                     scaling[key] = value

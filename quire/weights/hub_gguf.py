@@ -10,7 +10,8 @@ from quire.errors import DownloadError
 DEFAULT_QUANTIZATION = "Q4_K_M"  # llama.cpp's too
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _NO_MODEL = re.compile(r"(^|[-_./])(mmproj|imatrix)([-_./]|$)", re.IGNORECASE)
-_UNREAD = re.compile(r"(^|[-./])(IQ\d|TQ\d|MXFP\d|NVFP\d)", re.IGNORECASE)  # ways of quantizing that Quire lacks
+_UNREAD = re.compile(r"(^|[-./])NVFP\d", re.IGNORECASE)  # a way of quantizing that Quire lacks
+_UNPACKED = re.compile(r"(^|[-./])(IQ\d|TQ\d|NVFP\d)", re.IGNORECASE)  # ways that take more memory than their files
 
 
 def choose_gguf(names: Iterable[str], wanted: str | None, repo: str) -> str:
@@ -29,7 +30,7 @@ def choose_gguf(names: Iterable[str], wanted: str | None, repo: str) -> str:
         raise DownloadError(f"{repo}:{wanted} is quantized in a way that Quire does not read: {_there(repo, whole)}")
     fits = [name for name in whole if _holds(name, wanted or DEFAULT_QUANTIZATION)]
     if not fits and wanted is None:
-        fits = [name for name in whole if not _UNREAD.search(name)][:1]
+        fits = [name for name in whole if not _UNPACKED.search(name)][:1]
     if not fits:
         in_parts = [name for name in listed if _PART.search(name) and _holds(_PART.sub("", name), wanted or "")]
         if in_parts:

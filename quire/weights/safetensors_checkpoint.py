@@ -25,6 +25,8 @@ from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, check_
 from quire.weights.float8 import Float8Scales
 from quire.weights.integers import INTEGERS, IntegerTensors, read_tensor
 from quire.weights.json_files import read_json_object
+from quire.weights.mxfp4 import DTYPE as MXFP4_DTYPE
+from quire.weights.mxfp4 import Mxfp4Scales, is_mxfp4
 from quire.weights.regular import open_regular
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _FP8 = "F8_E4M3"
-_OTHER_BYTES = {_FP8: 1, "I8": 1, "I32": 4, "I64": 8}
+_OTHER_BYTES = {_FP8: 1, MXFP4_DTYPE: 1, "I8": 1, "I32": 4, "I64": 8}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _BASE_MODULES = ("embed_tokens.", "layers.")
 _BASE_NAMES = r"^(?=(embed_tokens|layers|norm)\.)"
@@ -102,8 +104,11 @@ class SafetensorsCheckpoint(Checkpoint):
         from safetensors import SafetensorError, safe_open
 
         entries = match_slots(self.tensors(), slots, is_ignored, source=self.path)
+        exponents = Mxfp4Scales(self.tensors())
         for entry in entries:
-            if entry.dtype not in (*_DTYPE_BYTES, _FP8, INTEGERS):
+            if is_mxfp4(entry):
+                exponents.check(entry)
+            elif entry.dtype not in (*_DTYPE_BYTES, _FP8, INTEGERS):
                 raise WeightsError(
                     f"{entry.file}: tensor {entry.stored_name} is stored as {entry.dtype}, Quire reads "
                     f"{', '.join(_DTYPE_BYTES)} and {_FP8}, and integers where quantization_config says what they "
@@ -131,6 +136,9 @@ class SafetensorsCheckpoint(Checkpoint):
                                 tensor = scales.rows_of(entry, opened.get_tensor(name))
                             if entry.view is not None:
                                 tensor = entry.of(tensor.unpacked())
+                            slot.load(tensor if slot.part is None else tensor[slot.part])
+                        elif is_mxfp4(entry):
+                            tensor = exponents.rows_of(entry, opened.get_tensor(name))
                             slot.load(tensor if slot.part is None else tensor[slot.part])
                         elif entry.view is None and slot.part is not None:
                             slot.load(opened.get_slice(name)[slot.part])

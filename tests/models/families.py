@@ -49,6 +49,28 @@ EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
         },
     ),
+    "olmoe": (
+        "OlmoeForCausalLM", "OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0}
+    ),
+    "granite-moe": (
+        "GraniteMoeForCausalLM", "GraniteMoeConfig",
+        {
+            "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 0.5, "pad_token_id": 0,
+        },
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM", "GptOssConfig",
+        {
+            "head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 8,
+            "num_hidden_layers": 2, "attention_bias": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "truncate": False, "original_max_position_embeddings": 64,
+            },
+            "attn_implementation": "eager",
+        },
+    ),
 }  # fmt: skip
 
 
@@ -98,6 +120,43 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96, "bos_token_id": 1},
     ),
     "gpt-neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"num_key_value_heads": 4}),
+    "bloom": (
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"seq_length": 256, "bos_token_id": 1, "layer_norm_epsilon": 1e-5},
+    ),
+    "bloom-six-heads": (
+        "BloomForCausalLM", "BloomConfig", {"hidden_size": 192, "num_attention_heads": 6, "seq_length": 256}
+    ),
+    "mpt": (
+        "MptForCausalLM", "MptConfig",
+        {"hidden_size": 192, "num_attention_heads": 6, "max_seq_len": 256, "bos_token_id": 1},
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", {"num_hidden_layers": 4, "pad_token_id": 0, "bos_token_id": 1}),
+    "olmo3": (
+        "Olmo3ForCausalLM", "Olmo3Config", {"num_hidden_layers": 4, "sliding_window": 8, "pad_token_id": 0}
+    ),
+    "stablelm": (
+        "StableLmForCausalLM", "StableLmConfig",
+        {
+            "use_qkv_bias": True, "layer_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "stablelm-parallel": (
+        "StableLmForCausalLM", "StableLmConfig",
+        {
+            "use_parallel_residual": True, "layer_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "cohere": ("CohereForCausalLM", "CohereConfig", {"pad_token_id": 0, "bos_token_id": 1, "logit_scale": 0.25}),
+    "cohere2": (
+        "Cohere2ForCausalLM", "Cohere2Config",
+        {
+            "num_hidden_layers": 4, "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 1, "logit_scale": 0.25,
+        },
+    ),
     "gpt-neox-serial": (
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",
@@ -118,15 +177,21 @@ def tiny_model(entry: tuple[str, str, dict[str, Any]]) -> Any:
         del harness.TINY_MODELS["here"]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
+            if name.endswith("sinks"):
+                parameter.normal_(0.0, 1.0)
+            elif name.endswith(
+                ("mlp.gate.weight", "shared_expert_gate.weight", "router.weight", "router.layer.weight")
+            ):
                 parameter.normal_(0.0, 0.3)
             elif "experts" in name:
                 parameter.normal_(0.0, 0.15)
             elif parameter.dim() == 1 and ("ln_" in name or "norm" in name.lower()):
                 parameter.normal_(0.0 if name.endswith("bias") or "Gemma" in entry[0] else 1.0, 0.3)
             elif parameter.dim() == 2 and entry[0] in (
+                "BloomForCausalLM",
                 "GPT2LMHeadModel",
                 "GPTNeoXForCausalLM",
+                "MptForCausalLM",
                 "Starcoder2ForCausalLM",
             ):
                 parameter.normal_(0.0, 0.08)

@@ -14,6 +14,7 @@ from quire.kernels.reference import ReferenceOps
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
 from quire.models.tensors import checkpoint_tensors
+from quire.weights import open_checkpoint
 from tests.models.families import EXPERTS, saved, tiny_model
 
 LENGTHS = (21, 9, 1)
@@ -139,3 +140,35 @@ def test_a_wrong_config_is_refused_by_its_key(change, complaint):
     }  # fmt: skip
     with pytest.raises(UnsupportedModelError, match=complaint):
         spec_from_config(config | change, source="config.json")
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+def test_experts_in_mxfp4_stay_packed_and_exact(tmp_path):
+    """As gpt-oss is published: blocks of 32 numbers, two in a byte, and exponents beside them."""
+    from safetensors.torch import load_file, save_file
+
+    saved(tiny_model(EXPERTS["gpt-oss"]), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, wide = load_file(file), {}
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat((numbers, -numbers))
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(115, 125, (experts, rows, columns // 32), dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        in_order = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), dim=-1).flatten(3)
+        wide[name] = (in_order * 2.0 ** (scales.float() - 127)[..., None]).flatten(2)
+    save_file(tensors, file)
+    checkpoint = open_checkpoint(tmp_path, hf_overrides={"quantization_config": {"quant_method": "mxfp4"}})
+    spec = spec_from_config(checkpoint.config, source="config.json")
+    decoder = Decoder(spec, CpuOps(num_threads=1), device="cpu", dtype=torch.float32, max_position=64)
+    checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight)
+    experts = decoder._layers[1].mlp.experts
+    for number, (gate_up, down) in enumerate(zip(experts.gate_ups, experts.downs, strict=True)):
+        assert set(gate_up.kinds) == set(down.kinds) == {"Q5_0"}
+        both = wide["model.layers.1.mlp.experts.gate_up_proj"][number]
+        expected = torch.cat((both[0::2], both[1::2]))
+        assert torch.equal(gate_up.embed(torch.arange(len(expected))), expected)
+        expected = wide["model.layers.1.mlp.experts.down_proj"][number]
+        assert torch.equal(down.embed(torch.arange(len(expected))), expected)

@@ -6,7 +6,9 @@ import models_harness as harness
 import pytest
 import torch
 
+from quire.config import EngineConfig
 from quire.errors import ConfigError, UnsupportedModelError, WeightsError
+from quire.executor.device import choose_backend
 from quire.executor.sizing import weight_bytes
 from quire.kernels.cpu import CpuOps, unavailable_reason
 from quire.kernels.reference import ReferenceOps
@@ -16,7 +18,7 @@ from quire.models.decoder import Decoder
 from quire.models.share import share_of
 from quire.models.tensors import checkpoint_tensors
 from quire.weights import open_checkpoint
-from tests.models.families import FAMILIES, saved, tiny_model
+from tests.models.families import EXPERTS, FAMILIES, saved, tiny_model
 
 LENGTHS = (29, 9, 1)
 
@@ -52,10 +54,27 @@ def test_checkpoint_and_sizes_are_the_decoders(name, tmp_path):
     assert decoder.weight_bytes == weight_bytes(spec, "float32", 64)
 
 
+@pytest.mark.parametrize(("entry", "feature"), [(FAMILIES["mpt"], "ALiBi"), (EXPERTS["gpt-oss"], "a softmax with")])
+def test_a_gpu_refuses_what_it_has_no_kernel_for(entry, feature, monkeypatch, tmp_path):
+    spec, _ = saved(tiny_model(entry), tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=f"{spec.architecture}: {feature}.* is served on a CPU only"):
+        choose_backend(EngineConfig(device="cuda"), spec)
+
+
 def test_ranks_cannot_divide_a_norm_over_all_heads(tmp_path):
     spec, _ = saved(tiny_model(FAMILIES["olmo2"]), tmp_path)
     with pytest.raises(ConfigError, match="pipeline_parallel_size"):
         share_of(spec, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [("DeepseekV3ForCausalLM", "MLA"), ("Llama4ForCausalLM", "chunked"), ("Gemma3nForCausalLM", "Gemma3ForCausalLM")],
+)
+def test_a_refusal_says_what_a_family_has_that_is_not_served(architecture, reason):
+    with pytest.raises(UnsupportedModelError, match=f"{architecture} is not served.*{reason}"):
+        spec_from_config({"architectures": [architecture]}, source="config.json")
 
 
 def test_longrope_ends_at_the_trained_length(tmp_path):
@@ -78,10 +97,10 @@ def test_heads_that_turn_in_part_are_paired_as_kernels_pair_them():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "near"), [("Phi4ForCausalLM", "Phi3ForCausalLM"), ("Olmo3ForCausalLM", "Olmo2ForCausalLM")]
+    ("architecture", "near"), [("Phi4ForCausalLM", "Phi3ForCausalLM"), ("OlmoForCausalLM", "Olmo2ForCausalLM")]
 )
 def test_a_refused_architecture_is_told_its_nearest(architecture, near):
-    with pytest.raises(UnsupportedModelError, match=rf"{architecture} is not served .*Nearest: .*{near}"):
+    with pytest.raises(UnsupportedModelError, match=rf"{architecture} is not served.*Nearest: .*{near}"):
         spec_from_config({"architectures": [architecture]}, source="config.json")
 
 

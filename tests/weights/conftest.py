@@ -90,10 +90,20 @@ def tiny_gguf_tensors(arch: str, *, tied: bool = True) -> dict[str, np.ndarray]:
                 f"{block}.attn_k.bias": (KV_HEADS * HEAD_DIM,),
                 f"{block}.attn_v.bias": (KV_HEADS * HEAD_DIM,),
             }
+        if arch in ("olmo2", "olmoe"):
+            shapes[f"{block}.attn_q_norm.weight"] = (HEADS * HEAD_DIM,)
+            shapes[f"{block}.attn_k_norm.weight"] = (KV_HEADS * HEAD_DIM,)
         if arch in ("qwen3", "gemma3"):
             shapes |= {f"{block}.attn_q_norm.weight": (HEAD_DIM,), f"{block}.attn_k_norm.weight": (HEAD_DIM,)}
-        if arch == "gemma3":
+        if arch in ("gemma2", "gemma3", "olmo2"):
             shapes |= {f"{block}.post_attention_norm.weight": (HIDDEN,), f"{block}.post_ffw_norm.weight": (HIDDEN,)}
+        if arch == "olmo2":
+            del shapes[f"{block}.attn_norm.weight"], shapes[f"{block}.ffn_norm.weight"]
+        if arch == "gpt-oss":
+            del shapes[f"{block}.ffn_norm.weight"]
+            biases = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "output": HIDDEN}
+            shapes |= {f"{block}.attn_{name}.bias": (width,) for name, width in biases.items()}
+            shapes |= {f"{block}.post_attention_norm.weight": (HIDDEN,), f"{block}.attn_sinks.weight": (HEADS,)}
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 

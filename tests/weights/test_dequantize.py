@@ -72,4 +72,24 @@ def test_rows_are_the_stored_bytes(name):
 
 def test_types_without_a_kernel_have_no_rows():
     with Dequantizer() as dequantizer:
-        assert dequantizer.rows(random_blocks("IQ4_NL", 8).reshape(-1), "IQ4_NL", (1, 256)) is None
+        assert dequantizer.rows(random_blocks("IQ4_XS", 1).reshape(-1), "IQ4_XS", (1, 256)) is None
+
+
+@pytest.mark.parametrize(("name", "packed"), [("MXFP4", "Q5_0"), ("IQ4_NL", "Q8_0")])
+def test_some_types_are_repacked_without_a_change(name, packed):
+    raw = random_blocks(name, 32)
+    if name == "MXFP4":
+        raw[:, 0] = np.arange(104, 136)
+        raw[3] = 0  # an exponent that no float16 has, of nothing but zeros
+    with Dequantizer() as dequantizer:
+        rows = dequantizer.rows(raw.reshape(-1), name, (4, 256))
+        assert rows.kind == packed
+        values = rows.unpacked().copy()
+    assert np.array_equal(values.reshape(-1), by_package(raw, name).reshape(-1))
+
+
+def test_a_scale_that_does_not_fit_is_unpacked():
+    raw = random_blocks("MXFP4", 8)
+    raw[:, 0] = 103
+    with Dequantizer() as dequantizer:
+        assert dequantizer.rows(raw.reshape(-1), "MXFP4", (1, 256)) is None

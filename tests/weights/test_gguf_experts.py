@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.kernels.cpu import CpuOps, unavailable_reason
+from quire.kernels.reference import ReferenceOps
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
 from quire.weights import open_checkpoint
@@ -18,11 +19,14 @@ ARCHITECTURES = {
     "llama": ("MixtralForCausalLM", True),
     "qwen2moe": ("Qwen2MoeForCausalLM", False),
     "qwen3moe": ("Qwen3MoeForCausalLM", True),
+    "granitemoe": ("GraniteMoeForCausalLM", True),
+    "olmoe": ("OlmoeForCausalLM", False),
+    "gpt-oss": ("GptOssForCausalLM", True),
 }
 
 
 def experts_tensors(arch):
-    tensors = tiny_gguf_tensors(arch.removesuffix("moe"))
+    tensors = tiny_gguf_tensors(arch if arch == "olmoe" else arch.removesuffix("moe"))
     rng = np.random.default_rng(1)
     for layer in range(LAYERS):
         block = f"blk.{layer}"
@@ -33,6 +37,10 @@ def experts_tensors(arch):
         if arch == "qwen2moe":
             shapes |= {"gate_shexp": (SHARED, HIDDEN), "up_shexp": (SHARED, HIDDEN), "down_shexp": (HIDDEN, SHARED)}
             shapes["gate_inp_shexp"] = (HIDDEN,)
+        if arch == "gpt-oss":
+            for name, rows in {"gate_exps": FFN, "up_exps": FFN, "down_exps": HIDDEN}.items():
+                tensors[f"{block}.ffn_{name}.bias"] = rng.normal(size=(NUM_EXPERTS, rows)).astype(np.float32)
+            tensors[f"{block}.ffn_gate_inp.bias"] = rng.normal(size=NUM_EXPERTS).astype(np.float32)
         tensors |= {
             f"{block}.ffn_{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()
         }
@@ -47,6 +55,8 @@ def test_each_expert_is_found_and_stays_packed(write_gguf, arch):
     pairs = {f"{arch}.expert_count": NUM_EXPERTS, f"{arch}.expert_used_count": 2}
     if arch != "llama":
         pairs[f"{arch}.expert_feed_forward_length"] = FFN
+    if arch == "gpt-oss":
+        pairs["gpt-oss.attention.sliding_window"] = 8
     checkpoint = open_checkpoint(write_gguf(arch, tensors=tensors, metadata=pairs, quantize=packed))
     spec = spec_from_config(checkpoint.config, source="test")
     name, normalizes = ARCHITECTURES[arch]
@@ -67,3 +77,21 @@ def test_each_expert_is_found_and_stays_packed(write_gguf, arch):
                 assert (held - expected).abs().max() < 0.02
         router = torch.from_numpy(tensors[f"blk.{layer}.ffn_gate_inp.weight"])
         assert torch.equal(mlp.experts.router.embed(torch.arange(NUM_EXPERTS)), router)
+        if arch == "gpt-oss":
+            down = mlp.experts.downs[1]
+            assert torch.equal(down.bias, torch.from_numpy(tensors[f"blk.{layer}.ffn_down_exps.bias"][1]))
+            sinks = decoder._layers[layer].attention.spec.sinks
+            assert torch.equal(sinks, torch.from_numpy(tensors[f"blk.{layer}.attn_sinks.weight"]))
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "smollm3", "granite", "olmo2"])
+def test_dense_families_of_llama_cpp_are_read(write_gguf, arch):
+    pairs = {f"{arch}.attention.sliding_window": 8} if arch == "gemma2" else {}
+    if arch == "granite":
+        pairs |= {"granite.attention.scale": 0.25, "granite.residual_scale": 0.5, "granite.logit_scale": 8.0}
+    checkpoint = open_checkpoint(write_gguf(arch, metadata=pairs))
+    spec = spec_from_config(checkpoint.config, source="test")
+    assert (spec.attention_scale, spec.logit_scale) == ((0.25, 0.125) if arch == "granite" else (8**-0.5, 1.0))
+    checkpoint.check(spec)
+    decoder = Decoder(spec, ReferenceOps("cpu", torch.float32), device="cpu", dtype=torch.float32, max_position=16)
+    checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight)

@@ -45,7 +45,7 @@ def test_the_file_that_is_meant(names, wanted, chosen):
         (["pytorch_model.bin"], "Q4_K_M", "neither safetensors nor GGUF"),
         (QWEN, "Q4_K", "no GGUF file that is quantized as Q4_K: use owner/name:qwen2.5-0.5b-instruct-fp16.gguf, "),
         (QWEN, "other.gguf", "no file 'other.gguf'"),
-        (BARTOWSKI, "IQ4_XS", "quantized in a way that Quire does not read"),
+        (BARTOWSKI, "NVFP4", "quantized in a way that Quire does not read"),
         (BARTOWSKI, "BF16", "is a part of a file.*--merge"),
         (
             ["a-Q8_0.gguf", "b-Q8_0.gguf"],

@@ -18,6 +18,7 @@ ISAS = ("avx512vnni", "avx512", "avx2", "generic")  # best first
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64),
+    "linear_activate": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64),
     "pack": (c_void_p, c_void_p, c_void_p, c_int64, c_int64),
     "pack_gguf": (c_void_p, c_void_p, c_int64, c_void_p, c_int64),
     "embed": (c_void_p, c_void_p, c_void_p, c_int64, c_float),
@@ -26,7 +27,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "act_mul": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64),
     "packed_attention": (*(c_void_p,) * 4, *(c_int64,) * 3, c_float),
     "layer_norm": (*(c_void_p,) * 6, c_int64, c_int64, c_float),
-    "gelu": (c_void_p, c_void_p, c_int64),
     "softcap": (c_void_p, c_void_p, c_int64, c_float),
     "rope_and_write": (*(c_void_p,) * 10, c_float, c_int64),
     "attention": (*(c_void_p,) * 8, c_int64, c_int64),

@@ -16,7 +16,7 @@ from quire.kernels.composed import ComposedOps
 from quire.kernels.cpu.library import load_functions, load_library
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.threads import ThreadPool, default_num_threads
-from quire.kernels.cpu.weight import WEIGHT_DTYPES, CpuLinear
+from quire.kernels.cpu.weight import ACTIVATIONS, WEIGHT_DTYPES, CpuLinear
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, PackedBatch, Rotary
 
 _KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum kind of native/simd.h
@@ -38,7 +38,10 @@ class _NativeSpec(ctypes.Structure):
         ("invariant", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        ("slopes", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
     )
+    held: object  # what the pointers point to
 
 
 class CpuOps(ComposedOps):
@@ -122,13 +125,6 @@ class CpuOps(ComposedOps):
         )  # fmt: skip
         return out
 
-    def activate(self, x: Tensor, activation: str) -> Tensor:
-        if activation != "gelu":
-            return super().activate(x, activation)
-        assert x.dtype is torch.float32 and x.is_contiguous()
-        self.functions.gelu(self.pool, x.data_ptr(), x.numel())
-        return x
-
     def packed_attention(self, qkv: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
         if spec.head_dim > _MAX_HEAD_DIM:
             return super().packed_attention(qkv, batch, spec)
@@ -142,12 +138,12 @@ class CpuOps(ComposedOps):
         return out
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        assert gate_up.dtype is torch.float32 and activation in ("silu", "gelu_tanh")
+        assert gate_up.dtype is torch.float32
         gate_up = gate_up.contiguous()
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((rows, width))
-        is_gelu = activation == "gelu_tanh"
-        self.functions.act_mul(self.pool, gate_up.data_ptr(), out.data_ptr(), rows, width, is_gelu)
+        number = ACTIVATIONS.index(activation)
+        self.functions.act_mul(self.pool, gate_up.data_ptr(), out.data_ptr(), rows, width, number)
         return out
 
     def rope_and_write(
@@ -215,7 +211,8 @@ class CpuOps(ComposedOps):
 
     def native_spec(self, spec: AttentionSpec, kv: Tensor, is_invariant: bool = False) -> int:
         """The address of what does not change from step to step, made once for each kind of layer and cache."""
-        key = (spec, kv.dtype, kv.stride(), is_invariant)
+        sinks = None if spec.sinks is None else spec.sinks.data_ptr()
+        key = (spec, sinks, kv.dtype, kv.stride(), is_invariant)
         native = self._specs.get(key)
         if native is None:
             native = self._specs[key] = _make_native_spec(spec, kv, is_invariant)
@@ -232,7 +229,8 @@ def _make_native_spec(spec: AttentionSpec, kv: Tensor, is_invariant: bool) -> _N
     assert spec.k_scale == spec.v_scale == 1.0, "scales are for 8-bit caches"
     if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
         raise ConfigError(f"more than {_MAX_GROUP} query heads a KV head")
-    return _NativeSpec(
+    slopes = None if spec.slopes is None else (ctypes.c_float * spec.num_heads)(*spec.slopes)
+    native = _NativeSpec(
         spec.num_heads,
         spec.num_kv_heads,
         spec.head_dim,
@@ -243,4 +241,8 @@ def _make_native_spec(spec: AttentionSpec, kv: Tensor, is_invariant: bool) -> _N
         is_invariant,
         spec.scale,
         spec.softcap or 0.0,
+        None if slopes is None else ctypes.addressof(slopes),
+        None if spec.sinks is None else spec.sinks.data_ptr(),
     )
+    native.held = (slopes, spec.sinks)
+    return native

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 KINDS = {name: number for number, name in enumerate((*WEIGHT_DTYPES, *_PACKED))}  # enum kind of native/simd.h
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "clamped_silu")  # enum activation of native/simd.h
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _LOAD_FLOATS = 16 << 20  # converted at a time: a checkpoint tensor never has a second copy of its size
 
@@ -188,12 +189,19 @@ class CpuLinear(ComposedLinear):
 
     def multiply_act(self, x: Normed, activation: str) -> Tensor:
         assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_contiguous()
-        assert activation in ("silu", "gelu_tanh")
         rows, width = x.shape[0], self.out_features // 2
         out = torch.empty((rows, width))
         scratch = self.ops.scratch(rows * self.out_features)
         self._functions.linear_act(
-            self._pool, self.address, x.data_ptr(), scratch, out.data_ptr(), rows, width, activation == "gelu_tanh"
+            self._pool, self.address, x.data_ptr(), scratch, out.data_ptr(), rows, width, ACTIVATIONS.index(activation)
+        )
+        return out
+
+    def multiply_activate(self, x: Normed, activation: str) -> Tensor:
+        assert isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_contiguous()
+        out = torch.empty((x.shape[0], self.out_features))
+        self._functions.linear_activate(
+            self._pool, self.address, x.data_ptr(), out.data_ptr(), x.shape[0], ACTIVATIONS.index(activation)
         )
         return out
 

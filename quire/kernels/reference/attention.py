@@ -49,7 +49,8 @@ def _decode(q: Tensor, kv: Tensor, batch: AttentionBatch, first: int, longest: i
         visible = visible & (positions >= lens - spec.window)
     # What was never written, or is another sequence's by now, may hold NaN, which a probability of 0 would not silence.
     v = v.masked_fill(~visible[:, None, :, None], 0.0)
-    return _attend(q.unsqueeze(3), k, v, visible[:, None, None, None], spec).squeeze(3)
+    distances = (positions - lens + 1)[:, None, None, None]
+    return _attend(q.unsqueeze(3), k, v, visible[:, None, None, None], distances, spec).squeeze(3)
 
 
 def _prefill(q: Tensor, kv: Tensor, table: Tensor, kv_len: int, spec: AttentionSpec) -> Tensor:
@@ -69,18 +70,27 @@ def _prefill(q: Tensor, kv: Tensor, table: Tensor, kv_len: int, spec: AttentionS
         visible = key_positions <= query_positions
         if spec.window is not None:
             visible &= key_positions > query_positions - spec.window
-        part = _attend(q[rows].permute(1, 2, 0, 3), k[:, low:high], v[:, low:high], visible, spec)
+        distances = key_positions - query_positions
+        part = _attend(q[rows].permute(1, 2, 0, 3), k[:, low:high], v[:, low:high], visible, distances, spec)
         out[rows] = part.permute(2, 0, 1, 3)
     return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, distances: Tensor, spec: AttentionSpec) -> Tensor:
     """q: [..., kv_heads, group, rows, head_dim]; k, v: [..., kv_heads, kv_tokens, head_dim]; visible: a bool for
-    [..., kv_heads, group, rows, kv_tokens], or what broadcasts to it."""
+    [..., kv_heads, group, rows, kv_tokens], or what broadcasts to it; distances: likewise, of keys from queries."""
     *lead, group, rows, head_dim = q.shape
     folded = q.reshape(*lead, group * rows, head_dim)
     scores = (folded @ k.transpose(-1, -2)).view(*lead, group, rows, -1) * (spec.scale * spec.k_scale)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    probabilities = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+    by_head = (spec.num_kv_heads, group, 1, 1)
+    if spec.slopes is not None:
+        scores = scores + torch.tensor(spec.slopes, dtype=q.dtype, device=q.device).view(by_head) * distances
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if spec.sinks is None:
+        probabilities = torch.softmax(scores, dim=-1)
+    else:
+        sinks = spec.sinks.to(q.dtype).view(by_head).expand(*scores.shape[:-1], 1)
+        probabilities = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1].contiguous()
     return (probabilities.view(*lead, group * rows, -1) @ v).view(q.shape) * spec.v_scale

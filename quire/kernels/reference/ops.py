@@ -74,6 +74,9 @@ class ReferenceOps(ComposedOps):
         gate, up = widened(gate_up).chunk(2, dim=-1)
         if activation == "silu":
             gate = F.silu(gate)
+        elif activation == "clamped_silu":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1.0
+            gate = gate * torch.sigmoid(1.702 * gate)
         else:
             assert activation == "gelu_tanh", activation
             gate = F.gelu(gate, approximate="tanh")

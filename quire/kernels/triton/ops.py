@@ -118,9 +118,11 @@ class TritonOps(ComposedOps):
         normalizes: bool,
         activation: str,
         is_sensitive: bool = False,
+        bias: bool = False,
     ) -> TritonExperts:
         from quire.kernels.triton.experts import TritonExperts
 
+        assert not bias, "experts with biases are served on a CPU only"
         return TritonExperts(
             self,
             num_experts,

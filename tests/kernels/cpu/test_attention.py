@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from quire.kernels.cpu import CpuOps
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Rotary
 from quire.kernels.reference import ReferenceOps
 
@@ -93,6 +95,18 @@ def test_softcap_alone_and_large_scores(ops):
     _check(ops, MIXED, AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=64, scale=0.125, softcap=1.0))
     # Scores of hundreds: float32 holds them to 1e-5, and the exponential passes that on.
     _check(ops, MIXED, AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=64, scale=20.0), atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 17])
+def test_slopes_and_sinks(ops, window):
+    """A sink above all logits, one below, and one beside them."""
+    spec = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=64, scale=0.125, window=window)
+    sloped = replace(spec, slopes=tuple(2.0**-i for i in range(6)))
+    sunk = replace(spec, sinks=torch.tensor([-90.0, 0.0, 90.0, 1.0, -1.0, 3.0]))
+    for each in (sloped, sunk):
+        for sequences in (DECODES, MIXED):
+            _check(ops, sequences, each)
+            _check(CpuOps(num_threads=1, isa=ops.isa, batch_invariant=True), sequences, each)
 
 
 def test_a_sequence_does_not_depend_on_its_neighbours(ops):

@@ -15,6 +15,8 @@ typedef struct {
     int64_t num_heads, num_kv_heads, head_dim, block_size, kv_kind, block_stride, window; /* 0: none */
     int64_t invariant; /* prompts are summed in the order of decodes */
     float scale, softcap; /* 0: none */
+    const float *slopes;  /* a head's logits fall by so much a token of distance; or NULL */
+    const float *sinks;   /* a head's logit that no key has: it takes a share of the softmax; or NULL */
 } attention_spec;
 
 typedef struct {
@@ -64,6 +66,11 @@ INLINE float exponentials(float *scores, long begin, long end, float softcap, fl
         sum += p;
     }
     return sum_lanes(sum);
+}
+
+/* scores[0 .. count) are of keys from `first_key` on, for a query at `position`. */
+INLINE void add_slope(float *scores, long count, float slope, long first_key, long position) {
+    for (long i = 0; i < count; i++) scores[i] += slope * (float)(first_key + i - position);
 }
 
 #endif

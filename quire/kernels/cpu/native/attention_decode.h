@@ -105,7 +105,7 @@ static void add_block(int kind, int heads, tile *t, long dim) {
 }
 
 /* Keys [work->begin, work->end) for one token; to `partials` [group], or if that is NULL to its output. */
-static void decode_chunk(const attention_job *job, const item *work, long token, float *partials) {
+static void decode_chunk(const attention_job *job, const item *work, long token, long position, float *partials) {
     const attention_spec *s = &job->spec;
     const long dim = job->dim, base = work->begin / 4 * 4, block_size = s->block_size;
     const int kind = (int)s->kv_kind;
@@ -128,8 +128,11 @@ static void decode_chunk(const attention_job *job, const item *work, long token,
         }
         float maximum[HEAD_TILE], sum[HEAD_TILE];
         for (int h = 0; h < heads; h++) {
-            maximum[h] = -INFINITY;
+            const float *sink = s->sinks && partials == NULL ? &s->sinks[first_head + h] : NULL; /* else it is merged in */
+            if (s->slopes) add_slope(scores + h * STRIDE, work->end - base, s->slopes[first_head + h], base, position);
+            maximum[h] = sink ? *sink : -INFINITY;
             sum[h] = exponentials(scores + h * STRIDE, work->begin - base, work->end - base, s->softcap, &maximum[h]);
+            if (sink) sum[h] += expf(*sink - maximum[h]);
         }
         for (long key = work->begin; key < work->end;) {
             const long block_end = MIN((key / block_size + 1) * block_size, work->end);
@@ -161,7 +164,7 @@ static float *partial_at(const attention_job *job, long partial) {
 }
 
 static void decode_item(const attention_job *job, const item *work) {
-    decode_chunk(job, work, job->query_starts[work->seq], work->partial < 0 ? NULL : partial_at(job, work->partial));
+    decode_chunk(job, work, job->query_starts[work->seq], job->kv_lens[work->seq] - 1, work->partial < 0 ? NULL : partial_at(job, work->partial));
 }
 
 /* The chunks of one token and KV head, `num_chunks` from `partials` on, into its output rows. */
@@ -171,8 +174,10 @@ static void merge_token(const attention_job *job, long token, long kv_head, cons
         float *out = job->out + (token * job->spec.num_heads + kv_head * job->group + h) * dim;
         const float *first = partials + h * job->partial_floats;
         const long step = job->group * job->partial_floats;
-        float maximum = -INFINITY, sum = 0;
+        const float *sink = job->spec.sinks ? &job->spec.sinks[kv_head * job->group + h] : NULL;
+        float maximum = sink ? *sink : -INFINITY, sum = 0;
         for (long c = 0; c < num_chunks; c++) maximum = MAX(maximum, first[c * step]);
+        if (sink) sum = expf(*sink - maximum);
         memset(out, 0, (size_t)dim * sizeof(float));
         for (long c = 0; c < num_chunks; c++) {
             const float *part = first + c * step, factor = expf(part[0] - maximum);
@@ -206,7 +211,7 @@ static void invariant_item(const attention_job *job, const item *work) {
             const long begin = chunk * DECODE_CHUNK, token = first_token + work->begin + t;
             const item keys = {work->seq, work->kv_head, MAX(begin, first), MIN(begin + DECODE_CHUNK, end), -1, 0};
             float *to = partials + (t * most + chunk - own) * per_token;
-            decode_chunk(job, &keys, token, chunks > 1 ? to : NULL);
+            decode_chunk(job, &keys, token, end - 1, chunks > 1 ? to : NULL);
             if (chunks > 1 && chunk == own + chunks - 1)
                 merge_token(job, token, work->kv_head, partials + t * most * per_token, chunks);
         }

@@ -30,22 +30,6 @@ static void gather_keys(const attention_job *job, const item *work, long first, 
     }
 }
 
-/* c[rows][panels * NR] (+)= a[rows][depth] * b, tile by tile; all in this thread's buffers. */
-static void multiply(tile t, long rows, long panels) {
-    const float *a = t.a;
-    const float *b = t.b;
-    float *c = t.c;
-    const long height = tile_height(rows), panel_stride = t.panel_stride;
-    for (long panel = 0; panel < panels; panel++) {
-        t.b = b + panel * panel_stride;
-        for (long r = 0; r < rows; r += height) {
-            t.a = a + r * t.a_stride;
-            t.c = c + r * t.c_stride + panel * NR;
-            run_panel_tile(&t, (int)MIN(height, rows - r), 0);
-        }
-    }
-}
-
 typedef struct {
     _Alignas(64) float q[PREFILL_ROWS * MAX_DIM], out[PREFILL_ROWS * MAX_DIM], scores[PREFILL_ROWS * PREFILL_KEYS];
     float k[PREFILL_KEYS * MAX_DIM], v[PREFILL_KEYS * MAX_DIM];
@@ -65,8 +49,8 @@ static void prefill_item(const attention_job *job, const item *work) {
     for (long r = 0; r < rows; r++) {
         const float *from = job->q + ((first_token + r / group) * s->num_heads + work->kv_head * group + r % group) * dim;
         for (long d = 0; d < dim; d++) b->q[r * dim + d] = from[d] * s->scale;
-        b->maximum[r] = -INFINITY;
-        b->sum[r] = 0;
+        b->maximum[r] = s->sinks ? s->sinks[work->kv_head * group + r % group] : -INFINITY;
+        b->sum[r] = s->sinks ? 1.0f : 0.0f;
     }
     memset(b->out, 0, (size_t)(rows * wide_dim) * sizeof(float));
     memset(b->v, 0, sizeof b->v); /* the padding columns must stay finite */
@@ -87,6 +71,7 @@ static void prefill_item(const attention_job *job, const item *work) {
                 memset(scores, 0, (size_t)count * sizeof(float));
                 continue;
             }
+            if (s->slopes) add_slope(scores, count, s->slopes[work->kv_head * group + r % group], key, position);
             const float before = b->maximum[r];
             const float sum = exponentials(scores, begin, end, s->softcap, &b->maximum[r]);
             memset(scores, 0, (size_t)begin * sizeof(float));

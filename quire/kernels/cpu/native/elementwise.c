@@ -10,7 +10,7 @@ typedef struct {
     float *residual, *out;
     long rows, width, rows_per_item;
     float eps;
-    int gelu;
+    int activation;
 } rows_job;
 
 static void for_rows(quire_pool *pool, rows_job *job, quire_item body) {
@@ -57,13 +57,6 @@ void EXPORT(add_rms_norm)(quire_pool *pool, const float *x, float *residual, con
     for_rows(pool, &job, norm_item);
 }
 
-/* gelu's tanh form is x * sigmoid(2u), as silu is x * sigmoid(x): one exponential serves both. */
-INLINE vf activate(vf x, int gelu) {
-    vf u = x;
-    if (gelu) u *= 1.5957691216f + 0.0713548162726f * x * x; /* 2 sqrt(2 / pi), and that times 0.044715 */
-    return x / (1.0f + vexp(-u));
-}
-
 static void act_mul_item(void *context, long item) {
     const rows_job *job = context;
     const long end = MIN((item + 1) * job->rows_per_item, job->rows), width = job->width;
@@ -71,19 +64,22 @@ static void act_mul_item(void *context, long item) {
         const float *gate = job->x + row * 2 * width, *up = gate + width;
         float *out = job->out + row * width;
         long i = 0;
-        for (; i + VL <= width; i += VL) store(out + i, activate(load(gate + i), job->gelu) * load(up + i));
+        for (; i + VL <= width; i += VL) store(out + i, activate(load(gate + i), job->activation) * gated(load(up + i), job->activation));
         if (i < width) {
             float tail[VL] = {0};
             memcpy(tail, gate + i, (size_t)(width - i) * sizeof(float));
-            store(tail, activate(load(tail), job->gelu));
-            for (long j = i; j < width; j++) out[j] = tail[j - i] * up[j];
+            float factors[VL] = {0};
+            memcpy(factors, up + i, (size_t)(width - i) * sizeof(float));
+            store(tail, activate(load(tail), job->activation) * gated(load(factors), job->activation));
+            memcpy(out + i, tail, (size_t)(width - i) * sizeof(float));
         }
     }
 }
 
 /* gate_up: [rows, 2 * width] */
-void EXPORT(act_mul)(quire_pool *pool, const float *gate_up, float *out, int64_t rows, int64_t width, int64_t gelu) {
-    rows_job job = {.x = gate_up, .out = out, .rows = rows, .width = width, .gelu = (int)gelu};
+void EXPORT(act_mul)(quire_pool *pool, const float *gate_up, float *out, int64_t rows, int64_t width,
+                     int64_t activation) {
+    rows_job job = {.x = gate_up, .out = out, .rows = rows, .width = width, .activation = (int)activation};
     for_rows(pool, &job, act_mul_item);
 }
 

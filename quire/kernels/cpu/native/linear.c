@@ -15,7 +15,7 @@
 #include <stdlib.h>
 
 enum {
-    DEPTH_BLOCK = NR == 32 ? 256 : 384, /* of k: this part of a panel stays in L1 while the rows pass over it */
+    DEPTH_BLOCK = 384,                  /* of k: this part of a panel stays in L1, or near, while the rows pass over it */
     ROW_BLOCK = 96,                     /* rows whose activations stay in L2 while the panels pass */
     QUANTIZED_ROW_BLOCK = 192,          /* likewise in 8 bits: more, since each block of rows unpacks the panels again */
     STREAM_AHEAD = 4096,                /* bytes between a single row's reads and its prefetches */
@@ -36,6 +36,7 @@ typedef struct {
     const char *quantized_x; /* [rows] in 8 bits, where the product is by those */
     float *out;
     long rows, row_block, num_row_blocks, panels_at_once, num_spans;
+    int activation; /* of each result while it is in the cache; or -1 */
     span spans[MAX_SPANS];
 } linear_job;
 
@@ -226,6 +227,18 @@ static void ragged_panel(const linear_job *job, const panel_place *at, long row0
     }
 }
 
+static void activate_panels(const linear_job *job, long row0, long row1, long column, long count) {
+    for (long row = row0; row < row1; row++) {
+        float *x = job->out + row * job->w->n + column, tail[VL] = {0};
+        long i = 0;
+        for (; i + VL <= count; i += VL) store(x + i, activate(load(x + i), job->activation));
+        if (i == count) continue;
+        memcpy(tail, x + i, (size_t)(count - i) * sizeof(float));
+        store(tail, activate(load(tail), job->activation));
+        memcpy(x + i, tail, (size_t)(count - i) * sizeof(float));
+    }
+}
+
 static void work_through(linear_job *job, span *s) {
     for (;;) {
         const long next = atomic_fetch_add_explicit(&s->next, job->panels_at_once, memory_order_relaxed);
@@ -241,6 +254,7 @@ static void work_through(linear_job *job, span *s) {
             else if (plain && pair) panel_pair(job, &at);
             else any_rows(job, &at, row0, row1, job->out + row0 * job->w->n + at.column, job->w->n);
             panel += plain && pair;
+            if (job->activation >= 0) activate_panels(job, row0, row1, at.column, plain && pair ? 2 * NR : at.num_columns);
         }
     }
 }
@@ -275,9 +289,11 @@ static char *buffer_of(size_t bytes) {
     return buffer + HEAD;
 }
 
-void EXPORT(linear)(quire_pool *pool, const weight *w, const float *x, float *out, int64_t rows) {
+/* activation: of the result; -1: none. */
+void EXPORT(linear_activate)(quire_pool *pool, const weight *w, const float *x, float *out, int64_t rows, int64_t activation) {
     if (rows <= 0) return;
     linear_job job;
+    job.activation = (int)activation;
     job.w = w;
     job.x = x;
     job.out = out;
@@ -302,4 +318,8 @@ void EXPORT(linear)(quire_pool *pool, const weight *w, const float *x, float *ou
         quire_parallel(pool, rows, quantize_item, &job);
     }
     quire_parallel(pool, job.num_spans, linear_item, &job);
+}
+
+void EXPORT(linear)(quire_pool *pool, const weight *w, const float *x, float *out, int64_t rows) {
+    EXPORT(linear_activate)(pool, w, x, out, rows, -1);
 }

@@ -6,7 +6,8 @@
 void EXPORT(linear)(quire_pool *pool, const void *weight, const float *x, float *out, int64_t rows);
 void EXPORT(add_rms_norm)(quire_pool *pool, const float *x, float *residual, const float *weight, float *out,
                           int64_t rows, int64_t width, float eps);
-void EXPORT(act_mul)(quire_pool *pool, const float *gate_up, float *out, int64_t rows, int64_t width, int64_t gelu);
+void EXPORT(act_mul)(quire_pool *pool, const float *gate_up, float *out, int64_t rows, int64_t width,
+                     int64_t activation);
 void EXPORT(rope_and_write)(quire_pool *pool, const int64_t *shape, const float *qkv, const float *cos_sin, void *kv,
                             const int64_t *positions, const int64_t *slots, float *q, const float *q_norm,
                             const float *k_norm, float eps, int64_t tokens);
@@ -19,9 +20,9 @@ void EXPORT(linear_add_norm)(quire_pool *pool, const void *weight, const float *
 
 /* width is that of the result: half the product's. */
 void EXPORT(linear_act)(quire_pool *pool, const void *weight, const float *x, float *scratch, float *out, int64_t rows,
-                        int64_t width, int64_t gelu) {
+                        int64_t width, int64_t activation) {
     EXPORT(linear)(pool, weight, x, scratch, rows);
-    EXPORT(act_mul)(pool, scratch, out, rows, width, gelu);
+    EXPORT(act_mul)(pool, scratch, out, rows, width, activation);
 }
 
 void EXPORT(linear_rope_write)(quire_pool *pool, const void *weight, const float *x, float *scratch,

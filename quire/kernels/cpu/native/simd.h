@@ -53,8 +53,17 @@ INLINE void store(float *p, vf x) { *(vf *)p = x; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf as_float(vi x) { return (vf)x; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+/* a > b ? a : b, and a < b ? a : b: b where one of them is NaN. */
+#if defined(__AVX512F__)
+INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+INLINE vf vmax(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vf vmin(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 INLINE vf vmax(vf a, vf b) { return pick(a > b, a, b); }
 INLINE vf vmin(vf a, vf b) { return pick(a < b, a, b); }
+#endif
 
 INLINE float half_to_float(uint16_t h) {
     uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, bits;
@@ -131,18 +140,17 @@ INLINE float sum_lanes(vf x) {
 }
 
 INLINE float max_lanes(vf x) {
-    float s[VL], m;
+    float s[VL];
     store(s, x);
-    m = s[0];
-    for (int i = 1; i < VL; i++) m = MAX(m, s[i]);
-    return m;
+    for (int width = VL / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) s[i] = MAX(s[i], s[i + width]);
+    return s[0];
 }
 
 /* exp to 2 units in the last place: 2^n times a polynomial on [-ln2/2, ln2/2]. Arguments below -87.3 give 1e-38, above
  * 88.7 infinity's neighbour: both ends of what softmax and sigmoids ask for. NaN stays NaN. */
 INLINE vf vexp(vf x) {
-    x = pick(x < -87.3f, splat(-87.3f), x);
-    x = pick(x > 88.7f, splat(88.7f), x);
+    x = vmin(splat(88.7f), vmax(splat(-87.3f), x));
     vf shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the sum's low bits are the rounded integer */
     vf n = shifted - 12582912.0f;
     vf r = x - n * 0.693359375f;
@@ -154,9 +162,13 @@ INLINE vf vexp(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     /* 2^n in two factors, for n = 128 has no float of its own. */
     vi e = (vi)shifted - 0x4b400000, half = e >> 1;
     return p * (vf)((half + 127) << 23) * (vf)((e - half + 127) << 23);
+#endif
 }
 
 INLINE vf vtanh(vf x) {
@@ -164,6 +176,40 @@ INLINE vf vtanh(vf x) {
     vf small = x + x * square * (-0.333333333f + square * (0.133333333f + square * (-0.0539682540f + square * 0.0218694885f)));
     vf large = 1.0f - 2.0f / (vexp(x + x) + 1.0f); /* loses its digits near 0, where the series is exact enough */
     return pick((square < 0.04f), small, large);
+}
+
+/* x / 2 * (1 + erf(x / sqrt 2)), by Abramowitz and Stegun 7.1.26: erf to 1.5e-7. */
+INLINE vf vgelu(vf x) {
+    const vf a = vmax(x, -x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * a);
+    vf p = splat(1.061405429f);
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const vf tail = 0.5f * p * t * vexp(-a * a); /* half of what erf lacks to 1 */
+    return x * pick(x < 0.0f, tail, 1.0f - tail);
+}
+
+/* As kernels/cpu/weight.py numbers them. */
+enum activation { SILU, GELU_TANH, GELU, RELU, CLAMPED_SILU };
+
+/* gelu's tanh form is x * sigmoid(2u), as silu is x * sigmoid(x): one exponential serves both. */
+INLINE vf activate(vf x, int activation) {
+    if (activation == GELU) return vgelu(x);
+    if (activation == RELU) return vmax(x, (vf){0});
+    vf u = x;
+    if (activation == GELU_TANH) u *= 1.5957691216f + 0.0713548162726f * x * x; /* 2 sqrt(2 / pi), and that times 0.044715 */
+    if (activation == CLAMPED_SILU) {
+        x = vmin(x, splat(7.0f));
+        u = 1.702f * x;
+    }
+    return x / (1.0f + vexp(-u));
+}
+
+/* What an MLP multiplies its activated gate by: gpt-oss's is clamped, too, and 1 more. */
+INLINE vf gated(vf up, int activation) {
+    if (activation == CLAMPED_SILU) up = vmax(vmin(up, splat(7.0f)), splat(-7.0f)) + 1.0f;
+    return up;
 }
 
 #endif

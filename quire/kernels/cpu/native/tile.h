@@ -87,4 +87,20 @@ INLINE long tile_height(long rows) {
     return (rows + tiles - 1) / tiles;
 }
 
+/* c[rows][panels * NR] (+)= a[rows][depth] * b, tile by tile; all in this thread's buffers. */
+static inline void multiply(tile t, long rows, long panels) {
+    const float *a = t.a;
+    const float *b = t.b;
+    float *c = t.c;
+    const long height = tile_height(rows), panel_stride = t.panel_stride;
+    for (long panel = 0; panel < panels; panel++) {
+        t.b = b + panel * panel_stride;
+        for (long r = 0; r < rows; r += height) {
+            t.a = a + r * t.a_stride;
+            t.c = c + r * t.c_stride + panel * NR;
+            run_panel_tile(&t, (int)MIN(height, rows - r), 0);
+        }
+    }
+}
+
 #endif

@@ -1,0 +1,72 @@
+"""Experts in MXFP4 out of safetensors (gpt-oss): blocks of 32 numbers, and their exponents in a tensor of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quire.errors import WeightsError
+from quire.weights.checkpoint import TensorEntry
+from quire.weights.repack import fp4_as_q5_0
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.kernels.interface import QuantizedRows
+
+DTYPE = "U8"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+def is_mxfp4(entry: TensorEntry) -> bool:
+    return entry.dtype == DTYPE and entry.stored_name.endswith(_BLOCKS)
+
+
+class Mxfp4Scales:
+    """The exponents of one checkpoint, found by the names of their blocks."""
+
+    def __init__(self, entries: Iterable[TensorEntry]) -> None:
+        self._entries = {entry.stored_name: entry for entry in entries}
+
+    def check(self, blocks: TensorEntry) -> None:
+        """That its exponents are there."""
+        self._entry(blocks)
+
+    def rows_of(self, blocks: TensorEntry, stored: Tensor) -> QuantizedRows:
+        """The expert's matrix that `blocks` is, out of the tensor of all: as blocks of Q5_0, the same numbers."""
+        from safetensors import safe_open
+
+        from quire.kernels.interface import QuantizedRows
+        from quire.weights.dequantize import Dequantizer
+
+        entry = self._entry(blocks)
+        with safe_open(entry.file, framework="pt", device="cpu") as opened:
+            exponents = opened.get_tensor(entry.stored_name)
+        if tuple(exponents.shape) != tuple(stored.shape[:-1]) or stored.shape[-1] != 16:
+            raise WeightsError(
+                f"{entry.file}: tensor {entry.stored_name} has shape {list(exponents.shape)}, which does not fit "
+                f"{blocks.stored_name} of shape {list(stored.shape)}: fetch both again"
+            )
+        packed: Any = np.ascontiguousarray(blocks.of(stored).numpy())  # [rows, groups, 16]
+        rows, groups = packed.shape[:2]
+        numbers = np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1, 32)
+        repacked = fp4_as_q5_0(numbers, np.ascontiguousarray(blocks.of(exponents).numpy()).reshape(-1))
+        if repacked is None:
+            raise WeightsError(
+                f"{entry.file}: tensor {entry.stored_name} holds an exponent that no float16 has: use a GGUF file"
+            )
+
+        def unpack(some: Any) -> Any:
+            with Dequantizer(num_threads=1) as dequantizer:
+                return dequantizer.tensor(some.reshape(-1), "Q5_0", (len(some), 32)).numpy()
+
+        return QuantizedRows("Q5_0", repacked.reshape(rows, groups, -1), 32, unpack)
+
+    def _entry(self, blocks: TensorEntry) -> TensorEntry:
+        name = blocks.stored_name.removesuffix(_BLOCKS) + _SCALES
+        entry = self._entries.get(name)
+        if entry is None or entry.dtype != DTYPE:
+            raise WeightsError(f"{blocks.file}: tensor {blocks.stored_name} has no {name} of bytes: fetch both again")
+        return entry
