@@ -18,8 +18,8 @@ from typing import Any
 
 from quire.bench.units import duration, number, size
 from quire.errors import ConfigError
+from quire.lab.accuracy import RANDOM
 from quire.lab.context import LabContext
-from quire.lab.kv_accuracy import RANDOM
 from quire.lab.step_budget import streams_and_prompts
 from quire.lab.store import JSON_NAME, LabReport, read_report
 

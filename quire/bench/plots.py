@@ -16,7 +16,7 @@ from typing import Any
 from quire.bench.charts import Chart, Series, bar_chart, line_chart
 from quire.bench.compare import Comparison, Verdict, higher_is_better, is_neutral
 from quire.bench.report import RunReport
-from quire.bench.svg import CHART_STYLE, LIGHT, WIDE, WIDTH, Canvas, draw, figures, legend, text_px
+from quire.bench.svg import CHART_STYLE, LIGHT, WIDE, WIDTH, Canvas, draw, figures, legend, page, text_px
 from quire.bench.text import model_name, profile_parts, startup_parts
 from quire.bench.units import number
 from quire.errors import ConfigError, install_hint
@@ -24,11 +24,6 @@ from quire.errors import ConfigError, install_hint
 _BY_MATPLOTLIB = (".png", ".pdf")
 _SUFFIXES = (".svg", ".html", *_BY_MATPLOTLIB)
 _MAX_LINES = 8  # more runs than this hide each other over time
-_PAGE_STYLE = """
-body { margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.6 system-ui, sans-serif; }
-main { max-width: 1160px; margin: 0 auto; padding: 40px 24px 64px; }
-h1 { font-size: 24px; margin: 0 0 20px; }
-"""
 
 
 def plot(path: str | Path, benchmark: str, runs: Sequence[RunReport], *, is_sweep: bool = False) -> None:
@@ -210,19 +205,11 @@ def write_charts(path: str | Path, charts: Sequence[Chart], title: str) -> None:
         if target.suffix in _BY_MATPLOTLIB:
             _write_by_matplotlib(target, charts, title)
         else:
-            text = _page(charts, title) if target.suffix == ".html" else _picture(charts, title)
-            target.write_text(text, encoding="utf-8")
+            is_page = target.suffix == ".html"
+            body = f"<h1>{escape(title)}</h1>{figures(charts)}"
+            target.write_text(page(title, body) if is_page else _picture(charts, title), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def _page(charts: Sequence[Chart], title: str) -> str:
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<title>{escape(title)}</title>'
-        f"<style>{CHART_STYLE}{_PAGE_STYLE}</style></head>"
-        f"<body><main><h1>{escape(title)}</h1>{figures(charts)}</main></body></html>\n"
-    )
 
 
 def _picture(charts: Sequence[Chart], title: str) -> str:

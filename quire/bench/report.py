@@ -208,15 +208,7 @@ class BenchFile:
         return {"format": FORMAT, "command": self.command, "runs": [run.to_json() for run in self.runs]}
 
     def write(self, path: str | Path) -> None:
-        """All or nothing: a full disk or an interruption leaves what stood there before."""
-        target = Path(path)
-        part = target.with_name(target.name + ".part")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-            part.replace(target)
-        except OSError as error:
-            raise ConfigError(f"cannot write {target}: {error.strerror or error}") from None
+        write_text(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> BenchFile:
@@ -232,3 +224,14 @@ class BenchFile:
             return cls(str(record.get("command", "")), [RunReport.from_json(run) for run in record["runs"]])
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """All or nothing: a full disk or an interruption leaves what stood there before."""
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 
 from quire.bench.charts import Chart, Series
 from quire.bench.units import number, short
@@ -26,46 +27,16 @@ _MAX_TICKS = 12  # with at most so many distinct x, a logarithmic axis is labell
 _UNUSED_KINDS = ("wasted", "idle", "free")  # spans of a timeline that are nobody's work
 
 
+def _read_style(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
 def _variables(colours: Sequence[str]) -> str:
     return " ".join(f"--s{i}: {colour};" for i, colour in enumerate(colours, 1))
 
 
-# Everything that `figure` needs of a page. The same names of colours have values for light and for dark.
-CHART_STYLE = f"""
-:root {{
-  color-scheme: light dark;
-  --ground: #fbfaf7; --card: #ffffff; --ink: #1d2129; --soft: #5b6472; --faint: #e4e2db; --grid: #ebe9e3;
-  --waste: #d9d5cb; --inside: #ffffff; {_variables(LIGHT)}
-}}
-@media (prefers-color-scheme: dark) {{
-  :root {{
-    --ground: #14161a; --card: #1c1f25; --ink: #e6e8ec; --soft: #9aa3b2; --faint: #31353e; --grid: #2a2e36;
-    --waste: #3f444e; --inside: #14161a; {_variables(DARK)}
-  }}
-}}
-.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); gap: 18px; }}
-figure {{ margin: 0; padding: 16px 18px 10px; background: var(--card); border: 1px solid var(--faint);
-  border-radius: 12px; min-width: 0; }}
-figure.wide {{ grid-column: 1 / -1; overflow-x: auto; }}
-figcaption {{ font-weight: 600; font-size: 15px; margin-bottom: 4px; }}
-figure .note {{ font-size: 13px; color: var(--soft); margin: 2px 0 6px; }}
-figure svg {{ display: block; width: 100%; height: auto; }}
-figure.wide svg {{ min-width: 720px; }}
-.legend {{ display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 2px 0 4px; padding: 0; list-style: none;
-  font-size: 13px; color: var(--soft); }}
-.legend i {{ display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px; }}
-svg text {{ font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--soft);
-  font-variant-numeric: tabular-nums; }}
-svg text.title {{ fill: var(--ink); font-size: 15px; font-weight: 600; }}
-svg text.value {{ fill: var(--ink); font-size: 11.5px; }}
-svg text.inside {{ fill: var(--inside); font-size: 11px; font-weight: 600; pointer-events: none; }}
-svg .grid {{ stroke: var(--grid); stroke-width: 1; }}
-svg .zero {{ stroke: var(--soft); stroke-width: 1; opacity: 0.6; }}
-svg .range {{ stroke: var(--ink); stroke-width: 1.5; opacity: 0.75; }}
-svg .curve {{ fill: none; stroke-width: 2.25; stroke-linejoin: round; stroke-linecap: round; }}
-svg .area {{ opacity: 0.16; }}
-svg .dot {{ stroke: var(--card); stroke-width: 1.5; }}
-svg .bar:hover, svg .dot:hover {{ opacity: 0.75; }}
+CHART_STYLE = f"""{_read_style("charts.css")}:root {{ {_variables(LIGHT)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}
 """
 
 
@@ -474,3 +445,13 @@ def figures(charts: Sequence[Chart]) -> str:
     until = max((span.end for chart in charts for span in chart.spans), default=None)
     drawn = "".join(figure(chart, is_wide=chart is alone, until=until) for chart in ordered)
     return f'<div class="charts">{drawn}</div>'
+
+
+def page(title: str, body: str) -> str:
+    """A whole HTML page that needs nothing else, in light and dark."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{CHART_STYLE}{_read_style('page.css')}</style></head>"
+        f"<body><main>{body}</main></body></html>\n"
+    )

@@ -14,8 +14,7 @@ from quire.bench.report import RunReport
 from quire.bench.units import duration, number, size, times
 from quire.bench.workloads import Workload, even_lengths
 from quire.lab.context import LabContext, SkippedError, record, run_of
-from quire.lab.experiment import Data, Experiment, Story, curve, kv_of, run_table
-from quire.lab.result import Finding
+from quire.lab.experiment import Data, Experiment, Finding, Result, curve, kv_of, run_table
 from quire.lab.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def _load_baseline(context: LabContext) -> HFBaseline:
 # -- what it says
 
 
-def tell(data: Data, context: LabContext) -> Story:
+def tell(data: Data, context: LabContext) -> Result:
     runs = [run_of(each) for each in data["measured"]]
     ours, theirs = runs[:2], runs[2:]
     token_bytes = kv_of(ours[0]).block_bytes / kv_of(ours[0]).block_size
@@ -109,7 +108,7 @@ def tell(data: Data, context: LabContext) -> Story:
     pace = _changed_pace(theirs)
     doubt = f" But {pace}, so the two runs cannot be compared." if pace else ""
     ordered = [theirs[0], ours[0], theirs[1], ours[1]]
-    return Story(
+    return Result(
         question=f"How much faster is Quire than transformers' generate() in static batches of {BATCH}, with no more "
         f"than {BATCH} sequences at once on either side, and what of it is batching and paging?",
         headline=f"{times(mixed)} the useful tokens per second of static batches on mixed lengths, {times(equal)} on "

@@ -10,8 +10,7 @@ from quire.bench.report import RunReport
 from quire.bench.units import about, duration, listed, ms, number, times
 from quire.bench.workloads import even_lengths
 from quire.lab.context import LabContext, record, run_of
-from quire.lab.experiment import Data, Experiment, Story, kv_of, num_preemptions, percentile, run_table
-from quire.lab.result import Finding
+from quire.lab.experiment import Data, Experiment, Finding, Result, kv_of, num_preemptions, percentile, run_table
 
 WIDTHS = (1, 4, 16, 64, 256)
 # A doubling that brings less than this is not worth its latency.
@@ -102,7 +101,7 @@ def _prompt_percent(report: RunReport) -> float:
 # -- what it says
 
 
-def tell(data: Data, context: LabContext) -> Story:
+def tell(data: Data, context: LabContext) -> Result:
     runs, gains = [run_of(each) for each in data["measured"]], data["gain_per_doubling_percent"]
     at = None if data["saturates_at"] is None else WIDTHS.index(data["saturates_at"])
     rates = [each.output_tok_s for each in runs]
@@ -111,7 +110,7 @@ def tell(data: Data, context: LabContext) -> Story:
     free = [(width, rates[0] * width) for width in WIDTHS if rates[0] * width <= 1.6 * max(rates)]
     prompt, output = _lengths(context)
     names = [str(width) for width in WIDTHS]
-    return Story(
+    return Result(
         question="What do more sequences at once bring, what do they cost each user, and where does it end?",
         headline=f"{number(rates[best])} tok/s at {WIDTHS[best]}, {times(rates[best] / rates[0])} a single stream's"
         + ("" if at is None else f"; saturates at {WIDTHS[at]}"),

@@ -10,8 +10,7 @@ from quire.bench.charts import Chart, Span, bar_chart, line_chart
 from quire.bench.report import Percentiles
 from quire.bench.units import duration, number, times
 from quire.lab.context import LabContext
-from quire.lab.experiment import Data, Experiment, Record, Story
-from quire.lab.result import Finding, Table
+from quire.lab.experiment import Data, Experiment, Finding, Record, Result, Table
 from quire.sim import Arrival, poisson_arrivals
 from quire.sim.batching import BatchRun, run_continuous, run_static
 
@@ -84,17 +83,18 @@ def _data(run: BatchRun) -> Record:
 # -- what it says
 
 
-def tell(data: Data, context: LabContext) -> Story:
-    (static, continuous), loaded, predicted = (
-        data["all_at_once"],
-        data["arriving"],
-        data["predicted_static_utilisation"],
-    )
+def tell(data: Data, context: LabContext) -> Result:
+    groups = (data["all_at_once"], data["arriving"], data["picture"])
+    (static, continuous), loaded, predicted = groups[0], groups[1], data["predicted_static_utilisation"]
     speedup = continuous["output_tok_s"] / static["output_tok_s"]
-    p50 = [each["latency_p50_s"] for each in loaded]
     share, other = continuous["queued_utilisation"], static["queued_utilisation"]
-    groups = (data["all_at_once"], loaded, data["picture"])
-    return Story(
+    outputs = [output for _, output in data["lengths"]]
+    mean, batches = sum(outputs) / len(outputs), range(0, len(outputs), NUM_SLOTS)
+    mean_longest = sum(max(outputs[i : i + NUM_SLOTS]) for i in batches) / len(batches)
+    useful = {
+        name: [100 * group[i]["utilisation"] for group in groups] for i, name in enumerate(("static", "continuous"))
+    }
+    return Result(
         question="How much of a batch's slots does useful work when the batch ends together, and when every slot is "
         "given on as soon as its request is done?",
         headline=f"{100 * static['utilisation']:.0f} % of the slots do useful work in static batches, "
@@ -105,10 +105,7 @@ def tell(data: Data, context: LabContext) -> Story:
                 "Slots that do useful work",
                 "percent of slots x steps",
                 ["all at once", "arriving", "the picture"],
-                {
-                    name: [100 * group[i]["utilisation"] for group in groups]
-                    for i, name in enumerate(("static", "continuous"))
-                },
+                useful,
             ),
             line_chart(
                 "Requests in the batch that are not done, over time",
@@ -119,8 +116,8 @@ def tell(data: Data, context: LabContext) -> Story:
             ),
         ],
         tables=[
-            _table("All requests there from the start", data["all_at_once"], len(data["lengths"])),
-            _table(f"Arriving at {data['rate_per_s']:.1f} requests a second", loaded, len(data["lengths"])),
+            _table("All requests there from the start", groups[0], len(outputs)),
+            _table(f"Arriving at {data['rate_per_s']:.1f} requests a second", loaded, len(outputs)),
         ],
         findings=[
             Finding(
@@ -144,11 +141,20 @@ def tell(data: Data, context: LabContext) -> Story:
             ),
             Finding(
                 "When requests arrive one by one, nobody waits for a batch to end: the median request is faster.",
-                f"{p50[1]:.2f} s against {p50[0]:.2f} s end to end.",
-                p50[1] < p50[0],
+                f"{loaded[1]['latency_p50_s']:.2f} s against {loaded[0]['latency_p50_s']:.2f} s end to end.",
+                loaded[1]["latency_p50_s"] < loaded[0]["latency_p50_s"],
             ),
         ],
-        explanation=_explain(data),
+        explanation=[
+            f"An output has {mean:.0f} tokens on average, but the longest of {NUM_SLOTS} has {mean_longest:.0f}: a "
+            f"batch that ends together runs {mean_longest / mean:.1f} times as long as its mean request needs. "
+            "Throughput gains less than the steps do: the weights are read once a step however full it is, but a "
+            "fuller step reads more keys and values, and static batches also compute their padding.",
+            f"At {data['rate_per_s']:.1f} requests a second, three quarters of what static batching serves, the median "
+            f"first token comes after {duration(loaded[1]['first_token_p50_s'])} instead of "
+            f"{duration(loaded[0]['first_token_p50_s'])}: a new request joins the next step. The slots need not be "
+            "full there: full slots are a sign of a queue, not a goal.",
+        ],
     )
 
 
@@ -179,28 +185,6 @@ def _table(title: str, runs: Sequence[Record], num_requests: int) -> Table:
     columns += ["first token p50 s", "end to end p50 s", "p99 s"]
     note = "Simulated time: the cost model's defaults, near Llama-3.1-8B on one H200."
     return Table(f"{title}: {runs[0]['num_slots']} slots, {num_requests:,} requests", columns, rows, note)
-
-
-def _explain(data: Data) -> list[str]:
-    (static, continuous), loaded = data["all_at_once"], data["arriving"]
-    outputs = [output for _, output in data["lengths"]]
-    mean = sum(outputs) / len(outputs)
-    longest = [max(outputs[i : i + NUM_SLOTS]) for i in range(0, len(outputs), NUM_SLOTS)]
-    mean_longest = sum(longest) / len(longest)
-    first = [each["first_token_p50_s"] for each in loaded]
-    shares = [100 * each["utilisation"] for each in loaded]
-    return [
-        f"An output has {mean:.0f} tokens on average, but the longest of {NUM_SLOTS} has {mean_longest:.0f}: a batch "
-        f"that ends together runs {mean_longest / mean:.1f} times as long as its mean request needs. Continuous "
-        f"batching needs {static['num_steps'] / continuous['num_steps']:.1f} times fewer steps and gains "
-        f"{continuous['output_tok_s'] / static['output_tok_s']:.1f} times the throughput: the weights are read once a "
-        "step however full it is, but a fuller step reads more keys and values, and static batches also compute their "
-        "padding.",
-        f"At {data['rate_per_s']:.1f} requests a second, three quarters of what static batching serves, the median "
-        f"first token comes after {duration(first[1])} instead of {duration(first[0])}: a new request joins the next "
-        f"step instead of waiting for the batch to end. The slots are {shares[1]:.1f} % full there, against "
-        f"{shares[0]:.1f} %: full slots are a sign of a queue, not a goal.",
-    ]
 
 
 EXPERIMENT = Experiment("batching", "Static against continuous batching", measure, tell)

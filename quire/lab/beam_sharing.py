@@ -7,9 +7,8 @@ from quire.beams import BeamSearchParams
 from quire.bench.charts import bar_chart
 from quire.engine.llm_engine import LLMEngine
 from quire.lab.context import LabContext
-from quire.lab.experiment import Data, Experiment, Story
+from quire.lab.experiment import Data, Experiment, Finding, Result, Table
 from quire.lab.passage import PASSAGE
-from quire.lab.result import Finding, Table
 from quire.params import SamplingParams
 
 WIDTHS = (2, 4, 6)
@@ -77,7 +76,7 @@ def saved_percent(row: Data) -> float:
     return 100 * saved
 
 
-def tell(data: Data, context: LabContext) -> Story:
+def tell(data: Data, context: LabContext) -> Result:
     rows = data["measured"]
 
     def of(kind: str, lengths: str) -> list[float]:
@@ -111,7 +110,7 @@ def tell(data: Data, context: LabContext) -> Story:
     )
     beams, samples = of("beam search", "short"), of("parallel sampling", "short")
     all_beams, all_samples = beams + of("beam search", "long"), samples + of("parallel sampling", "long")
-    return Story(
+    return Result(
         question="Several answers to one prompt share its blocks. How many blocks does that save when they are drawn, "
         "and how many when they are beams, which share what they have generated too?",
         headline=f"beams save {min(all_beams):.0f} to {max(all_beams):.0f} % of the blocks, answers that are drawn "

@@ -10,8 +10,7 @@ from quire.bench.report import RunReport
 from quire.bench.units import change, listed, number
 from quire.bench.workloads import Workload, even_lengths, longtail
 from quire.lab.context import LabContext, fastest, record, run_of
-from quire.lab.experiment import Data, Experiment, Story, kv_of, run_table
-from quire.lab.result import Finding
+from quire.lab.experiment import Data, Experiment, Finding, Result, kv_of, run_table
 from quire.lab.traffic import Kind, mix_needs
 
 SIZES = (4, 8, 16, 32, 64, 128)
@@ -101,7 +100,7 @@ class _Mix:
         return kv_of(self.runs[0]).blocks_allocated / max(1, kv_of(self.runs[at]).blocks_allocated)
 
 
-def tell(data: Data, context: LabContext) -> Story:
+def tell(data: Data, context: LabContext) -> Result:
     sizes = data["sizes"]
     mixes = [
         _Mix(name, [run_of(each) for each in data["measured"] if each["kind"] == name], predicted)
@@ -114,7 +113,7 @@ def tell(data: Data, context: LabContext) -> Story:
         lines = {mix.name: (sizes, column) for mix, column in zip(mixes, values, strict=True)}
         return line_chart(title, "block size (tokens)", unit, lines, note=note, log=log)
 
-    return Story(
+    return Result(
         question="Which block size? Small blocks leave little empty and make long tables; large ones make short tables "
         "and leave the end of each sequence's last block empty, which a full cache feels as fewer sequences at once.",
         headline=f"blocks of {DEFAULT} leave {wastes[0]} of their slots empty, blocks of {sizes[-1]} {wastes[1]}",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.config import GIB, EngineConfig
-from quire.lab.result import Result
 
 if TYPE_CHECKING:
     from quire import LLMEngine
@@ -41,9 +40,6 @@ class LabSettings:
     load_format: str = "auto"
     gpu_8b: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def model_name(self) -> str:
         return LLAMA_8B_NAME if self.gpu_8b else self.model
@@ -75,7 +71,9 @@ class LabContext:
 
     settings: LabSettings
     say: Callable[[str], None]
-    results: dict[str, Result] = field(default_factory=dict)  # by the keys of the experiments that are done
+    results: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # the data of the experiments that are done, by key
     quick: bool = field(init=False)
     seed: int = field(init=False)
     _bench: EngineVariants | None = None
@@ -192,11 +190,11 @@ def _rounded(value: float) -> float:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def run_records(results: Mapping[str, Result]) -> list[tuple[str, dict[str, Any]]]:
+def run_records(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """(experiment, run) of every run that left samples."""
     return [
         (key, run)
-        for key, result in results.items()
-        for run in result.data.get("measured", [])
+        for key, data in results.items()
+        for run in data.get("measured", [])
         if run.get("samples", {}).get("t_s")
     ]

@@ -1,7 +1,7 @@
 """What an experiment is: it measures data, and tells what the data say.
 
-`measure` returns plain data that goes to JSON and back; `tell` makes charts, tables, findings and an explanation from
-that data alone. So a report can be told again in today's words without measuring anything (`retell.py`).
+`measure` returns plain data that goes to JSON and back; `tell` makes charts, tables, findings and an explanation of
+that data alone. So a report is told in today's words whenever it is read, and nothing has to be measured again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.bench.charts import Chart
 from quire.bench.report import KVReport, Percentiles, RunReport
-from quire.bench.units import number, size
-from quire.lab.result import Finding, Result, Table
+from quire.bench.units import ms, number, size
 
 if TYPE_CHECKING:
     from quire.lab.context import LabContext
@@ -24,8 +23,32 @@ Record = dict[str, Any]  # a run as data: see `context.record`
 
 
 @dataclass(slots=True)
-class Story:
-    """What an experiment says of its data."""
+class Table:
+    """Rows of text and numbers under column heads; `note` says how to read it."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Any]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            assert len(row) == len(self.columns), f"{self.title!r}: {len(row)} cells under {len(self.columns)} heads"
+
+
+@dataclass(slots=True)
+class Finding:
+    """What was expected, what was seen, and whether they agree. `holds` is None where the run cannot tell: `observed`
+    says why."""
+
+    expected: str
+    observed: str
+    holds: bool | None
+
+
+@dataclass(slots=True)
+class Result:
+    """One experiment's outcome: its data, and what they say."""
 
     question: str
     headline: str
@@ -33,6 +56,8 @@ class Story:
     tables: list[Table] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     explanation: list[str] = field(default_factory=list)  # paragraphs
+    data: Data = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,7 +65,7 @@ class Experiment:
     key: str
     title: str
     measure: Callable[[LabContext], Data]
-    tell: Callable[[Data, LabContext], Story]
+    tell: Callable[[Data, LabContext], Result]
     is_last: bool = False  # looks at the runs of the others, so it runs after them
 
     def run(self, context: LabContext) -> Result:
@@ -49,18 +74,9 @@ class Experiment:
         return self.result(data, context, time.perf_counter() - started)
 
     def result(self, data: Data, context: LabContext, seconds: float) -> Result:
-        story = self.tell(data, context)
-        return Result(
-            key=self.key,
-            title=self.title,
-            question=story.question,
-            tables=story.tables,
-            charts=story.charts,
-            findings=story.findings,
-            explanation=story.explanation,
-            data=data | {"headline": story.headline},
-            seconds=seconds,
-        )
+        result = self.tell(data, context)
+        result.data, result.seconds = data, seconds
+        return result
 
 
 # -- tables of runs
@@ -79,11 +95,6 @@ def percentile(of: Percentiles | None, name: str) -> float | None:
     return None if of is None else float(getattr(of, name))
 
 
-def _ms(of: Percentiles | None, name: str) -> str:
-    value = percentile(of, name)
-    return number(None if value is None else 1e3 * value)
-
-
 COLUMNS: dict[str, Callable[[RunReport], object]] = {
     "requests": lambda run: run.requests,
     "output tok/s": lambda run: number(run.output_tok_s),
@@ -94,9 +105,9 @@ COLUMNS: dict[str, Callable[[RunReport], object]] = {
     "sequences a step": lambda run: number(run.running_mean),
     "first token p50 s": lambda run: number(percentile(run.ttft_s, "p50")),
     "first token p99 s": lambda run: number(percentile(run.ttft_s, "p99")),
-    "between tokens p50 ms": lambda run: _ms(run.itl_s, "p50"),
-    "between tokens p99 ms": lambda run: _ms(run.itl_s, "p99"),
-    "longest ms": lambda run: _ms(run.itl_s, "max"),
+    "between tokens p50 ms": lambda run: ms(percentile(run.itl_s, "p50")),
+    "between tokens p99 ms": lambda run: ms(percentile(run.itl_s, "p99")),
+    "longest ms": lambda run: ms(percentile(run.itl_s, "max")),
     "end to end p50 s": lambda run: number(percentile(run.e2e_s, "p50")),
     "end to end p99 s": lambda run: number(percentile(run.e2e_s, "p99")),
     "blocks": lambda run: kv_of(run).num_blocks,

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 
 from quire.errors import ConfigError
 from quire.lab import (
+    accuracy,
     baseline,
     batch_width,
     batching,
     beam_sharing,
     block_size,
     fragmentation,
-    kv_accuracy,
     memory_over_time,
     prefix_sharing,
     pressure,
     step_budget,
     tiers,
-    weight_accuracy,
 )
 from quire.lab.experiment import Experiment
 
@@ -32,10 +31,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     prefix_sharing.EXPERIMENT,
     pressure.EXPERIMENT,
     step_budget.EXPERIMENT,
-    kv_accuracy.EXPERIMENT,
+    accuracy.KV_EXPERIMENT,
     beam_sharing.EXPERIMENT,
     tiers.EXPERIMENT,
-    weight_accuracy.EXPERIMENT,
+    accuracy.WEIGHTS_EXPERIMENT,
 )
 
 

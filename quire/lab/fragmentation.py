@@ -16,8 +16,7 @@ from quire.bench.charts import Chart, bar_chart, line_chart
 from quire.bench.units import times
 from quire.config import GIB
 from quire.lab.context import LabContext
-from quire.lab.experiment import Data, Experiment, Record, Story
-from quire.lab.result import Finding, Table
+from quire.lab.experiment import Data, Experiment, Finding, Record, Result, Table
 from quire.sim import CostModel, poisson_arrivals
 from quire.sim.memory_use import PAGED, Run, Usage, run_policy
 from quire.sim.reservation import Buddy, FirstFit, Policy, reservation_policies
@@ -103,13 +102,13 @@ def measure(context: LabContext) -> Data:
 # -- what it says
 
 
-def tell(data: Data, context: LabContext) -> Story:
+def tell(data: Data, context: LabContext) -> Result:
     runs, first_fit = (
         [Run(**each | {"usage": Usage(**each["usage"])}) for each in data[name]] for name in ("runs", "first_fit")
     )
     by_key = {each.key: each for each in runs}
-    blocks, largest = by_key[PAGED], by_key["max"]
-    return Story(
+    blocks, largest, pow2, oracle = (by_key[key] for key in (PAGED, "max", "pow2", "oracle"))
+    return Result(
         question="What share of KV memory holds tokens when each request reserves one contiguous region, and when "
         "memory is handed out in blocks; and how many requests then run at once?",
         headline=f"tokens fill {blocks.usage.tokens:.0f} % of memory with blocks, {largest.usage.tokens:.0f} % when "
@@ -122,7 +121,20 @@ def tell(data: Data, context: LabContext) -> Story:
             _setting_table(data["num_requests"]),
         ],
         findings=_findings(by_key),
-        explanation=_explain(by_key, first_fit[-1]),
+        explanation=[
+            f"{largest.name} gives every request {MAX_MODEL_LEN:,} slots, most of which no token will ever reach. "
+            f"{pow2.name} guesses outputs within a factor of two, but regions of different sizes no longer tile "
+            f"memory: the allocator loses {pow2.usage.external:.1f} %. {oracle.name} knows every length, and still "
+            f"{oracle.usage.reserved:.1f} % of memory waits for tokens that come later, as it must under any allocator "
+            "that reserves.",
+            "Blocks reserve nothing ahead. A decode step reads all weights however many requests share it, so width is "
+            f"throughput: {blocks.output_tok_s / largest.output_tok_s:.1f} times {largest.name}'s tokens per second. "
+            f"What was let in cannot always grow: {blocks.num_preemptions:,} preemptions, after which "
+            f"{blocks.recomputed_percent:.1f} % of the tokens were computed again. A reservation never has that cost; "
+            "it pays in width instead.",
+            "The last table says in what the settings differ from the paper's. The spread of lengths is the only "
+            f"number taken from its bars (from {largest.name}'s), so the other policies' are predictions.",
+        ],
     )
 
 
@@ -133,8 +145,8 @@ def _bars(usage: Usage) -> tuple[float, float, float, float]:
 def _usage_table(runs: Sequence[Run]) -> Table:
     rows = []
     for each in runs:
-        ours, theirs = _bars(each.usage), PAPER_USAGE[each.key]
-        rows.append([each.name, *(f"{mine:.1f} ({paper:.1f})" for mine, paper in zip(ours, theirs, strict=True))])
+        pairs = zip(_bars(each.usage), PAPER_USAGE[each.key], strict=True)
+        rows.append([each.name, *(f"{mine:.1f} ({paper:.1f})" for mine, paper in pairs)])
     return Table(
         "KV memory in percent: this simulation, and in brackets the paper's figure 2",
         ["policy", "holds tokens", "reserved", "internal", "external and others"],
@@ -148,21 +160,14 @@ def _usage_table(runs: Sequence[Run]) -> Table:
 
 def _width_table(runs: Sequence[Run]) -> Table:
     base = runs[0]
-    rows = [
-        [
-            each.name,
-            f"{each.width:.2f}",
-            each.max_width,
-            f"{PAPER_WIDTH[each.key]:.2f}",
-            f"{each.output_tok_s:,.0f}",
-            f"{each.output_tok_s / base.output_tok_s:.2f}",
-            each.num_preemptions,
-        ]
-        for each in runs
-    ]
+    columns = ["policy", "mean width", "largest", "paper (2 req/s)", "output tok/s", f"times {base.name}"]
+    rows: list[list[object]] = []
+    for each in runs:
+        rows.append([each.name, f"{each.width:.2f}", each.max_width, f"{PAPER_WIDTH[each.key]:.2f}"])
+        rows[-1] += [f"{each.output_tok_s:,.0f}", f"{each.output_tok_s / base.output_tok_s:.2f}", each.num_preemptions]
     return Table(
         "Requests that run at once, and what it is worth",
-        ["policy", "mean width", "largest", "paper (2 req/s)", "output tok/s", f"times {base.name}", "preemptions"],
+        [*columns, "preemptions"],
         rows,
         note="Tokens per second are of the simulated A100 (a roofline at 60 % of its peak rates). Widths and tokens "
         "count the steps in which somebody waits, but for the first fifth of them: at the start every request is "
@@ -173,38 +178,25 @@ def _width_table(runs: Sequence[Run]) -> Table:
 def _allocator_table(runs: Sequence[Run], first_fit: Sequence[Run]) -> Table:
     rows = []
     for buddy, fit in zip(runs, first_fit, strict=False):
-        rows.append(
-            [
-                buddy.name,
-                f"{buddy.usage.rounding:.1f}",
-                f"{buddy.usage.free:.1f}",
-                f"{buddy.width:.2f}",
-                f"{fit.usage.free:.1f}",
-                f"{fit.width:.2f}",
-            ]
-        )
+        shares = (buddy.usage.rounding, buddy.usage.free, fit.usage.free, fit.usage.tokens)
+        rows.append([buddy.name, *(f"{share:.1f}" for share in shares), f"{buddy.width:.2f}", f"{fit.width:.2f}"])
+    columns = ["policy", "buddy: rounded up", "buddy: free", "first fit: free", "first fit: holds tokens"]
     return Table(
         "The allocator's part: a buddy system, as the paper assumes, against first fit (percent of memory)",
-        ["policy", "buddy: rounded up", "buddy: free", "buddy: width", "first fit: free", "first fit: width"],
+        [*columns, "buddy: width", "first fit: width"],
         rows,
         note="First fit gives just what was asked, so that all it wastes are holes too small for the next request.",
     )
 
 
 def _setting_table(num_requests: int) -> Table:
+    load = f"Poisson at {RATE_PER_S:g}/s, {num_requests} requests: always a queue"
+    lengths = "log-normal with those means; the outputs' spread inferred from their bars"
     rows = [
         ["model's KV", "OPT-13B, 16 bit", f"the same shape: {KV_TOKEN_BYTES:,} B a token"],
         ["memory for KV", "12 GB, 15.7 K slots", f"12 GiB, {NUM_SLOTS:,} slots"],
-        [
-            "lengths",
-            "ShareGPT, means 161 and 338",
-            "log-normal with those means; the outputs' spread inferred from their bars",
-        ],
-        [
-            "load",
-            "Poisson at one rate per point",
-            f"Poisson at {RATE_PER_S:g}/s, {num_requests} requests: always a queue",
-        ],
+        ["lengths", "ShareGPT, means 161 and 338", lengths],
+        ["load", "Poisson at one rate per point", load],
         ["execution", "an A100, and their own Orca", "a cost model; Quire's scheduler for all four"],
         ["allocator", "buddy", "buddy, and first fit beside it"],
         ["blocks", "vLLM of 2023, 16 tokens", f"Quire's KV manager, {BLOCK_SIZE} tokens, 1 % watermark"],
@@ -216,30 +208,17 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
     labels = [label for each in runs for label in (each.name, f"{each.name}, paper")]
     columns = [bars for each in runs for bars in (_bars(each.usage), PAPER_USAGE[each.key])]
     parts = ("holds tokens", "reserved", "internal", "external and others")
+    used = {part: [column[i] for column in columns] for i, part in enumerate(parts)}
+    widths = {
+        "here, always a queue": [each.width for each in runs],
+        "paper, 2 requests/s": [PAPER_WIDTH[each.key] for each in runs],
+    }
+    over_time = {each.name: ([p[0] for p in each.timeline], [p[1] for p in each.timeline]) for each in runs}
+    note = "Each pair: this simulation, then the paper's figure 2."
     return [
-        bar_chart(
-            "How KV memory is used",
-            "percent of KV memory",
-            labels,
-            {part: [column[i] for column in columns] for i, part in enumerate(parts)},
-            note="Each pair: this simulation, then the paper's figure 2.",
-            is_stacked=True,
-        ),
-        bar_chart(
-            "Requests that run at once",
-            "mean batch width",
-            [each.name for each in runs],
-            {
-                "here, always a queue": [each.width for each in runs],
-                "paper, 2 requests/s": [PAPER_WIDTH[each.key] for each in runs],
-            },
-        ),
-        line_chart(
-            "Batch width over time, the same arrivals",
-            "simulated seconds",
-            "requests running",
-            {each.name: ([p[0] for p in each.timeline], [p[1] for p in each.timeline]) for each in runs},
-        ),
+        bar_chart("How KV memory is used", "percent of KV memory", labels, used, note=note, is_stacked=True),
+        bar_chart("Requests that run at once", "mean batch width", [each.name for each in runs], widths),
+        line_chart("Batch width over time, the same arrivals", "simulated seconds", "requests running", over_time),
     ]
 
 
@@ -279,41 +258,6 @@ def _findings(by_key: dict[str, Run]) -> list[Finding]:
             f"{most.name}: {100 - most.usage.tokens:.1f} % hold none.",
             most.usage.tokens < 100 * 2 / 3,
         ),
-    ]
-
-
-def _explain(by_key: dict[str, Run], fit: Run) -> list[str]:
-    largest, pow2, oracle, blocks = (by_key[key] for key in ("max", "pow2", "oracle", PAGED))
-    gaps = [
-        (abs(mine - theirs), each.name, mine, theirs)
-        for each in by_key.values()
-        for mine, theirs in zip(_bars(each.usage), PAPER_USAGE[each.key], strict=True)
-    ]
-    gap, name, mine, theirs = max(gaps)
-    return [
-        f"{largest.name} gives every request {MAX_MODEL_LEN:,} slots: {largest.usage.internal:.1f} % of memory is "
-        f"slots that no token will ever reach, and {largest.usage.reserved:.1f} % waits for tokens that come later. "
-        f"{pow2.name} guesses outputs within a factor of two and brings the internal waste to "
-        f"{pow2.usage.internal:.1f} %, but regions of different sizes no longer tile memory: the allocator loses "
-        f"{pow2.usage.external:.1f} % ({pow2.usage.rounding:.1f} rounding up to chunks, {pow2.usage.free:.1f} free and "
-        f"unfit), against {largest.usage.external:.1f} % before.",
-        f"{oracle.name} knows every length and wastes nothing inside its regions, and still only "
-        f"{oracle.usage.tokens:.1f} % of memory holds tokens: {oracle.usage.reserved:.1f} % waits for later ones, and "
-        f"{oracle.usage.external:.1f} % is the allocator's. First fit with the same knowledge reaches "
-        f"{fit.usage.tokens:.1f} %: it does not round up, but has {fit.usage.free:.1f} % in holes, and "
-        f"{fit.usage.reserved:.1f} % still waits, as it must under any allocator that reserves.",
-        f"Blocks reserve nothing ahead: {blocks.usage.tokens:.1f} % of memory holds tokens, and {blocks.width:.1f} "
-        f"requests run at once, {blocks.width / largest.width:.1f} times {largest.name}'s. A decode step reads all "
-        "weights however many requests share it, so width is throughput: "
-        f"{blocks.output_tok_s / largest.output_tok_s:.1f} times {largest.name}'s tokens per second, "
-        f"{blocks.output_tok_s / oracle.output_tok_s:.1f} times {oracle.name}'s. What was let in cannot always grow: "
-        f"there were {blocks.num_preemptions:,} preemptions, and {blocks.recomputed_percent:.1f} % of the tokens "
-        "computed were computed again. A reservation never has that cost; it pays in width instead.",
-        "Against the paper's sixteen numbers the mean difference is "
-        f"{sum(each[0] for each in gaps) / len(gaps):.1f} percentage points; the largest, {gap:.1f}, is of {name} "
-        f"({mine:.1f} here, {theirs:.1f} there). The last table says in what the settings differ; the spread of "
-        f"lengths is the only number taken from the bars themselves (from {largest.name}'s), so the other policies' "
-        "are predictions.",
     ]
 
 

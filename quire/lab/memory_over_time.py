@@ -6,8 +6,7 @@ from quire.bench.charts import Chart, line_chart
 from quire.bench.units import counted, listed, number, size
 from quire.bench.workloads import even_lengths
 from quire.lab.context import LabContext, record, run_records
-from quire.lab.experiment import Data, Experiment, Record, Story, curve
-from quire.lab.result import Finding, Table
+from quire.lab.experiment import Data, Experiment, Finding, Record, Result, Table, curve
 
 KEY = "memory"
 Runs = list[tuple[str, Record]]  # the experiment's key, and the run
@@ -43,13 +42,13 @@ def _runs(context: LabContext, own: list[Record]) -> Runs:
 # -- what it says
 
 
-def tell(data: Data, context: LabContext) -> Story:
+def tell(data: Data, context: LabContext) -> Result:
     runs = _runs(context, data["measured"])
     most = max(_cache_bytes(each) * max(each["samples"]["kv_usage"]) for _, each in runs)
     ends = [each["samples"]["kv_usage"][-1] for _, each in runs]
     over = [each["workload"] for _, each in runs if each["kv"]["peak_blocks"] > each["kv"]["num_blocks"]]
     gaps = [each["kv"]["blocks_allocated"] - each["kv"]["blocks_freed"] for _, each in runs]
-    return Story(
+    return Result(
         question="How much memory does each run hold at each moment, and does it follow the work?",
         headline=f"{counted(len(runs), 'run')}: the cache holds at most {size(most)}, and every block comes back",
         charts=_charts(runs),

@@ -7,8 +7,7 @@ from quire.bench.report import RunReport
 from quire.bench.units import counted, duration, number, times
 from quire.bench.workloads import Workload, even_lengths, shared_prefix
 from quire.lab.context import LabContext, record, run_of
-from quire.lab.experiment import Data, Experiment, Story, curve, kv_of, percentile, run_table
-from quire.lab.result import Finding
+from quire.lab.experiment import Data, Experiment, Finding, Result, curve, kv_of, percentile, run_table
 
 N = 4
 
@@ -53,7 +52,7 @@ def expected_copies(prompts: Workload, block_size: int) -> int:
 # -- what it says
 
 
-def tell(data: Data, context: LabContext) -> Story:
+def tell(data: Data, context: LabContext) -> Result:
     runs, copies = [run_of(each) for each in data["measured"]], data["expected_copies"]
     off, on, apart, forked = runs
     num, prefix, suffix, num_out = _system_prompt(context)
@@ -64,7 +63,7 @@ def tell(data: Data, context: LabContext) -> Story:
     best = (num - 1) * (prefix // kv.block_size * kv.block_size) / (num * (prefix + suffix))
     rate, waits = kv.prefix_hit_rate, [percentile(each.ttft_s, "p50") or 0.0 for each in (off, on)]
     names = ("system prompt", f"n = {N}")
-    return Story(
+    return Result(
         question="What is it worth to keep the keys and values of a system prompt that every request repeats, and of a "
         f"prompt that is answered {N} times?",
         headline=f"the prefix cache brings {times(on.output_tok_s / off.output_tok_s)} the throughput and "

@@ -7,8 +7,7 @@ from quire.bench.report import RunReport
 from quire.bench.units import counted, duration, number, size
 from quire.bench.workloads import even_lengths
 from quire.lab.context import LabContext, fastest, record, run_of
-from quire.lab.experiment import Data, Experiment, Story, curve, kv_of, num_preemptions, run_table
-from quire.lab.result import Finding
+from quire.lab.experiment import Data, Experiment, Finding, Result, curve, kv_of, num_preemptions, run_table
 
 _MODES = ("recompute", "swap", "auto")
 _NAMES = ("enough blocks", "recompute", "swap", "chosen (auto)")
@@ -41,7 +40,7 @@ def _work(context: LabContext) -> tuple[int, tuple[int, int], tuple[int, int]]:
 # -- what it says
 
 
-def tell(data: Data, context: LabContext) -> Story:
+def tell(data: Data, context: LabContext) -> Result:
     runs, (_, prompt, output) = [run_of(each) for each in data["measured"]], _work(context)
     enough, recompute, swap, auto = runs
     best = max(runs[1:], key=lambda each: each.output_tok_s)
@@ -51,7 +50,7 @@ def tell(data: Data, context: LabContext) -> Story:
     # Fewer blocks make nothing faster: more than all of the throughput is the machine's own variation.
     ratio = best.output_tok_s / enough.output_tok_s
     kept = f"{100 * ratio:.0f} %" if ratio < 0.995 else "all"
-    return Story(
+    return Result(
         question="When the sequences that were let in no longer fit as they grow, somebody must give blocks back. What "
         "does it cost to compute them again, to keep them in host memory meanwhile, or to let the engine choose?",
         headline=f"with half the blocks {_NAMES[runs.index(best)]} keeps {kept} of the throughput; recompute ran "

@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing else, in light and dark."""
+"""The report as a page."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from quire.bench.svg import CHART_STYLE, figures
+from quire.bench.svg import figures, page
 from quire.bench.units import counted, duration, listed, number, size
+from quire.lab.experiment import Finding, Result, Table
 from quire.lab.experiments import EXPERIMENTS
-from quire.lab.result import Finding, Result, Table
 from quire.lab.store import Entry, LabReport
 
 # Tables with more rows than this begin folded.
@@ -19,98 +19,11 @@ _NOISY_PERCENT = 15.0  # more change than that in the machine's own speed is wor
 _NUMBER = re.compile(r"[-+−]?[\d,]*\.?\d+( ?(%|[KMG]iB|B|ms|s|µs))?|–|")
 
 
-# The page around the charts, whose colours are in CHART_STYLE.
-_STYLE = """
-:root {
-  --accent: #1f5fbf; --good: #1c7c48; --good-ground: #e4f3ea; --bad: #b3372c; --bad-ground: #fae7e4;
-  --open: #8a6100; --open-ground: #fbf0d6;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --accent: #7fb0ff; --good: #6fd39b; --good-ground: #173524; --bad: #ff9a8f; --bad-ground: #40201d;
-    --open: #f0c466; --open-ground: #3a2f14;
-  }
-}
-* { box-sizing: border-box; }
-html { scroll-behavior: smooth; }
-body {
-  margin: 0; background: var(--ground); color: var(--ink);
-  font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
-}
-main { max-width: 1160px; margin: 0 auto; padding: 40px 24px 96px; }
-h1 { font-size: 34px; line-height: 1.2; margin: 0 0 8px; letter-spacing: -0.02em; }
-h2 { font-size: 25px; line-height: 1.25; margin: 0 0 6px; letter-spacing: -0.01em; }
-h3 { font-size: 13px; margin: 28px 0 8px; color: var(--soft); font-weight: 600; letter-spacing: 0.02em; }
-p { margin: 0 0 12px; max-width: 76ch; }
-a { color: var(--accent); text-decoration: none; }
-a:hover { text-decoration: underline; }
-.lead { color: var(--soft); font-size: 17px; max-width: 84ch; }
-.facts { display: flex; flex-wrap: wrap; gap: 8px 28px; margin: 18px 0 34px; padding: 0; list-style: none; }
-.facts li { font-size: 14px; }
-.facts b { display: block; color: var(--soft); font-weight: 500; font-size: 12px; }
-.summary { width: 100%; border-collapse: collapse; background: var(--card); border: 1px solid var(--faint);
-  border-radius: 12px; border-spacing: 0; overflow: hidden; border-collapse: separate; }
-.summary td { padding: 12px 16px; border-top: 1px solid var(--faint); vertical-align: top; }
-.summary tr:first-child td { border-top: 0; }
-.summary .number { color: var(--soft); width: 1%; font-variant-numeric: tabular-nums; }
-.summary .name { font-weight: 600; width: 30%; }
-.summary .score { white-space: nowrap; width: 1%; text-align: right; }
-section { margin-top: 72px; padding-top: 28px; border-top: 1px solid var(--faint); }
-.question { font-size: 17px; color: var(--soft); margin-bottom: 20px; max-width: 84ch; }
-.findings { border-collapse: separate; border-spacing: 0; width: 100%; background: var(--card);
-  border: 1px solid var(--faint); border-radius: 12px; overflow: hidden; }
-.findings th { text-align: left; font-size: 12.5px; color: var(--soft); font-weight: 600; padding: 10px 16px 4px; }
-.findings td { padding: 10px 16px; vertical-align: top; border-top: 1px solid var(--faint); font-size: 15px; }
-.findings tr:nth-child(2) td { border-top: 0; }
-.findings td:first-child { width: 1%; }
-.findings td:nth-child(2) { width: 46%; }
-.badge { display: inline-block; padding: 2px 10px; border-radius: 99px; font-size: 12.5px; font-weight: 600;
-  white-space: nowrap; }
-.badge.good { color: var(--good); background: var(--good-ground); }
-.badge.bad { color: var(--bad); background: var(--bad-ground); }
-.badge.open { color: var(--open); background: var(--open-ground); }
-.scroll { overflow-x: auto; border: 1px solid var(--faint); border-radius: 12px; background: var(--card); }
-table.data { border-collapse: collapse; font-size: 13.5px; width: 100%; font-variant-numeric: tabular-nums; }
-table.data th { text-align: left; vertical-align: bottom; font-weight: 600; color: var(--soft); font-size: 12.5px;
-  line-height: 1.3; padding: 10px 12px; border-bottom: 1px solid var(--faint); }
-table.data td { padding: 7px 12px; border-top: 1px solid var(--grid); white-space: nowrap; }
-table.data tr:first-child td { border-top: 0; }
-table.data td.text { white-space: normal; min-width: 9em; }
-table.data td.long { white-space: normal; min-width: 22em; font-size: 12.5px; }
-table.data th.num, table.data td.num { text-align: right; }
-.tabletitle { font-weight: 600; font-size: 15px; margin: 26px 0 8px; }
-.tablenote { font-size: 13px; color: var(--soft); margin: 8px 0 0; max-width: 100ch; }
-.error { background: var(--bad-ground); color: var(--bad); padding: 14px 18px; border-radius: 12px; }
-.error.soft { background: var(--open-ground); color: var(--open); }
-pre { font-size: 12px; overflow-x: auto; color: var(--soft); }
-details summary { cursor: pointer; color: var(--soft); font-size: 14px; margin-top: 22px; }
-footer { margin-top: 72px; color: var(--soft); font-size: 14px; }
-code { font: 0.9em ui-monospace, SFMono-Regular, Menlo, monospace; background: var(--grid); padding: 1px 5px;
-  border-radius: 4px; }
-@media (max-width: 720px) {
-  main { padding: 24px 14px 64px; }
-  h1 { font-size: 28px; }
-  .summary td, .findings td { display: block; width: auto !important; border-top: 0; padding: 2px 14px; }
-  .summary tr, .findings tr { display: block; padding: 10px 0; border-top: 1px solid var(--faint); }
-  .summary, .findings, .summary tbody, .findings tbody { display: block; }
-  .summary .score { text-align: left; }
-  .findings tr:first-child { display: none; }
-}
-@media print { section { break-before: page; } .scroll { overflow: visible; } }
-"""
-
-
 def render_report(report: LabReport) -> str:
-    title = f"Quire lab: {report.settings.model_name}"
     parts = [_header(report), _summary(report)]
     parts += [_section(at, key, entry) for at, key, entry in _numbered(report)]
     parts.append(_footer(report))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{CHART_STYLE}{_STYLE}</style></head>"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return page(f"Quire lab: {report.settings.model_name}", "".join(parts))
 
 
 def _numbered(report: LabReport) -> list[tuple[int, str, Entry]]:
@@ -152,7 +65,7 @@ def _header(report: LabReport) -> str:
     )
     return (
         "<header><h1>Paged attention, measured</h1>"
-        '<p class="lead">What paging, continuous batching and sharing do for a language model on this machine: ten '
+        '<p class="lead">What paging, continuous batching and sharing do for a language model on this machine: '
         "experiments with Quire's own engine, with what was expected, what was seen, and why. Every sentence with a "
         f"number in it was written from this run's numbers. {kind}</p>"
         f'<ul class="facts">{items}</ul>{_quiet(report)}</header>'
@@ -181,7 +94,7 @@ def _summary(report: LabReport) -> str:
     for at, key, entry in _numbered(report):
         title = next(each.title for each in EXPERIMENTS if each.key == key)
         if entry.result is not None:
-            text = escape(_sentence(str(entry.result.data.get("headline", ""))))
+            text = escape(_sentence(entry.result.headline))
             score = _score(entry.result.findings)
         else:
             text, score = escape(entry.error), _badge("bad" if entry.status == "failed" else "open", entry.status)

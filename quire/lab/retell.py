@@ -11,19 +11,7 @@ import sys
 from pathlib import Path
 
 from quire.errors import ConfigError
-from quire.lab.context import LabContext
-from quire.lab.experiments import EXPERIMENTS
-from quire.lab.report import render_report
-from quire.lab.store import HTML_NAME, JSON_NAME, LabReport, read_report, write_text
-
-
-def retell(report: LabReport) -> None:
-    """Write charts, tables and words as the code at hand would have written them after these runs."""
-    context = LabContext(report.settings, lambda text: None, report.results())
-    for experiment in EXPERIMENTS:
-        old = context.results.get(experiment.key)
-        if old is not None:
-            report.entries[experiment.key].result = experiment.result(old.data, context, old.seconds)
+from quire.lab.store import JSON_NAME, read_report
 
 
 def main(folders: list[str]) -> None:
@@ -31,10 +19,7 @@ def main(folders: list[str]) -> None:
         raise SystemExit("usage: python -m quire.lab.retell FOLDER...")
     for folder in map(Path, folders):
         try:
-            report = read_report(folder / JSON_NAME)
-            retell(report)
-            report.write_undated(folder)
-            write_text(folder / HTML_NAME, render_report(report))
+            read_report(folder / JSON_NAME).write(folder)
         except ConfigError as error:
             raise SystemExit(f"quire.lab.retell: {error}") from None
 

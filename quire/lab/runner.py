@@ -11,21 +11,12 @@ from quire.bench.machine import describe_machine
 from quire.errors import QuireError
 from quire.lab.context import LabContext, SkippedError
 from quire.lab.experiment import Experiment
-from quire.lab.experiments import EXPERIMENTS
-from quire.lab.report import render_report
-from quire.lab.store import HTML_NAME, Entry, LabReport, write_text
+from quire.lab.store import Entry, LabReport
 
 Say = Callable[[str, str], None]  # which experiment, and how far it is
 
 
-def run_lab(
-    report: LabReport,
-    folder: Path,
-    chosen: Sequence[Experiment],
-    say: Say,
-    *,
-    fresh: bool = False,
-) -> bool:
+def run_lab(report: LabReport, folder: Path, chosen: Sequence[Experiment], say: Say, *, fresh: bool = False) -> bool:
     """Run what is chosen and not done. False: the user stopped it; what was done until then is on disk."""
     if fresh:
         for each in chosen:
@@ -42,9 +33,11 @@ def run_lab(
     try:
         for each in planned:
             current = each.key
-            entry = _run_one(each, context, report)
-            report.entries[each.key] = entry
-            save(report, folder)
+            context.results = report.data()
+            entry = report.entries[each.key] = _run_one(each, context)
+            report.machine = describe_machine()
+            report.date()
+            report.write(folder)
             if entry.status == "interrupted":
                 return False
             say(each.key, _ending(entry))
@@ -55,34 +48,26 @@ def run_lab(
     return True
 
 
-def save(report: LabReport, folder: Path) -> None:
-    """JSON and page, with the experiments in the report's order."""
-    order = [each.key for each in EXPERIMENTS]
-    report.entries = dict(sorted(report.entries.items(), key=lambda item: order.index(item[0])))
-    report.machine = describe_machine()
-    report.write(folder)
-    write_text(folder / HTML_NAME, render_report(report))
-
-
-def _run_one(experiment: Experiment, context: LabContext, report: LabReport) -> Entry:
+def _run_one(experiment: Experiment, context: LabContext) -> Entry:
     started = time.perf_counter()
-    context.results = report.results()
+    entry = Entry("failed")
     try:
-        result = experiment.run(context)
-        return Entry("done", time.perf_counter() - started, result, probe_tok_s=context.probe_tok_s())
+        entry.result = experiment.run(context)
+        entry.status = "done"
     except KeyboardInterrupt:
-        return Entry("interrupted", time.perf_counter() - started, error="stopped by the user before it was done")
+        entry.status, entry.error = "interrupted", "stopped by the user before it was done"
     except SkippedError as reason:
-        return Entry("skipped", time.perf_counter() - started, error=str(reason))
-    except QuireError as error:
-        return Entry("failed", time.perf_counter() - started, error=str(error), details=traceback.format_exc())
+        entry.status, entry.error = "skipped", str(reason)
     except Exception as error:  # whatever it was, the other experiments are still worth having
-        text = f"{type(error).__name__}: {error}"
-        return Entry("failed", time.perf_counter() - started, error=text, details=traceback.format_exc())
+        entry.error = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+        entry.details = traceback.format_exc()
+    entry.seconds = round(time.perf_counter() - started, 2)
+    if entry.result is not None:
+        entry.probe_tok_s = context.probe_tok_s()
+    return entry
 
 
 def _ending(entry: Entry) -> str:
     if entry.result is not None:
-        headline = entry.result.data.get("headline", "")
-        return f"done in {entry.seconds:.0f} s" + (f": {headline}" if headline else "")
+        return f"done in {entry.seconds:.0f} s: {entry.result.headline}"
     return f"{entry.status}: {entry.error}"

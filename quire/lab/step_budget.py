@@ -10,8 +10,7 @@ from quire.bench.units import change, duration, listed, ms, number, times
 from quire.bench.workloads import Workload, even_lengths
 from quire.errors import BadRequestError
 from quire.lab.context import LabContext, record, run_of
-from quire.lab.experiment import COLUMNS, Data, Experiment, Story, percentile
-from quire.lab.result import Finding, Table
+from quire.lab.experiment import COLUMNS, Data, Experiment, Finding, Result, Table, percentile
 
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 QUICK_BUDGETS = (256, 1024, 8192)
@@ -77,7 +76,7 @@ def _measure_point(context: LabContext, work: Workload, arrivals: list[float], b
 _Present = list[tuple[int, RunReport, float]]  # budget, run, p99 of the wait between two tokens
 
 
-def tell(data: Data, context: LabContext) -> Story:
+def tell(data: Data, context: LabContext) -> Result:
     num_streams, _, num_prompts, prompt_len = streams_and_prompts(context)
     runs = iter(data["measured"])
     points = [
@@ -93,7 +92,7 @@ def tell(data: Data, context: LabContext) -> Story:
     rates = {name: [run.total_tok_s for _, run, _ in found] for name, found in lines.items()}
     waits = {name: [1e3 * p99 for _, _, p99 in found] for name, found in lines.items()}
     budgets = {name: [budget for budget, _, _ in found] for name, found in lines.items()}
-    return Story(
+    return Result(
         question=f"{num_streams} streams decode when {num_prompts} prompts of {prompt_len:,} tokens come in. How long "
         "do the streams wait for their next token, and what does it cost to make that wait short?",
         headline=f"a budget of {small} keeps the slowest percent of tokens within {duration(p99_small)}, {large:,} "

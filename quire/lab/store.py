@@ -1,17 +1,24 @@
-"""The lab's results on disk: one JSON file, written anew after each experiment, from which a later run goes on."""
+"""The lab's results on disk: one JSON file, written anew after each experiment, from which a later run goes on; and
+the page beside it.
+
+A file is read for its data alone: what they say is told anew by the code at hand.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import quire
+from quire.bench.report import write_text
 from quire.errors import ConfigError
-from quire.lab.context import LabSettings
-from quire.lab.result import Result
+from quire.lab import experiments
+from quire.lab.context import LabContext, LabSettings
+from quire.lab.experiment import Data, Result
 
 FORMAT = "quire-lab-1"
 JSON_NAME, HTML_NAME = "report.json", "report.html"
@@ -41,51 +48,43 @@ class LabReport:
     written: str = ""  # the date and time of the last measurement
     version: str = ""
 
-    def results(self) -> dict[str, Result]:
-        return {key: entry.result for key, entry in self.entries.items() if entry.result is not None}
+    def data(self) -> dict[str, Data]:
+        """What the experiments that are done have measured."""
+        return {key: entry.result.data for key, entry in self.entries.items() if entry.result is not None}
 
     def is_done(self, key: str) -> bool:
         return key in self.entries and self.entries[key].status == "done"
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "version": self.version,
-            "written": self.written,
-            "settings": self.settings.to_json(),
-            "machine": self.machine,
-            "experiments": {
-                key: {
-                    "status": entry.status,
-                    "seconds": round(entry.seconds, 2),
-                    "error": entry.error,
-                    "details": entry.details,
-                    "probe_tok_s": entry.probe_tok_s,
-                    "result": None if entry.result is None else json.loads(entry.result.to_json()),
-                }
-                for key, entry in self.entries.items()
-            },
-        }
+        found: dict[str, Any] = _finite(asdict(self))
+        found["experiments"] = found.pop("entries")
+        return {"format": FORMAT} | found
+
+    def date(self) -> None:
+        """Something was measured just now."""
+        self.written, self.version = time.strftime("%Y-%m-%d %H:%M"), quire.__version__
 
     def write(self, folder: Path) -> None:
-        """The JSON file, dated; all or nothing."""
-        self.written, self.version = time.strftime("%Y-%m-%d %H:%M"), quire.__version__
-        self.write_undated(folder)
+        """The data and the page, with the experiments in the report's order."""
+        from quire.lab.report import render_report
 
-    def write_undated(self, folder: Path) -> None:
-        """With the date and version of its measurements, which are as they were."""
+        order = [each.key for each in experiments.EXPERIMENTS]
+        self.entries = dict(sorted(self.entries.items(), key=lambda item: order.index(item[0])))
         write_text(folder / JSON_NAME, json.dumps(self.to_json(), separators=(",", ":")) + "\n")
+        write_text(folder / HTML_NAME, render_report(self))
 
 
-def write_text(path: Path, text: str) -> None:
-    """All or nothing: a full disk or an interruption leaves what stood there before."""
-    part = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+def _finite(value: Any) -> Any:
+    """`value` with plain JSON types only: numpy's scalars and arrays as Python's, no NaN, keys as text."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def read_report(path: Path) -> LabReport:
@@ -99,15 +98,18 @@ def read_report(path: Path) -> LabReport:
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ConfigError(f"{path} was not written by quire lab: choose another --output-dir")
     try:
-        entries = {}
-        for key, each in record["experiments"].items():
-            result = None if each["result"] is None else Result.from_json(json.dumps(each["result"]))
-            entries[key] = Entry(
-                each["status"], each["seconds"], result, each["error"], each["details"], each["probe_tok_s"]
-            )
         settings = LabSettings(**record["settings"])
+        found = record["experiments"]
+        data = {key: each["result"]["data"] for key, each in found.items() if each["result"] is not None}
+        context = LabContext(settings, lambda text: None, data)
+        by_key = {each.key: each for each in experiments.EXPERIMENTS}
+        entries = {}
+        for key, each in found.items():
+            if each["result"] is not None:
+                each["result"] = by_key[key].result(data[key], context, each["result"]["seconds"])
+            entries[key] = Entry(**each)
         return LabReport(settings, entries, record["machine"], record["written"], record["version"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"{path} is damaged ({error!r}): remove it, or start over with --fresh") from None
 
 
@@ -127,7 +129,7 @@ def open_report(folder: Path, settings: LabSettings, *, fresh: bool) -> LabRepor
         return LabReport(settings)
     found = read_report(path)
     if found.settings != settings:
-        old, new = found.settings.to_json(), settings.to_json()
+        old, new = asdict(found.settings), asdict(settings)
         different = ", ".join(f"{name}={old[name]}" for name in old if old[name] != new[name])
         raise ConfigError(
             f"{path} was made with other settings ({different}): choose another "

@@ -14,8 +14,7 @@ from quire.bench.charts import bar_chart, line_chart
 from quire.bench.units import duration, number, times
 from quire.engine.llm_engine import LLMEngine
 from quire.lab.context import LabContext
-from quire.lab.experiment import Data, Experiment, Story
-from quire.lab.result import Finding, Table
+from quire.lab.experiment import Data, Experiment, Finding, Result, Table
 from quire.params import SamplingParams
 from quire.tiers.disk import DiskStore
 
@@ -213,7 +212,7 @@ def _serve(context: LabContext, engine: LLMEngine, chats: _Chats) -> dict[str, A
 # -- what it says
 
 
-def tell(data: Data, context: LabContext) -> Story:
+def tell(data: Data, context: LabContext) -> Result:
     lengths, runs = data["lengths"], data["measured"]
     plain, below = runs[0], runs[-1]
     level = below["level"]
@@ -222,7 +221,7 @@ def tell(data: Data, context: LabContext) -> Story:
     slowest = list(sources)[-1]
     gain, tokens = below["output_tok_s"] / plain["output_tok_s"], [entry["tokens"] for entry in lengths]
     long = [entry for entry in lengths if entry["tokens"] >= _BEATS_FROM] or lengths[-1:]
-    return Story(
+    return Result(
         question=f"Blocks that the cache has no room for can be kept below it (here: {level}). From which length on is "
         "loading a prefix faster than computing it, and what is that worth to chats that do not fit in the cache "
         "together?",

@@ -6,7 +6,6 @@ import pytest
 
 from quire.lab import batching
 from quire.lab.context import LabContext, LabSettings
-from quire.lab.result import Result
 from quire.sim import Arrival, CostModel
 from quire.sim.batching import Occupation, run_continuous, run_static
 
@@ -65,4 +64,3 @@ def test_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {span.lane for span in chart.spans} == set(range(batching.PICTURE_SLOTS))
     assert "wasted" in {span.kind for span in timelines[0].spans}
     assert "wasted" not in {span.kind for span in timelines[1].spans}
-    assert Result.from_json(result.to_json()).to_json() == result.to_json()

@@ -10,20 +10,19 @@ import pytest
 
 from quire.bench.report import KVReport, Percentiles, RunReport
 from quire.lab import (
+    accuracy,
     baseline,
     batch_width,
     batching,
     block_size,
-    kv_accuracy,
     memory_over_time,
     prefix_sharing,
     pressure,
     step_budget,
-    weight_accuracy,
 )
 from quire.lab.context import LabContext, LabSettings, record, run_of
+from quire.lab.experiment import Finding, Result
 from quire.lab.report import render_report
-from quire.lab.result import Finding, Result
 from quire.lab.store import Entry, LabReport
 
 CPU = LabContext(LabSettings(), lambda text: None)
@@ -58,7 +57,7 @@ def tell(module: Any, data: dict[str, Any], context: LabContext) -> Result:
 
 def holds(told: Result) -> list[bool | None]:
     """Of each finding; and that there are words for it."""
-    texts = [*told.explanation, *(finding.observed for finding in told.findings), told.data["headline"]]
+    texts = [*told.explanation, *(finding.observed for finding in told.findings), told.headline]
     assert all(texts)
     return [finding.holds for finding in told.findings]
 
@@ -151,7 +150,7 @@ def sampled(name: str, rss: tuple[int, int] = (100 * MIB, 100 * MIB), **changes:
 
 def told_memory(*runs: dict[str, Any]) -> Result:
     context = LabContext(LabSettings(), lambda text: None)
-    context.results = {"batch-width": Result("batch-width", "", "", data={"measured": list(runs)})}
+    context.results = {"batch-width": {"measured": list(runs)}}
     return tell(memory_over_time, {"measured": []}, context)
 
 
@@ -256,7 +255,7 @@ def told_accuracy(model: str, context: LabContext = GPU, same: float = 0.3) -> R
         reading("bfloat16", "bfloat16", -0.35, 0.07, 0.0, 2048),
         reading("fp8", "bfloat16", -1.174, 0.321, same, 1024),
     ]
-    return tell(kv_accuracy, {"model": model, "tokens": 2044, "readings": readings}, context)
+    return accuracy.tell_kv({"model": model, "tokens": 2044, "readings": readings}, context)
 
 
 def test_random_weights_are_no_finding() -> None:
@@ -271,7 +270,7 @@ def told_formats(model: str, percent: float) -> Result:
 
     formats = [one("float32", 0.0, [64, 64]), one("bfloat16", -0.1, [64, 64]), one("int8", percent, [64, 3])]
     formats.append({"name": "fp8", "refusal": "fp8 needs a GPU", "weight_bytes": 0})
-    return tell(weight_accuracy, {"model": model, "tokens": 9, "answer_tokens": 64, "formats": formats}, CPU)
+    return accuracy.tell_weights({"model": model, "tokens": 9, "answer_tokens": 64, "formats": formats}, CPU)
 
 
 def test_a_format_may_cost_a_little_perplexity() -> None:
@@ -294,6 +293,6 @@ def test_the_page_of_a_gpu_tells_its_memory_from_the_hosts() -> None:
 
 
 def test_nothing_that_can_be_told_is_no_failure() -> None:
-    open_result = Result("kv-accuracy", "", "", findings=[Finding("a", "b", None)] * 2)
+    open_result = Result("", "", findings=[Finding("a", "b", None)] * 2)
     page = render_report(LabReport(LabSettings(), {"kv-accuracy": Entry("done", 1.0, open_result)}))
     assert '<span class="badge open">' in page

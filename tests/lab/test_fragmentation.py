@@ -6,7 +6,7 @@ import pytest
 
 from quire.lab import fragmentation
 from quire.lab.context import LabContext, LabSettings
-from quire.lab.result import Result
+from quire.lab.experiment import Result
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,6 @@ def test_a_result_that_contradicts_is_not_talked_away(result: Result) -> None:
     runs[3].width = 5.0
     holds = [finding.holds for finding in fragmentation._findings({run.key: run for run in runs})]
     assert holds[1:4] == [False, False, False]
-
-
-def test_there_and_back(result: Result) -> None:
-    assert Result.from_json(result.to_json()).to_json() == result.to_json()
 
 
 def test_lengths_have_the_papers_means() -> None:

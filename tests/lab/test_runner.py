@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from quire.bench.charts import Chart, Series
 from quire.errors import ConfigError
-from quire.lab import runner
+from quire.lab import experiments, runner
 from quire.lab.context import LabContext, LabSettings, SkippedError
-from quire.lab.experiment import Experiment, Story
+from quire.lab.experiment import Experiment, Finding, Result, Table
 from quire.lab.experiments import EXPERIMENTS
 from quire.lab.report import render_report
-from quire.lab.result import Finding, Result, Table
 from quire.lab.store import HTML_NAME, JSON_NAME, Entry, LabReport, open_report, read_report
 
 SETTINGS = LabSettings(quick=True)
@@ -26,14 +27,12 @@ SETTINGS = LabSettings(quick=True)
 
 def result(key: str) -> Result:
     return Result(
-        key=key,
-        title="T",
         question="Why <this>?",
+        headline=f"the headline of {key}",
         tables=[Table("Table", ["name", "value", "word"], [["a", 1.5, "refused"], ["b", 2000, "3"], ["c", 1, "4"]])],
         charts=[Chart("bar", "Chart", "", "y", [Series("s", ["a", "b"], [1.0, 2.0])])],
         findings=[Finding("up", "up", True), Finding("down", "up", False), Finding("left", "?", None)],
         explanation=["Because 5 < 6."],
-        data={"headline": f"the headline of {key}"},
     )
 
 
@@ -43,12 +42,13 @@ def experiment(key: str, run: Callable[[LabContext], object] | None = None, *, i
             run(context)
         return {}
 
-    def tell(data: dict[str, Any], context: LabContext) -> Story:
-        told = result(key)
-        parts = (told.charts, told.tables, told.findings, told.explanation)
-        return Story(told.question, f"the headline of {key}", *parts)
+    return Experiment(key, f"Title of {key}", measure, lambda data, context: result(key), is_last)
 
-    return Experiment(key, f"Title of {key}", measure, tell, is_last)
+
+@pytest.fixture(autouse=True)
+def told_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read from a file is told as these experiments tell it."""
+    monkeypatch.setattr(experiments, "EXPERIMENTS", tuple(experiment(each.key) for each in EXPERIMENTS))
 
 
 class Log:
@@ -146,7 +146,7 @@ def test_who_looks_at_the_others_comes_last_and_again(tmp_path: Path) -> None:
 
 
 def test_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
-    runner.save(LabReport(SETTINGS, {"baseline": Entry("done", 1.0, result("baseline"))}), tmp_path)
+    LabReport(SETTINGS, {"baseline": Entry("done", 1.0, result("baseline"))}).write(tmp_path)
     with pytest.raises(ConfigError, match=r"other settings \(quick=True\).*--fresh"):
         open_report(tmp_path, LabSettings(), fresh=False)
     assert not open_report(tmp_path, LabSettings(), fresh=True).entries
@@ -210,6 +210,21 @@ def test_a_noisy_machine_is_told() -> None:
 def test_json_and_back(tmp_path: Path) -> None:
     report = LabReport(SETTINGS, {"baseline": Entry("done", 1.25, result("baseline"), probe_tok_s=3.0)})
     report.write(tmp_path)
-    again = read_report(tmp_path / JSON_NAME)
-    assert again == report
-    assert json.loads((tmp_path / JSON_NAME).read_text())["experiments"]["baseline"]["result"]["title"] == "T"
+    assert read_report(tmp_path / JSON_NAME) == report
+    record = json.loads((tmp_path / JSON_NAME).read_text())
+    assert record["experiments"]["baseline"]["result"]["headline"] == "the headline of baseline"
+
+
+def test_numpy_and_what_is_not_finite_become_json(tmp_path: Path) -> None:
+    told = result("baseline")
+    told.data = {"array": np.arange(3), "nan": math.nan, 5: [np.float64(0.5), math.inf]}  # type: ignore[dict-item]
+    record = LabReport(SETTINGS, {"baseline": Entry("done", 1.0, told)}).to_json()
+    data = record["experiments"]["baseline"]["result"]["data"]
+    assert data == {"array": [0, 1, 2], "nan": None, "5": [0.5, None]}
+
+
+def test_ragged_tables_and_series_are_our_bugs() -> None:
+    with pytest.raises(AssertionError):
+        Table("a", ["x", "y"], [[1]])
+    with pytest.raises(AssertionError):
+        Series("s", [1.0], [])

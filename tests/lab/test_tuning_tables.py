@@ -9,7 +9,7 @@ import pytest
 
 from docs import tuning_tables
 from quire.lab.context import LabSettings
-from quire.lab.result import Result
+from quire.lab.experiment import Result
 from quire.lab.store import Entry, LabReport
 
 
@@ -36,7 +36,7 @@ def report() -> LabReport:
         "step-budget": {"points": points},
         "block-size": {"sizes": [8, 16, 64], "cache_tokens": {"short": 1024}, "measured": sizes},
     }
-    entries = {key: Entry("done", 1.0, Result(key, "", "", data=value)) for key, value in data.items()}
+    entries = {key: Entry("done", 1.0, Result("", "", data=value)) for key, value in data.items()}
     return LabReport(LabSettings(), entries, {"cpu": "chip", "cpus": 2}, "today", "1")
 
 
@@ -57,7 +57,7 @@ def test_tables_have_the_numbers(report: LabReport) -> None:
 
 
 def test_a_block_size_is_chosen_by_counts_not_by_a_lucky_run(report: LabReport) -> None:
-    data = report.results()["block-size"].data
+    data = report.data()["block-size"]
     data["measured"][0]["output_tok_s"] = 400.0  # a third faster at 8, with as many sequences a step
     assert tuning_tables.best_block_size(report, "short") == 16
     for at, width in enumerate((10.0, 8.0, 2.0)):
@@ -93,7 +93,7 @@ def test_documents_run_no_wider_than_prompts_come_in(report: LabReport) -> None:
 def test_random_weights_have_no_perplexity_to_show(report: LabReport) -> None:
     reading = {"kv_dtype": "fp8", "dtype": "bfloat16", "kv_bytes_per_token": 65536, "perplexity": 277647.1449}
     data = {"model": "random weights", "readings": [reading]}
-    report.entries["kv-accuracy"] = Entry("done", 1.0, Result("kv-accuracy", "", "", data=data))
+    report.entries["kv-accuracy"] = Entry("done", 1.0, Result("", "", data=data))
     made = tuning_tables.accuracy(report)
     assert "| fp8 | bfloat16 | 64.0 KiB | not measured |" in made and "277" not in made and "quire pull smollm2" in made
     data["model"] = "smollm2"
@@ -102,13 +102,15 @@ def test_random_weights_have_no_perplexity_to_show(report: LabReport) -> None:
 
 def test_what_moving_and_computing_cost(report: LabReport) -> None:
     data = {"measured": [run(100.0, 0.1) for _ in range(4)], "swap_bytes_per_s": 1e9}
-    report.entries["pressure"] = Entry("done", 1.0, Result("pressure", "", "", data=data))
+    report.entries["pressure"] = Entry("done", 1.0, Result("", "", data=data))
     assert "back in 131 µs; computing it again takes 1.00 ms." in tuning_tables.cache(report)
 
 
-def test_places_are_filled_and_filled_again(report: LabReport, tmp_path: Path) -> None:
+def test_places_are_filled_and_filled_again(report: LabReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "a\n<!-- lab: cpu widths -->\nold\n<!-- end -->\nb\n<!-- lab: h200 cache -->\n<!-- end -->\n"
-    report.write(tmp_path / "cpu")
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "report.json").touch()
+    monkeypatch.setattr(tuning_tables, "read_report", lambda path: report)
     filled = tuning_tables.fill(text, tmp_path)
     assert "old" not in filled and "| 64 | 310 |" in filled
     assert "Not measured yet: `quire lab --gpu-8b" in filled
