@@ -16,12 +16,13 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.bench.charts import bar_chart
 from quire.bench.drive import forced_length, run_workload
-from quire.bench.model_shapes import write_llama_8b, write_qwen3_30b_a3b
+from quire.bench.model_shapes import LLAMA_8B, write_llama_8b, write_shape
 from quire.bench.plots import write_charts
 from quire.bench.workloads import WORKLOADS
 from quire.config import EngineConfig
@@ -45,9 +46,27 @@ EXPERTS_ROWS: dict[str, tuple[str, dict[str, float], str, float, float]] = {
     "lab16": ("lab16", {}, "output", 1334, 1716),
     "mixed256": ("mixed256", {}, "output", 5784, 8208),
 }
+QWEN3_30B_A3B = LLAMA_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
 SHAPES = {
     "llama-3.1-8b": ("Llama-3.1-8B", write_llama_8b, ROWS),
-    "qwen3-30b-a3b": ("Qwen3-30B-A3B", write_qwen3_30b_a3b, EXPERTS_ROWS),
+    "qwen3-30b-a3b": ("Qwen3-30B-A3B", partial(write_shape, "qwen3-30b-a3b-shape", QWEN3_30B_A3B), EXPERTS_ROWS),
 }
 # Parts of a step by the names of the kernels that do them.
 _KERNELS = {

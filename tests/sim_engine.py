@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import fakes
+from sim_executor import SimExecutor
+from sim_language import ToyLanguage
 
 from quire import errors
 from quire.engine.api import EngineInfo
@@ -25,8 +27,6 @@ from quire.engine.messages import Launch
 from quire.kv import KVManager
 from quire.plan import StepPlan
 from quire.scheduler import Scheduler, SchedulerConfig
-from quire.sim import SimExecutor
-from quire.sim.language import ToyLanguage
 
 HANG, BREAK, CRASH = 300, 301, 302  # sleep for hang_s; raise; segfault
 

@@ -61,6 +61,8 @@ class Outcome:
     e2e_s: float | None = None
     error: str | None = None
     detail: str = ""  # what the server said
+    cached_tokens: int = 0  # of the prompt, where the server says so
+    text: str = ""  # of a completion
 
 
 def require_aiohttp() -> Any:
@@ -152,6 +154,7 @@ async def send(
     request: ClientRequest,
     started: float | None = None,
     on_sent: Callable[[Outcome], None] | None = None,
+    on_first_token: Callable[[], None] | None = None,
 ) -> Outcome:
     """One streamed request. Failures are told in the outcome, never raised."""
     import aiohttp
@@ -162,7 +165,7 @@ async def send(
         outcome.prompt_tokens = len(request.prompt)
     if on_sent is not None:
         on_sent(outcome)
-    reader = _Reader(outcome, sent, is_chat=target.is_chat)
+    reader = _Reader(outcome, sent, is_chat=target.is_chat, on_first_token=on_first_token)
     try:
         async with session.post(target.url, json=_body(target, request)) as response:
             if response.status != 200:
@@ -187,8 +190,10 @@ async def send(
 class _Reader:
     """Server-sent events of one answer."""
 
-    def __init__(self, outcome: Outcome, sent: float, *, is_chat: bool) -> None:
-        self._outcome, self._sent, self._is_chat = outcome, sent, is_chat
+    def __init__(
+        self, outcome: Outcome, sent: float, *, is_chat: bool, on_first_token: Callable[[], None] | None = None
+    ) -> None:
+        self._outcome, self._sent, self._is_chat, self._on_first_token = outcome, sent, is_chat, on_first_token
         self._last: float | None = None
         self._num_chunks = 0
         self._usage: int | None = None
@@ -212,11 +217,15 @@ class _Reader:
         if isinstance(usage, dict):
             self._usage = usage.get("completion_tokens")
             self._outcome.prompt_tokens = usage.get("prompt_tokens") or self._outcome.prompt_tokens
+            self._outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         choices = event.get("choices")
         if choices and self._has_token(choices[0]):
             self._num_chunks += 1
+            self._outcome.text += choices[0].get("text") or ""
             if self._last is None:
                 self._outcome.ttft_s = now - self._sent
+                if self._on_first_token is not None:
+                    self._on_first_token()
             else:
                 self._outcome.itl_s.append(now - self._last)
             self._last = now

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.bench.report import read_json, read_text
 from quire.bench.workloads import Workload
 from quire.errors import ConfigError
 
@@ -32,13 +33,9 @@ class Exchange:
 def read_exchanges(path: str | Path) -> list[Exchange]:
     """Conversations that do not start with a question and an answer are passed over, as such files have many."""
     source = Path(path)
-    try:
-        text = source.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the dataset {source}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"the dataset {source} is not UTF-8 text") from None
-    entries = _lines(source, text) if source.suffix == ".jsonl" else _array(source, text)
+    entries = _lines(source) if source.suffix == ".jsonl" else read_json(source, "the dataset")
+    if not isinstance(entries, list):
+        raise ConfigError(f"the dataset {source} must be a list of conversations, not {_kind(entries)}")
     exchanges = [found for i, entry in enumerate(entries) if (found := _exchange(source, i, entry)) is not None]
     if not exchanges:
         raise ConfigError(
@@ -77,19 +74,9 @@ def dataset_workload(
     return [usable[(skip + i) % len(usable)] for i in range(num)]
 
 
-def _array(source: Path, text: str) -> list[Any]:
-    try:
-        entries = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"the dataset {source} is not JSON: {error}") from None
-    if not isinstance(entries, list):
-        raise ConfigError(f"the dataset {source} must be a list of conversations, not {_kind(entries)}")
-    return entries
-
-
-def _lines(source: Path, text: str) -> list[Any]:
+def _lines(source: Path) -> list[Any]:
     entries = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(read_text(source, "the dataset").splitlines(), start=1):
         if line.strip():
             try:
                 entries.append(json.loads(line))

@@ -167,8 +167,6 @@ class _StaticRun:
                     t_s=now - self.started_s,
                     running=len(self.batch),
                     waiting=self.num_requests - self.num_started,
-                    kv_usage=0.0,
-                    waste_percent=0.0,
                     rss_bytes=rss_bytes(),
                     prompt_tokens=self.prompt_tokens,
                     output_tokens=self.output_tokens,

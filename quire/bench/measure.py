@@ -21,7 +21,15 @@ from quire.bench.drive import forced_length
 from quire.bench.machine import describe_engine, describe_machine, num_usable_cpus, peak_rss_bytes, rss_bytes
 from quire.bench.progress import WARM_UP, Progress, WarmUpInterrupted, repeat_name
 from quire.bench.report import KVReport, Percentiles, RunReport, Sample
-from quire.bench.steps import EngineCounts, StepWatch, prefill_and_decode_rates, watch_steps
+from quire.bench.steps import (
+    StepWatch,
+    kv_counts,
+    preemption_counts,
+    prefill_and_decode_rates,
+    since,
+    time_counts,
+    watch_steps,
+)
 from quire.bench.workloads import Workload
 from quire.errors import BadRequestError, ConfigError
 from quire.interrupt import StopFlag, stop_on_interrupt
@@ -186,7 +194,9 @@ class _Run:
     started_s: float = 0.0
     seconds: float = 0.0
     idle_s: float = 0.0
-    before: EngineCounts = field(init=False)
+    _kv_before: dict[str, int] = field(default_factory=dict)
+    _preempted_before: dict[str, int] = field(default_factory=dict)
+    _times_before: dict[str, float] = field(default_factory=dict)
     _sampled: tuple[float, float, float] = (0.0, 0.0, 0.0)  # at the last sample: time, CPU seconds, busy seconds
     _rss_before: int = 0
 
@@ -194,7 +204,8 @@ class _Run:
         self, workload: Workload, arrivals: Sequence[float] | None, stop: StopFlag, progress: Progress | None
     ) -> None:
         engine = self.engine
-        self.before, self._rss_before = EngineCounts.read(engine), peak_rss_bytes()
+        self._kv_before, self._preempted_before = kv_counts(engine), preemption_counts(engine)
+        self._times_before, self._rss_before = time_counts(engine), peak_rss_bytes()
         cuda = _cuda()
         if cuda is not None:
             cuda.reset_peak_memory_stats()
@@ -317,15 +328,8 @@ class _Run:
     def report(self, interrupted: bool) -> RunReport:
         seconds, steps = max(self.seconds, 1e-9), self.watch.steps
         prefill, decode = prefill_and_decode_rates(steps)
-        spent = EngineCounts.read(self.engine).since(self.before)
-        time_s = {
-            "schedule": spent.schedule_s,
-            "prepare": spent.prepare_s,
-            "forward": spent.forward_s,
-            "sample": spent.sample_s,
-            "update": spent.update_s,
-            "idle": self.idle_s,
-        }
+        time_s = since(self._times_before, time_counts(self.engine)) | {"idle": self.idle_s}
+        busy_s = time_s.pop("busy")
         if self.watch.depth == 1:  # else these overlap, and do not add up to the run
             time_s["other"] = max(0.0, seconds - sum(time_s.values()))
         peak_rss = peak_rss_bytes()
@@ -354,16 +358,17 @@ class _Run:
             num_steps=len(steps),
             running_mean=statistics.fmean(step.num_seqs for step in steps) if steps else 0.0,
             time_s=time_s,
-            kv=self._kv_report(spent, seconds),
+            kv=self._kv_report(seconds),
             peak_rss_bytes=peak_rss,
             peak_gpu_bytes=None if cuda is None else int(cuda.max_memory_allocated()),
             cpu_percent=cpu_percent,
-            device_percent=min(100.0, 100 * spent.busy_s / seconds),
+            device_percent=min(100.0, 100 * busy_s / seconds),
             samples=self.samples,
         )
 
-    def _kv_report(self, spent: EngineCounts, seconds: float) -> KVReport:
+    def _kv_report(self, seconds: float) -> KVReport:
         seen, kv = self.watch.kv, self.engine.core.kv
+        counts = since(self._kv_before, kv_counts(self.engine))
         return KVReport(
             num_blocks=kv.num_blocks,
             block_size=kv.block_size,
@@ -375,19 +380,10 @@ class _Run:
             waste_percent_max=seen.max_waste_percent,
             waste_percent_at_peak=seen.waste_percent_at_peak,
             table_entries_max=seen.table_entries_max,
-            blocks_allocated=spent.allocated,
-            blocks_freed=spent.freed,
-            churn_per_s=(spent.allocated + spent.freed) / seconds,
-            preemptions={"recompute": spent.recompute, "swap": spent.swap},
-            recomputed_tokens=spent.recomputed,
-            swapped_out_blocks=spent.swapped_out,
-            swapped_in_blocks=spent.swapped_in,
+            churn_per_s=(counts["blocks_allocated"] + counts["blocks_freed"]) / seconds,
+            preemptions=since(self._preempted_before, preemption_counts(self.engine)),
             min_available=kv.num_free_blocks if seen.min_available is None else seen.min_available,
-            prefix_query_tokens=spent.query_tokens,
-            prefix_hit_tokens=spent.hit_tokens,
-            evictions=spent.evictions,
-            forks=spent.forks,
-            copies=spent.copies,
+            **counts,
         )
 
 

@@ -29,37 +29,14 @@ LLAMA_8B = {
     "eos_token_id": 128001,
     "torch_dtype": "bfloat16",
 }
-QWEN3_30B_A3B = LLAMA_8B | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
 
 
 def write_llama_8b() -> Path:
     """A directory with Llama-3.1-8B's config and a word-level tokenizer of its size; no weights."""
-    return _write("llama-8b-shape", LLAMA_8B)
+    return write_shape("llama-8b-shape", LLAMA_8B)
 
 
-def write_qwen3_30b_a3b() -> Path:
-    """Likewise of a mixture of experts."""
-    return _write("qwen3-30b-a3b-shape", QWEN3_30B_A3B)
-
-
-def _write(name: str, config: dict[str, Any]) -> Path:
+def write_shape(name: str, config: dict[str, Any]) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     path = quire_home() / name  # not a temporary folder: there, another user could have put one first

@@ -42,15 +42,15 @@ class Sample:
     """One reading during a run. Rates belong to the time since the reading before."""
 
     t_s: float
-    running: int
-    waiting: int
-    kv_usage: float  # share of blocks in use
-    waste_percent: float  # slots without a token, of the blocks in use
-    rss_bytes: int
-    prompt_tokens: int  # computed so far, by steps that are over
-    output_tokens: int
-    cpu_percent: float  # this process's, of all cores that it may use
-    device_percent: float  # time in which the device ran a step; on a GPU between its first and last kernel
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # share of blocks in use
+    waste_percent: float = 0.0  # slots without a token, of the blocks in use
+    rss_bytes: int = 0
+    prompt_tokens: int = 0  # computed so far, by steps that are over
+    output_tokens: int = 0
+    cpu_percent: float = 0.0  # this process's, of all cores that it may use
+    device_percent: float = 0.0  # time in which the device ran a step; on a GPU between its first and last kernel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,12 +212,7 @@ class BenchFile:
 
     @classmethod
     def read(cls, path: str | Path) -> BenchFile:
-        try:
-            record = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from None
+        record = read_json(path)
         if not isinstance(record, dict) or record.get("format") != FORMAT or not isinstance(record.get("runs"), list):
             raise ConfigError(f"{path} was not written by quire bench --output-json")
         try:
@@ -235,3 +230,22 @@ def write_text(path: Path, text: str) -> None:
         part.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def read_text(path: str | Path, what: str = "") -> str:
+    """`what` names the kind of file in an error, with its article."""
+    name = f"{what} {path}".strip()
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name} is not UTF-8 text") from None
+
+
+def read_json(path: str | Path, what: str = "") -> Any:
+    text = read_text(path, what)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{f'{what} {path}'.strip()} is not JSON: {error}") from None

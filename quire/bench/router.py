@@ -21,10 +21,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quire.bench.charts import Chart, bar_chart
+from quire.bench.client import ClientRequest, Target, send
+from quire.bench.report import Percentiles
+from quire.bench.units import table
 from quire.errors import ConfigError, QuireError, install_hint
 from quire.router.hashes import text_hashes
 from quire.router.policy import Prompt, Replica, Router, Ticket
@@ -164,16 +168,16 @@ def _batches(num: int, size: int) -> Iterator[range]:
 
 
 @dataclass(slots=True)
-class Outcome:
+class FrontRun:
     """A way of choosing on a traffic."""
 
     traffic: str
     front: str
-    seconds: float
-    num_requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
+    seconds: float = 0.0
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)
     num_failed: int = 0
 
@@ -185,9 +189,9 @@ class Outcome:
     def tokens_per_s(self) -> float:
         return (self.prompt_tokens + self.output_tokens) / self.seconds
 
-    def ttft_s(self, share: float) -> float:
-        ordered = sorted(self.first_token_s)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    def ttft_s(self, name: str) -> float:
+        found = Percentiles.of(self.first_token_s)
+        return 0.0 if found is None else float(getattr(found, name))
 
 
 class Client:
@@ -199,63 +203,42 @@ class Client:
         self._places = asyncio.Semaphore(concurrency)
         self._num_out = num_out
 
-    async def run(self, traffic: str, front: str, sessions: list[Session], url: str | SimpleRouter) -> Outcome:
-        outcome = Outcome(traffic, front, 0.0, 0, 0, 0, 0)
+    async def run(self, traffic: str, front: str, sessions: list[Session], url: str | SimpleRouter) -> FrontRun:
+        run = FrontRun(traffic, front)
         started_s = time.perf_counter()
-        await asyncio.gather(*(self._talk(one, url, outcome, started_s) for one in sessions))
-        outcome.seconds = time.perf_counter() - started_s
-        return outcome
+        await asyncio.gather(*(self._talk(one, url, run, started_s) for one in sessions))
+        run.seconds = time.perf_counter() - started_s
+        return run
 
-    async def _talk(self, session: Session, url: str | SimpleRouter, outcome: Outcome, started_s: float) -> None:
+    async def _talk(self, session: Session, url: str | SimpleRouter, run: FrontRun, started_s: float) -> None:
         await asyncio.sleep(max(0.0, started_s + session.at_s - time.perf_counter()))
         said = ""
         for turn in session.turns:
             said += turn
             async with self._places:
                 if isinstance(url, str):
-                    said += await self._ask(url, said, outcome, lambda: None)
+                    said += await self._ask(url, said, run, None)
                     continue
                 ticket = url.route(Prompt(len(said), text_hashes(said, BLOCK_SIZE // 4)))
                 assert ticket is not None
                 try:
-                    one = ticket
-                    said += await self._ask(one.replica, said, outcome, lambda one=one: url.on_first_token(one))  # type: ignore[misc]
+                    said += await self._ask(ticket.replica, said, run, partial(url.on_first_token, ticket))
                 finally:
                     url.on_end(ticket)
 
-    async def _ask(self, url: str, prompt: str, outcome: Outcome, on_first_token: Callable[[], None]) -> str:
-        body = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": self._num_out,
-            "ignore_eos": True,
-            "temperature": 0.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        outcome.num_requests += 1
-        started_s = time.perf_counter()
-        text, first_s, usage = "", 0.0, None
-        async with self._session.post(f"{url}/v1/completions", json=body) as response:
-            async for raw in response.content:
-                line = raw.decode().strip()
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                usage = chunk.get("usage") or usage
-                for choice in chunk.get("choices", ()):
-                    if not first_s:
-                        first_s = time.perf_counter() - started_s
-                        on_first_token()
-                    text += choice["text"]
-        if usage is None or not first_s:
-            outcome.num_failed += 1
-            return text
-        outcome.first_token_s.append(first_s)
-        outcome.prompt_tokens += usage["prompt_tokens"]
-        outcome.output_tokens += usage["completion_tokens"]
-        outcome.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return text.encode("ascii", "replace").decode()  # one token a character, as the prompts are
+    async def _ask(self, url: str, prompt: str, run: FrontRun, on_first_token: Callable[[], None] | None) -> str:
+        run.num_requests += 1
+        target = Target(base_url=url, model=self._model, body={"ignore_eos": True, "temperature": 0.0})
+        request = ClientRequest(prompt, self._num_out)
+        outcome = await send(self._session, target, request, on_first_token=on_first_token)
+        if outcome.error is not None or outcome.ttft_s is None:
+            run.num_failed += 1
+        else:
+            run.first_token_s.append(outcome.ttft_s)
+            run.prompt_tokens += outcome.prompt_tokens
+            run.output_tokens += outcome.output_tokens
+            run.cached_tokens += outcome.cached_tokens
+        return outcome.text.encode("ascii", "replace").decode()  # one token a character, as the prompts are
 
 
 # -- processes
@@ -334,7 +317,7 @@ async def measure(
     num_out: int,
     peer_python: str | None,
     tell: Callable[[str], None],
-) -> list[Outcome]:
+) -> list[FrontRun]:
     """Every front on every traffic, `repeats` times in turn."""
     try:
         import aiohttp
@@ -342,7 +325,7 @@ async def measure(
         raise ConfigError(f"quire bench router needs the package aiohttp: {install_hint('server')}") from None
     for kind in traffics:
         make_traffic(kind, scale, 0)  # a wrong name is told before anything starts
-    found: list[Outcome] = []
+    found: list[FrontRun] = []
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-")))
         timeout = aiohttp.ClientTimeout(total=None)
@@ -384,7 +367,7 @@ async def measure(
                     talk.turns[0] = mark + talk.turns[0]
                 client = Client(session, "bench", concurrency, num_out)
                 outcome = await client.run(kind, front, sessions, fronts[front]())
-                ttft = f"{1e3 * outcome.ttft_s(0.5):,.0f} ms, p99 {1e3 * outcome.ttft_s(0.99):,.0f} ms"
+                ttft = f"{1e3 * outcome.ttft_s('p50'):,.0f} ms, p99 {1e3 * outcome.ttft_s('p99'):,.0f} ms"
                 rate = f"{outcome.tokens_per_s:,.0f} tokens/s, {outcome.hit_rate:.0%} cached"
                 tell(f"{kind}, {front}: {rate}, first token {ttft}")
                 found.append(outcome)
@@ -401,7 +384,7 @@ def _simple(pick: Pick, urls: Sequence[str]) -> SimpleRouter:
 # -- what came of it
 
 
-def summarize(found: Sequence[Outcome]) -> list[dict[str, Any]]:
+def summarize(found: Sequence[FrontRun]) -> list[dict[str, Any]]:
     """Medians over the repeats, by traffic and front, and the throughput over round robin's in the same repeat."""
     rows = []
     for traffic in dict.fromkeys(one.traffic for one in found):
@@ -416,8 +399,8 @@ def summarize(found: Sequence[Outcome]) -> list[dict[str, Any]]:
                     "tokens_per_s": statistics.median(run.tokens_per_s for run in runs),
                     "times_round_robin": statistics.median(ratios),
                     "hit_rate": statistics.median(run.hit_rate for run in runs),
-                    "ttft_p50_s": statistics.median(run.ttft_s(0.5) for run in runs),
-                    "ttft_p99_s": statistics.median(run.ttft_s(0.99) for run in runs),
+                    "ttft_p50_s": statistics.median(run.ttft_s("p50") for run in runs),
+                    "ttft_p99_s": statistics.median(run.ttft_s("p99") for run in runs),
                     "requests": runs[0].num_requests,
                     "failed": sum(run.num_failed for run in runs),
                 }
@@ -427,22 +410,12 @@ def summarize(found: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def as_table(rows: Sequence[dict[str, Any]]) -> str:
-    from quire.bench.text import table
-
     heads = ("traffic", "routed by", "tokens/s", "× round robin", "cached", "first token p50", "p99", "failed")
-    lines = [
-        [
-            row["traffic"],
-            row["front"],
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['times_round_robin']:.2f}",
-            f"{row['hit_rate']:.0%}",
-            f"{1e3 * row['ttft_p50_s']:,.0f} ms",
-            f"{1e3 * row['ttft_p99_s']:,.0f} ms",
-            str(row["failed"]),
-        ]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        lines.append([row["traffic"], row["front"], f"{row['tokens_per_s']:,.0f}", f"{row['times_round_robin']:.2f}"])
+        lines[-1] += [f"{row['hit_rate']:.0%}", f"{1e3 * row['ttft_p50_s']:,.0f} ms"]
+        lines[-1] += [f"{1e3 * row['ttft_p99_s']:,.0f} ms", str(row["failed"])]
     return table(heads, lines)
 
 

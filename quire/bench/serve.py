@@ -9,7 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.bench.client import REFUSED, ClientRequest, Outcome, Target, find_model, require_aiohttp, run_load
@@ -27,7 +27,7 @@ _WORDS = (
     "book", "eye", "job", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend", "power",
 )  # fmt: skip
 _METRIC = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})?\s+([-+\deE.naifNIF]+)\s*$")
-_GOODPUT = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "e2e_s"}
+_GOODPUT = ("ttft", "tpot", "e2el")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,12 +60,10 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
         except ValueError:
             limits[name] = -1.0
         if name not in _GOODPUT or limits[name] <= 0:
-            raise ConfigError(f"--goodput {text!r}: write a metric and milliseconds, as in ttft:200 ({_names()})")
+            raise ConfigError(
+                f"--goodput {text!r}: write a metric and milliseconds, as in ttft:200 ({', '.join(_GOODPUT)})"
+            )
     return limits
-
-
-def _names() -> str:
-    return ", ".join(_GOODPUT)
 
 
 def run_serve(
@@ -84,16 +82,7 @@ async def _run(
     load: Load, name: str, parameters: dict[str, Any], progress: RunProgress, repeat: str
 ) -> RunReport | None:
     """None where Ctrl-C came before the load."""
-    target = load.target
-    model = await find_model(target)
-    target = Target(
-        base_url=target.base_url,
-        endpoint=target.endpoint,
-        model=model,
-        api_key=target.api_key,
-        timeout_s=target.timeout_s,
-        body=target.body,
-    )
+    target = replace(load.target, model=await find_model(load.target))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     try:
@@ -121,7 +110,7 @@ async def _run(
             loop.remove_signal_handler(signal.SIGINT)
     report = summarize(outcomes, num_requests=len(load.requests), seconds=seconds, goodput_s=load.goodput_s)
     report.workload, report.parameters, report.interrupted = name, parameters, stop.is_set()
-    report.settings = {"base_url": target.base_url, "endpoint": target.endpoint, "model": model}
+    report.settings = {"base_url": target.base_url, "endpoint": target.endpoint, "model": target.model}
     report.machine = describe_machine()
     report.values |= watch.values()
     report.samples = watch.samples
@@ -265,8 +254,6 @@ class _ServerWatch:
                 rss_bytes=int(now.get("process_resident_memory_bytes", 0)),
                 prompt_tokens=int(self._grown("vllm:prompt_tokens_total")),
                 output_tokens=int(self._grown("vllm:generation_tokens_total")),
-                cpu_percent=0.0,
-                device_percent=0.0,
             )
         )
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from quire.plan import StepPlan, StepResult, StepTimings
 from quire.step_costs import PlanLoads, StepLoad
@@ -15,6 +15,8 @@ from quire.step_costs import PlanLoads, StepLoad
 if TYPE_CHECKING:
     from quire import LLMEngine
     from quire.engine.core import EngineCore
+
+Number = TypeVar("Number", int, float)
 
 # Waste needs a look at every block table. The first steps are all read, so that short runs are exact; after that,
 # readings may take this share of the run, and no more.
@@ -182,53 +184,42 @@ def _line(xs: list[int], ys: list[float]) -> tuple[float, float] | None:
     return start, slope
 
 
-@dataclass(slots=True, frozen=True)
-class EngineCounts:
-    """Totals since the engine's start. Engines are measured more than once, so a run takes differences."""
+def kv_counts(engine: LLMEngine) -> dict[str, int]:
+    """Totals since the engine's start, as KVReport calls them. Engines are measured more than once, so a run takes
+    differences."""
+    kv, scheduler = engine.core.kv, engine.core.scheduler.stats
+    counters = kv.counters
+    return {
+        "blocks_allocated": kv.pool.num_allocated_blocks,
+        "blocks_freed": kv.pool.num_freed_blocks,
+        "evictions": kv.cache.num_evictions,
+        "forks": counters.num_forks,
+        "copies": counters.num_copies,
+        "swapped_out_blocks": counters.num_swapped_out_blocks,
+        "swapped_in_blocks": counters.num_swapped_in_blocks,
+        "prefix_query_tokens": counters.prefix.num_query_tokens,
+        "prefix_hit_tokens": counters.prefix.num_hit_tokens,
+        "recomputed_tokens": scheduler.num_recomputed_tokens,
+    }
 
-    allocated: int
-    freed: int
-    evictions: int
-    forks: int
-    copies: int
-    swapped_out: int
-    swapped_in: int
-    query_tokens: int
-    hit_tokens: int
-    recompute: int
-    swap: int
-    recomputed: int
-    schedule_s: float
-    update_s: float
-    prepare_s: float
-    forward_s: float
-    sample_s: float
-    busy_s: float
 
-    @classmethod
-    def read(cls, engine: LLMEngine) -> EngineCounts:
-        kv, scheduler, host, stats = engine.core.kv, engine.core.scheduler.stats, engine.core.host, engine.stats
-        counters = kv.counters
-        return cls(
-            allocated=kv.pool.num_allocated_blocks,
-            freed=kv.pool.num_freed_blocks,
-            evictions=kv.cache.num_evictions,
-            forks=counters.num_forks,
-            copies=counters.num_copies,
-            swapped_out=counters.num_swapped_out_blocks,
-            swapped_in=counters.num_swapped_in_blocks,
-            query_tokens=counters.prefix.num_query_tokens,
-            hit_tokens=counters.prefix.num_hit_tokens,
-            recompute=scheduler.num_recompute_preemptions,
-            swap=scheduler.num_swap_preemptions,
-            recomputed=scheduler.num_recomputed_tokens,
-            schedule_s=host.schedule_s,
-            update_s=host.update_s,
-            prepare_s=stats.prepare_s,
-            forward_s=stats.forward_s,
-            sample_s=stats.sample_s,
-            busy_s=stats.busy_s,
-        )
+def preemption_counts(engine: LLMEngine) -> dict[str, int]:
+    stats = engine.core.scheduler.stats
+    return {"recompute": stats.num_recompute_preemptions, "swap": stats.num_swap_preemptions}
 
-    def since(self, earlier: EngineCounts) -> EngineCounts:
-        return EngineCounts(*(getattr(self, name) - getattr(earlier, name) for name in self.__slots__))
+
+def time_counts(engine: LLMEngine) -> dict[str, float]:
+    """Seconds since the engine's start, by what they went into."""
+    host, stats = engine.core.host, engine.stats
+    return {
+        "schedule": host.schedule_s,
+        "prepare": stats.prepare_s,
+        "forward": stats.forward_s,
+        "sample": stats.sample_s,
+        "update": host.update_s,
+        "busy": stats.busy_s,
+    }
+
+
+def since(before: dict[str, Number], now: dict[str, Number]) -> dict[str, Number]:
+    return {name: value - before[name] for name, value in now.items()}

@@ -8,7 +8,7 @@ from quire.bench import units
 from quire.bench.compare import Comparison, Verdict
 from quire.bench.profile import PARTS
 from quire.bench.report import Percentiles, RunReport
-from quire.bench.units import size
+from quire.bench.units import size, table
 
 
 def number(value: float | None) -> str:
@@ -156,16 +156,6 @@ def _profile(run: RunReport) -> str:
 
 
 # -- runs
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """First column to the left, the others to the right, as wide as they need to be."""
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    lines = []
-    for row in [heads, *rows]:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
 
 
 def summary(runs: Sequence[RunReport]) -> str:

@@ -1,4 +1,4 @@
-"""Numbers as people write them, in tables, on axes and in sentences."""
+"""Numbers as people write them, in tables, on axes and in sentences; and tables of text."""
 
 from __future__ import annotations
 
@@ -91,3 +91,18 @@ def listed(parts: Sequence[str]) -> str:
 
 def counted(count: int, word: str) -> str:
     return f"{count:,} {word}" + ("" if count == 1 else "s")
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = aligned([heads, *rows])
+    return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """First column to the left, the others to the right, as wide as they need to be."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING
 
 import quire
-from quire.cli.standard_streams import open_closed_streams
 from quire.errors import BadRequestError, ConfigError, QuireError
 
 if TYPE_CHECKING:
@@ -33,6 +32,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"quire: error: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def open_closed_streams() -> None:
+    """Point the standard streams that whoever started us has closed (`quire serve 2>&-`) at the null device, before
+    anything else is opened. A socket that got the number of one would be taken for it: libraries write there, libuv
+    aborts on closing it, and an engine would inherit it."""
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            assert null == descriptor, "the lowest free number: those below are open"
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode, closefd=False))
 
 
 def make_parser() -> Parser:

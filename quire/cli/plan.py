@@ -10,34 +10,28 @@ import subprocess
 import sys
 from typing import Any
 
-from quire.cli.options import SHORT
+from quire.cli.options import MODEL_FLAGS, RUNTIME_FLAGS, SHORT
 from quire.cli.plan_text import render
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.gpu_record import GpuRecord, recall_gpu
 from quire.lab.capacity import Limits
 from quire.lab.planner import make_plan
-from quire.lab.shapes import GPU_BYTES, SHAPES, gguf_file_bytes, read_model_spec
+from quire.lab.shapes import SHAPES, gguf_file_bytes, read_model_spec
 from quire.lab.traffic import Kind
-from quire.sim.devices import DEVICES, read_devices
+from quire.sim.devices import DEVICES, device_named, read_devices
 from quire.sizes import read_size
 
 _ENGINE_FLAGS: dict[str, tuple[Any, str]] = {
-    "dtype": (str, "auto, float32, bfloat16 or float16"),
-    "quantization": (str, "weights in 8 bits: fp8 on a GPU, int8 on a CPU"),
-    "kv_cache_dtype": (str, "auto, float32, bfloat16, float16 or fp8"),
-    "block_size": (int, "tokens per KV block: 4, 8, 16, 32, 64 or 128 (default 16)"),
-    "tensor_parallel_size": (int, "split every layer among so many devices"),
-    "pipeline_parallel_size": (int, "split the layers into so many stages"),
+    name: (MODEL_FLAGS | RUNTIME_FLAGS)[name]
+    for name in (
+        *("dtype", "quantization", "kv_cache_dtype", "block_size", "tensor_parallel_size", "pipeline_parallel_size"),
+        *("max_num_seqs", "max_num_batched_tokens", "max_loras", "max_lora_rank", "gpu_memory_utilization"),
+    )
+} | {
     "max_model_len": (int, "longest sequence"),
-    "max_num_seqs": (int, "sequences that run at once"),
-    "max_num_batched_tokens": (int, "tokens computed in one step"),
-    "max_loras": (int, "adapters in one step, with --enable-lora"),
-    "max_lora_rank": (int, "the largest rank of an adapter (default 16)"),
-    "gpu_memory_utilization": (float, "share of the GPU's memory to use (default 0.92)"),
     "kv_cache_memory_bytes": (str, "size of the KV cache, such as 8GiB: then the block count is exact"),
 }
-
 _SWITCHES = ("enforce_eager", "enable_lora")
 
 
@@ -52,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "  quire plan llama-3.1-8b --gpu h100 --prompt-len 1024 --output-len 256\n"
         "  quire plan ./my-model --memory 24GiB --mix 200:400:3 --mix 6000:300:1 --concurrency 64\n"
         "  quire plan llama-3.1-8b --rate 1000000/min --slo ttft=500ms,itl=50ms\n\n"
-        f"shapes known by name: {', '.join(SHAPES)}\nGPUs known by name: {', '.join(GPU_BYTES)}",
+        f"shapes known by name: {', '.join(SHAPES)}\nGPUs known by name: {', '.join(DEVICES)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -134,10 +128,8 @@ def _run_capacity(args: argparse.Namespace, mix: list[Kind]) -> int:
     rate, limits = read_rate(args.rate), read_limits(args.slo)
     devices = read_devices(args.devices) if args.devices else DEVICES
     if args.gpu is not None:
-        name = args.gpu.lower().replace("_", "-")
-        if name not in devices:
-            raise ConfigError(f"--gpu {args.gpu} is not known: there are {', '.join(devices)}")
-        devices = {name: devices[name]}
+        device = device_named(args.gpu, devices)
+        devices = {device.name: device}
     if args.plot:
         check_plot(args.plot)
     values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, *_SWITCHES)}
@@ -200,11 +192,8 @@ def _device(args: argparse.Namespace) -> tuple[str, int | None, str, GpuRecord |
             raise ConfigError("--gpu and --memory both say how much there is: give one of them")
         if args.device == "cpu":
             raise ConfigError("--gpu names a GPU and --device says cpu: give one of them")
-        name = args.gpu.lower().replace("_", "-")
-        if name not in GPU_BYTES:
-            known = ", ".join(GPU_BYTES)
-            raise ConfigError(f"--gpu {args.gpu} is not known (there are {known}): give --memory instead")
-        return "cuda", GPU_BYTES[name], f"one {args.gpu.upper()}, whose driver reports about", None
+        device = device_named(args.gpu, DEVICES)
+        return "cuda", device.memory_bytes, f"one {args.gpu.upper()}, whose driver reports about", None
     if args.memory is not None:
         try:
             memory = read_size(args.memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.bench.units import aligned
 from quire.executor import sizing
 from quire.lab.device_plan import DevicePlan, size
 from quire.lab.planner import Plan
@@ -180,14 +181,8 @@ def _choices(plan: Plan) -> list[str]:
     heads = ["KV dtype", "TP", "weights", "KV/token", "blocks", "tokens", "longest"]
     heads += ["at once", "always"] if has_mix else ["full length"]
     rows = [_choice_row(plan, choice, has_mix) for choice in plan.choices]
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     lines = ["Choices, per device" if plan.device == "cuda" else "Choices"]
-    for row in [heads, *rows]:
-        cells = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(f"  {'  '.join(cells)}".rstrip())
+    lines += [f"  {line}" for line in aligned([heads, *rows])]
     if plan.skipped:
         lines.append(f"  {'; '.join(plan.skipped)}.")
     if plan.device == "cuda":

@@ -11,7 +11,7 @@ from quire.cli.options import add_engine_flags, engine_config
 from quire.cli.parser import WideHelp
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.sim.devices import DEVICES, Device, read_devices
+from quire.sim.devices import DEVICES, device_named, read_devices
 from quire.sim.policies import POLICIES
 
 
@@ -86,29 +86,10 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(report.completed for report in reports) else 1
 
 
-def device_named(name: str, path: str | None) -> Device:
-    devices = read_devices(path) if path else DEVICES
-    wanted = name.lower().replace("_", "-")
-    if wanted not in devices:
-        raise ConfigError(
-            f"--gpu {name} is not known: there are {', '.join(devices)}, or describe it in --devices FILE"
-        )
-    return devices[wanted]
-
-
 # Engine settings that a simulation follows; of a dataset also those that find the tokenizer.
 _FOLLOWED = {
-    *(
-        "model",
-        "seed",
-        "tokenizer",
-        "revision",
-        "download_dir",
-        "dtype",
-        "kv_cache_dtype",
-        "max_model_len",
-        "block_size",
-    ),
+    *("model", "seed", "tokenizer", "revision", "download_dir", "dtype", "kv_cache_dtype", "max_model_len"),
+    "block_size",
     *("num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization", "watermark", "max_num_seqs"),
     *("max_num_batched_tokens", "long_prefill_token_threshold", "target_step_ms", "smooth_prefill_tokens"),
     *("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"),
@@ -153,7 +134,7 @@ def _simulate(args: argparse.Namespace) -> Any:
         engine = engine_by_arithmetic(
             config,
             spec,
-            device_named(args.gpu, args.devices),
+            device_named(args.gpu, read_devices(args.devices) if args.devices else DEVICES),
             tensor_parallel=args.tensor_parallel_size,
             pipeline_parallel=args.pipeline_parallel_size,
             is_read_along=is_read_along,

@@ -178,8 +178,7 @@ def tell(data: Data, context: LabContext) -> Result:
             f"With equal lengths a static batch wastes nothing, so the {times(equal)} there is the engine itself: its "
             f"kernels and the time between steps. On mixed lengths only {100 * share:.0f} % of what a static batch "
             f"decodes was asked for, which alone is worth a factor of {1 / share:.2f}, and its prompts are padded to "
-            f"the longest. Quire's own batch was {number(ours[1].running_mean)} of {BATCH} wide on average, as it "
-            f"thins out when no request is left to take a slot; its lead there is {times(mixed)}.{doubt}"
+            "the longest."
         ],
     )
 

@@ -185,7 +185,7 @@ def tell(data: Data, context: LabContext) -> Result:
                 p50[-1] > p50[0],
             ),
         ],
-        explanation=[*_explain_line(data["step_line_s"]), _explain_end(runs, gains, at)],
+        explanation=[*_explain_line(data["step_line_s"]), _explain_end(runs, at)],
     )
 
 
@@ -202,34 +202,24 @@ def _explain_line(line_s: list[float] | None) -> list[str]:
     ]
 
 
-def _explain_end(runs: list[RunReport], gains: list[float], at: int | None) -> str:
+def _explain_end(runs: list[RunReport], at: int | None) -> str:
     """What limits the batch beyond the width at which it saturates, or beyond the last but one."""
     here = runs[-2 if at is None else at]
     wider = runs[-1 if at is None else min(at + 1, len(runs) - 1)]
     before, after = _step_s(here), _step_s(wider)
-    wanted, seen = wider.settings.get("max_num_seqs", WIDTHS[runs.index(wider)]), wider.running_mean / here.running_mean
     slower = after / before if before and after else 0.0
+    if at is None:
+        return f"It has not ended at {WIDTHS[-1]}: the last doubling was still worth it."
+    start = f"From {WIDTHS[at]} on a doubling brings less than {SATURATED_PERCENT:.0f} %."
     if num_preemptions(wider) or kv_of(wider).occupancy_max > 0.97:
-        limit = "The cache is the limit: a larger one would move the end further out."
-    elif _prompt_percent(wider) > 35:
-        limit = "Prompts are the limit: a wider batch does not make them faster, and longer answers would move the end."
-    elif slower > 0.6 * seen:
-        limit = "Arithmetic is the limit: a token costs nearly as much in the wider step, or more."
-    elif wider.running_mean < 0.6 * wanted:
-        limit = "The work is the limit: prompts enter a step's budget at a time, and the batch thins out at its end."
-    else:
-        limit = "No single limit stands out."
-    start = (
-        f"It has not ended at {WIDTHS[-1]}: the last doubling still brought {gains[-1]:+.0f} %."
-        if at is None
-        else f"From {WIDTHS[at]} on a doubling brings less than {SATURATED_PERCENT:.0f} %. {limit}"
-    )
-    return (
-        f"{start} At {wanted}, {number(wider.running_mean)} sequences run in a step, {times(seen)} as many as before, "
-        f"in {times(slower)} the time; prompts take {_prompt_percent(wider):.0f} % of the run, at most "
-        f"{100 * kv_of(wider).occupancy_max:.0f} % of the blocks are in use, and there were "
-        f"{num_preemptions(wider) or 'no'} preemptions."
-    )
+        return f"{start} The cache is the limit: a larger one would move the end further out."
+    if _prompt_percent(wider) > 35:
+        return f"{start} Prompts are the limit: a wider batch does not make them faster; longer answers move the end."
+    if slower > 0.6 * wider.running_mean / here.running_mean:
+        return f"{start} Arithmetic is the limit: a token costs nearly as much in the wider step, or more."
+    if wider.running_mean < 0.6 * WIDTHS[runs.index(wider)]:
+        return f"{start} The work is the limit: prompts enter a budget at a time, and the batch thins out at its end."
+    return f"{start} No single limit stands out."
 
 
 EXPERIMENT = Experiment("batch-width", "Batch width: max_num_seqs from 1 to 256", measure, tell)

@@ -154,7 +154,12 @@ def tell(data: Data, context: LabContext) -> Result:
             for mix in mixes
         ],
         findings=_findings(mixes, sizes),
-        explanation=_explain(mixes, sizes),
+        explanation=[
+            "What the cache does for speed are counts, which do not vary from run to run: empty memory admits nobody, "
+            "so that fewer sequences share a step, and who is preempted is computed twice. A size that is faster than "
+            f"{DEFAULT} without more sequences a step owes it to the steps' own speed: do not choose by it.",
+            "What small blocks cost is bookkeeping: longer tables, and more blocks to take and give back.",
+        ],
     )
 
 
@@ -214,25 +219,6 @@ def _noise(mixes: list[_Mix]) -> tuple[float, bool]:
     usual = _NOISE_PERCENT[mixes[0].runs[0].settings["device"]]
     spreads = [each.spread_percent for mix in mixes for each in mix.runs if each.spread_percent is not None]
     return (max(statistics.median(spreads), usual / 2), True) if spreads else (usual, False)
-
-
-def _explain(mixes: list[_Mix], sizes: list[int]) -> list[str]:
-    noise, _ = _noise(mixes)
-    told = []
-    for mix in mixes:
-        best = max(range(len(sizes)), key=lambda i: mix.runs[i].output_tok_s)
-        near = [str(s) for s, ratio in zip(sizes, mix.speed(best), strict=True) if ratio >= 1 - noise / 100]
-        told.append(f"{mix.name} at {sizes[best]}" + (f" (within the noise {listed(near)})" if len(near) > 1 else ""))
-    general = next(mix for mix in mixes if mix.name == "general")
-    entries = [kv_of(general.runs[i]).table_entries_max for i in (0, -1)]
-    return [
-        f"Fastest: {'; '.join(told)}. What the cache does for speed are counts, which do not vary from run to run: "
-        "empty memory admits nobody, so that fewer sequences share a step, and who is preempted is computed twice. A "
-        f"size that is faster than {DEFAULT} without more sequences a step owes it to the steps' own speed: do not "
-        "choose by it.",
-        f"What small blocks cost is bookkeeping: at {sizes[0]} the general mix's block tables have {entries[0]:,} "
-        f"entries at their fullest, against {entries[1]:,} at {sizes[-1]}.",
-    ]
 
 
 EXPERIMENT = Experiment("block-size", "Block size: 4 to 128 tokens", measure, tell)

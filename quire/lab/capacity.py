@@ -15,8 +15,7 @@ from typing import Any
 
 from quire.bench.charts import Chart, line_chart
 from quire.bench.report import RunReport
-from quire.bench.text import table
-from quire.bench.units import number
+from quire.bench.units import number, table
 from quire.bench.workloads import sharegpt
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryBudgetError
@@ -325,18 +324,8 @@ def _too_fast(candidates: Sequence[Candidate], limits: Limits) -> str:
 
 
 def as_text(capacity: Capacity) -> str:
-    heads = [
-        "device",
-        "tp",
-        "pp",
-        "replicas",
-        "devices",
-        "$/hour",
-        "req/s each",
-        "first token p99",
-        "inter-token p99",
-        "KV",
-    ]
+    heads = ["device", "tp", "pp", "replicas", "devices", "$/hour", "req/s each"]
+    heads += ["first token p99", "inter-token p99", "KV"]
     rows = []
     for one in capacity.found:
         replicas = one.replicas_for(capacity.rate)

@@ -109,35 +109,24 @@ def _charts(runs: Runs) -> list[Chart]:
 
 
 def _explain(runs: Runs) -> list[str]:
-    shares = [_held_at_peak_percent(each) for _, each in runs]
-    fastest = max((each for _, each in runs), key=lambda each: each["kv"]["churn_per_s"])
     full = [key for key, each in runs if each["kv"]["min_available"] < 0.02 * each["kv"]["num_blocks"]]
     where = listed([f"{full.count(key)} of {key}" for key in dict.fromkeys(full)])
-    process = _span([each["peak_rss_bytes"] for _, each in runs])
-    gpu = [each["peak_gpu_bytes"] for _, each in runs if each["peak_gpu_bytes"]]
-    return [
-        "Memory follows the work: a sequence takes a block when its last one is full and gives all of them back when "
-        f"it is done, up to {number(fastest['kv']['churn_per_s'])} blocks in and out a second ({fastest['workload']}). "
-        f"At the fullest moment of a run between {min(shares):.0f} and {max(shares):.0f} % of the slots in use hold a "
-        "token. "
-        + (
+    waited = "No cache was ever full."
+    if full:
+        waited = (
             f"In {counted(len(full), 'run')} ({where}) less than 2 % of the blocks were free or evictable at some "
             "moment, so that somebody had to wait or be preempted."
-            if full
-            else "No cache was ever full."
-        ),
-        f"The GPU's memory does not follow: the cache is taken whole at the start. The runs take {_span(gpu)} of it, "
-        "weights and all, and most those with another block size, beside whose cache the lab keeps the first. The "
-        f"process takes {process} of the host's memory, in which of the cache there is only the pool for swapping."
-        if gpu
-        else f"The process takes {process}. Blocks take real memory when they are first written, and keep it for the "
-        "next sequence.",
+        )
+    taken = (
+        "The GPU's memory does not follow: the cache is taken whole at the start."
+        if any(each["peak_gpu_bytes"] for _, each in runs)
+        else "Blocks take real memory when they are first written, and keep it for the next sequence."
+    )
+    return [
+        "Memory follows the work: a sequence takes a block when its last one is full and gives all of them back when "
+        f"it is done. {waited}",
+        f"What the process takes follows less. {taken}",
     ]
-
-
-def _span(values: list[float]) -> str:
-    low, high = size(min(values)), size(max(values))
-    return low if low == high else f"{low} to {high}"
 
 
 EXPERIMENT = Experiment(KEY, "Memory over time", measure, tell, is_last=True)

@@ -154,15 +154,10 @@ def _is_full(report: RunReport) -> bool:
 
 def _explain(runs: list[RunReport]) -> list[str]:
     off, on, apart, forked = runs
-    found, rate = kv_of(on).prefix_hit_tokens, off.prefill_tok_s
-    blocks, entries = kv_of(on).peak_blocks, kv_of(on).table_entries_max
     return [
-        f"On, {found:,} of {on.prompt_tokens:,} prompt tokens are found instead of computed"
-        + (f", which would take {duration(found / rate)} at this machine's {number(rate)} prompt tok/s" if rate else "")
-        + f"; the run is {duration(max(0.0, off.seconds - on.seconds))} shorter. The decode steps, which no cache "
-        "spares, remain.",
-        f"At the fullest {entries:,} table entries name {blocks:,} blocks: a block of the system prompt is stored once "
-        "and named by every request that runs."
+        f"On, {kv_of(on).prefix_hit_tokens:,} of {on.prompt_tokens:,} prompt tokens are found instead of computed. The "
+        "decode steps, which no cache spares, remain. A block of the system prompt is stored once and named by every "
+        "request that runs."
         + (
             f" Off, they do not fit: {number(off.running_mean)} sequences run in a step instead of "
             f"{number(on.running_mean)} and the rest wait, which is part of the difference in throughput."

@@ -128,26 +128,25 @@ def tell(data: Data, context: LabContext) -> Result:
 
 
 def _explain(runs: list[RunReport], data: Data) -> list[str]:
-    enough, recompute, swap, auto = runs
-    kv, rate = kv_of(swap), recompute.prefill_tok_s or enough.prefill_tok_s
+    enough, recompute, swap, _ = runs
+    rate = recompute.prefill_tok_s or enough.prefill_tok_s
     paragraphs = [
-        f"Half the blocks ({data['num_blocks']:,}) hold {number(swap.running_mean)} sequences a step instead of "
-        f"{number(enough.running_mean)}, and a narrower step shares its weights among fewer: with swap, which computes "
-        f"nothing twice, {100 * swap.output_tok_s / enough.output_tok_s:.0f} % of the throughput is left at "
+        f"Half the blocks ({data['num_blocks']:,}) hold fewer sequences a step, and a narrower step shares its weights "
+        f"among fewer: with swap, which computes nothing twice, {_percent(swap, enough)} of the throughput is left at "
         f"{100 * swap.running_mean / enough.running_mean:.0f} % of the width."
     ]
     if data["swap_bytes_per_s"] and rate:
-        token_bytes = kv.block_bytes / kv.block_size
-        moved_s, computed_s = 2 * token_bytes / data["swap_bytes_per_s"], 1 / rate
-        cheaper = "swap" if moved_s < computed_s else "recompute"
+        token_bytes = kv_of(swap).block_bytes / kv_of(swap).block_size
         paragraphs.append(
-            f"The arithmetic behind the choice: a token's {size(token_bytes)} go out and back in {duration(moved_s)} "
-            f"at {size(data['swap_bytes_per_s'])}/s; computing it again takes {duration(computed_s)} at {number(rate)} "
-            f"tok/s. {cheaper.capitalize()} is cheaper, and auto chose it in "
-            f"{kv_of(auto).preemptions.get(cheaper, 0)} of {num_preemptions(auto)} cases; it also counts what waits "
-            "behind, and prompts whose blocks are cached."
+            f"The arithmetic behind the choice: a token's {size(token_bytes)} go out and back in "
+            f"{duration(2 * token_bytes / data['swap_bytes_per_s'])}; computing it again takes {duration(1 / rate)}. "
+            "What waits behind counts too, and prompts whose blocks are cached."
         )
     return paragraphs
+
+
+def _percent(run: RunReport, enough: RunReport) -> str:
+    return f"{100 * run.output_tok_s / enough.output_tok_s:.0f} %"
 
 
 EXPERIMENT = Experiment("pressure", "Memory pressure: half the blocks", measure, tell)

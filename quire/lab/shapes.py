@@ -1,4 +1,4 @@
-"""Published shapes of models and sizes of GPUs, for arithmetic that needs neither a download nor the device."""
+"""Published shapes of models, for arithmetic that needs no download."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from quire.errors import ConfigError, DownloadError
 from quire.models.architectures import spec_from_config
 from quire.models.spec import ModelSpec
 from quire.nearest import nearest
-from quire.sim.devices import DEVICES
 from quire.weights import open_checkpoint, resolve_model
 from quire.weights.aliases import ALIASES, HUB_ALIASES
 
@@ -109,8 +108,6 @@ SHAPES: dict[str, Shape] = {
         "qwen3-8b": _QWEN3_8B,
     }.items()
 }
-
-GPU_BYTES: dict[str, int] = {name: device.memory_bytes for name, device in DEVICES.items()}
 
 
 def gguf_file_bytes(model: str) -> int | None:

@@ -89,34 +89,23 @@ def tell(data: Data, context: LabContext) -> Result:
     )
     (small, first, p99_small), (large, last, p99_large) = chunked[0], chunked[-1]
     lines = {"chunked": chunked, "whole prompts": whole}
-    rates = {name: [run.total_tok_s for _, run, _ in found] for name, found in lines.items()}
-    waits = {name: [1e3 * p99 for _, _, p99 in found] for name, found in lines.items()}
-    budgets = {name: [budget for budget, _, _ in found] for name, found in lines.items()}
+    waits = {n: ([p[0] for p in found], [1e3 * p[2] for p in found]) for n, found in lines.items()}
+    rates = {n: ([p[0] for p in found], [p[1].total_tok_s for p in found]) for n, found in lines.items()}
+    trade = {n: (waits[n][1], rates[n][1]) for n, found in lines.items() if found}
+    flag = "max_num_batched_tokens"
     return Result(
         question=f"{num_streams} streams decode when {num_prompts} prompts of {prompt_len:,} tokens come in. How long "
         "do the streams wait for their next token, and what does it cost to make that wait short?",
         headline=f"a budget of {small} keeps the slowest percent of tokens within {duration(p99_small)}, {large:,} "
         f"lets them wait {duration(p99_large)}, for {change(last.total_tok_s / first.total_tok_s)} throughput",
         charts=[
-            line_chart(
-                "The wait between two tokens, slowest percent",
-                "max_num_batched_tokens",
-                "ms, p99",
-                {name: (budgets[name], waits[name]) for name in lines},
-                log="xy",
-            ),
-            line_chart(
-                "Throughput, prompt and output tokens",
-                "max_num_batched_tokens",
-                "tokens/s",
-                {name: (budgets[name], rates[name]) for name in lines},
-                log="x",
-            ),
+            line_chart("The wait between two tokens, slowest percent", flag, "ms, p99", waits, log="xy"),
+            line_chart("Throughput, prompt and output tokens", flag, "tokens/s", rates, log="x"),
             line_chart(
                 "The trade: throughput against wait",
                 "ms between tokens, p99",
                 "prompt and output tokens/s",
-                {name: (waits[name], rates[name]) for name in lines if waits[name]},
+                trade,
                 note=f"A dot for each budget, {small:,} on the left and {large:,} on the right; up and to the left is "
                 "better.",
                 log="x",
@@ -124,7 +113,7 @@ def tell(data: Data, context: LabContext) -> Result:
         ],
         tables=[_table(points, _predicted_s(chunked, num_streams, num_prompts * prompt_len))],
         findings=_findings(points, chunked, whole, prompt_len),
-        explanation=_explain(points, chunked, whole, num_streams),
+        explanation=_explain(points, chunked, whole),
     )
 
 
@@ -192,16 +181,14 @@ def _findings(points: list[_Point], chunked: _Present, whole: _Present, prompt_l
     return findings
 
 
-def _explain(points: list[_Point], chunked: _Present, whole: _Present, num_streams: int) -> list[str]:
-    small, first, _ = chunked[0]
-    large, last, _ = chunked[-1]
+def _explain(points: list[_Point], chunked: _Present, whole: _Present) -> list[str]:
+    last = chunked[-1][1]
     enough, near, _ = next(point for point in chunked if point[1].total_tok_s >= 0.98 * last.total_tok_s)
     paragraphs = [
-        f"Prompts run at {number(first.prefill_tok_s)} tok/s in steps of {small} tokens and at "
-        f"{number(last.prefill_tok_s)} in steps of {large:,}: smaller steps read the weights for fewer tokens. From "
+        "Smaller steps read the weights for fewer prompt tokens. From "
         f"{enough:,} on a larger budget brings no more throughput ({number(near.total_tok_s)} tok/s in and out), so "
-        f"the smallest of those is the right one. The table has what a step of each budget should take with "
-        f"{num_streams} streams, and what was seen."
+        "the smallest of those is the right one. The table has what a step of each budget should take beside the "
+        "streams, and what was seen."
     ]
     if whole:
         # Each at its best: the longest wait of one against the shortest of the other would compare budgets.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import quire
-from quire.bench.report import write_text
+from quire.bench.report import read_text, write_text
 from quire.errors import ConfigError
 from quire.lab import experiments
 from quire.lab.context import LabContext, LabSettings
@@ -89,10 +89,9 @@ def _finite(value: Any) -> Any:
 
 def read_report(path: Path) -> LabReport:
     """Raises ConfigError where the file is not what LabReport.write made."""
+    text = read_text(path)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        record = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON ({error}): remove it, or start over with --fresh") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:

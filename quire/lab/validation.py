@@ -8,17 +8,18 @@ else the machine does falls on both.
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.bench.profile import STEP_COLUMNS
-from quire.bench.report import Percentiles, RunReport
-from quire.bench.text import table
-from quire.bench.units import number
+from quire.bench.report import Percentiles, RunReport, write_text
+from quire.bench.units import number, table
 from quire.bench.workloads import WORKLOADS, Workload, arrival_times, even_lengths, sharegpt, usable_vocab
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -62,10 +63,7 @@ def validate(what: str, config: EngineConfig, output_json: str | None) -> int:
     rows = ways[what]()
     print(as_text(rows))
     if output_json:
-        import json
-        from pathlib import Path
-
-        Path(output_json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+        write_text(Path(output_json), json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 0
 
 

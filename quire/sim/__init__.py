@@ -1,10 +1,8 @@
-"""A simulated executor behind the real one's contract: no model, but exact bookkeeping and a cost model."""
+"""Engines in virtual time: the real scheduler and block manager, and a cost model where the device would be."""
 
 from __future__ import annotations
 
 from quire.sim.cost import CostModel, SimClock
 from quire.sim.drive import Arrival, SimRun, StepView, poisson_arrivals
-from quire.sim.executor import SimExecutor
-from quire.sim.language import ToyLanguage
 
-__all__ = ["Arrival", "CostModel", "SimClock", "SimExecutor", "SimRun", "StepView", "ToyLanguage", "poisson_arrivals"]
+__all__ = ["Arrival", "CostModel", "SimClock", "SimRun", "StepView", "poisson_arrivals"]

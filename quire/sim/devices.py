@@ -5,12 +5,13 @@ The table is an assumption to edit, prices above all: `--devices FILE` changes o
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from quire.bench.report import read_json
 from quire.config import GIB
 from quire.errors import ConfigError
 
@@ -65,14 +66,19 @@ DEVICES: dict[str, Device] = {
 }
 
 
+def device_named(name: str, devices: Mapping[str, Device]) -> Device:
+    wanted = name.lower().replace("_", "-")
+    if wanted not in devices:
+        raise ConfigError(
+            f"--gpu {name} is not known: there are {', '.join(devices)}. Describe another by --devices FILE, or, to "
+            "plan, by --memory SIZE"
+        )
+    return devices[wanted]
+
+
 def read_devices(path: str | Path) -> dict[str, Device]:
     """The table with entries changed or added by a JSON file: {"h200": {"price_per_hour": 2.9}, "mine": {…}}."""
-    try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the devices {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"the devices {path} are not JSON: {error}") from None
+    entries = read_json(path, "the file of devices")
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise ConfigError(f"the devices {path} must be an object of objects, by the devices' names")
     known = {field.name for field in fields(Device)} - {"name"}

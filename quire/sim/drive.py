@@ -1,4 +1,4 @@
-"""Arrivals through the real scheduler on the simulated executor, step by step, with somebody looking on."""
+"""Arrivals through the real scheduler and no model, step by step, with somebody looking on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 
 from quire.kv import KVManager
 from quire.params import SamplingSpec
-from quire.plan import StepPlan
+from quire.plan import StepPlan, StepResult, StepTimings
 from quire.request import Request
 from quire.request import Sequence as TokenSequence
 from quire.scheduler import Scheduler, SchedulerConfig
 from quire.sim.cost import CostModel, SimClock
-from quire.sim.executor import SimExecutor
-from quire.sim.language import SilentLanguage
+from quire.step_costs import PlanLoads
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,13 +57,16 @@ class Served:
     finished_s: float | None = None
 
 
+Execute = Callable[[StepPlan], StepResult]  # runs a step, and moves the clock to its end
+
+
 @dataclass(slots=True)
 class SimRun:
     """One run. `served[i]` belongs to `arrivals[i]`."""
 
     scheduler: Scheduler
     kv: KVManager
-    executor: SimExecutor
+    execute: Execute
     clock: SimClock
     served: list[Served] = field(default_factory=list)
     num_steps: int = 0
@@ -76,21 +78,19 @@ class SimRun:
         config: SchedulerConfig,
         *,
         cost: CostModel,
-        clock: SimClock | None = None,
-        verify: bool = False,
+        make_executor: Callable[[KVManager, SchedulerConfig, SimClock], Execute] | None = None,
     ) -> SimRun:
-        """`verify` has the executor check every read and write of KV memory: slow, and proof."""
-        clock = clock or SimClock()
-        executor = SimExecutor(
-            num_blocks=kv.num_blocks,
-            block_size=kv.block_size,
-            max_num_seqs=config.max_num_seqs,
-            cost=cost,
-            clock=clock,
-            language=None if verify else SilentLanguage(),
-            verify=verify,
-        )
-        return cls(Scheduler(config, kv, clock=clock), kv, executor, clock)
+        """Without an executor of somebody's own a step only takes its time, and every token is 0."""
+        clock, loads = SimClock(), PlanLoads()
+
+        def execute(plan: StepPlan) -> StepResult:
+            seconds = cost.load_s(loads.read(plan))
+            clock.advance_to(clock.now_s + seconds)
+            timings = StepTimings(forward_s=seconds, total_s=seconds)
+            return StepResult(step=plan.step, tokens=[[0]] * len(plan.sampled_rows()), timings=timings)
+
+        own = execute if make_executor is None else make_executor(kv, config, clock)
+        return cls(Scheduler(config, kv, clock=clock), kv, own, clock)
 
     def run(
         self,
@@ -116,12 +116,11 @@ class SimRun:
             start_s = self.clock.now_s
             plan = self.scheduler.schedule()
             assert plan is not None, "there is work and nothing can run"
-            ticket = self.executor.submit(plan)
             self.num_steps += 1
             if on_step is not None:
                 running = [by_id[seq_id][0] for seq_id in self.kv.tables]
                 on_step(StepView(plan, start_s, running, self.scheduler.num_waiting))
-            for update in self.scheduler.update(self.executor.collect(ticket)):
+            for update in self.scheduler.update(self.execute(plan)):
                 assert update.error is None, update.error
                 if update.finished:
                     seq, served = by_id.pop(update.seq.seq_id)

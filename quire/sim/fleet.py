@@ -153,12 +153,8 @@ class Fleet:
             running=sum(replica.scheduler.num_running for replica in self.replicas),
             waiting=sum(replica.num_requests - replica.scheduler.num_running for replica in self.replicas),
             kv_usage=used / (self.num_replicas * self.config.num_blocks),
-            waste_percent=0.0,
-            rss_bytes=0,
             prompt_tokens=self.times.num_prompt_tokens,
             output_tokens=sum(replica.scheduler.stats.num_decode_tokens for replica in self.replicas),
-            cpu_percent=0.0,
-            device_percent=0.0,
         )
 
     def report(self, name: str, num_requests: int) -> RunReport:

@@ -9,7 +9,8 @@ from typing import cast
 from quire.kv import KVManager
 from quire.request import Sequence as TokenSequence
 from quire.scheduler import SchedulerConfig
-from quire.sim import Arrival, CostModel, SimRun, StepView
+from quire.sim import Arrival, CostModel, SimClock, SimRun, StepView
+from quire.sim.drive import Execute
 from quire.sim.reservation import Allocator, Buddy, Policy, ReservedKV
 
 MAX_NUM_SEQS = 256
@@ -84,7 +85,7 @@ def run_policy(
     cost: CostModel,
     block_size: int = 16,
     allocator: Callable[[int], Allocator] = Buddy,
-    verify: bool = False,
+    make_executor: Callable[[KVManager, SchedulerConfig, SimClock], Execute] | None = None,
     on_step: Callable[[StepView, Usage], None] | None = None,
 ) -> Run:
     """Serve the arrivals under one policy; None is blocks."""
@@ -100,14 +101,14 @@ def run_policy(
     on_add: Callable[[TokenSequence, Arrival], None] | None = None
     if policy is None:
         paged = KVManager(num_blocks=num_slots // block_size, block_size=block_size, enable_prefix_caching=False)
-        run = SimRun.build(paged, config, cost=cost, verify=verify)
+        run = SimRun.build(paged, config, cost=cost, make_executor=make_executor)
 
         def measure(running: Sequence[TokenSequence]) -> Usage:
             return paged_usage(paged, running)
     else:
         reserved = ReservedKV(allocator(num_slots), policy)
         # The scheduler asks nothing of a KV manager that this one does not have.
-        run = SimRun.build(cast(KVManager, reserved), config, cost=cost, verify=verify)
+        run = SimRun.build(cast(KVManager, reserved), config, cost=cost, make_executor=make_executor)
 
         def measure(running: Sequence[TokenSequence]) -> Usage:
             return reserved_usage(reserved, running)

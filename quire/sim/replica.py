@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from quire.errors import BadRequestError
@@ -19,7 +19,6 @@ from quire.request import Request, Sequence
 from quire.scheduler import Scheduler, SchedulerConfig
 from quire.scheduler.traffic import FetchReport
 from quire.sim.cost import SimClock, StepCost
-from quire.sim.memory import SimStore
 from quire.step_costs import PlanLoads, StepKind, StepLoad
 
 _MOVE_S = 1e-3  # that an engine with nothing to run waits for blocks
@@ -90,6 +89,31 @@ class _Leap:
         self.num_steps = low
 
 
+class _PeerBlocks:
+    """The store of blocks that other replicas have sent, by hash. They take no time to load."""
+
+    name = "peers"
+    takes_all = False
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+
+    def contains(self, key: bytes) -> bool:
+        return key in self.keys
+
+    def load_s(self, num_blocks: int) -> float:
+        return 0.0
+
+    def forget(self, keys: Collection[bytes]) -> None:
+        self.keys.difference_update(keys)
+
+    def expire(self, older_than_s: float) -> int:
+        return 0
+
+    def usage(self) -> dict[str, float]:
+        return {"num_blocks": len(self.keys)}
+
+
 class Replica:
     """Driven by events: `add` a request, and `advance` when `due_s` has come."""
 
@@ -97,7 +121,7 @@ class Replica:
         self.config = config
         self.cost = cost
         self.clock = SimClock()
-        self._peers = SimStore("peers", peers={})
+        self._peers = _PeerBlocks()
         self.kv = KVManager(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
@@ -149,7 +173,7 @@ class Replica:
 
     def fetch(self, number: int, token_ids: list[int], keys: list[bytes], now_s: float) -> None:
         """Blocks have come from another replica: they are loaded into the cache, and `on_fetched` is told."""
-        self._peers.blocks.update({key: [] for key in keys})
+        self._peers.keys.update(keys)
         self.scheduler.traffic.fetch(number, token_ids, None, None)
         self._disturb(now_s)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.bench.report import read_text
 from quire.bench.workloads import Workload
 from quire.errors import ConfigError
 
@@ -59,16 +60,10 @@ def from_workload(workload: Workload, arrivals: Sequence[float] | None) -> list[
 
 def read_trace(path: str | Path) -> list[SimRequest]:
     """In the order of their arrivals. ConfigError names the line that is wrong."""
-    source = Path(path)
-    try:
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the trace {source}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"the trace {source} is not UTF-8 text") from None
-    found = [_request(f"line {number} of the trace {source}", line) for number, line in enumerate(lines, 1) if line]
+    lines = read_text(path, "the trace").splitlines()
+    found = [_request(f"line {number} of the trace {path}", line) for number, line in enumerate(lines, 1) if line]
     if not found:
-        raise ConfigError(f"the trace {source} has no requests")
+        raise ConfigError(f"the trace {path} has no requests")
     return sorted(found, key=lambda request: request.arrival_s)
 
 

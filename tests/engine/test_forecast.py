@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from live_harness import make_request
 from sim_engine import make_core
+from sim_executor import SimExecutor
 
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
@@ -20,7 +21,6 @@ from quire.engine.messages import Add, Command, EngineMessage, StepOutputs, Stop
 from quire.kv import KVManager
 from quire.plan import StepResult
 from quire.scheduler import Scheduler, SchedulerConfig
-from quire.sim import SimExecutor
 from quire.sim.cost import CostModel, SimClock
 from quire.step_costs import StepKind
 

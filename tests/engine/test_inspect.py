@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from live_harness import make_core, make_request, run_to_end
 from scheduler.harness import Rig
+from sim_memory import SimStore
 
 from quire.engine import inspect
 from quire.engine.core import EngineCore
 from quire.errors import BadRequestError
 from quire.kv import KVManager
 from quire.kv.watch import BlockCode
-from quire.sim.memory import SimStore
 
 PROMPT = list(range(1, 11))  # two full blocks of 4, and 2 tokens
 

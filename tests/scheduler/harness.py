@@ -6,13 +6,16 @@ import itertools
 from collections import deque
 from typing import Any
 
+from sim_executor import SimExecutor
+from sim_language import ToyLanguage
+from sim_memory import SimStore
+
 from quire.kv import KVManager
 from quire.params import SamplingSpec
 from quire.plan import StepPlan, StepResult
 from quire.request import Request, Sequence, SequenceState
 from quire.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
-from quire.sim import CostModel, SimClock, SimExecutor, ToyLanguage
-from quire.sim.memory import SimStore
+from quire.sim import CostModel, SimClock
 
 _ids = itertools.count()
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from scheduler.harness import Rig, make_request
+from sim_language import ToyLanguage
 
 from quire.errors import BadRequestError
 from quire.plan import BeamCandidate
 from quire.request import BeamSpec, FinishReason, Request
 from quire.scheduler.beams import BeamSearch
-from quire.sim import ToyLanguage
 
 VOCAB = 50  # small: some beams end
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler.harness import Rig, alone, make_request
 from scheduler.test_random import SETUPS, VOCAB, make_requests, run_workload
+from sim_language import ToyLanguage
 
 from quire.kv import KVManager
 from quire.request import FinishReason, Request, Sequence
 from quire.scheduler import Drafter
-from quire.sim import ToyLanguage
 
 
 class Guesser(Drafter):

@@ -6,10 +6,10 @@ import random
 
 import pytest
 from scheduler.harness import Rig, alone, make_request
+from sim_memory import SimStore
 
 from quire.kv.tiers import HostLevel
 from quire.request import CacheOutcome, FinishReason, SequenceState
-from quire.sim.memory import SimStore
 
 VOCAB = 50
 

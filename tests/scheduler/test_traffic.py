@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler.harness import Rig, alone, make_request
+from sim_memory import SimStore
 
 from quire.request import BeamSpec, Request
 from quire.scheduler.traffic import FetchReport, SendReport
-from quire.sim.memory import SimStore
 
 VOCAB = 50
 BLOCK = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from sim_executor import verified
 
 from quire.kv import KVManager
 from quire.scheduler import SchedulerConfig
@@ -16,7 +17,7 @@ CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_le
 
 def test_times_and_lengths() -> None:
     kv = KVManager(num_blocks=20, block_size=4)
-    run = SimRun.build(kv, CONFIG, cost=SECOND, verify=True)
+    run = SimRun.build(kv, CONFIG, cost=SECOND, make_executor=verified(SECOND))
     views: list[tuple[float, int, int]] = []
 
     def look(view: StepView) -> None:
@@ -30,7 +31,9 @@ def test_times_and_lengths() -> None:
 
 
 def test_a_pool_too_small_preempts_and_all_still_ends() -> None:
-    run = SimRun.build(KVManager(num_blocks=10, block_size=4, watermark=0.0), CONFIG, cost=SECOND, verify=True)
+    run = SimRun.build(
+        KVManager(num_blocks=10, block_size=4, watermark=0.0), CONFIG, cost=SECOND, make_executor=verified(SECOND)
+    )
     run.run([Arrival(0.0, 8, 12)] * 4)
     assert run.scheduler.stats.num_preemptions > 0
     assert all(served.finished_s is not None for served in run.served)

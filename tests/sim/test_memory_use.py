@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from sim_executor import verified
 
 from quire.sim import Arrival, CostModel, StepView
 from quire.sim.memory_use import Usage, run_policy
@@ -61,7 +62,7 @@ def test_regions_slot_by_slot(index: int, allocator: Callable[[int], Allocator])
         max_model_len=MAX_LEN,
         cost=COST,
         allocator=allocator,
-        verify=True,
+        make_executor=verified(COST),
         on_step=follow,
     )
     assert checked == run.num_steps > 20
@@ -94,7 +95,7 @@ def test_blocks_slot_by_slot() -> None:
         max_model_len=MAX_LEN,
         cost=COST,
         block_size=block_size,
-        verify=True,
+        make_executor=verified(COST),
         on_step=look,
     )
     assert run.usage.tokens > 70

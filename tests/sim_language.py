@@ -52,18 +52,6 @@ class ToyLanguage:
         return [((first + i) % self.vocab_size, -step * (i + 1)) for i in range(min(count, self.vocab_size))]
 
 
-class SilentLanguage(ToyLanguage):
-    """Every token is 0, for runs in which only lengths and blocks matter. It hides mistakes: not for checking any."""
-
-    __slots__ = ()
-
-    def extend(self, fingerprints: list[int], root: int, token_ids: list[int]) -> None:
-        fingerprints.extend([0] * (len(token_ids) - len(fingerprints)))
-
-    def next_token(self, fingerprint: int, spec: SamplingSpec, num_output_tokens: int) -> int:
-        return 0
-
-
 def _mix(value: int) -> int:
     """A 64-bit finalizer: every bit of the input moves about half the bits of the output."""
     value = (value ^ (value >> 33)) * 0xFF51AFD7ED558CCD & _MASK

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from sim_executor import SimExecutor
+from sim_language import ToyLanguage
 
 from quire.params import SamplingSpec
 from quire.plan import Admission, Fork, Move, Spans, StepPlan
 from quire.request import FinishReason
-from quire.sim import CostModel, SimClock, SimExecutor, ToyLanguage
+from quire.sim import CostModel, SimClock
 
 SPEC = SamplingSpec(temperature=0.0)
 

@@ -7,6 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from sim_language import ToyLanguage
+from sim_memory import SimMemory, SimStore, SimTable
+
+from quire.kv import KVManager
 from quire.params import SamplingSpec
 from quire.plan import (
     Admission,
@@ -21,9 +25,8 @@ from quire.plan import (
     TokenLogprobs,
 )
 from quire.request import FinishReason
-from quire.sim.cost import CostModel, SimClock
-from quire.sim.language import ToyLanguage
-from quire.sim.memory import SimMemory, SimStore, SimTable
+from quire.scheduler import SchedulerConfig
+from quire.sim import CostModel, SimClock
 
 
 @dataclass(slots=True)
@@ -356,3 +359,19 @@ class SimExecutor:
             else:
                 self.memory.move(move)
             result.moved.append(move.ticket)
+
+
+def verified(cost: CostModel) -> Callable[[KVManager, SchedulerConfig, SimClock], Callable[[StepPlan], StepResult]]:
+    """For `SimRun.build`: steps run here, so that every read and write of KV memory is checked."""
+
+    def make(kv: KVManager, config: SchedulerConfig, clock: SimClock) -> Callable[[StepPlan], StepResult]:
+        executor = SimExecutor(
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+            max_num_seqs=config.max_num_seqs,
+            cost=cost,
+            clock=clock,
+        )
+        return lambda plan: executor.collect(executor.submit(plan))
+
+    return make
