@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,9 +63,15 @@ QWEN3_30B_A3B = LLAMA_8B | {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+
+
+def write_qwen3_30b_a3b() -> Path:
+    return write_shape("qwen3-30b-a3b-shape", QWEN3_30B_A3B)
+
+
 SHAPES = {
     "llama-3.1-8b": ("Llama-3.1-8B", write_llama_8b, ROWS),
-    "qwen3-30b-a3b": ("Qwen3-30B-A3B", partial(write_shape, "qwen3-30b-a3b-shape", QWEN3_30B_A3B), EXPERTS_ROWS),
+    "qwen3-30b-a3b": ("Qwen3-30B-A3B", write_qwen3_30b_a3b, EXPERTS_ROWS),
 }
 # Parts of a step by the names of the kernels that do them.
 _KERNELS = {

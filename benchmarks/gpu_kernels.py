@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from benchmarks import gpu_attention, gpu_folded, gpu_products, gpu_rows, gpu_step
+from benchmarks import gpu_attention, gpu_folded, gpu_products, gpu_step
 from benchmarks.gpu_measure import Report
 from quire.kernels.triton import unavailable_reason
 
@@ -32,7 +32,7 @@ SECTIONS: dict[str, tuple[Callable[[Report], None], str]] = {
     "pairs": (gpu_products.run_pairs, "products of few rows together with what follows them"),
     "fused": (gpu_products.run_fused, "the kernels between products"),
     "folded": (gpu_folded.run_folded, "norms folded into their neighbours, and the kernels that work out the factors"),
-    "rows": (gpu_rows.run_rows, "a layer's products at many numbers of rows: which are better padded"),
+    "rows": (gpu_products.run_rows, "a layer's products at many numbers of rows: which are better padded"),
     "step": (gpu_step.run_step, "a whole decode step"),
 }
 

@@ -29,6 +29,8 @@ PRODUCTS = {
     "head": (128256, 4096),
 }
 PRODUCT_ROWS = (1, 2, 4, 8, 16, 32)
+ALL_ROWS = (*range(40, 1048, 8), *range(1152, 4224, 128))
+_SLOW_RATIO = 1.02  # times what some larger number takes
 _PAIR_ROWS = PRODUCT_ROWS[1:]  # a single row is faster without
 _VECTOR_SWEEP = (
     SkinnyConfig(False, 8, 512, 4, 1, unroll=4),
@@ -176,6 +178,35 @@ def run_pairs(report: Report) -> None:
         torch.cuda.empty_cache()
     for rows, (one_us, several_us) in totals.items():
         report.add("pairs", f"32 layers rows {rows}", one_us, f"apart {several_us:.0f} us x{several_us / one_us:.3f}")
+
+
+def run_rows(report: Report) -> None:
+    """A layer's products at each number of rows that a step may have: where more rows would take less time, steps are
+    better padded. cuBLAS chooses a kernel for each number, and not always well: see `is_slow` in executor/sizing.py."""
+    ops = TritonOps("cuda", torch.bfloat16)
+    layers = new_layers(ops, 2)  # too many for the L2 cache
+    times = {
+        rows: time_us([partial(_multiply_layer, layer, *_row_inputs(rows)) for layer in layers]) for rows in ALL_ROWS
+    }
+    for rows, us in times.items():
+        best = min((other for other in ALL_ROWS if other >= rows), key=times.__getitem__)
+        is_slow = us > _SLOW_RATIO * times[best]
+        if is_slow or rows % 64 == 0:
+            note = f"{best} rows take {times[best]:8.2f} us: x{us / times[best]:.3f}" if is_slow else ""
+            report.add("rows", f"layer's products, {rows}", us, note, best_rows=best)
+
+
+def _multiply_layer(layer: dict[str, TritonLinear], x: Tensor, wide: Tensor, residual: Tensor) -> None:
+    """As the steps do."""
+    layer["qkv"].multiply(x)
+    layer["o"].multiply_add_norm(x, residual, None)
+    layer["gate_up"].multiply(x)
+    layer["down"].multiply_add_norm(wide, residual, None)
+
+
+def _row_inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, wide = (torch.randn(rows, width, device="cuda").bfloat16() for width in (4096, 14336))
+    return x, wide, torch.zeros_like(x)
 
 
 def _wide(oracle: ReferenceOps, weight: TritonLinear) -> ReferenceLinear:

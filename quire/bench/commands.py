@@ -23,6 +23,7 @@ from quire.bench.workloads import Workload, fixed, usable_vocab
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quire import LLMEngine
     from quire.bench.hf import HFBaseline
 
 Runs = Iterator[RunReport]
@@ -49,14 +50,17 @@ def _engines(args: argparse.Namespace) -> list[str]:
 
 def _quire_runs(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
     engine = shelf.engine(config)
-    tokenizer = engine.tokenizer
-    encode = None if tokenizer is None else tokenizer.encode
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "n": args.n}
-    for job in make_jobs(args, vocab_size=engine.spec.vocab_size, max_model_len=engine.max_model_len, encode=encode):
+    for job in _jobs(args, engine):
         yield _measure_job(args, engine, job, sampling)
 
 
-def _measure_job(args: argparse.Namespace, engine: Any, job: Job, sampling: dict[str, Any]) -> RunReport:
+def _jobs(args: argparse.Namespace, engine: LLMEngine) -> Iterator[Job]:
+    encode = None if engine.tokenizer is None else engine.tokenizer.encode
+    return make_jobs(args, vocab_size=engine.spec.vocab_size, max_model_len=engine.max_model_len, encode=encode)
+
+
+def _measure_job(args: argparse.Namespace, engine: LLMEngine, job: Job, sampling: dict[str, Any]) -> RunReport:
     with run_progress(job.name) as progress:
         return measure_repeats(
             engine,
@@ -150,10 +154,7 @@ def prefix(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -
     for setting in ("on", "off"):
         own = config.replace(enable_prefix_caching=setting == "on", given=config.given | {"enable_prefix_caching"})
         engine = shelf.engine(own)
-        encode = None if engine.tokenizer is None else engine.tokenizer.encode
-        for job in make_jobs(
-            args, vocab_size=engine.spec.vocab_size, max_model_len=engine.max_model_len, encode=encode
-        ):
+        for job in _jobs(args, engine):
             report = _measure_job(args, engine, job, {})
             report.point = {"prefix-caching": setting}
             yield report
@@ -188,8 +189,7 @@ def profile(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) 
 
     check_workload_flags(args)
     engine = shelf.engine(config)
-    encode = None if engine.tokenizer is None else engine.tokenizer.encode
-    for job in make_jobs(args, vocab_size=engine.spec.vocab_size, max_model_len=engine.max_model_len, encode=encode):
+    for job in _jobs(args, engine):
         with run_progress(job.name) as progress:
             begin = _stages(progress)
             warm, _ = profile_workload(engine, job.warm, name=job.name, progress=begin(WARM_UP, job.warm))

@@ -5,17 +5,15 @@ Nothing is loaded and torch is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from quire import EngineConfig
 from quire.executor import sizing
 from quire.executor.gpu_record import GpuRecord, record_key
-from quire.executor.memory import (
-    DEFAULT_CPU_KV_BYTES,
-    check_max_model_len,
-)
+from quire.executor.memory import DEFAULT_CPU_KV_BYTES, check_max_model_len
 from quire.lab.device_plan import DevicePlan, plan_device, size
 from quire.lab.traffic import Kind, MixNeeds, mix_needs
 from quire.models.kv_layout import kv_layout
@@ -23,6 +21,7 @@ from quire.models.share import check_degrees, largest_share, max_tensor_size
 from quire.models.spec import ModelSpec
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
+PlanWith = Callable[[EngineConfig], DevicePlan]  # the device as it is with these settings
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,25 +133,15 @@ def make_plan(
     max_num_seqs, max_tokens = sizing.batch_limits(config, spec, device)
     windows = kv_layout(spec, config.max_model_len).windows
     needs = mix_needs(mix, config.block_size, windows) if mix else None
-    wanted = sizing.kv_dtype(config, dtype)
-    chosen = plan_device(config, spec, device=device, memory_bytes=memory_bytes, needs=needs, record=record)
+    plan_with = partial(plan_device, spec=spec, device=device, memory_bytes=memory_bytes, needs=needs, record=record)
     choices, skipped = [], []
     degrees = {config.tensor_parallel_size, *(TENSOR_PARALLEL if device == "cuda" else ())}
     for degree in sorted(degrees):
         if degree > max_tensor_size(spec):
             skipped.append(f"TP {degree}: {spec.num_heads} heads are too few")
             continue
-        for kv_dtype in _kv_dtypes(wanted, device):
-            changed = config.replace(kv_cache_dtype=kv_dtype, tensor_parallel_size=degree)
-            choice = plan_device(
-                changed,
-                spec,
-                device=device,
-                memory_bytes=memory_bytes,
-                needs=needs,
-                record=record,
-            )
-            choices.append(choice)
+        for kv_dtype in _kv_dtypes(sizing.kv_dtype(config, dtype), device):
+            choices.append(plan_with(config.replace(kv_cache_dtype=kv_dtype, tensor_parallel_size=degree)))
     plan = Plan(
         model=config.model,
         spec=spec,
@@ -163,7 +152,7 @@ def make_plan(
         weight_dtype=sizing.weight_quantization(config, spec, device) or dtype,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_tokens,
-        chosen=chosen,
+        chosen=plan_with(config),
         choices=choices,
         skipped=skipped,
         mix=list(mix),
@@ -172,7 +161,7 @@ def make_plan(
         record=record,
     )
     _size_for_concurrency(plan)
-    plan.flags, plan.advised = recommend(plan)
+    plan.flags, plan.advised = recommend(plan, plan_with)
     return plan
 
 
@@ -197,7 +186,7 @@ def _size_for_concurrency(plan: Plan) -> None:
         plan.wanted_memory_bytes = plan.wanted_kv_bytes + other
 
 
-def recommend(plan: Plan) -> tuple[list[Flag], DevicePlan]:
+def recommend(plan: Plan, plan_with: PlanWith) -> tuple[list[Flag], DevicePlan]:
     """Which flags to set, each with its reason out of this plan's numbers, and the device as it is with them."""
     flags: list[Flag] = []
     config = plan.config
@@ -207,20 +196,20 @@ def recommend(plan: Plan) -> tuple[list[Flag], DevicePlan]:
         reason = f"your longest request has {longest:,} tokens; the model would take {plan.spec.max_position:,}"
         flags.append(Flag("--max-model-len", str(length), reason))
         config = config.replace(max_model_len=length)
-    config = _recommend_more_room(plan, config, flags)
+    config = _recommend_more_room(plan, plan_with, config, flags)
     if config.max_num_seqs is None:
-        config = _recommend_width(plan, config, flags)
+        config = _recommend_width(plan, plan_with, config, flags)
     # Not the size of a GPU's cache: the engine measures what is left, and this plan may only reckon it.
-    return flags, _replan(plan, config)
+    return flags, plan_with(config)
 
 
-def _recommend_width(plan: Plan, config: EngineConfig, flags: list[Flag]) -> EngineConfig:
+def _recommend_width(plan: Plan, plan_with: PlanWith, config: EngineConfig, flags: list[Flag]) -> EngineConfig:
     """max_num_seqs: what fits, up to the default or to what was asked. A narrower batch needs smaller steps and leaves
     more for the cache, so that it is looked for in rounds."""
     limit = max(plan.max_num_seqs, plan.concurrency or 0)
     width, fits = plan.max_num_seqs, None
     for _ in range(4):
-        fit = _replan(plan, config.replace(max_num_seqs=width)).fit
+        fit = plan_with(config.replace(max_num_seqs=width)).fit
         if fit is None or not fit.typical:
             return config
         fits = fit.typical
@@ -237,37 +226,26 @@ def _recommend_width(plan: Plan, config: EngineConfig, flags: list[Flag]) -> Eng
     return config.replace(max_num_seqs=width)
 
 
-def _replan(plan: Plan, config: EngineConfig) -> DevicePlan:
-    return plan_device(
-        config,
-        plan.spec,
-        device=plan.device,
-        memory_bytes=plan.memory_bytes,
-        needs=plan.needs,
-        record=plan.record,
-    )
-
-
 def _is_short(plan: Plan, device: DevicePlan) -> bool:
     if device.ledger is None:
         return True
     return plan.concurrency is not None and device.fit is not None and device.fit.typical < plan.concurrency
 
 
-def _recommend_more_room(plan: Plan, config: EngineConfig, flags: list[Flag]) -> EngineConfig:
+def _recommend_more_room(plan: Plan, plan_with: PlanWith, config: EngineConfig, flags: list[Flag]) -> EngineConfig:
     """Where the plan falls short: on a CPU more bytes, if the machine has them; else smaller ones."""
-    device = _replan(plan, config)
+    device = plan_with(config)
     if not _is_short(plan, device):
         return config
     if plan.device == "cpu" and config.kv_size_flag is None and plan.wanted_kv_bytes is not None:
         larger = config.replace(kv_cache_memory_bytes=plan.wanted_kv_bytes)
-        if not _is_short(plan, _replan(plan, larger)):
+        if not _is_short(plan, plan_with(larger)):
             reason = f"room for {plan.concurrency:,} at once; a CPU's default is {size(DEFAULT_CPU_KV_BYTES)}"
             flags.append(Flag("--kv-cache-memory-bytes", str(plan.wanted_kv_bytes), reason))
             return larger
     name = "fp8" if plan.device == "cuda" else "bfloat16"
     smaller = config.replace(kv_cache_dtype=name)
-    after = _replan(plan, smaller)
+    after = plan_with(smaller)
     if after.ledger is None or after.token_bytes >= device.token_bytes:
         return config
     gain = f"{device.token_bytes / after.token_bytes:g} times as many tokens in the same bytes"

@@ -10,7 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from quire.bench.charts import bar_chart, line_chart
+from quire.bench.charts import Chart, bar_chart, line_chart
+from quire.bench.report import Percentiles
 from quire.bench.units import duration, number, times
 from quire.engine.llm_engine import LLMEngine
 from quire.lab.context import LabContext
@@ -198,12 +199,13 @@ def _serve(context: LabContext, engine: LLMEngine, chats: _Chats) -> dict[str, A
                 num_prompt += len(output.prompt_token_ids)
                 said[talking.pop(output.request_id)] += output.outputs[0].token_ids
     seconds = time.perf_counter() - started
-    waits = sorted(first_s.values())
+    waits = Percentiles.of(list(first_s.values()))
+    assert waits is not None
     return {
         "seconds": seconds,
         "output_tok_s": len(order) * chats.answer / seconds,
-        "first_token_p50_s": waits[len(waits) // 2],
-        "first_token_p99_s": waits[int(0.99 * (len(waits) - 1))],
+        "first_token_p50_s": waits.p50,
+        "first_token_p99_s": waits.p99,
         "prompt_tokens": num_prompt,
         "found_tokens": num_cached,
     }
@@ -236,23 +238,10 @@ def tell(data: Data, context: LabContext) -> Result:
                 | {f"loaded, {where}": (tokens, [entry[name] for entry in lengths]) for name, where in sources.items()},
                 log="xy",
             ),
-            bar_chart(
-                "Chats that outgrow the cache: time to first token",
-                "seconds",
-                [run["level"] for run in runs],
-                {
-                    "p50": [run["first_token_p50_s"] for run in runs],
-                    "p99": [run["first_token_p99_s"] for run in runs],
-                },
-                x_label="level below the device",
+            _chat_chart(
+                "time to first token", "seconds", runs, {"p50": "first_token_p50_s", "p99": "first_token_p99_s"}
             ),
-            bar_chart(
-                "Chats that outgrow the cache: output tokens per second",
-                "tokens/s",
-                [run["level"] for run in runs],
-                {"tokens/s": [run["output_tok_s"] for run in runs]},
-                x_label="level below the device",
-            ),
+            _chat_chart("output tokens per second", "tokens/s", runs, {"tokens/s": "output_tok_s"}),
         ],
         tables=[
             Table(
@@ -268,13 +257,8 @@ def tell(data: Data, context: LabContext) -> Result:
                     ]
                     for entry in lengths
                 ],
-                "The shortest of several, taken in turn."
-                + (
-                    " What was written or read lately comes from the system's page cache; for the next column it was "
-                    "dropped."
-                    if level == "disk"
-                    else ""
-                ),
+                "The shortest of several, taken in turn. From a disk: what was written or read lately comes from the "
+                "system's page cache; for the next column it was dropped.",
             ),
             *_gpu_tables(data),
             Table(
@@ -323,6 +307,16 @@ def tell(data: Data, context: LabContext) -> Result:
             "A chat's first turn is computed either way, and so is what is new in a later one: these are the p99, and "
             "what keeps the gain from being larger.",
         ],
+    )
+
+
+def _chat_chart(what: str, unit: str, runs: list[Data], columns: dict[str, str]) -> Chart:
+    return bar_chart(
+        f"Chats that outgrow the cache: {what}",
+        unit,
+        [run["level"] for run in runs],
+        {name: [run[key] for run in runs] for name, key in columns.items()},
+        x_label="level below the device",
     )
 
 

@@ -10,21 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.executor.sizing import (
-    MAX_GRAPH_SEQS,
-    MAX_MIXED_DECODES,
-    MAX_MIXED_PROMPTS,
-    MAX_MIXED_TOKENS,
-    MIXED_TOKENS,
-    padded_decodes,
-    padded_size,
-)
+from quire.executor.sizing import MAX_GRAPH_SEQS, MAX_MIXED_PROMPTS, mixed_sizes, padded_size
 from quire.models.spec import ModelSpec
 from quire.sim.cost import StepCost
 from quire.sim.devices import Device, Efficiency, all_reduce_s, product_s, send_s
 from quire.step_costs import StepLoad
 
 _VALUE_BYTES = 2  # activations
+_MIXED_SIZES = sorted(mixed_sizes(), key=sum)  # a step takes the first that holds it
 
 
 @dataclass(slots=True)
@@ -88,9 +81,8 @@ class RooflineCost(StepCost):
         num_decodes, num_prompt_tokens = load.num_decodes, load.num_prompt_tokens
         if self.has_graphs and not num_prompt_tokens and num_decodes <= MAX_GRAPH_SEQS:
             return padded_size(num_decodes), padded_size(num_decodes)
-        is_small = num_decodes <= MAX_MIXED_DECODES and num_prompt_tokens <= MAX_MIXED_TOKENS
-        if self.has_graphs and is_small and load.num_prompts <= MAX_MIXED_PROMPTS:
-            rows = padded_decodes(num_decodes)
-            prompt_rows = next(size for size in MIXED_TOKENS if size >= num_prompt_tokens)
-            return rows + prompt_rows, rows + MAX_MIXED_PROMPTS
+        if self.has_graphs and load.num_prompts <= MAX_MIXED_PROMPTS:
+            for rows, prompt_rows in _MIXED_SIZES:
+                if rows >= num_decodes and prompt_rows >= num_prompt_tokens:
+                    return rows + prompt_rows, rows + MAX_MIXED_PROMPTS
         return num_decodes + num_prompt_tokens, num_decodes + load.num_prompts
