@@ -192,7 +192,7 @@ def _device(args: argparse.Namespace) -> tuple[str, int | None, str, GpuRecord |
             raise ConfigError("--gpu and --memory both say how much there is: give one of them")
         if args.device == "cpu":
             raise ConfigError("--gpu names a GPU and --device says cpu: give one of them")
-        device = device_named(args.gpu, DEVICES)
+        device = device_named(args.gpu, DEVICES, instead="give --memory instead")
         return "cuda", device.memory_bytes, f"one {args.gpu.upper()}, whose driver reports about", None
     if args.memory is not None:
         try:

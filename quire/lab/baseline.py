@@ -108,29 +108,21 @@ def tell(data: Data, context: LabContext) -> Result:
     pace = _changed_pace(theirs)
     doubt = f" But {pace}, so the two runs cannot be compared." if pace else ""
     ordered = [theirs[0], ours[0], theirs[1], ours[1]]
+    rates = {"transformers, static": [e.output_tok_s for e in theirs], "Quire": [e.output_tok_s for e in ours]}
+    records = {"transformers": data["measured"][3], "Quire": data["measured"][1]}
+    over_time = {name: curve(each, "output_tokens") for name, each in records.items()}
     return Result(
         question=f"How much faster is Quire than transformers' generate() in static batches of {BATCH}, with no more "
         f"than {BATCH} sequences at once on either side, and what of it is batching and paging?",
         headline=f"{times(mixed)} the useful tokens per second of static batches on mixed lengths, {times(equal)} on "
         "equal ones" + (", but transformers' own pace changed between the two" if pace else ""),
         charts=[
-            bar_chart(
-                "Useful output tokens per second",
-                "tokens/s",
-                _WORKS,
-                {
-                    "transformers, static": [each.output_tok_s for each in theirs],
-                    "Quire": [each.output_tok_s for each in ours],
-                },
-            ),
+            bar_chart("Useful output tokens per second", "tokens/s", _WORKS, rates),
             line_chart(
                 "Mixed lengths: useful tokens over time",
                 "seconds",
                 "output tokens",
-                {
-                    "transformers": curve(data["measured"][3], "output_tokens"),
-                    "Quire": curve(data["measured"][1], "output_tokens"),
-                },
+                over_time,
                 note="A static batch slows down towards its end, when only its longest answers still need tokens.",
             ),
         ],

@@ -109,41 +109,25 @@ def tell(data: Data, context: LabContext) -> Result:
     best = max(range(len(runs)), key=lambda i: rates[i])
     free = [(width, rates[0] * width) for width in WIDTHS if rates[0] * width <= 1.6 * max(rates)]
     prompt, output = _lengths(context)
-    names = [str(width) for width in WIDTHS]
+    flag = "max_num_seqs"
+    throughput = {"measured": (WIDTHS, rates), "if every sequence were free": tuple(zip(*free, strict=True))}
+    waits = {
+        name: (WIDTHS, [1e3 * (percentile(each.itl_s, p) or math.nan) for each in runs])
+        for name, p in (("median", "p50"), ("slowest percent", "p99"))
+    }
+    in_use = {
+        "mean": [100 * kv_of(each).occupancy_mean for each in runs],
+        "most": [100 * kv_of(each).occupancy_max for each in runs],
+    }
     return Result(
         question="What do more sequences at once bring, what do they cost each user, and where does it end?",
         headline=f"{number(rates[best])} tok/s at {WIDTHS[best]}, {times(rates[best] / rates[0])} a single stream's"
         + ("" if at is None else f"; saturates at {WIDTHS[at]}"),
         charts=[
-            line_chart(
-                "Throughput",
-                "max_num_seqs",
-                "output tokens/s",
-                {
-                    "measured": (WIDTHS, rates),
-                    "if every sequence were free": ([w for w, _ in free], [rate for _, rate in free]),
-                },
-                log="xy",
-            ),
-            line_chart(
-                "What each user sees",
-                "max_num_seqs",
-                "ms between tokens",
-                {
-                    name: (WIDTHS, [1e3 * (percentile(each.itl_s, p) or math.nan) for each in runs])
-                    for name, p in (("median", "p50"), ("slowest percent", "p99"))
-                },
-                log="xy",
-            ),
+            line_chart("Throughput", flag, "output tokens/s", throughput, log="xy"),
+            line_chart("What each user sees", flag, "ms between tokens", waits, log="xy"),
             bar_chart(
-                "Blocks of the KV cache in use",
-                "percent of blocks",
-                names,
-                {
-                    "mean": [100 * kv_of(each).occupancy_mean for each in runs],
-                    "most": [100 * kv_of(each).occupancy_max for each in runs],
-                },
-                x_label="max_num_seqs",
+                "Blocks of the KV cache in use", "percent of blocks", list(map(str, WIDTHS)), in_use, x_label=flag
             ),
         ],
         tables=[

@@ -3,13 +3,11 @@ measured."""
 
 from __future__ import annotations
 
-from quire.beams import BeamSearchParams
+from quire import BeamSearchParams, LLMEngine, SamplingParams
 from quire.bench.charts import bar_chart
-from quire.engine.llm_engine import LLMEngine
 from quire.lab.context import LabContext
 from quire.lab.experiment import Data, Experiment, Finding, Result, Table
 from quire.lab.passage import PASSAGE
-from quire.params import SamplingParams
 
 WIDTHS = (2, 4, 6)
 KINDS = ("parallel sampling", "beam search")

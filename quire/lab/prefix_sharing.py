@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.bench.charts import bar_chart, line_chart
 from quire.bench.report import RunReport
 from quire.bench.units import counted, duration, number, times
@@ -70,12 +72,7 @@ def tell(data: Data, context: LabContext) -> Result:
         f"{100 * (1 - peaks[1] / peaks[0]):.0f} % fewer blocks; with n = {N} there are "
         f"{100 * (1 - peaks[3] / peaks[2]):.0f} % fewer",
         charts=[
-            bar_chart(
-                "Most blocks in use",
-                "blocks",
-                names,
-                {"nothing shared": [peaks[0], peaks[2]], "shared": [peaks[1], peaks[3]]},
-            ),
+            bar_chart("Most blocks in use", "blocks", names, _apart_and_shared(peaks)),
             line_chart(
                 "The system prompt's run: blocks in use over time",
                 "seconds",
@@ -84,13 +81,7 @@ def tell(data: Data, context: LabContext) -> Result:
                 is_area=True,
             ),
             bar_chart(
-                "Output tokens per second",
-                "tokens/s",
-                names,
-                {
-                    "nothing shared": [off.output_tok_s, apart.output_tok_s],
-                    "shared": [on.output_tok_s, forked.output_tok_s],
-                },
+                "Output tokens per second", "tokens/s", names, _apart_and_shared([each.output_tok_s for each in runs])
             ),
         ],
         tables=[
@@ -146,6 +137,10 @@ def tell(data: Data, context: LabContext) -> Result:
         ],
         explanation=_explain(runs),
     )
+
+
+def _apart_and_shared(values: Sequence[float]) -> dict[str, list[float | None]]:
+    return {"nothing shared": [values[0], values[2]], "shared": [values[1], values[3]]}
 
 
 def _is_full(report: RunReport) -> bool:

@@ -50,6 +50,10 @@ def tell(data: Data, context: LabContext) -> Result:
     # Fewer blocks make nothing faster: more than all of the throughput is the machine's own variation.
     ratio = best.output_tok_s / enough.output_tok_s
     kept = f"{100 * ratio:.0f} %" if ratio < 0.995 else "all"
+    computed = {
+        "once": [each.prompt_tokens + each.output_tokens for each in runs],
+        "again, after a preemption": [kv_of(each).recomputed_tokens for each in runs],
+    }
     return Result(
         question="When the sequences that were let in no longer fit as they grow, somebody must give blocks back. What "
         "does it cost to compute them again, to keep them in host memory meanwhile, or to let the engine choose?",
@@ -57,16 +61,7 @@ def tell(data: Data, context: LabContext) -> Result:
         f"{kv_of(recompute).recomputed_tokens:,} tokens twice",
         charts=[
             bar_chart("Throughput", "output tokens/s", _NAMES, {"tok/s": [each.output_tok_s for each in runs]}),
-            bar_chart(
-                "Tokens that were computed",
-                "tokens",
-                _NAMES,
-                {
-                    "once": [each.prompt_tokens + each.output_tokens for each in runs],
-                    "again, after a preemption": [kv_of(each).recomputed_tokens for each in runs],
-                },
-                is_stacked=True,
-            ),
+            bar_chart("Tokens that were computed", "tokens", _NAMES, computed, is_stacked=True),
             line_chart(
                 "Sequences running over time",
                 "seconds",

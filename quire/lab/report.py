@@ -39,9 +39,14 @@ def _numbered(report: LabReport) -> list[tuple[int, str, Entry]]:
 def _header(report: LabReport) -> str:
     settings, machine = report.settings, report.machine
     where = machine.get("gpu") if settings.gpu_8b and machine.get("gpu") else machine.get("cpu")
-    cores = machine.get("cpus")
-    facts = [
-        ("machine", f"{where}" + (f", {counted(int(cores), 'core')}" if cores and not settings.gpu_8b else "")),
+    cores = counted(int(machine.get("cpus") or 0), "core")
+    memory = size(machine.get("memory_bytes"))
+    if settings.gpu_8b:
+        facts = [("machine", str(where)), ("GPU memory", size(machine.get("gpu_bytes")))]
+        facts += [("host", f"{machine.get('cpu')}, {cores}"), ("host memory", memory)]
+    else:
+        facts = [("machine", f"{where}, {cores}"), ("memory", memory)]
+    facts += [
         ("model", settings.model_name),
         ("made", report.written),
         ("took", duration(sum(entry.seconds for entry in report.entries.values()))),
@@ -50,12 +55,6 @@ def _header(report: LabReport) -> str:
         ("torch", str(machine.get("torch"))),
         ("python", str(machine.get("python"))),
     ]
-    if settings.gpu_8b and machine.get("gpu_bytes"):
-        facts.insert(1, ("GPU memory", size(float(machine["gpu_bytes"]))))
-        facts.insert(2, ("host", f"{machine.get('cpu')}, {counted(int(cores or 0), 'core')}"))
-    if machine.get("memory_bytes"):
-        memory = "host memory" if settings.gpu_8b else "memory"
-        facts.insert(len(facts) - 7, (memory, size(float(machine["memory_bytes"]))))
     items = "".join(f"<li><b>{escape(name)}</b>{escape(value)}</li>" for name, value in facts)
     kind = (
         "This is the quick run: few requests, each setting measured once. It shows the shapes; for numbers to rely on, "

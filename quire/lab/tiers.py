@@ -10,13 +10,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from quire import LLMEngine, SamplingParams
 from quire.bench.charts import Chart, bar_chart, line_chart
 from quire.bench.report import Percentiles
 from quire.bench.units import duration, number, times
-from quire.engine.llm_engine import LLMEngine
 from quire.lab.context import LabContext
 from quire.lab.experiment import Data, Experiment, Finding, Result, Table
-from quire.params import SamplingParams
 from quire.tiers.disk import DiskStore
 
 _DISK_BYTES = 4 << 30

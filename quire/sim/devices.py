@@ -66,13 +66,10 @@ DEVICES: dict[str, Device] = {
 }
 
 
-def device_named(name: str, devices: Mapping[str, Device]) -> Device:
+def device_named(name: str, devices: Mapping[str, Device], *, instead: str = "describe it in --devices FILE") -> Device:
     wanted = name.lower().replace("_", "-")
     if wanted not in devices:
-        raise ConfigError(
-            f"--gpu {name} is not known: there are {', '.join(devices)}. Describe another by --devices FILE, or, to "
-            "plan, by --memory SIZE"
-        )
+        raise ConfigError(f"--gpu {name} is not known (there are {', '.join(devices)}): {instead}")
     return devices[wanted]
 
 
