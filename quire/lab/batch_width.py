@@ -110,7 +110,8 @@ def tell(data: Data, context: LabContext) -> Result:
     free = [(width, rates[0] * width) for width in WIDTHS if rates[0] * width <= 1.6 * max(rates)]
     prompt, output = _lengths(context)
     flag = "max_num_seqs"
-    throughput = {"measured": (WIDTHS, rates), "if every sequence were free": tuple(zip(*free, strict=True))}
+    free_line = ([width for width, _ in free], [rate for _, rate in free])
+    throughput = {"measured": (list(WIDTHS), rates), "if every sequence were free": free_line}
     waits = {
         name: (WIDTHS, [1e3 * (percentile(each.itl_s, p) or math.nan) for each in runs])
         for name, p in (("median", "p50"), ("slowest percent", "p99"))
