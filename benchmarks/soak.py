@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from quire.bench.client import REFUSED, ClientRequest, Target, find_model, send
 
 _WORDS = ("sea", "ship", "storm", "light", "tower", "keeper", "letter", "winter", "harbour", "song", "map", "island")
 _GROWTH_ALLOWED = 0.10  # of resident memory, from the first minute to the end
@@ -36,68 +37,44 @@ class Tally:
     rss_bytes: list[tuple[float, int]] = field(default_factory=list)
 
 
-def _body(rng: random.Random, model: str) -> dict[str, Any]:
-    prompt = " ".join(rng.choices(_WORDS, k=rng.randint(4, 120)))
-    return {
-        "model": model,
-        "messages": [
-            {"role": "system", "content": "You tell very short stories." if rng.random() < 0.7 else "You are terse."},
-            {"role": "user", "content": f"A story with: {prompt}"},
-        ],
-        "max_tokens": rng.randint(8, 96),
-        "temperature": rng.choice([0.0, 0.8]),
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+def _request(rng: random.Random) -> ClientRequest:
+    words = " ".join(rng.choices(_WORDS, k=rng.randint(4, 120)))
+    style = "You tell very short stories." if rng.random() < 0.7 else "You are terse."
+    return ClientRequest(f"{style} A story with: {words}", rng.randint(8, 96))
 
 
-async def _ask(session: Any, url: str, body: dict[str, Any], tally: Tally, leave_after_s: float | None) -> None:
+async def _ask(session: Any, target: Target, request: ClientRequest, tally: Tally, leave_after_s: float | None) -> None:
     """One request. With `leave_after_s` the connection is closed then, wherever the answer stands."""
-    import aiohttp
-
     try:
         async with asyncio.timeout(leave_after_s):
-            async with session.post(f"{url}/v1/chat/completions", json=body) as reply:
-                if reply.status == 429:
-                    tally.refused += 1
-                    await asyncio.sleep(min(float(reply.headers.get("retry-after", "1")), 5.0))
-                    return
-                if reply.status != 200:
-                    tally.errors[f"status {reply.status}"] += 1
-                    return
-                usage = None
-                async for line in reply.content:
-                    if line.startswith(b"data: {"):
-                        chunk = json.loads(line[6:])
-                        if "error" in chunk:
-                            tally.errors[str(chunk["error"])[:80]] += 1
-                            return
-                        usage = chunk.get("usage") or usage
-                if usage is None:
-                    tally.errors["no usage"] += 1
-                    return
-                tally.tokens += usage["completion_tokens"]
-                tally.finished += 1
+            outcome = await send(session, target, request)
     except TimeoutError:
         tally.hung_up += 1
-    except aiohttp.ClientError as error:
-        tally.errors[type(error).__name__] += 1
+        return
+    if outcome.error == REFUSED:
+        tally.refused += 1
+        await asyncio.sleep(1.0)
+    elif outcome.error is not None:
+        tally.errors[f"{outcome.error} {outcome.detail}"[:80]] += 1
+    else:
+        tally.tokens += outcome.output_tokens
+        tally.finished += 1
 
 
-async def _client(session: Any, url: str, model: str, seed: int, until: float, tally: Tally) -> None:
+async def _client(session: Any, target: Target, seed: int, until: float, tally: Tally) -> None:
     rng = random.Random(seed)
     while time.monotonic() < until:
-        await _ask(session, url, _body(rng, model), tally, None)
+        await _ask(session, target, _request(rng), tally, None)
 
 
-async def _quitters(session: Any, url: str, model: str, count: int, started: float, until: float, tally: Tally) -> None:
+async def _quitters(session: Any, target: Target, count: int, started: float, until: float, tally: Tally) -> None:
     """`count` clients spread over the run, each leaving within five seconds."""
     rng = random.Random(10_000)
     tasks = []
     for i in range(count):
         await asyncio.sleep(max(0.0, started + (until - started) * 0.95 * i / count - time.monotonic()))
-        body = _body(rng, model) | {"max_tokens": 512}
-        tasks.append(asyncio.create_task(_ask(session, url, body, tally, rng.uniform(0.001, 5.0))))
+        request = replace(_request(rng), num_out=512)
+        tasks.append(asyncio.create_task(_ask(session, target, request, tally, rng.uniform(0.001, 5.0))))
     await asyncio.gather(*tasks)
 
 
@@ -133,13 +110,14 @@ async def soak(url: str, minutes: float, num_clients: int, num_quitters: int, pi
     tally = Tally()
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
-        async with session.get(f"{url}/v1/models") as reply:
-            model = (await reply.json())["data"][0]["id"]
+        target = Target(base_url=url, endpoint="/v1/chat/completions")
+        target = replace(target, model=await find_model(target))
+        greedy, drawn = (replace(target, body={"temperature": value}) for value in (0.0, 0.8))
         started = time.monotonic()
         until = started + 60 * minutes
         await asyncio.gather(
-            *(_client(session, url, model, seed, until, tally) for seed in range(num_clients)),
-            _quitters(session, url, model, num_quitters, started, until, tally),
+            *(_client(session, (greedy, drawn)[seed % 2], seed, until, tally) for seed in range(num_clients)),
+            _quitters(session, drawn, num_quitters, started, until, tally),
             _watch(session, url, pid, started, until, tally),
         )
         await asyncio.sleep(2.0)

@@ -1,7 +1,6 @@
 """The charts of `quire bench --plot`: which ones a benchmark has, and the file they are written to.
 
-.svg and .html need nothing further. .png and .pdf are drawn by matplotlib from the same charts in the same colours: it
-brings the fonts that a machine without a display may not have.
+.svg and .html need nothing further; .png and .pdf need matplotlib (`canvas.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from quire.bench.canvas import Canvas, text_px
 from quire.bench.charts import Chart, Series, bar_chart, line_chart
 from quire.bench.compare import Comparison, Verdict, higher_is_better, is_neutral
 from quire.bench.report import RunReport
-from quire.bench.svg import CHART_STYLE, LIGHT, WIDE, WIDTH, Canvas, draw, figures, legend, page, text_px
+from quire.bench.svg import CHART_STYLE, WIDE, WIDTH, draw, figures, legend, page
 from quire.bench.text import model_name, profile_parts, startup_parts
-from quire.bench.units import number
 from quire.errors import ConfigError, install_hint
 
 _BY_MATPLOTLIB = (".png", ".pdf")
@@ -202,18 +201,22 @@ def write_charts(path: str | Path, charts: Sequence[Chart], title: str) -> None:
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        if target.suffix == ".html":
+            target.write_text(page(title, f"<h1>{escape(title)}</h1>{figures(charts)}"), encoding="utf-8")
+            return
+        picture = _picture(charts, title)
         if target.suffix in _BY_MATPLOTLIB:
-            _write_by_matplotlib(target, charts, title)
-        else:
-            is_page = target.suffix == ".html"
-            body = f"<h1>{escape(title)}</h1>{figures(charts)}"
-            target.write_text(page(title, body) if is_page else _picture(charts, title), encoding="utf-8")
+            picture.write_picture(target)
+            return
+        ground = f'<style>{CHART_STYLE}</style><rect width="100%" height="100%" fill="var(--card)"/>'
+        size = f' xmlns="http://www.w3.org/2000/svg" width="{picture.width:g}" height="{picture.height:g}"'
+        target.write_text(picture.to_svg(size, before=ground) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def _picture(charts: Sequence[Chart], title: str) -> str:
-    """All charts in one SVG, two in a row."""
+def _picture(charts: Sequence[Chart], title: str) -> Canvas:
+    """All charts in one picture, two in a row."""
     width = WIDE + 40 if len(charts) > 1 else WIDTH + 260
     whole = Canvas(title, 0.0, width)
     whole.text(20, 32, title, "title", anchor="start")
@@ -221,17 +224,15 @@ def _picture(charts: Sequence[Chart], title: str) -> str:
     for at in range(0, len(charts), 2):
         row = charts[at : at + 2]
         cells = [_cell(chart, WIDTH if len(row) == 2 else width - 40) for chart in row]
-        for index, (cell, _) in enumerate(cells):
-            whole.parts.append(f'<g transform="translate({20 + index * (WIDTH + 10)} {y:g})">{cell}</g>')
-        y += max(height for _, height in cells) + 24
+        for index, cell in enumerate(cells):
+            whole.place(cell, 20 + index * (WIDTH + 10), y)
+        y += max(cell.height for cell in cells) + 24
     whole.height = y
-    ground = f'<style>{CHART_STYLE}</style><rect width="100%" height="100%" fill="var(--card)"/>'
-    whole.parts.insert(0, ground)
-    return whole.to_svg(f' xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{y:g}"') + "\n"
+    return whole
 
 
-def _cell(chart: Chart, width: float) -> tuple[str, float]:
-    """A chart with its title, legend and note, and its height."""
+def _cell(chart: Chart, width: float) -> Canvas:
+    """A chart with its title, legend and note."""
     inner, around = draw(chart, width), Canvas(chart.title, 0.0, width)
     around.text(0, 14, chart.title, "title", anchor="start")
     x, y = 0.0, 34.0
@@ -242,102 +243,10 @@ def _cell(chart: Chart, width: float) -> tuple[str, float]:
         around.text(x + 17, y, name, anchor="start")
         x += 34 + text_px(name)
     y += 12 if legend(chart) else -10
-    size = f' x="0" y="{y:g}" width="{inner.width:g}" height="{inner.height:g}"'
-    around.parts.append(inner.to_svg(size))
+    around.place(inner, 0.0, y)
     y += inner.height
     if chart.note:
         around.text(0, y + 14, chart.note, anchor="start")
         y += 18
-    return "".join(around.parts), y
-
-
-def _write_by_matplotlib(path: Path, charts: Sequence[Chart], title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    num_columns = 2 if len(charts) > 1 else 1
-    num_rows = -(-len(charts) // num_columns)
-    height = max(
-        3.9, *(1.5 + 0.32 * len(chart.series[0].x) * _is_horizontal(chart) for chart in charts if chart.series)
-    )
-    size = ((7.2 if num_columns == 2 else 10) * num_columns, height * num_rows)
-    picture, axes = plt.subplots(num_rows, num_columns, figsize=size, squeeze=False)
-    for axis in axes.flat[len(charts) :]:
-        axis.set_visible(False)
-    for axis, chart in zip(axes.flat, charts, strict=False):
-        is_horizontal = _is_horizontal(chart)
-        if chart.kind in ("line", "area"):
-            _plot_lines(axis, chart)
-        else:
-            _plot_bars(axis, chart, is_horizontal=is_horizontal)
-        axis.set_title(chart.title, fontsize=11, fontweight="bold", loc="left", color="#1d2129")
-        (axis.set_xlabel if is_horizontal else axis.set_ylabel)(chart.y_label, color="#5b6472")
-        if not is_horizontal:
-            axis.set_xlabel(chart.x_label, color="#5b6472")
-        axis.spines[:].set_visible(False)
-        axis.grid(axis="x" if is_horizontal else "y", color="#ebe9e3")
-        axis.tick_params(colors="#5b6472", length=0, labelsize=9)
-        axis.set_axisbelow(True)
-        if len(chart.series) > 1:
-            axis.legend(fontsize=8, frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 0.99))
-    picture.suptitle(title, fontsize=13, x=0.01, ha="left")
-    picture.tight_layout(rect=(0, 0, 1, 1 - 0.1 / height / num_rows))
-    try:
-        picture.savefig(path, dpi=120, bbox_inches="tight")
-    finally:
-        plt.close(picture)
-
-
-def _is_horizontal(chart: Chart) -> bool:
-    is_bars = chart.kind not in ("line", "area") and bool(chart.series)
-    return is_bars and sum(text_px(str(x)) + 8 for x in chart.series[0].x) > WIDTH
-
-
-def _plot_lines(axis: Any, chart: Chart) -> None:
-    has_dots = all(len(series.x) <= 16 for series in chart.series) and "second" not in chart.x_label
-    for index, series in enumerate(chart.series):
-        points = [(x, y) for x, y in zip(series.x, series.y, strict=True) if y is not None]
-        style = "o-" if has_dots else "-"
-        axis.plot(*zip(*points, strict=True), style, color=LIGHT[index % len(LIGHT)], label=series.name)
-        for x, reach in zip(series.x, series.ranges, strict=False):
-            if reach:
-                axis.plot([x, x], reach, color="#1d2129", lw=1.2, alpha=0.75)
-    if chart.log_x:
-        axis.set_xscale("log")
-        marks = sorted({x for series in chart.series for x in series.x})
-        axis.set_xticks(marks, [f"{mark:g}" for mark in marks])
-        axis.set_xticks([], minor=True)
-    axis.set_ylim(bottom=0)
-
-
-def _plot_bars(axis: Any, chart: Chart, *, is_horizontal: bool) -> None:
-    names = [str(x) for x in chart.series[0].x]
-    is_stacked = chart.kind == "stacked_bar"
-    thick = 0.76 / (1 if is_stacked else len(chart.series))
-    tops = [0.0] * len(names)
-    for index, series in enumerate(chart.series):
-        shift = 0.0 if is_stacked else (index - (len(chart.series) - 1) / 2) * thick
-        places = [group + shift for group in range(len(names))]
-        values = [y or 0.0 for y in series.y]
-        starts = list(tops) if is_stacked else [0.0] * len(names)
-        paint = {"color": LIGHT[index % len(LIGHT)], "label": series.name}
-        if is_horizontal:
-            drawn = axis.barh(places, values, 0.92 * thick, left=starts, **paint)
-        else:
-            drawn = axis.bar(places, values, 0.92 * thick, bottom=starts, **paint)
-        if not is_stacked and len(names) * len(chart.series) <= 18:
-            axis.bar_label(drawn, [number(value) for value in values], fontsize=8, padding=8 if series.ranges else 2)
-        for place, reach in zip(places, series.ranges, strict=False):
-            if reach:
-                line = (reach, [place, place]) if is_horizontal else ([place, place], reach)
-                axis.plot(*line, color="#1d2129", lw=1.2, alpha=0.75)
-        tops = [top + value for top, value in zip(tops, values, strict=True)]
-    if is_horizontal:
-        axis.set_yticks(range(len(names)), names)
-        axis.invert_yaxis()
-    else:
-        axis.set_xticks(range(len(names)), names)
-        axis.set_xlim(min(-0.5, (len(names) - 4) / 2 - 0.5), max(len(names) - 0.5, (len(names) + 4) / 2 - 0.5))
-        axis.margins(y=0.1)
+    around.height = y
+    return around

@@ -1,4 +1,4 @@
-"""Charts drawn as SVG, for the lab's report and for `quire bench --plot` alike.
+"""Charts drawn, for the lab's report and for `quire bench --plot` alike.
 
 `figure` gives an HTML figure whose colours and fonts are CSS variables of the page (`CHART_STYLE`), so that it fits
 both of its themes. Hovering over a bar or a point shows its value.
@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from quire.bench.canvas import DARK, LIGHT, Canvas, colour, text_px
 from quire.bench.charts import Chart, Series
 from quire.bench.units import number, short
 
 WIDTH, WIDE = 540, 1090  # a chart in a row of two, and one that has a row to itself
-LIGHT = ("#2f6fd0", "#d9622b", "#2b9a74", "#9a57c4", "#c9971c", "#c94a7c", "#4aa3c4", "#7a7f8a")
-DARK = ("#6ea8ff", "#ff9a66", "#5fd0a5", "#c99af0", "#ecc35a", "#f08bb2", "#7fd0ee", "#a9b0bd")
-
 _HEIGHT = 290
-_CHAR_PX = 6.4  # the axis font's mean width: there is no font to ask
 _MAX_BAR_LABELS = 18  # with more bars than this, none carries its value
 _MAX_DOTS = 16  # a line with more points than this is a curve, and so is every line over time
 _MAX_TICKS = 12  # with at most so many distinct x, a logarithmic axis is labelled at the points themselves
@@ -119,41 +116,6 @@ def _round_log(value: float, *, up: bool) -> float:
 
 
 # -- drawing
-
-
-def colour(index: int) -> str:
-    return f"var(--s{index % len(LIGHT) + 1})"
-
-
-def text_px(text: str) -> float:
-    return _CHAR_PX * len(text)
-
-
-@dataclass(slots=True)
-class Canvas:
-    """SVG elements in the order of drawing."""
-
-    title: str
-    height: float
-    width: float = WIDTH
-    parts: list[str] = field(default_factory=list)
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
-        self.parts.append(f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
-
-    def text(self, x: float, y: float, text: str, kind: str = "tick", anchor: str = "middle") -> None:
-        place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-        self.parts.append(f'<text class="{kind}" {place}>{escape(text)}</text>')
-
-    def rect(self, x: float, y: float, width: float, height: float, fill: str, tip: str) -> None:
-        self.parts.append(
-            f'<rect class="bar" x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.5):.2f}" '
-            f'height="{max(height, 0.5):.2f}" fill="{fill}"><title>{escape(tip)}</title></rect>'
-        )
-
-    def to_svg(self, attributes: str = "") -> str:
-        box = f'viewBox="0 0 {self.width:g} {self.height:g}"'
-        return f'<svg {box} role="img" aria-label="{escape(self.title)}"{attributes}>{"".join(self.parts)}</svg>'
 
 
 @dataclass(slots=True, frozen=True)
@@ -359,22 +321,16 @@ def _draw_series(
     stroke: str,
 ) -> None:
     places = [(x_scale(x), y_scale(y)) for x, y in points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     if chart.kind == "area":
-        floor = y_scale.start
-        around = f"{places[0][0]:.1f},{floor:.1f} {path} {places[-1][0]:.1f},{floor:.1f}"
-        canvas.parts.append(f'<polygon class="area" points="{around}" fill="{stroke}"/>')
-    title = f"<title>{escape(series.name)}</title>"
-    canvas.parts.append(f'<polyline class="curve" points="{path}" stroke="{stroke}">{title}</polyline>')
+        canvas.area([(places[0][0], y_scale.start), *places, (places[-1][0], y_scale.start)], stroke)
+    canvas.curve(places, stroke, series.name)
     for x, reach in zip(series.x, series.ranges, strict=False):
         if reach and not isinstance(x, str):
             canvas.line(x_scale(x), y_scale(reach[0]), x_scale(x), y_scale(reach[1]), "range")
     if len(points) > _MAX_DOTS or "second" in chart.x_label:
         return
-    for (x, y), (px, py) in zip(points, places, strict=True):
-        tip = escape(f"{series.name}: {number(y)} at {number(x)}")
-        place = f'cx="{px:.1f}" cy="{py:.1f}" r="4"'
-        canvas.parts.append(f'<circle class="dot" {place} fill="{stroke}"><title>{tip}</title></circle>')
+    for (x, y), place in zip(points, places, strict=True):
+        canvas.dot(place, stroke, f"{series.name}: {number(y)} at {number(x)}")
 
 
 # -- timelines: a lane for each slot, a bar for each stretch of time in which something held it

@@ -46,7 +46,7 @@ def test_charts_are_written(name: str, tmp_path: Path) -> None:
         write_charts(tmp_path / "new" / f"{name}{suffix}", charts, "<title>")
     assert is_png(tmp_path / "new" / f"{name}.png")
     picture = ElementTree.fromstring((tmp_path / "new" / f"{name}.svg").read_text())
-    assert len([each for each in picture.iter() if each.tag.endswith("svg")]) == 1 + len(charts)
+    assert len([each for each in picture.iter() if each.get("class") == "title"]) == 1 + len(charts)
     page = (tmp_path / "new" / f"{name}.html").read_text()
     assert page.count("<figure") == len(charts) and "&lt;title&gt;" in page
 
