@@ -107,7 +107,11 @@ def tell(data: Data, context: LabContext) -> Result:
         for name, predicted in data["predicted_waste_percent"].items()
     ]
     at = sizes.index(DEFAULT)
-    wastes = [listed([f"{number(mix.waste[i])} % ({mix.name})" for mix in mixes]) for i in (at, -1)]
+    empty = [listed([f"{number(mix.waste[i])} % ({mix.name})" for mix in mixes]) for i in (at, -1)]
+    wastes = [mix.waste for mix in mixes]
+    speeds = [[100 * ratio for ratio in mix.speed(at)] for mix in mixes]
+    allocated = [[float(kv_of(each).blocks_allocated) for each in mix.runs] for mix in mixes]
+    widths = [[each.running_mean for each in mix.runs] for mix in mixes]
 
     def by_size(title: str, unit: str, values: list[list[float]], note: str = "", log: str = "x") -> Chart:
         lines = {mix.name: (sizes, column) for mix, column in zip(mixes, values, strict=True)}
@@ -116,26 +120,17 @@ def tell(data: Data, context: LabContext) -> Result:
     return Result(
         question="Which block size? Small blocks leave little empty and make long tables; large ones make short tables "
         "and leave the end of each sequence's last block empty, which a full cache feels as fewer sequences at once.",
-        headline=f"blocks of {DEFAULT} leave {wastes[0]} of their slots empty, blocks of {sizes[-1]} {wastes[1]}",
+        headline=f"blocks of {DEFAULT} leave {empty[0]} of their slots empty, blocks of {sizes[-1]} {empty[1]}",
         charts=[
-            by_size(
-                "Slots of blocks in use that hold no token", "percent, mean over steps", [mix.waste for mix in mixes]
-            ),
+            by_size("Slots of blocks in use that hold no token", "percent, mean over steps", wastes),
             by_size(
                 "Throughput in a cache that is just large enough",
                 f"percent of blocks of {DEFAULT}",
-                [[100 * ratio for ratio in mix.speed(at)] for mix in mixes],
+                speeds,
                 "The cache holds what the batch needs if nothing is wasted, in bytes the same for every size.",
             ),
-            by_size(
-                "Blocks allocated over the run",
-                "blocks",
-                [[float(kv_of(each).blocks_allocated) for each in mix.runs] for mix in mixes],
-                log="xy",
-            ),
-            by_size(
-                "Sequences that run in a step", "mean", [[each.running_mean for each in mix.runs] for mix in mixes]
-            ),
+            by_size("Blocks allocated over the run", "blocks", allocated, log="xy"),
+            by_size("Sequences that run in a step", "mean", widths),
         ],
         tables=[
             run_table(

@@ -107,9 +107,8 @@ class Capacity:
         return " ".join(words)
 
     def assumptions(self) -> list[str]:
-        names = dict.fromkeys(one.device.name for one in [*self.found, *self.not_simulated])
         devices = {one.device.name: one.device for one in [*self.found, *self.not_simulated]}
-        prices = ", ".join(f"{name} {devices[name].price_per_hour:g}" for name in names)
+        prices = ", ".join(f"{name} {device.price_per_hour:g}" for name, device in devices.items())
         return [
             f"traffic: {self.traffic}, Poisson arrivals; limits hold for the slowest percent",
             f"{100 * HEADROOM:.0f} % of each replica's rate stays free",
