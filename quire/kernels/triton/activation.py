@@ -47,7 +47,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
 @triton.jit
 def act_mul_kernel(x_ptr, out_ptr, bias_ptr, stream_ptr, eps, expand, WIDTH: tl.constexpr, SILU: tl.constexpr,
                    TILE: tl.constexpr, TILES_EACH: tl.constexpr, STREAM: tl.constexpr, STREAM_PAD: tl.constexpr,
-                   MAX_RANK: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip
+                   MAX_RANK: tl.constexpr):  # fmt: skip
     # The width is a constant so that the compiler sees rows that are aligned, and moves them in 16 bytes at a time.
     # A row's programs are neighbours: all of them look at its row of the stream, which is in the L2 cache by then.
     PROGRAMS: tl.constexpr = (WIDTH + TILE * TILES_EACH - 1) // (TILE * TILES_EACH)
@@ -59,8 +59,8 @@ def act_mul_kernel(x_ptr, out_ptr, bias_ptr, stream_ptr, eps, expand, WIDTH: tl.
         gate = tl.load(x_ptr + row * (2 * WIDTH) + cols, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(x_ptr + row * (2 * WIDTH) + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
         if expand is not None:
-            gate += expand_one(expand, 0, cols, mask, 2 * WIDTH, MAX_RANK, SLOT)
-            up += expand_one(expand, 1, WIDTH + cols, mask, 2 * WIDTH, MAX_RANK, SLOT)
+            gate += expand_one(expand, 0, cols, mask, 2 * WIDTH, MAX_RANK)
+            up += expand_one(expand, 1, WIDTH + cols, mask, 2 * WIDTH, MAX_RANK)
         if stream_ptr is not None:
             if i == 0:
                 factor = row_factor(stream_ptr + row * STREAM, eps, STREAM, STREAM_PAD)

@@ -2,8 +2,9 @@
 """What adapters add to a product: x is shrunk to an adapter's rank (A x), and expanded again (B s), in two launches.
 
 A program takes a tile of tokens that have one adapter, and looks up on the device which one: a captured step serves any
-adapters, and ranks below the largest cost less. The sums over a long row of x are divided among programs; whoever
-expands adds the parts up, in a fixed order.
+adapters, and ranks below the largest cost less. How long a slot is, is no constant of the kernels: it depends on how
+many layers there are, and kernels are compiled beforehand for fewer. The sums over a long row of x are divided among
+programs; whoever expands adds the parts up, in a fixed order.
 
 One token alone is another matter: each launch costs as much as its product. There the programs that multiply W also
 shrink, and the kernel that follows the product expands: see expand.py.
@@ -32,8 +33,8 @@ _FEW_TOKENS = 1024
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def shrink_kernel(x_ptr, a_ptr, shrunk_ptr, order_ptr, tiles_ptr, ranks_ptr, num_tokens, K: tl.constexpr,
-                  WIDTH: tl.constexpr, MAX_RANK: tl.constexpr, SLOT: tl.constexpr, TILE: tl.constexpr,
+def shrink_kernel(x_ptr, a_ptr, shrunk_ptr, order_ptr, tiles_ptr, ranks_ptr, slot_values, num_tokens,
+                  K: tl.constexpr, WIDTH: tl.constexpr, MAX_RANK: tl.constexpr, TILE: tl.constexpr,
                   TILE_K: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
     """shrunk[part, place] is a part of the sum that A x is, of the token at this place of the order."""
     start, end, slot = load_tile(tiles_ptr, tl.program_id(0), tl.num_programs(0))
@@ -49,15 +50,15 @@ def shrink_kernel(x_ptr, a_ptr, shrunk_ptr, order_ptr, tiles_ptr, ranks_ptr, num
             k = step * TILE_K + tl.arange(0, TILE_K)
             x = tl.load(x_ptr + token[:, None] * K + k[None, :], mask=(place < end)[:, None] & (k < K)[None, :],
                         other=0.0)  # fmt: skip
-            a = tl.load(a_ptr + slot * SLOT + row[None, :] * K + k[:, None], mask=(k < K)[:, None], other=0.0)
+            a = tl.load(a_ptr + slot * slot_values + row[None, :] * K + k[:, None], mask=(k < K)[:, None], other=0.0)
             acc = tl.dot(x, a, acc, input_precision="ieee")
         out = shrunk_ptr + (part * num_tokens + place)[:, None] * WIDTH + row[None, :]
         tl.store(out, acc, mask=(place < end)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def expand_kernel(out_ptr, shrunk_ptr, b_ptr, order_ptr, tiles_ptr, ranks_ptr, num_tokens, N: tl.constexpr,
-                  N0: tl.constexpr, N1: tl.constexpr, WIDTH: tl.constexpr, MAX_RANK: tl.constexpr, SLOT: tl.constexpr,
+def expand_kernel(out_ptr, shrunk_ptr, b_ptr, order_ptr, tiles_ptr, ranks_ptr, slot_values, num_tokens,
+                  N: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, WIDTH: tl.constexpr, MAX_RANK: tl.constexpr,
                   TILE: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
     """out += B s. N0 and N1: rows of the first two parts; a third has the others."""
     start, end, slot = load_tile(tiles_ptr, tl.program_id(0), tl.num_programs(0))
@@ -80,7 +81,9 @@ def expand_kernel(out_ptr, shrunk_ptr, b_ptr, order_ptr, tiles_ptr, ranks_ptr, n
             source = shrunk_ptr + place[:, None] * WIDTH + (part * MAX_RANK + r)[None, :]
             for i in tl.static_range(SPLIT):
                 s += tl.load(source + i * num_tokens * WIDTH, mask=(place < end)[:, None], other=0.0)
-            b = tl.load(b_ptr + slot * SLOT + r[:, None] * N + col[None, :], mask=(col < last)[None, :], other=0.0)
+            b = tl.load(
+                b_ptr + slot * slot_values + r[:, None] * N + col[None, :], mask=(col < last)[None, :], other=0.0
+            )
             acc = tl.dot(s.to(b.dtype), b, acc, input_precision="ieee")
         out = out_ptr + token[:, None] * N + col[None, :]
         mask = (place < end)[:, None] & (col < last)[None, :]
@@ -103,16 +106,17 @@ def add_adapters(out: Tensor, x: Tensor, place: LowRank, rows: AdapterRows) -> N
     split = min(_SPLIT, max(1, k // 256)) if num_tokens <= _FEW_TOKENS else 1
     shrunk = torch.empty((split, num_tokens, width), dtype=torch.float32, device=x.device)
     a, b, ranks = _pointers(place)
-    constants = {"WIDTH": width, "MAX_RANK": bank.max_rank, "SLOT": bank.slot_values, "TILE": tile, "SPLIT": split}
+    constants = {"WIDTH": width, "MAX_RANK": bank.max_rank, "TILE": tile, "SPLIT": split}
     shrink_kernel[(num_tiles, width // RANK_UNIT, split)](
-        x, a, shrunk, rows.order, rows.tiles, ranks, num_tokens, K=k, TILE_K=_TILE_K, num_warps=4, **constants
-    )
+        x, a, shrunk, rows.order, rows.tiles, ranks, bank.slot_values, num_tokens, K=k, TILE_K=_TILE_K, num_warps=4,
+        **constants,
+    )  # fmt: skip
     tile_n = 128
     num_columns = sum(-(-count // tile_n) for count in place.part_rows)
     n0, n1 = (*place.part_rows, 0)[:2]
     expand_kernel[(num_tiles, num_columns)](
-        out, shrunk, b, rows.order, rows.tiles, ranks, num_tokens, N=n, N0=n0, N1=n1, TILE_N=tile_n, num_warps=4,
-        **constants,
+        out, shrunk, b, rows.order, rows.tiles, ranks, bank.slot_values, num_tokens, N=n, N0=n0, N1=n1, TILE_N=tile_n,
+        num_warps=4, **constants,
     )  # fmt: skip
 
 
@@ -127,9 +131,9 @@ def _pointers(place: LowRank) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["n"])
 def vector_and_shrink_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, a_ptr, shrunk_ptr, tiles_ptr,
-                             ranks_ptr, n, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+                             ranks_ptr, slot_values, n, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
                              EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, WIDTH: tl.constexpr,
-                             MAX_RANK: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip
+                             MAX_RANK: tl.constexpr):  # fmt: skip
     """vector_kernel, whose first programs multiply A."""
     SHRINKING: tl.constexpr = WIDTH // TILE_N
     if tl.program_id(0) < SHRINKING:
@@ -138,7 +142,7 @@ def vector_and_shrink_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, a_pt
         rank = (tl.load(ranks_ptr + slot) + UNIT - 1) // UNIT * UNIT  # whole units are expanded
         if (start < end) & (tl.program_id(0) * TILE_N % MAX_RANK < rank):
             sums = multiply_vector(
-                x_ptr, a_ptr + slot * SLOT, rows, rows < WIDTH, K, TILE_N, TILE_K, True, STAGES, UNROLL
+                x_ptr, a_ptr + slot * slot_values, rows, rows < WIDTH, K, TILE_N, TILE_K, True, STAGES, UNROLL
             )
             tl.store(shrunk_ptr + rows, sums)
     else:
@@ -169,11 +173,11 @@ def multiply_and_shrink(
     shrunk = torch.empty(width, dtype=torch.float32, device=x.device)
     a, b, ranks = _pointers(place)
     vector_and_shrink_kernel[(width // config.tile_n + -(-n // config.tile_n),)](
-        x, weight, weight_scales, out, bias, a, shrunk, rows.tiles, ranks, n, K=k, TILE_N=config.tile_n,
-        TILE_K=config.tile_k, EVEN_N=n % config.tile_n == 0, STAGES=config.num_stages, UNROLL=config.unroll,
-        WIDTH=width, MAX_RANK=bank.max_rank, SLOT=bank.slot_values, num_warps=config.num_warps,
+        x, weight, weight_scales, out, bias, a, shrunk, rows.tiles, ranks, bank.slot_values, n, K=k,
+        TILE_N=config.tile_n, TILE_K=config.tile_k, EVEN_N=n % config.tile_n == 0, STAGES=config.num_stages, UNROLL=config.unroll,
+        WIDTH=width, MAX_RANK=bank.max_rank, num_warps=config.num_warps,
     )  # fmt: skip
-    return out, Expand(shrunk, b, rows.tiles, ranks, bank.max_rank, bank.slot_values)
+    return out, Expand(shrunk, b, rows.tiles, ranks, bank.slot_values, bank.max_rank)
 
 
 class TritonAdaptedLinear(AdaptedLinear):

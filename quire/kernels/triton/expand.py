@@ -21,8 +21,8 @@ class Expand(NamedTuple):
     b: Tensor
     tiles: Tensor  # [3, 1], of AdapterRows
     ranks: Tensor
-    max_rank: int
     slot_values: int
+    max_rank: int
 
 
 class ExpandPointers(NamedTuple):
@@ -32,13 +32,14 @@ class ExpandPointers(NamedTuple):
     b: Tensor
     tiles: Tensor
     ranks: Tensor
+    slot_values: int
 
 
 def expand_arguments(expand: Expand | None) -> dict[str, Any]:
     """For kernels that call `expand_one`."""
     if expand is None:
-        return {"expand": None, "MAX_RANK": 0, "SLOT": 0}
-    return {"expand": ExpandPointers(*expand[:4]), "MAX_RANK": expand.max_rank, "SLOT": expand.slot_values}
+        return {"expand": None, "MAX_RANK": 0}
+    return {"expand": ExpandPointers(*expand[:5]), "MAX_RANK": expand.max_rank}
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def load_tile(tiles_ptr, tile, num_tiles):
 
 
 @triton.jit
-def expand_one(expand, part, cols, mask, N: tl.constexpr, MAX_RANK: tl.constexpr, SLOT: tl.constexpr):
+def expand_one(expand, part, cols, mask, N: tl.constexpr, MAX_RANK: tl.constexpr):
     """B s at these columns. part: that each of them belongs to, or all of them."""
     start, end, slot = load_tile(expand.tiles, 0, 1)
     rank = tl.where(start < end, tl.load(expand.ranks + slot), 0)
@@ -59,6 +60,6 @@ def expand_one(expand, part, cols, mask, N: tl.constexpr, MAX_RANK: tl.constexpr
     for first in tl.range(0, rank, UNIT):
         for i in tl.static_range(UNIT):
             s = tl.load(expand.shrunk + part * MAX_RANK + first + i)
-            b = tl.load(expand.b + slot * SLOT + (first + i) * N + cols, mask=mask, other=0.0)
+            b = tl.load(expand.b + slot * expand.slot_values + (first + i) * N + cols, mask=mask, other=0.0)
             acc += s * b.to(tl.float32)
     return acc

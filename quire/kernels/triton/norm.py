@@ -28,8 +28,7 @@ def row_factor(row_ptr, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
 
 @triton.jit
 def norm_kernel(x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, eps, x_stride, expand,
-                WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ADD: tl.constexpr, MAX_RANK: tl.constexpr,
-                SLOT: tl.constexpr):  # fmt: skip
+                WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ADD: tl.constexpr, MAX_RANK: tl.constexpr):  # fmt: skip
     """An RMS norm, or with a bias a LayerNorm."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, WIDTH_PAD)
@@ -37,7 +36,7 @@ def norm_kernel(x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, eps, x_strid
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if expand is not None:
-        x += expand_one(expand, 0, cols, mask, WIDTH, MAX_RANK, SLOT)
+        x += expand_one(expand, 0, cols, mask, WIDTH, MAX_RANK)
     if ADD:
         residual = tl.load(residual_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
         total = (x + residual).to(residual_ptr.dtype.element_ty)

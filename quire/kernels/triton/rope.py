@@ -22,7 +22,7 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
                 v_inverse, expand, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
                 HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, TILES_EACH: tl.constexpr,
                 Q_NORM: tl.constexpr, K_NORM: tl.constexpr, STREAM: tl.constexpr, STREAM_PAD: tl.constexpr,
-                MAX_RANK: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip
+                MAX_RANK: tl.constexpr):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     # A token's programs are neighbours: all of them look at its row of the stream, which is in the L2 cache by then.
     HEADS_EACH: tl.constexpr = TILE_HEADS * TILES_EACH
@@ -49,8 +49,8 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
             N: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
             part = ((head >= HEADS).to(tl.int32) + is_v.to(tl.int32))[:, None]
             cols = head[:, None] * HEAD_DIM + dims[None, :]
-            low += expand_one(expand, part, cols, mask, N, MAX_RANK, SLOT)
-            high += expand_one(expand, part, cols + HALF, mask, N, MAX_RANK, SLOT)
+            low += expand_one(expand, part, cols, mask, N, MAX_RANK)
+            high += expand_one(expand, part, cols + HALF, mask, N, MAX_RANK)
         if stream_ptr is not None:
             if i == 0:
                 factor = row_factor(stream_ptr + token * STREAM, stream_eps, STREAM, STREAM_PAD)
