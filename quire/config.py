@@ -186,6 +186,8 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
+    calculate_kv_scales: bool = False  # of an 8-bit cache: measured on the first requests
+    quantization_param_path: str | None = None  # of an 8-bit cache: a JSON file with its scales
     kv_cache_memory_bytes: int | None = None  # or text such as 4GiB
     num_gpu_blocks_override: int | None = None  # the blocks of the KV cache, on any device
     gpu_memory_utilization: float = 0.92
@@ -275,7 +277,7 @@ class EngineConfig:
             raise ConfigError("kv_cache_memory_bytes and num_gpu_blocks_override both size the KV cache: give one")
         if self.logits_processors and self.speculative_config is not None:
             raise ConfigError("logits_processors see one token at a time: leave out speculative_config")
-        for name in ("batch_invariant", "enable_sleep_mode"):
+        for name in ("batch_invariant", "enable_sleep_mode", "calculate_kv_scales"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.enable_sleep_mode and self.num_ranks > 1:
@@ -287,7 +289,20 @@ class EngineConfig:
         if self.pinned_prefixes and not self.enable_prefix_caching:
             raise ConfigError("pinned_prefixes need enable_prefix_caching=True")
         self._check_tiers()
+        self._check_kv_scales()
         self._check_adapters()
+
+    def _check_kv_scales(self) -> None:
+        names = [name for name in ("calculate_kv_scales", "quantization_param_path") if getattr(self, name)]
+        if names and self.kv_cache_dtype != "fp8":
+            raise ConfigError(f"{names[0]} has no effect without an 8-bit cache: set kv_cache_dtype='fp8'")
+        if len(names) > 1:
+            raise ConfigError("calculate_kv_scales and quantization_param_path contradict each other: give one")
+        if self.calculate_kv_scales and (self.num_ranks > 1 or self.data_parallel_size > 1 or self.has_kv_stores):
+            raise ConfigError(
+                "calculate_kv_scales is for one engine on one device without KV stores, because others would measure "
+                "other scales: give them in a file with quantization_param_path, or leave it out"
+            )
 
     def _check_adapters(self) -> None:
         if not isinstance(self.enable_lora, bool):

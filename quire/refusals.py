@@ -134,8 +134,8 @@ ENGINE = _table(
             model_loader_extra_config={} ignore_patterns=["original/**/*"] use_tqdm_on_load=true
             pt_load_map_location="cpu" safetensors_load_strategy="lazy" safetensors_prefetch_num_threads
             safetensors_prefetch_block_size config_format="auto"|"hf" model_impl="auto"|"vllm" model_weights=""
-            quantization_config={} allow_deprecated_quantization=false|true quantization_param_path
-            calculate_kv_scales=false kv_cache_dtype_skip_layers=[]""",
+            quantization_config={} allow_deprecated_quantization=false|true
+            kv_cache_dtype_skip_layers=[]""",
         "its config.json stands beside the weights; hf_overrides changes entries": "hf_config_path",
         "use hf_overrides": "rope_scaling={} rope_theta",
         "the tokenizer comes with the model's revision": "tokenizer_revision",

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from quire.config import GIB, EngineConfig
 from quire.errors import ConfigError, MemoryBudgetError
@@ -22,6 +24,7 @@ from quire.executor.draft_model import DraftModel, open_draft
 from quire.executor.encoder import build_encoder
 from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
 from quire.executor.kv_cache import KVCache
+from quire.executor.kv_scales import known_kv_scales
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import (
     MemoryLedger,
@@ -122,7 +125,10 @@ def build_executor(
         stores=stores,
         draft=draft,
         memory=loaded.memory,
+        captures_now=not config.calculate_kv_scales,
     )
+    if config.calculate_kv_scales:
+        executor.worker.measure_scales = partial(_widen_kv_scales, loaded)
     if executor.worker.graphs is not None:
         timeline.mark("graphs")
     adapters = None
@@ -221,7 +227,10 @@ def load_model(
         ranks.barrier()  # nobody counts what is free before all of them have their weights
     with torch.inference_mode():
         if backend.kv_dtype.itemsize == 1:
-            for each in (decoder,) if draft is None else (decoder, draft):
+            known = known_kv_scales(config, checkpoint, spec.num_layers)
+            if known is not None:
+                decoder.set_kv_scales(known[share.layers.start : share.layers.stop])
+            for each in [*([decoder] if known is None else []), *([] if draft is None else [draft])]:
                 scales = calibrate_kv_scales(
                     each,
                     each.share.spec(each.spec),
@@ -272,6 +281,22 @@ def make_bank(config: EngineConfig, backend: Backend) -> AdapterBank | None:
 
 def _lying_in(memory: SleepingMemory | None, *, is_kept: bool) -> AbstractContextManager[None]:
     return nullcontext() if memory is None else memory.holding(is_kept=is_kept)
+
+
+def _widen_kv_scales(loaded: LoadedModel, token_ids: Tensor) -> None:
+    """Where these tokens have larger K or V than those that were measured at start. Smaller ones change nothing: an
+    8-bit float is as precise for them."""
+    decoder, backend = loaded.decoder, loaded.backend
+    measured = calibrate_kv_scales(
+        decoder,
+        decoder.spec,
+        device=backend.device,
+        dtype=backend.activation_dtype,
+        block_size=loaded.config.block_size,
+        token_ids=token_ids,
+    )
+    pairs = zip(measured, decoder.kv_scales, strict=True)
+    decoder.set_kv_scales([(max(k, old_k), max(v, old_v)) for (k, v), (old_k, old_v) in pairs])
 
 
 def make_cache(loaded: LoadedModel, ledger: MemoryLedger, draft: Decoder | None = None) -> KVCache:
@@ -340,8 +365,10 @@ def assemble_executor(
     stores: Sequence[SealedStore] = (),
     draft: tuple[Decoder, KVCache] | None = None,
     memory: SleepingMemory | None = None,
+    captures_now: bool = True,
 ) -> LocalExecutor:
-    """Everything that depends on how the cache is cut into blocks; with graphs, the common ones captured."""
+    """Everything that depends on how the cache is cut into blocks; with graphs, the common ones captured, or to be
+    captured when there is time."""
     batch = PersistentBatch(
         num_rows=max_num_seqs,
         max_model_len=ledger.max_model_len,
@@ -358,7 +385,10 @@ def assemble_executor(
         parts = StepParts(decoder, cache.layers, batch, graph_memory, ledger.max_model_len)
         graphs, mixed = DecodeGraphs(parts, max_num_seqs), MixedGraphs(parts)
         with torch.inference_mode():
-            graphs.capture_common()
+            if captures_now:
+                graphs.capture_common()
+            else:
+                graphs.capture_common_later()
             if draft is not None:
                 parts = StepParts(
                     draft[0], draft[1].layers, batch, graph_memory, min(ledger.max_model_len, draft[0].max_position)

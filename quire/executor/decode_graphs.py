@@ -104,6 +104,10 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
                 ", ".join(map(str, without)),
             )
 
+    def capture_common_later(self) -> None:
+        """Before the others, when there is time."""
+        self._while_idle[:0] = _plain_shapes(common_sizes(self._max_num_seqs), self._bank)
+
     def choose(self, rows: list[int], positions: list[int]) -> bool:
         """The graph that is to run one token of each row; it may have to be captured first. False: there is none."""
         if len(rows) > self._max_num_seqs:

@@ -78,17 +78,31 @@ _CALIBRATION_TOKENS = 1024
 
 
 def calibrate_kv_scales(
-    decoder: Decoder, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, block_size: int
+    decoder: Decoder,
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    token_ids: Tensor | None = None,
 ) -> list[tuple[float, float]]:
-    """Scales for an 8-bit cache: the largest K and V of each layer, over tokens spread through the vocabulary."""
+    """Scales for an 8-bit cache: the largest K and V of each layer, over these tokens, or over some that are spread
+    through the vocabulary."""
     num_tokens = min(_CALIBRATION_TOKENS, decoder.max_position)
+    if token_ids is not None:
+        num_tokens = min(num_tokens, len(token_ids))
     inputs, num_blocks = prompts_step(decoder, device, block_size, num_tokens, num_tokens)
     shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     kv = torch.zeros(shape, dtype=dtype, device=device)
-    token_ids = torch.arange(num_tokens, device=device) * 7919 % decoder.spec.vocab_size  # on every rank the same
-    decoder.forward(token_ids, inputs.attention, list(kv.unbind(0)))
+    if token_ids is None:
+        token_ids = torch.arange(num_tokens, device=device) * 7919 % decoder.spec.vocab_size  # on every rank the same
+    decoder.forward(token_ids[:num_tokens], inputs.attention, list(kv.unbind(0)))
     largest = kv.abs().amax(dim=(1, 3, 4, 5)).float().clamp_(min=1e-4)  # [layers, 2]
-    return [(k / _FP8_TARGET, v / _FP8_TARGET) for k, v in largest.tolist()]
+    # They were written divided by the scales that the decoder has already.
+    return [
+        (k * old_k / _FP8_TARGET, v * old_v / _FP8_TARGET)
+        for (k, v), (old_k, old_v) in zip(largest.tolist(), decoder.kv_scales, strict=True)
+    ]
 
 
 def _sampling_scratch(logits: Tensor) -> Tensor:

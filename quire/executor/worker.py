@@ -8,7 +8,7 @@ the host works that out while the forward pass runs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -102,6 +102,8 @@ class Worker:
         self.constraints = constraints
         self.draft = draft
         self.adapters = adapters
+        # Fixes the scales of an 8-bit cache by a step's tokens, before anything is written or captured; then None.
+        self.measure_scales: Callable[[Tensor], None] | None = None
         self.is_gpu = cache.device_blocks.is_cuda
         # By row: what a prompt's logprobs need while the prompt runs.
         self._prompt_logprob_rows: dict[int, tuple[SamplingSpec, list[int]]] = {}
@@ -151,8 +153,9 @@ class Worker:
         apart, places = plan, starts
         if plan.spans.drafts and self.graphs is not None:
             apart, places = drafts_as_decodes(plan, starts)
-        can_replay = self._can_replay(apart, places)
-        shape = None if can_replay else self._mixed_shape(apart)
+        can_capture = self.measure_scales is None
+        can_replay = can_capture and self._can_replay(apart, places)
+        shape = self._mixed_shape(apart) if can_capture and not can_replay else None
         if self._num_capture_attempts != num_attempts:
             clock.restart()  # the scheduler would take a capture for a slow step
         if can_replay and self.graphs is not None:
@@ -238,7 +241,9 @@ class Worker:
         return sampled
 
     def capture_more(self) -> bool:
-        """One more captured step. False when there is none left."""
+        """One more captured step. False when there is none left, or it is too soon."""
+        if self.measure_scales is not None:
+            return False
         return any(graphs is not None and graphs.capture_next() for graphs in (self.mixed, self.graphs))
 
     def reset(self) -> None:
@@ -270,6 +275,9 @@ class Worker:
     def _run(self, plan: StepPlan, starts: list[int], clock: StepClock) -> ForwardPass:
         inputs = self.batch.prepare(plan, self._last_group)
         clock.mark("prepare")
+        if self.measure_scales is not None:
+            self.measure_scales(inputs.token_ids)
+            self.measure_scales = None
         hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.cache.layers, inputs.read)
         done = ForwardPass(inputs.sampled_rows, inputs.sampled_positions)
         if self.pools is not None:

@@ -9,9 +9,9 @@ from quire.models.config_reader import ConfigReader, shown
 from quire.models.spec import CheckpointFormat, IntegerFormat
 
 SCALE_SUFFIXES = ("_scale_inv", "_scale")  # after the name of a weight
-# What such checkpoints hold beside weights and their scales: activations are scaled by what each row holds, and a cache
-# by what the engine measures.
-UNUSED_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+# What such checkpoints hold beside weights and their scales: activations are scaled by what each row holds.
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")  # which a cache in 8 bits uses
+UNUSED_SCALES = (".input_scale", ".output_scale", ".q_scale", ".prob_scale")
 _ADVICE = "use a checkpoint in FP8, AWQ, GPTQ or compressed-tensors' int4 or int8, an unquantized one, or a GGUF file"
 
 
@@ -20,7 +20,7 @@ def read_quantization(config: ConfigReader) -> CheckpointFormat | IntegerFormat 
     if reader is None:
         return None
     method = reader.text("quant_method", "quantized")
-    readers: dict[str, Callable[[ConfigReader], CheckpointFormat | IntegerFormat]] = {
+    readers: dict[str, Callable[[ConfigReader], CheckpointFormat | IntegerFormat | None]] = {
         "fp8": _read_fp8,
         "awq": _read_awq,
         "gptq": _read_gptq,
@@ -66,7 +66,9 @@ def _read_gptq(reader: ConfigReader) -> IntegerFormat:
     )
 
 
-def _read_compressed_tensors(reader: ConfigReader) -> CheckpointFormat | IntegerFormat:
+def _read_compressed_tensors(reader: ConfigReader) -> CheckpointFormat | IntegerFormat | None:
+    if reader.get("kv_cache_scheme") is not None and not reader.get("config_groups"):
+        return None  # it has scales for an 8-bit KV cache and nothing else
     stored = reader.text("format", "float-quantized")
     if stored not in ("float-quantized", "naive-quantized", "pack-quantized", "int-quantized"):
         raise reader.error(f"format {stored!r} is not served: {_ADVICE}")

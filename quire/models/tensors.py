@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.models.quantization import SCALE_SUFFIXES, UNUSED_SCALES
+from quire.models.quantization import KV_SCALES, SCALE_SUFFIXES, UNUSED_SCALES
 from quire.models.spec import ModelSpec, PoolerSpec
 
 
@@ -115,4 +115,4 @@ def is_ignored_tensor(spec: ModelSpec, name: str) -> bool:
         return True  # of experts in MXFP4, read with their blocks
     if spec.pooler is not None and (name.startswith(("lm_head.", "score.", "cls.")) or name.endswith(".position_ids")):
         return True  # of heads that are not asked for
-    return name.endswith(unused) or (spec.tie_embeddings and name == "lm_head.weight")
+    return name.endswith((*unused, *KV_SCALES)) or (spec.tie_embeddings and name == "lm_head.weight")

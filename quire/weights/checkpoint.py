@@ -66,6 +66,10 @@ class Checkpoint(ABC):
                 entries, checkpoint_tensors(spec), lambda name: is_ignored_tensor(spec, name), source=self.path
             )
 
+    def kv_scales(self, num_layers: int) -> list[tuple[float, float]] | None:
+        """(k_scale, v_scale) of each layer, for a cache in 8 bits, where the files hold them."""
+        return None
+
     @abstractmethod
     def load_into(
         self,

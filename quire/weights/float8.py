@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,35 @@ if TYPE_CHECKING:
     from quire.kernels.interface import Float8Rows
 
 _SCALE_DTYPES = ("F32", "BF16", "F16")
+
+
+# Of compressed-tensors, of the fp8 format, and of older ones.
+_KV_SCALE = re.compile(
+    r"layers\.(?P<layer>\d+)\.self_attn\."
+    r"(?:(?:attn\.)?(?P<of>k|v|kv)_scale|(?P<matrix>[kv])_proj\.(?:[kv]_scale|output_scale))$"
+)
+
+
+def read_kv_scales(entries: Iterable[TensorEntry], num_layers: int) -> list[tuple[float, float]] | None:
+    """Of each layer of a checkpoint; None where it lacks some, or has a placeholder such as -1 in their place."""
+    from safetensors import safe_open
+
+    found: dict[tuple[int, str], float] = {}
+    for entry in entries:
+        if (match := _KV_SCALE.search(entry.stored_name)) is None:
+            continue
+        if math.prod(entry.shape) != 1 or entry.dtype not in _SCALE_DTYPES:
+            raise WeightsError(
+                f"{entry.file}: tensor {entry.stored_name} has shape {list(entry.shape)} and type {entry.dtype}: one "
+                "scale for all heads of a layer is served; set kv_cache_dtype to a wider one, or give "
+                "quantization_param_path"
+            )
+        with safe_open(entry.file, framework="pt", device="cpu") as opened:
+            value = float(opened.get_tensor(entry.stored_name).float().item())
+        for part in match["of"] or match["matrix"]:
+            found[int(match["layer"]), part] = value
+    scales = [(found.get((layer, "k"), 0.0), found.get((layer, "v"), 0.0)) for layer in range(num_layers)]
+    return scales if all(0 < value < math.inf for pair in scales for value in pair) else None
 
 
 class Float8Scales:

@@ -22,7 +22,7 @@ from quire.models.spec import CheckpointFormat, IntegerFormat, ModelSpec
 from quire.models.stored_names import StoredNames
 from quire.models.tensors import checkpoint_tensors
 from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, check_apart, match_slots
-from quire.weights.float8 import Float8Scales
+from quire.weights.float8 import Float8Scales, read_kv_scales
 from quire.weights.integers import INTEGERS, IntegerTensors, read_tensor
 from quire.weights.json_files import read_json_object
 from quire.weights.mxfp4 import DTYPE as MXFP4_DTYPE
@@ -92,6 +92,9 @@ class SafetensorsCheckpoint(Checkpoint):
             for part in names.parts(entry.stored_name, entry.shape, shapes, spec.head_dim):
                 num_bytes = entry.num_bytes * math.prod(part.shape) // max(1, math.prod(entry.shape))
                 yield replace(entry, name=part.name, shape=part.shape, view=part.view, num_bytes=num_bytes)
+
+    def kv_scales(self, num_layers: int) -> list[tuple[float, float]] | None:
+        return read_kv_scales(self.tensors(), num_layers)
 
     def load_into(
         self,

@@ -14,7 +14,7 @@ from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
-from quire.models.tensors import checkpoint_tensors
+from quire.models.tensors import checkpoint_tensors, is_ignored_tensor
 from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 FP8 = torch.float8_e4m3fn
@@ -158,6 +158,13 @@ def test_other_formats_are_refused_by_name(config, words):
     with pytest.raises(UnsupportedModelError, match="quantization_config") as refused:
         spec_from_config(fakes.TINY_LLAMA | {"quantization_config": config}, source="test")
     assert words in str(refused.value)
+
+
+def test_a_checkpoint_with_scales_of_its_cache_alone_is_not_quantized():
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": scheme}
+    spec = spec_from_config(fakes.TINY_LLAMA | {"quantization_config": config}, source="test")
+    assert spec.fp8 is None and is_ignored_tensor(spec, "model.layers.0.self_attn.k_scale")
 
 
 def test_modules_that_stay_wide_are_known(write_safetensors):

@@ -174,8 +174,8 @@ def multiply_and_shrink(
     a, b, ranks = _pointers(place)
     vector_and_shrink_kernel[(width // config.tile_n + -(-n // config.tile_n),)](
         x, weight, weight_scales, out, bias, a, shrunk, rows.tiles, ranks, bank.slot_values, n, K=k,
-        TILE_N=config.tile_n, TILE_K=config.tile_k, EVEN_N=n % config.tile_n == 0, STAGES=config.num_stages, UNROLL=config.unroll,
-        WIDTH=width, MAX_RANK=bank.max_rank, num_warps=config.num_warps,
+        TILE_N=config.tile_n, TILE_K=config.tile_k, EVEN_N=n % config.tile_n == 0, STAGES=config.num_stages,
+        UNROLL=config.unroll, WIDTH=width, MAX_RANK=bank.max_rank, num_warps=config.num_warps,
     )  # fmt: skip
     return out, Expand(shrunk, b, rows.tiles, ranks, bank.slot_values, bank.max_rank)
 
