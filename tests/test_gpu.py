@@ -179,10 +179,14 @@ def test_a_mixture_of_experts_has_the_cpus_tokens(tmp_path: Path) -> None:
     assert all(output.finished for output in half)
 
 
-def test_an_8_bit_cache_holds_twice_the_blocks_and_stays_close(weights: Path, on_cpu: list[RequestOutput]) -> None:
-    """Each token's logprob, given the same history, is near the float32 one."""
+@pytest.mark.parametrize("measures", [False, True])
+def test_an_8_bit_cache_holds_twice_the_blocks_and_stays_close(
+    weights: Path, on_cpu: list[RequestOutput], measures: bool
+) -> None:
+    """Each token's logprob, given the same history, is near the float32 one; also with scales of the first requests,
+    after which steps are captured."""
     wide = make(weights, device="cuda", dtype="bfloat16")
-    narrow = make(weights, device="cuda", dtype="bfloat16", kv_cache_dtype="fp8")
+    narrow = make(weights, device="cuda", dtype="bfloat16", kv_cache_dtype="fp8", calculate_kv_scales=measures)
     assert narrow.ledger.num_blocks == 2 * wide.ledger.num_blocks
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     work = [(output.prompt_token_ids + output.outputs[0].token_ids, params) for output in on_cpu]

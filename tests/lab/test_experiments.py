@@ -82,6 +82,7 @@ def test_perplexity_and_shift_by_hand() -> None:
     shift = second.shift_from(first)
     assert (shift["mean"], shift["largest"]) == pytest.approx((0.05, 0.1))
     assert shift["perplexity_percent"] == pytest.approx(100 * (2.718281828**0.05 - 1))
+    assert shift["noise"] == pytest.approx(5.0)  # moves of -0.1 and 0: 7.07 / sqrt(2)
 
 
 def test_lengths_are_seeded_and_in_range() -> None:

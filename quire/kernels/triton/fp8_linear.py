@@ -25,6 +25,7 @@ from quire.kernels.interface import (
     StoredRows,
     Unscaled,
 )
+from quire.kernels.triton.configs import MAX_FP8_SKINNY_ROWS, MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
 from quire.kernels.triton.linear import TritonLinear
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.quantize import Product, act_quantized, add_norm_quantized, quantize_rows, scaled_product
@@ -119,6 +120,12 @@ class Fp8Linear(TritonLinear):
 
     def _multiply_add_many(self, x: Tensor, residual: Tensor) -> None:
         add_norm_quantized(residual, None, product=self._product(x))
+
+    def _config(self, x: Normed) -> SkinnyConfig | None:
+        if isinstance(x, Unscaled):  # by a matrix in 16 bits, of up to 32 rows: those are few enough
+            assert x.square_sums is not None and len(x.x) <= MAX_SKINNY_ROWS
+            return skinny_config(min(len(x.x), MAX_FP8_SKINNY_ROWS), self.out_features, self.in_features, 1)
+        return super()._config(x)
 
     def _product(self, x: Normed) -> Product:
         if isinstance(x, Tensor):

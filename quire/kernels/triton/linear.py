@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, Quantized, Rotary, Unscaled
 from quire.kernels.reference import DenseLinear
 from quire.kernels.triton.activation import act_mul
-from quire.kernels.triton.configs import MAX_FP8_SKINNY_ROWS, MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
+from quire.kernels.triton.configs import MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.rope import rope_and_write
 from quire.kernels.triton.skinny import can_rope, skinny_act, skinny_add_norm, skinny_linear, skinny_rope_write
@@ -69,8 +69,6 @@ class TritonLinear(DenseLinear):
             if norm is not None and norm.is_folded and len(x) > MAX_SKINNY_ROWS:
                 self._multiply_add_many(x, residual)
                 return Unscaled(residual, None, norm.eps)
-            if norm is not None and norm.quantizes and len(x) > MAX_FP8_SKINNY_ROWS:
-                return super().multiply_add_norm(x, residual, norm)  # the next matrix takes no Unscaled rows
             # The residual stream times the norm's weight has the stream's range: more than float16 is sure to hold.
             is_rms = norm is None or norm.bias is None
             if config is not None and config.use_tensor_cores and x.dtype != torch.float16 and is_rms:
