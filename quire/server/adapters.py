@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import PlainTextResponse
-from starlette.routing import Route
+from starlette.responses import PlainTextResponse, Response
 
 from quire.errors import BadRequestError, ConfigError, DownloadError, ModelError
 from quire.request import AdapterRef
 from quire.server.errors import ApiError, bad_request, shown
-from quire.server.replicas import check_admin, check_may_change, read_json
 from quire.server.settings import LoraModule
 
 if TYPE_CHECKING:
@@ -41,38 +39,26 @@ class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
     lora_int_id: int | None = None
 
 
-def routes(context: ServerContext) -> list[Route]:
-    async def load(request: HttpRequest) -> PlainTextResponse:
-        _check_may_change(context, request)
-        body = await read_json(request, LoadAdapterBody, '{"lora_name": "pirate", "lora_path": "/adapters/pirate"}')
-        if not body.lora_name or not body.lora_path:
-            raise bad_request("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
-        await load_adapter(
-            context, LoraModule(body.lora_name, body.lora_path, body.base_model_name), in_place=body.load_inplace
-        )
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+async def load_lora_adapter(context: ServerContext, _: HttpRequest, body: LoadAdapterBody) -> Response:
+    """Read an adapter from the server's disk or the hub, and serve it as a model of its name. For an admin."""
+    if not body.lora_name or not body.lora_path:
+        raise bad_request("Both 'lora_name' and 'lora_path' must be provided.", "lora_name")
+    module = LoraModule(body.lora_name, body.lora_path, body.base_model_name)
+    await load_adapter(context, module, in_place=body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    async def unload(request: HttpRequest) -> PlainTextResponse:
-        _check_may_change(context, request)
-        body = await read_json(request, UnloadAdapterBody, '{"lora_name": "pirate"}')
-        if not body.lora_name:
-            raise bad_request("'lora_name' must be provided: adapters go by their names here.", "lora_name")
-        served = next((one for one in context.models if body.lora_name in one.adapters), None)
-        if served is None:
-            there = ", ".join(name for one in context.models for name in one.adapters) or "none is loaded"
-            raise ApiError(
-                404,
-                f"The lora adapter {shown(body.lora_name)!r} cannot be found ({there}).",
-                param="lora_name",
-                code="adapter_not_found",
-            )
-        del served.adapters[body.lora_name]
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    return [
-        Route("/v1/load_lora_adapter", load, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
-    ]
+async def unload_lora_adapter(context: ServerContext, _: HttpRequest, body: UnloadAdapterBody) -> Response:
+    """An adapter's name is gone; requests that run with it finish. For an admin."""
+    if not body.lora_name:
+        raise bad_request("'lora_name' must be provided: adapters go by their names here.", "lora_name")
+    served = next((one for one in context.models if body.lora_name in one.adapters), None)
+    if served is None:
+        there = ", ".join(name for one in context.models for name in one.adapters) or "none is loaded"
+        message = f"The lora adapter {shown(body.lora_name)!r} cannot be found ({there})."
+        raise ApiError(404, message, param="lora_name", code="adapter_not_found")
+    del served.adapters[body.lora_name]
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 async def load_adapter(context: ServerContext, module: LoraModule, *, in_place: bool = False) -> None:
@@ -108,8 +94,3 @@ def _check_name(context: ServerContext, served: ServedModel, name: str, *, in_pl
         raise bad_request(f"{shown(name)!r} is the name of a model: choose another", "lora_name")
     elif len(served.adapters) >= MAX_ADAPTERS:
         raise bad_request(f"there are {MAX_ADAPTERS} adapters already: unload one", "lora_name")
-
-
-def _check_may_change(context: ServerContext, request: HttpRequest) -> None:
-    check_admin(request)
-    check_may_change(context, "adapters are loaded")

@@ -1,4 +1,4 @@
-"""The application: every route, behind its guards. What a path takes and gives is in `openapi.py`."""
+"""The application: every path of `paths.py`, behind its guards."""
 
 from __future__ import annotations
 
@@ -12,78 +12,26 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from quire.errors import QuireError
-from quire.server import (
-    adapters,
-    batches,
-    cache_hashes,
-    debug,
-    guards,
-    health,
-    kv_levels,
-    live,
-    load,
-    messages,
-    metrics,
-    models,
-    pooled,
-    replicas,
-    responses,
-    sleeping,
-)
-from quire.server.chat import create_chat
-from quire.server.completions import create_completion
+from quire.server import guards, page
 from quire.server.docs_page import docs_page
-from quire.server.endpoint import JsonEndpoint
+from quire.server.endpoint import JsonEndpoint, check_json
 from quire.server.errors import ApiError, any_error, http_error
 from quire.server.openapi import openapi_document
-from quire.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from quire.server.tokenize import detokenize, tokenize
+from quire.server.paths import OPERATIONS, Operation
+from quire.server.protocol import BodyDecoder
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
 
-_POSTS: dict[str, tuple[Any, ...]] = {
-    "/v1/completions": (CompletionBody, create_completion),
-    "/v1/chat/completions": (ChatBody, create_chat),
-    "/v1/responses": (responses.ResponsesBody, responses.create_response),
-    "/v1/messages": (messages.MessagesBody, messages.create_message, messages.error_body),
-    "/v1/messages/count_tokens": (messages.CountTokensBody, messages.count_message_tokens, messages.error_body),
-    **pooled.POSTS,
-    "/tokenize": (TokenizeBody, tokenize),
-    "/detokenize": (DetokenizeBody, detokenize),
-}
 # The page brings its style with it and needs nothing else.
 _DOCS_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:"}
 
 
-def post_endpoints(context: ServerContext) -> dict[str, JsonEndpoint]:
-    return {path: JsonEndpoint(context, *parts) for path, parts in _POSTS.items()}
-
-
 def create_app(context: ServerContext) -> Starlette:
-    endpoints = post_endpoints(context)
-    posts = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    parts: tuple[Any, ...] = (
-        sleeping,
-        models,
-        adapters,
-        health,
-        metrics,
-        load,
-        live,
-        debug,
-        kv_levels,
-        replicas,
-        cache_hashes,
-        responses,
-    )
+    operations = [op for ops in OPERATIONS.values() for op in ops]
+    context.answering = answering(context)
     return Starlette(
-        routes=[
-            *posts,
-            *batches.routes(context, endpoints),
-            *(route for part in parts for route in part.routes(context)),
-            *_document_routes(),
-        ],
+        routes=[*(make_route(op, context) for op in operations), *page.routes(), *_document_routes()],
         middleware=guards.middleware(context),
         exception_handlers={
             HTTPException: http_error,
@@ -94,14 +42,56 @@ def create_app(context: ServerContext) -> Starlette:
     )
 
 
+def answering(context: ServerContext) -> dict[str, JsonEndpoint]:
+    """By path, those that a file of requests may name."""
+    return {
+        op.path: _json_endpoint(op, context)
+        for tag, ops in OPERATIONS.items()
+        for op in ops
+        if op.is_endpoint and op.path.startswith("/v1/") and tag != "Batches"
+    }
+
+
+def make_route(op: Operation, context: ServerContext) -> Route:
+    """An operation, with the context that its handler is given."""
+    if op.is_endpoint:
+        return Route(op.path, _json_endpoint(op, context), methods=[op.method])
+    decoder = None if op.body is None else BodyDecoder(op.body)
+
+    async def answer(request: HttpRequest) -> Response:
+        if op.for_admin or op.changes:
+            _check_admin(op, context, request)
+        given: list[Any] = []
+        if decoder is not None:
+            check_json(request.headers.get("content-type", ""))
+            given.append(decoder.decode(await request.body()))
+        answered: Response = await op.handler(context, request, *given)
+        return answered
+
+    return Route(op.path, answer, methods=[op.method])
+
+
+def _json_endpoint(op: Operation, context: ServerContext) -> JsonEndpoint:
+    assert op.body is not None
+    return JsonEndpoint(context, op.body, op.handler, op.error_body)
+
+
+def _check_admin(op: Operation, context: ServerContext, request: HttpRequest) -> None:
+    """An admin's key, or the only key, may see everybody's requests. To change something takes a key at all."""
+    if request.scope["state"]["sees"] is not None:
+        raise ApiError(403, "this is for an admin's key: see --api-key-file", code="admin_only")
+    if op.changes and not context.settings.api_keys and not context.settings.is_local:
+        raise ApiError(403, f"{op.changes} with an API key: start the server with one", code="no_key")
+
+
 def _document_routes() -> list[Route]:
     document = msgspec.json.encode(openapi_document())
-    page = docs_page(openapi_document())
+    shown = docs_page(openapi_document())
 
     async def openapi(_: HttpRequest) -> Response:
         return Response(document, media_type="application/json")
 
     async def docs(_: HttpRequest) -> Response:
-        return HTMLResponse(page, headers=_DOCS_HEADERS)
+        return HTMLResponse(shown, headers=_DOCS_HEADERS)
 
     return [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]

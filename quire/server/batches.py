@@ -22,13 +22,11 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
 from quire.params import MAX_PRIORITY
-from quire.server.endpoint import Exchange, JsonEndpoint, json_response, tenant_of
+from quire.server.endpoint import Exchange, json_response, tenant_of
 from quire.server.errors import ApiError, bad_request, shown
 from quire.server.file_store import FileInfo, FileStore, read_upload
 from quire.server.request_files import (
@@ -110,10 +108,10 @@ class Batches:
         """None where the operator gave no folder."""
         return cls(settings.batch_dir, settings.batch_dir_bytes) if settings.batch_dir else None
 
-    def begin(self, context: ServerContext, endpoints: Mapping[str, JsonEndpoint]) -> None:
+    def begin(self, context: ServerContext) -> None:
         """Run what is not done yet: with the server's start, and whenever a batch is made."""
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run_all(context, endpoints))
+            self._task = asyncio.create_task(self._run_all(context))
 
     async def stop(self) -> None:
         """Leave everything as it is: the next start goes on."""
@@ -169,10 +167,10 @@ class Batches:
             for batch in self._batches.values()
         )
 
-    async def _run_all(self, context: ServerContext, endpoints: Mapping[str, JsonEndpoint]) -> None:
+    async def _run_all(self, context: ServerContext) -> None:
         while waiting := [batch for batch in self._batches.values() if batch.status not in _ENDED]:
             batch = waiting[0]
-            running = asyncio.create_task(self._run(batch, context, endpoints))
+            running = asyncio.create_task(self._run(batch, context))
             self._running = batch, running
             try:
                 await asyncio.wait({running})
@@ -191,7 +189,7 @@ class Batches:
                 self._fail(batch, failure)
             self._save(batch)
 
-    async def _run(self, batch: Batch, context: ServerContext, endpoints: Mapping[str, JsonEndpoint]) -> None:
+    async def _run(self, batch: Batch, context: ServerContext) -> None:
         store, max_bytes = self.store, context.settings.max_body_bytes
         source = store.path(store.get(batch.input_file_id, batch.tenant))
         output = self._answer_file(batch, batch.output_file_id, "output")
@@ -203,7 +201,8 @@ class Batches:
         batch.enter("in_progress")
         self._save(batch)
         defaults = {"priority": MAX_PRIORITY}
-        caller = EndpointCaller({batch.endpoint: endpoints[batch.endpoint]}, tenant=batch.tenant, defaults=defaults)
+        endpoints = {batch.endpoint: context.answering[batch.endpoint]}
+        caller = EndpointCaller(endpoints, tenant=batch.tenant, defaults=defaults)
         saved_s = time.monotonic()
         try:
             with (
@@ -268,76 +267,75 @@ class Batches:
         (self.store.folder / f"{ended.id}.json").unlink(missing_ok=True)
 
 
-def routes(context: ServerContext, endpoints: Mapping[str, JsonEndpoint]) -> list[Route]:
-    """The paths of files and batches. A server without a folder for them answers with how to get one."""
-    answerable = {path: endpoint for path, endpoint in endpoints.items() if path.startswith("/v1/")}
-
-    def batches() -> Batches:
-        if context.batches is None:
-            raise ApiError(501, "this server keeps no files: start it with --batch-dir FOLDER", code="no_batch_dir")
-        return context.batches
-
-    async def create_batch(exchange: Exchange, body: BatchBody) -> None:
-        made = batches().create(body, exchange.tenant, answerable)
-        batches().begin(context, answerable)
-        await exchange.reply(_told(made))
-
-    async def upload(scope: Scope, receive: Receive, send: Send) -> None:
-        request = HttpRequest(scope, receive)
-        store, tenant = batches().store, tenant_of(request.scope)
-        info = await read_upload(store, tenant, request.headers.get("content-type", ""), _chunks(request))
-        await json_response(_told(info))(scope, receive, send)
-
-    async def list_files(request: HttpRequest) -> Response:
-        return _page(batches().store.list_files(tenant_of(request.scope)), request)
-
-    async def show_file(request: HttpRequest) -> Response:
-        return json_response(_told(batches().store.get(request.path_params["id"], tenant_of(request.scope))))
-
-    async def file_content(request: HttpRequest) -> Response:
-        store = batches().store
-        info = store.get(request.path_params["id"], tenant_of(request.scope))
-        return FileResponse(store.path(info), media_type="application/octet-stream")
-
-    async def delete_file(request: HttpRequest) -> Response:
-        info = batches().store.get(request.path_params["id"], tenant_of(request.scope))
-        if batches().uses(info.id):
-            raise ApiError(409, "a batch that has not ended uses this file: cancel it first", code="file_in_use")
-        batches().store.delete(info)
-        return json_response({"id": info.id, "object": "file", "deleted": True})
-
-    async def list_batches(request: HttpRequest) -> Response:
-        return _page(batches().list_batches(tenant_of(request.scope)), request)
-
-    async def show_batch(request: HttpRequest) -> Response:
-        return json_response(_told(batches().get(request.path_params["id"], tenant_of(request.scope))))
-
-    async def cancel_batch(request: HttpRequest) -> Response:
-        batch = batches().get(request.path_params["id"], tenant_of(request.scope))
-        batches().cancel(batch)
-        return json_response(_told(batch))
-
-    return [
-        Route("/v1/files", list_files, methods=["GET"]),
-        Route("/v1/files", _Raw(upload), methods=["POST"]),
-        Route("/v1/files/{id}", show_file, methods=["GET"]),
-        Route("/v1/files/{id}", delete_file, methods=["DELETE"]),
-        Route("/v1/files/{id}/content", file_content, methods=["GET"]),
-        Route("/v1/batches", list_batches, methods=["GET"]),
-        Route("/v1/batches", JsonEndpoint(context, BatchBody, create_batch), methods=["POST"]),
-        Route("/v1/batches/{id}", show_batch, methods=["GET"]),
-        Route("/v1/batches/{id}/cancel", cancel_batch, methods=["POST"]),
-    ]
+def _batches(context: ServerContext) -> Batches:
+    if context.batches is None:
+        raise ApiError(501, "this server keeps no files: start it with --batch-dir FOLDER", code="no_batch_dir")
+    return context.batches
 
 
-class _Raw:
-    """An ASGI application as a route's endpoint: Starlette takes a function for one that wants a Request."""
+def _file(context: ServerContext, request: HttpRequest) -> FileInfo:
+    return _batches(context).store.get(request.path_params["id"], tenant_of(request.scope))
 
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(scope, receive, send)
+def _batch(context: ServerContext, request: HttpRequest) -> Batch:
+    return _batches(context).get(request.path_params["id"], tenant_of(request.scope))
+
+
+async def upload_file(context: ServerContext, request: HttpRequest) -> Response:
+    """Upload a file of requests as a form with `purpose` (batch) and `file`."""
+    store, tenant = _batches(context).store, tenant_of(request.scope)
+    info = await read_upload(store, tenant, request.headers.get("content-type", ""), _chunks(request))
+    return json_response(_told(info))
+
+
+async def list_files(context: ServerContext, request: HttpRequest) -> Response:
+    """Your files."""
+    return _page(_batches(context).store.list_files(tenant_of(request.scope)), request)
+
+
+async def show_file(context: ServerContext, request: HttpRequest) -> Response:
+    """One of them."""
+    return json_response(_told(_file(context, request)))
+
+
+async def show_content(context: ServerContext, request: HttpRequest) -> Response:
+    """What it holds."""
+    info = _file(context, request)
+    return FileResponse(_batches(context).store.path(info), media_type="application/octet-stream")
+
+
+async def delete_file(context: ServerContext, request: HttpRequest) -> Response:
+    """Delete it."""
+    info, batches = _file(context, request), _batches(context)
+    if batches.uses(info.id):
+        raise ApiError(409, "a batch that has not ended uses this file: cancel it first", code="file_in_use")
+    batches.store.delete(info)
+    return json_response({"id": info.id, "object": "file", "deleted": True})
+
+
+async def list_batches(context: ServerContext, request: HttpRequest) -> Response:
+    """Your batches."""
+    return _page(_batches(context).list_batches(tenant_of(request.scope)), request)
+
+
+async def create_batch(exchange: Exchange, body: BatchBody) -> None:
+    """Answer a file's requests beside everything else, with the lowest priority."""
+    batches = _batches(exchange.context)
+    made = batches.create(body, exchange.tenant, exchange.context.answering)
+    batches.begin(exchange.context)
+    await exchange.reply(_told(made))
+
+
+async def show_batch(context: ServerContext, request: HttpRequest) -> Response:
+    """How far it is."""
+    return json_response(_told(_batch(context, request)))
+
+
+async def cancel_batch(context: ServerContext, request: HttpRequest) -> Response:
+    """End it; answers that are there stay."""
+    batch = _batch(context, request)
+    _batches(context).cancel(batch)
+    return json_response(_told(batch))
 
 
 async def _chunks(request: HttpRequest) -> AsyncIterator[bytes]:

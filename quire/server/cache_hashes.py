@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from quire.engine.api import is_replicated
 from quire.request import cache_scope
 from quire.router.hashes import prompt_hashes
-from quire.server.endpoint import Exchange, JsonEndpoint, json_response
+from quire.server.endpoint import Exchange, json_response
 from quire.server.errors import ApiError, bad_request
 from quire.server.protocol import TokenizeBody
-from quire.server.replicas import check_admin
 from quire.server.tokenize import tokens_of
 
 if TYPE_CHECKING:
@@ -43,6 +41,7 @@ class BlockHashes(msgspec.Struct, kw_only=True):
 
 
 async def make_hashes(exchange: Exchange, body: HashesBody) -> None:
+    """Hashes of the blocks that a prompt would look for in the prefix cache."""
     served = exchange.context.find(body.model).served
     token_ids = body.token_ids if body.token_ids is not None else (await tokens_of(exchange, body)).tokens
     info = served.engine.info
@@ -57,36 +56,27 @@ async def make_hashes(exchange: Exchange, body: HashesBody) -> None:
     await exchange.reply(BlockHashes(num_tokens=len(token_ids), block_size=info.block_size, hashes=hashes))
 
 
-def routes(context: ServerContext) -> list[Route]:
-    async def changes(request: HttpRequest) -> Response:
-        check_admin(request)
-        settings = context.settings
-        if not settings.api_keys and not settings.is_local:
-            raise ApiError(403, "hashes are told to who has an API key: start the server with one", code="no_key")
-        engine = context.first.engine
-        for name in request.query_params:
-            if name != "since":
-                raise bad_request(f"/debug/cache has no parameter {name}: it has since", param=name)
-        info = engine.info
-        if is_replicated(engine) or not info.enable_prefix_caching or len(context.models) > 1:
-            raise ApiError(404, "this server's cache is not told: it has several, or none", code="no_cache")
-        found: dict[str, Any] = await engine.call("cache_changes", since=request.query_params.get("since"))
-        load = engine.load()
-        body = {
-            "since": found["since"],
-            "is_snapshot": found["is_snapshot"],
-            "filled": found["filled"].hex(),
-            "evicted": found["evicted"].hex(),
-            "block_size": info.block_size,
-            "max_num_seqs": info.max_num_seqs,
-            "num_queued_tokens": load.num_waiting_tokens,
-            "num_running": load.num_running,
-            "prefill_tokens_per_s": load.prefill_tokens_per_s,
-            "step_s": load.decode_step_s,
-        }
-        return json_response(body, cache_control="no-store")
-
-    return [
-        Route("/debug/cache", changes, methods=["GET"]),
-        Route("/debug/cache/hashes", JsonEndpoint(context, HashesBody, make_hashes), methods=["POST"]),
-    ]
+async def show_changes(context: ServerContext, request: HttpRequest) -> Response:
+    """Hashes of blocks that the prefix cache gained and lost, for a router. For an admin."""
+    engine = context.first.engine
+    for name in request.query_params:
+        if name != "since":
+            raise bad_request(f"/debug/cache has no parameter {name}: it has since", param=name)
+    info = engine.info
+    if is_replicated(engine) or not info.enable_prefix_caching or len(context.models) > 1:
+        raise ApiError(404, "this server's cache is not told: it has several, or none", code="no_cache")
+    found: dict[str, Any] = await engine.call("cache_changes", since=request.query_params.get("since"))
+    load = engine.load()
+    body = {
+        "since": found["since"],
+        "is_snapshot": found["is_snapshot"],
+        "filled": found["filled"].hex(),
+        "evicted": found["evicted"].hex(),
+        "block_size": info.block_size,
+        "max_num_seqs": info.max_num_seqs,
+        "num_queued_tokens": load.num_waiting_tokens,
+        "num_running": load.num_running,
+        "prefill_tokens_per_s": load.prefill_tokens_per_s,
+        "step_s": load.decode_step_s,
+    }
+    return json_response(body, cache_control="no-store")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +19,8 @@ from quire.params import SamplingParams
 from quire.request import FinishReason
 from quire.server.endpoint import Exchange
 from quire.server.errors import bad_request
-from quire.server.generation import Generation, engine_ids
+from quire.server.generation import Generation, answer_head, engine_ids
 from quire.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from quire.server.models import fingerprint
 from quire.server.protocol import ChatBody, TokenizeBody
 from quire.server.replies import (
     AnswerMessage,
@@ -46,6 +44,7 @@ _NOT_SWITCHES = NOT_SWITCHES | {"tools", "add_generation_prompt", "continue_fina
 
 
 async def create_chat(exchange: Exchange, body: ChatBody) -> None:
+    """Answer a conversation. With `stream`, as server-sent events that end with `data: [DONE]`."""
     asked = exchange.context.find(body.model)
     served, model = asked.served, asked.name
     engine = served.engine
@@ -71,12 +70,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
     )
     check_room(body, [chat.prepared], engine.info.max_model_len)
     check_logprobs([chat.prepared], engine.info.max_model_len)
-    head: dict[str, Any] = {
-        "id": f"chatcmpl-{exchange.request_id}",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": fingerprint(engine.info),
-    }
+    head = answer_head(exchange, "chatcmpl", model, engine.info)
     shown = _Shown(engine, body, chat)
     async with Generation(exchange, body, [chat.prepared], served, model, deadline) as generation:
         if body.stream:

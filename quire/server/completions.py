@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -14,9 +13,8 @@ from quire.outputs import CompletionOutput, RequestOutput
 from quire.params import SamplingParams
 from quire.server.endpoint import ClientGone, Exchange
 from quire.server.errors import bad_request
-from quire.server.generation import Generation, engine_ids
+from quire.server.generation import Generation, answer_head, engine_ids
 from quire.server.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
-from quire.server.models import fingerprint
 from quire.server.protocol import MAX_ANSWERS, CompletionBody
 from quire.server.replies import CachedTokens, Completion, CompletionChoice, CompletionLogprobs, Usage
 from quire.server.sampling import check_logprobs, check_room, completion_params, has_grammar, param_of, priority_of
@@ -25,6 +23,7 @@ from quire.server.text_work import request_deadline
 
 
 async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
+    """Continue a text. With `stream`, as server-sent events that end with `data: [DONE]`."""
     asked = exchange.context.find(body.model)
     served, model, adapter = asked.served, asked.name, asked.adapter_ref
     engine = served.engine
@@ -56,12 +55,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
     prepared, shown = await exchange.context.text_work.run(
         exchange, deadline, prepare, num_chars, compiles=has_grammar(params)
     )
-    head: dict[str, Any] = {
-        "id": f"cmpl-{exchange.request_id}",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": fingerprint(engine.info),
-    }
+    head = answer_head(exchange, "cmpl", model, engine.info)
     async with Generation(exchange, body, prepared, served, model, deadline) as generation:
         if body.stream:
             await stream_reply(exchange, generation, _Writer(head, body, shown, num_prompts=len(prepared)))

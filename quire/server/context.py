@@ -14,6 +14,7 @@ from quire.nearest import nearest
 from quire.request import AdapterRef
 from quire.server.admission import Admission
 from quire.server.batches import Batches
+from quire.server.endpoint import JsonEndpoint
 from quire.server.errors import ApiError, shown
 from quire.server.feed import LiveFeed, describe
 from quire.server.life import RETRY_AFTER_S, ServerLife
@@ -109,6 +110,7 @@ class ServerContext:
     text_work: TextWork = field(default_factory=TextWork)
     batches: Batches | None = None  # None: no folder for them was given
     responses: ResponseStore = field(default_factory=ResponseStore)
+    answering: dict[str, JsonEndpoint] = field(default_factory=dict)  # by path, for batches; see create_app
     tracer: Tracer | None = None  # None: nobody wants traces
     residents: Residents | None = None  # which models are awake; None: they neither sleep nor change
 
@@ -132,11 +134,11 @@ class ServerContext:
         return self.find(request.query_params.get("model")).served
 
     def engines(self) -> dict[str, ServingEngine]:
-        """Of every model, by its first name."""
+        """The engine of every model, by the model's first name."""
         return {served.names[0]: served.engine for served in self.models}
 
     def states(self) -> dict[str, str]:
-        """Of every model, by its first name."""
+        """The state of every model's engine, by the model's first name."""
         return {served.names[0]: served.engine.health().state.value for served in self.models}
 
     def choices(self) -> Iterator[Asked]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from quire.engine.api import ServingEngine
 from quire.errors import BadRequestError
@@ -23,6 +23,7 @@ from quire.server.prefix_tree import Link, Node, PrefixTree, Shown, block_name
 
 if TYPE_CHECKING:
     from quire.server.context import ServedModel, ServerContext
+    from quire.server.paths import Handler
 
 _PATHS = {
     "/debug/kv?full=1": "the first page of everything below",
@@ -51,6 +52,7 @@ class KVDebug:
         self._has_tenants = len(context.settings.tenants) > 1
 
     async def index(self, request: HttpRequest) -> Response:
+        """The KV cache in numbers, and where the rest is."""
         asked = _numbers(request, {"full": (0, 1)})
         overview = await self._ask("kv_overview")
         if not asked.get("full"):
@@ -69,10 +71,12 @@ class KVDebug:
         )
 
     async def block_map(self, request: HttpRequest) -> Response:
+        """Every block: its state, users and hits."""
         asked = _numbers(request, {"first": (0, None), "limit": (1, _MAX_BLOCKS)})
         return _json(await self._map(asked.get("first", 0), asked.get("limit", _PIECE_BLOCKS)))
 
     async def requests(self, request: HttpRequest) -> Response:
+        """Block tables, and why each request hit or missed."""
         asked = _numbers(request, {"offset": (0, None), "limit": (1, _MAX_REQUESTS)})
         tables = await self._ask(
             "kv_tables", offset=asked.get("offset", 0), limit=asked.get("limit", 128), tenant=_sees(request)
@@ -80,12 +84,14 @@ class KVDebug:
         return _json(self._with_recent(request, tables))
 
     async def sharing(self, request: HttpRequest) -> Response:
+        """Which blocks which requests share."""
         asked = _numbers(request, {"limit": (1, _MAX_REQUESTS)})
         limit = asked.get("limit", 256)
         tables = await self._ask("kv_tables", offset=0, limit=limit, tenant=_sees(request))
         return _json(_sharing(tables["sequences"]) | {"num_requests_in_all": tables["num_requests_in_all"]})
 
     async def tree(self, request: HttpRequest) -> Response:
+        """Cached prefixes with their hit counts."""
         limits = {"depth": (1, 16), "offset": (0, None), "limit": (1, _MAX_NODES)}
         asked = _numbers(request, limits, texts=("node",))
         node = request.query_params.get("node")
@@ -95,6 +101,7 @@ class KVDebug:
         return _json(found)
 
     async def block(self, request: HttpRequest) -> Response:
+        """One block: who uses it, and what text it holds."""
         _numbers(request, {})
         block_id = _whole_number(request.path_params["block"], "block")
         try:
@@ -281,23 +288,13 @@ def _json(body: dict[str, Any]) -> Response:
     return json_response(body, cache_control="no-store")
 
 
-_HANDLERS = {
-    "": KVDebug.index,
-    "/map": KVDebug.block_map,
-    "/requests": KVDebug.requests,
-    "/sharing": KVDebug.sharing,
-    "/tree": KVDebug.tree,
-    "/blocks/{block}": KVDebug.block,
-}
+def answers(handler: Callable[[KVDebug, HttpRequest], Awaitable[Response]]) -> Handler:
+    """A method of KVDebug as the handler of a path, for the model and engine that a request names."""
 
+    @wraps(handler)
+    async def answer(context: ServerContext, request: HttpRequest) -> Response:
+        served = context.choose(request)
+        _, engine = served.find_engine(request.query_params.get("engine"))
+        return await handler(KVDebug(context, served, engine), request)
 
-def routes(context: ServerContext) -> list[Route]:
-    def endpoint(handler: Callable[[KVDebug, HttpRequest], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-        async def answer(request: HttpRequest) -> Response:
-            served = context.choose(request)
-            _, engine = served.find_engine(request.query_params.get("engine"))
-            return await handler(KVDebug(context, served, engine), request)
-
-        return answer
-
-    return [Route(f"/debug/kv{path}", endpoint(handler), methods=["GET"]) for path, handler in _HANDLERS.items()]
+    return answer

@@ -50,16 +50,7 @@ class Exchange:
         return header_of(self.scope, name)
 
     async def read_body(self) -> bytes:
-        # A page of any other site may send a body without a type, or as a form's, and nobody asks it first.
-        kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
-        if kind != "application/json" and not kind.endswith("+json"):
-            found = f"has the content type {shown(kind)}" if kind else "has no content type"
-            raise ApiError(
-                415,
-                f"the body {found}: send it with the header Content-Type: application/json "
-                "(curl -H 'Content-Type: application/json')",
-                code="unsupported_media_type",
-            )
+        check_json(self.header("content-type") or "")
         parts: list[bytes] = []
         while True:
             message = await self.receive()
@@ -162,6 +153,19 @@ class JsonEndpoint:
             )
         if not exchange.has_begun:
             await exchange.reply(self._error_body(error), error.headers, status=error.status)
+
+
+def check_json(content_type: str) -> None:
+    """A page of any other site may send a body without a type, or as a form's, and nobody asks it first."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        found = f"has the content type {shown(kind)}" if kind else "has no content type"
+        raise ApiError(
+            415,
+            f"the body {found}: send it with the header Content-Type: application/json "
+            "(curl -H 'Content-Type: application/json')",
+            code="unsupported_media_type",
+        )
 
 
 def tenant_of(scope: Scope) -> str:

@@ -5,6 +5,8 @@ every viewer, but for the requests in them: of those a viewer sees its own tenan
 gets the copy first; who reads too slowly gets it again instead of everything missed. Nothing is asked while nobody
 looks.
 
+Any client may read it: curl -N -H "Authorization: Bearer KEY" "http://127.0.0.1:8000/live?model=NAME&engine=0"
+
 Lines are JSON objects; columns of numbers in them are base64 of little-endian integers:
     hello    what is served, and the names of a row's fields
     status   the engine's state, when it changes
@@ -24,19 +26,24 @@ from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
 
 import quire
 from quire.engine.api import EngineState, ServingEngine
 from quire.engine.inspect import ROW_FIELDS
 from quire.errors import EngineDeadError
 from quire.params import for_chat
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, bad_request
 from quire.server.life import LifeState, ServerLife
 from quire.server.metrics import RequestSummary, ServerMetrics
 from quire.server.rolling import Rolling
+
+if TYPE_CHECKING:
+    from quire.server.context import ServerContext
 
 TICK_S = 0.2
 IDLE_TICK_S = 0.5  # while nothing changes
@@ -50,6 +57,7 @@ MAX_ROWS = 200
 MAX_VIEWERS = 64
 MAX_LINES_BEHIND = 32
 ANSWER_S = 2.0  # an engine that takes longer to answer has its state shown meanwhile
+MEDIA_TYPE = "application/x-ndjson"
 
 
 _Status = tuple[str, str, list[str], dict[str, str]]  # the engine's state and why, the replicas, the models
@@ -360,3 +368,21 @@ def describe(name: str, engine: ServingEngine) -> dict[str, Any]:
         "enable_prefix_caching": info.enable_prefix_caching,
         "chat": {"temperature": sampling.temperature, "top_p": sampling.top_p},
     }
+
+
+async def show_live(context: ServerContext, request: HttpRequest) -> Response:
+    """What the page at `/` draws from: one JSON object a line, without end."""
+    for name in request.query_params:
+        if name not in ("engine", "model"):
+            raise bad_request(f"/live has no parameter {name}: it has model and engine", param=name)
+    feed = context.choose(request).feed_of(request.query_params.get("engine"), context.states)
+    if request.method == "HEAD":
+        return Response(media_type=MEDIA_TYPE)
+    state = request.scope["state"]
+    feed.check_room(state["tenant"])
+    return StreamingResponse(
+        feed.view(state["sees"], state["tenant"]),
+        media_type=MEDIA_TYPE,
+        # A proxy that collects the stream before passing it on would show the past.
+        headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+    )

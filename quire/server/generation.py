@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.engine.api import PreparedRequest
+import quire
+from quire.engine.api import EngineInfo, PreparedRequest
 from quire.errors import BadRequestError
 from quire.outputs import RequestOutput
 from quire.request import FinishReason
@@ -47,6 +49,18 @@ def engine_ids(exchange: Exchange, kind: str, num_prompts: int) -> list[str]:
     """Ids that the engine has not seen: clients send the same x-request-id again, for a retry or a whole trace."""
     name = f"{kind}-{exchange.request_id}-{next(_next_number):x}"
     return [name] if num_prompts == 1 else [f"{name}-{i}" for i in range(num_prompts)]
+
+
+def answer_head(exchange: Exchange, kind: str, model: str, info: EngineInfo) -> dict[str, Any]:
+    """What every answer, and every chunk of one, begins with. The fingerprint changes with whatever may change an
+    answer to the same request."""
+    parts = (info.model, info.architecture, info.device, info.dtype, info.kv_dtype, info.kernels)
+    return {
+        "id": f"{kind}-{exchange.request_id}",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": f"quire-{quire.__version__}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}",
+    }
 
 
 class Generation:

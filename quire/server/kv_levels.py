@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response
 
 from quire.engine.api import PreparedRequest, ServingEngine
 from quire.params import SamplingParams
 from quire.server.errors import ApiError, bad_request
-from quire.server.replicas import check_admin, check_may_change, read_json
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
@@ -37,24 +35,19 @@ class LevelsBody(msgspec.Struct, forbid_unknown_fields=True):
     older_than_s: float | None = None
 
 
-def routes(context: ServerContext) -> list[Route]:
-    async def read(request: HttpRequest) -> JSONResponse:
-        check_admin(request)
-        _, engine = context.choose(request).find_engine(request.query_params.get("engine"))
-        return JSONResponse(await engine.call("kv_levels"), headers={"cache-control": "no-store"})
+async def show_levels(context: ServerContext, request: HttpRequest) -> Response:
+    """The device and the levels below it: blocks, what moved, what was found there. For an admin."""
+    _, engine = context.choose(request).find_engine(request.query_params.get("engine"))
+    return JSONResponse(await engine.call("kv_levels"), headers={"cache-control": "no-store"})
 
-    async def change(request: HttpRequest) -> JSONResponse:
-        check_admin(request)
-        check_may_change(context, "the KV cache is changed")
-        _, engine = context.choose(request).find_engine(request.query_params.get("engine"))
-        body = await read_json(request, LevelsBody, '{"action": "warm", "prompt": "You are"}')
-        known = context.settings.tenants
-        if body.tenant and (len(known) < 2 or body.tenant not in known):
-            raise bad_request("there is no such key: give the name of one of several, or leave it out", param="tenant")
-        return JSONResponse(await _change(engine, body))
 
-    path = "/debug/kv/levels"
-    return [Route(path, read, methods=["GET"]), Route(path, change, methods=["POST"])]
+async def change_levels(context: ServerContext, request: HttpRequest, body: LevelsBody) -> Response:
+    """Warm, pin, unpin or expire a prompt; or expire what was not used for some time. For an admin."""
+    _, engine = context.choose(request).find_engine(request.query_params.get("engine"))
+    known = context.settings.tenants
+    if body.tenant and (len(known) < 2 or body.tenant not in known):
+        raise bad_request("there is no such key: give the name of one of several, or leave it out", param="tenant")
+    return JSONResponse(await _change(engine, body))
 
 
 async def _change(engine: ServingEngine, body: LevelsBody) -> dict[str, Any]:

@@ -134,11 +134,13 @@ class MessagesBody(CountTokensBody, kw_only=True, forbid_unknown_fields=True):
 
 
 async def create_message(exchange: Exchange, body: MessagesBody) -> None:
+    """Answer a conversation, in the shape of Anthropic's Messages API."""
     served = exchange.context.find(body.model).served
     await relay(exchange, _chat(body, thinks=served.engine.dialect.thinking is not None), MessageTranslation())
 
 
 async def count_message_tokens(exchange: Exchange, body: CountTokensBody) -> None:
+    """How many tokens a conversation has."""
     chat = _conversation(body)
     tokenized = _decode_tokenize(msgspec.json.encode(chat))
     await exchange.reply({"input_tokens": (await tokens_of(exchange, tokenized)).count})

@@ -20,7 +20,6 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector, CollectorRegistry
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 import quire
 from quire.engine.api import EngineInfo, EngineState, PreparedRequest, ServingEngine, is_replicated, replicas_of
@@ -419,9 +418,7 @@ def _by_label(counts: Counter[str]) -> Iterator[tuple[tuple[str], int]]:
     return (((label,), count) for label, count in counts.items())
 
 
-def routes(context: ServerContext) -> list[Route]:
-    async def metrics(_: HttpRequest) -> Response:
-        first, *others = (served.metrics for served in context.models)
-        return Response(await first.scrape(*others), headers={"content-type": _CONTENT_TYPE})
-
-    return [Route("/metrics", metrics, methods=["GET"])]
+async def show_metrics(context: ServerContext, _: HttpRequest) -> Response:
+    """For Prometheus, under vLLM's names."""
+    first, *others = (served.metrics for served in context.models)
+    return Response(await first.scrape(*others), headers={"content-type": _CONTENT_TYPE})

@@ -128,6 +128,7 @@ class _Pooling:
 
 
 async def create_embeddings(exchange: Exchange, body: EmbeddingBody) -> None:
+    """A vector for each text."""
     pooling = _Pooling(exchange, body, "embd")
     prompts = read_prompts(body.input, name="input")
     found = await pooling.run(prompts, "input", task="embed", dimensions=body.dimensions)
@@ -140,6 +141,7 @@ async def create_embeddings(exchange: Exchange, body: EmbeddingBody) -> None:
 
 
 async def create_pooling(exchange: Exchange, body: PoolingBody) -> None:
+    """Hidden states of texts: a vector for each token, or one for all."""
     pooling = _Pooling(exchange, body, "pool")
     task = body.task or ("classify" if pooling.labels else "token_embed")
     found = await pooling.run(read_prompts(body.input, name="input"), "input", task=task, dimensions=body.dimensions)
@@ -155,6 +157,7 @@ async def create_pooling(exchange: Exchange, body: PoolingBody) -> None:
 
 
 async def create_classes(exchange: Exchange, body: ClassifyBody) -> None:
+    """The classes of texts, with their probabilities."""
     pooling = _Pooling(exchange, body, "classify")
     found = await pooling.run(read_prompts(body.input, name="input"), "input", task="classify")
     labels = pooling.labels or ()
@@ -171,6 +174,7 @@ async def create_classes(exchange: Exchange, body: ClassifyBody) -> None:
 
 
 async def create_scores(exchange: Exchange, body: ScoreBody) -> None:
+    """How well pairs of texts go together."""
     pooling = _Pooling(exchange, body, "score")
     given: list[str | list[str]] = []
     for number in (1, 2):
@@ -184,6 +188,7 @@ async def create_scores(exchange: Exchange, body: ScoreBody) -> None:
 
 
 async def create_ranking(exchange: Exchange, body: RerankBody) -> None:
+    """Documents by how well they answer a query, the best first."""
     pooling = _Pooling(exchange, body, "rerank")
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     scores = await pooling.score([body.query] * len(texts), list(texts), param="documents")
@@ -204,19 +209,3 @@ def _shown(encoding: str | None, pooled: Pooled, *, by_token: bool = False) -> A
     if encoding == "base64":
         return base64.b64encode(pooled.data).decode()
     return pooled.lists() if by_token else pooled.floats().tolist()
-
-
-POSTS: dict[str, tuple[Any, ...]] = {
-    "/v1/embeddings": (EmbeddingBody, create_embeddings),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), (RerankBody, create_ranking)),
-    **dict.fromkeys(("/v1/score", "/score"), (ScoreBody, create_scores)),
-    **dict.fromkeys(("/v1/classify", "/classify"), (ClassifyBody, create_classes)),
-    **dict.fromkeys(("/v1/pooling", "/pooling"), (PoolingBody, create_pooling)),
-}
-REPLIES: dict[type[msgspec.Struct], tuple[type[msgspec.Struct], str]] = {
-    EmbeddingBody: (Embeddings, "A vector for each text."),
-    RerankBody: (RerankList, "Documents by how well they answer a query, the best first."),
-    ScoreBody: (ScoreList, "How well pairs of texts go together."),
-    ClassifyBody: (ClassesList, "The classes of texts, with their probabilities."),
-    PoolingBody: (PooledList, "Hidden states of texts: a vector for each token, or one for all."),
-}

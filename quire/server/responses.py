@@ -20,7 +20,6 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from quire.server.endpoint import Exchange, json_response, tenant_of
 from quire.server.errors import ApiError, bad_request, shown, to_api_error
@@ -169,6 +168,7 @@ class ResponseStore:
 
 
 async def create_response(exchange: Exchange, body: ResponsesBody) -> None:
+    """Answer a conversation, in the shape of OpenAI's Responses API."""
     store = exchange.context.responses
     before: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
@@ -215,32 +215,30 @@ async def _run_in_background(
         store.keep(Kept(exchange.tenant, translation.head | {"status": "failed", "error": told}, messages))
 
 
-def routes(context: ServerContext) -> list[Route]:
-    def found(request: HttpRequest) -> Kept:
-        return context.responses.find(request.path_params["id"], tenant_of(request.scope))
+def _found(context: ServerContext, request: HttpRequest) -> Kept:
+    return context.responses.find(request.path_params["id"], tenant_of(request.scope))
 
-    async def show(request: HttpRequest) -> Response:
-        return json_response(found(request).response)
 
-    async def delete(request: HttpRequest) -> Response:
-        response_id = found(request).response["id"]
-        context.responses.forget(response_id)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+async def show_response(context: ServerContext, request: HttpRequest) -> Response:
+    """A response that is remembered."""
+    return json_response(_found(context, request).response)
 
-    async def cancel(request: HttpRequest) -> Response:
-        kept = found(request)
-        task = context.responses.running.get(kept.response["id"])
-        if task is None:
-            raise ApiError(409, "only a response that runs in the background can be cancelled", code="not_running")
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return json_response(found(request).response)
 
-    return [
-        Route("/v1/responses/{id}", show, methods=["GET"]),
-        Route("/v1/responses/{id}", delete, methods=["DELETE"]),
-        Route("/v1/responses/{id}/cancel", cancel, methods=["POST"]),
-    ]
+async def delete_response(context: ServerContext, request: HttpRequest) -> Response:
+    """Forget it."""
+    response_id = _found(context, request).response["id"]
+    context.responses.forget(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def cancel_response(context: ServerContext, request: HttpRequest) -> Response:
+    """End one that runs in the background."""
+    task = context.responses.running.get(_found(context, request).response["id"])
+    if task is None:
+        raise ApiError(409, "only a response that runs in the background can be cancelled", code="not_running")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return json_response(_found(context, request).response)
 
 
 def _messages(given: str | list[Item]) -> list[dict[str, Any]]:

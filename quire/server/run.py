@@ -29,7 +29,7 @@ from quire.engine.launch import EngineProcessOptions, settle_for_serving
 from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
 from quire.server.adapters import load_at_start
-from quire.server.app import create_app, post_endpoints
+from quire.server.app import create_app
 from quire.server.batches import Batches
 from quire.server.context import ServedModel, ServerContext
 from quire.server.http_server import HttpServer
@@ -176,7 +176,7 @@ class _Run:
                 settle_for_serving()
                 self._life.ready()
                 if self._context.batches is not None:
-                    self._context.batches.begin(self._context, post_endpoints(self._context))
+                    self._context.batches.begin(self._context)
                 for served, name in zip(self._context.models, self._loaded, strict=True):
                     line = ready_line(self._address, name, served.engine.info)
                     if (num_replicas := len(replicas_of(served.engine))) > 1:

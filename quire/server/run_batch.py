@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.server.app import post_endpoints
+from quire.server.app import answering
 from quire.server.context import ServedModel, ServerContext
 from quire.server.life import ServerLife
 from quire.server.logs import set_up_logs
@@ -51,7 +51,6 @@ def run_batch(config: EngineConfig, settings: ServerSettings, input_path: Path, 
             await engine.start()
             await engine.ready()
             life.ready()
-            endpoints = {path: one for path, one in post_endpoints(context).items() if path.startswith("/v1/")}
             with (
                 input_path.open("rb") as file,
                 AnswerFile(output_path) as answers,
@@ -64,7 +63,7 @@ def run_batch(config: EngineConfig, settings: ServerSettings, input_path: Path, 
 
                 await run_lines(
                     numbered_lines(file, settings.max_body_bytes),
-                    EndpointCaller(endpoints),
+                    EndpointCaller(answering(context)),
                     write,
                     counts,
                     answered=answered,

@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.server.errors import ApiError, bad_request
-from quire.server.replicas import check_admin, check_may_change, read_json
 from quire.server.residents import ResidentEngine, Residents
 
 if TYPE_CHECKING:
@@ -44,67 +42,58 @@ class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
     model: str
 
 
-def routes(context: ServerContext) -> list[Route]:
-    def chosen(request: HttpRequest, *known: str) -> list[tuple[ServedModel, ResidentEngine]]:
-        """The models that a request is for. Raises where it brings what is not known."""
-        for name in request.query_params:
-            if name not in ("model", *known):
-                raise bad_request(f"{request.url.path} has no parameter {name}: see /docs", param=name)
-        served = [context.choose(request)] if "model" in request.query_params else list(context.models)
-        return [(one, _resident(one)) for one in served]
+def _chosen(context: ServerContext, request: HttpRequest, *known: str) -> list[tuple[ServedModel, ResidentEngine]]:
+    """The models that a request is for. Raises where it brings what is not known."""
+    for name in request.query_params:
+        if name not in ("model", *known):
+            raise bad_request(f"{request.url.path} has no parameter {name}: see /docs", param=name)
+    served = [context.choose(request)] if "model" in request.query_params else list(context.models)
+    return [(one, _resident(one)) for one in served]
 
-    async def sleep(request: HttpRequest) -> Response:
-        check_admin(request)
-        check_may_change(context, "models are put to sleep")
-        engines = chosen(request, "level", "keep_kv")
-        level, keep_kv = request.query_params.get("level", "1"), request.query_params.get("keep_kv", "false").lower()
-        if level not in ("1", "2"):
-            raise bad_request("level is 1, which keeps the weights in host memory, or 2, which keeps nothing", "level")
-        if keep_kv not in _BOOLEANS or (_BOOLEANS[keep_kv] and level == "2"):
-            raise bad_request("keep_kv is true or false, and true at level 1 only", "keep_kv")
-        for _, engine in engines:
-            await _residents(context).sleep(
-                engine, int(level), keep_kv=_BOOLEANS[keep_kv], within_s=context.settings.drain_timeout_s
-            )
-        return JSONResponse(_states(engines))
 
-    async def wake_up(request: HttpRequest) -> Response:
-        check_admin(request)
-        check_may_change(context, "models are woken")
-        engines = chosen(request)
-        for _, engine in engines:
-            async with engine.in_use():
-                pass
-        return JSONResponse(_states(engines))
+async def sleep(context: ServerContext, request: HttpRequest) -> Response:
+    """Put a model to sleep, or all: its memory is given back until a request wakes it. For an admin."""
+    engines = _chosen(context, request, "level", "keep_kv")
+    level, keep_kv = request.query_params.get("level", "1"), request.query_params.get("keep_kv", "false").lower()
+    if level not in ("1", "2"):
+        raise bad_request("level is 1, which keeps the weights in host memory, or 2, which keeps nothing", "level")
+    if keep_kv not in _BOOLEANS or (_BOOLEANS[keep_kv] and level == "2"):
+        raise bad_request("keep_kv is true or false, and true at level 1 only", "keep_kv")
+    for _, engine in engines:
+        await _residents(context).sleep(
+            engine, int(level), keep_kv=_BOOLEANS[keep_kv], within_s=context.settings.drain_timeout_s
+        )
+    return JSONResponse(_states(engines))
 
-    async def is_sleeping(request: HttpRequest) -> Response:
-        return JSONResponse({"is_sleeping": all(engine.sleep_level for _, engine in chosen(request))})
 
-    async def load(request: HttpRequest) -> Response:
-        check_admin(request)
-        check_may_change(context, "models are loaded")
-        body = await read_json(request, LoadBody, '{"model": "./my-model", "name": "b"}')
-        served = await _load(context, body)
-        return JSONResponse({"id": served.names[0], "state": served.engine.health().state.value})
+async def wake_up(context: ServerContext, request: HttpRequest) -> Response:
+    """Wake a model, or all, before a request does. For an admin."""
+    engines = _chosen(context, request)
+    for _, engine in engines:
+        async with engine.in_use():
+            pass
+    return JSONResponse(_states(engines))
 
-    async def unload(request: HttpRequest) -> Response:
-        check_admin(request)
-        check_may_change(context, "models are unloaded")
-        body = await read_json(request, UnloadBody, '{"model": "b"}')
-        served = context.find(body.model).served
-        if len(context.models) == 1:
-            raise bad_request("it is the only model: load another first, or stop the server", "model")
-        await _residents(context).unload(_resident(served), within_s=context.settings.drain_timeout_s)
-        context.models.remove(served)
-        return JSONResponse({"id": served.names[0], "state": "unloaded"})
 
-    return [
-        Route("/sleep", sleep, methods=["POST"]),
-        Route("/wake_up", wake_up, methods=["POST"]),
-        Route("/is_sleeping", is_sleeping, methods=["GET"]),
-        Route("/v1/models/load", load, methods=["POST"]),
-        Route("/v1/models/unload", unload, methods=["POST"]),
-    ]
+async def is_sleeping(context: ServerContext, request: HttpRequest) -> Response:
+    """Whether a model sleeps, or all do."""
+    return JSONResponse({"is_sleeping": all(engine.sleep_level for _, engine in _chosen(context, request))})
+
+
+async def load_model(context: ServerContext, _: HttpRequest, body: LoadBody) -> Response:
+    """Serve one more model. For an admin."""
+    served = await _load(context, body)
+    return JSONResponse({"id": served.names[0], "state": served.engine.health().state.value})
+
+
+async def unload_model(context: ServerContext, _: HttpRequest, body: UnloadBody) -> Response:
+    """Let a model's requests end, and then its engine. For an admin."""
+    served = context.find(body.model).served
+    if len(context.models) == 1:
+        raise bad_request("it is the only model: load another first, or stop the server", "model")
+    await _residents(context).unload(_resident(served), within_s=context.settings.drain_timeout_s)
+    context.models.remove(served)
+    return JSONResponse({"id": served.names[0], "state": "unloaded"})
 
 
 def _states(engines: list[tuple[ServedModel, ResidentEngine]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_templat
 
 
 async def tokenize(exchange: Exchange, body: TokenizeBody) -> None:
+    """Token ids of a text or a conversation."""
     await exchange.reply(await tokens_of(exchange, body))
 
 
@@ -46,6 +47,7 @@ async def tokens_of(exchange: Exchange, body: TokenizeBody) -> Tokens:
 
 
 async def detokenize(exchange: Exchange, body: DetokenizeBody) -> None:
+    """Text of token ids."""
     engine = exchange.context.find(body.model).served.engine
     tokenizer, info = _tokenizer(engine), engine.info
     limit = worth_of_work(info.max_model_len)

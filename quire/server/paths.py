@@ -1,0 +1,281 @@
+"""Every path that the server answers, once: `app.py` makes routes of this table, and `openapi.py` the document.
+
+What a handler's docstring says is what the document says of its path. There are three kinds of handlers:
+
+    (exchange, body)           takes JSON and answers by itself (`endpoint.JsonEndpoint`), with metrics and log lines
+    (context, request)         gives a Response
+    (context, request, body)   the same, and takes JSON
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from quire.server import adapters, batches, cache_hashes, kv_levels, messages, pooled, replicas, responses, sleeping
+from quire.server import pooled_bodies as pool
+from quire.server.chat import create_chat
+from quire.server.completions import create_completion
+from quire.server.deadline import TIMEOUT_HEADER
+from quire.server.debug import KVDebug, answers
+from quire.server.endpoint import REQUEST_ID_HEADER
+from quire.server.errors import ApiError
+from quire.server.feed import MEDIA_TYPE, show_live
+from quire.server.metrics import show_metrics
+from quire.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from quire.server.replies import ChatCompletion, Completion, Model, ModelList, Text, Tokens, Version
+from quire.server.status import list_models, show_health, show_load, show_model, show_version
+from quire.server.tokenize import detokenize, tokenize
+
+if TYPE_CHECKING:
+    from quire.server.context import ServerContext
+
+AnyHandler = Callable[..., Any]
+Handler = Callable[["ServerContext", HttpRequest], Awaitable[Response]]
+Parameter = tuple[str, str, str]  # name, where, meaning
+Body = type[msgspec.Struct]
+
+
+@dataclass(slots=True, frozen=True)
+class Operation:
+    method: str
+    path: str  # as Starlette has it
+    handler: AnyHandler
+    parameters: tuple[Parameter, ...] = ()
+    _: KW_ONLY
+    is_endpoint: bool = False  # the handler takes an exchange
+    body: Body | None = None
+    reply: Body | None = None
+    reply_type: str = "application/json"
+    errors: tuple[int, ...] = ()  # statuses, beside those that any path may have
+    generates: bool = False  # text, and can stream it
+    error_body: Callable[[ApiError], Any] = ApiError.body  # how this path's clients read errors
+    for_admin: bool = False
+    changes: str = ""  # what it does, where that takes a key, unless the server listens on this machine alone
+
+    @property
+    def summary(self) -> str:
+        return " ".join((self.handler.__doc__ or "").split())
+
+
+_MODEL = ("model", "query", "Which of several models; without it the first.")
+_WHICH = (_MODEL, ("engine", "query", "Which replica; without it the first."))
+_LIMIT = ("limit", "query", "How many at most.")
+_OFFSET = ("offset", "query", "How many to pass over.")
+_PAGE = (("after", "query", "Begin behind this id."), _LIMIT)
+_ID = (REQUEST_ID_HEADER, "header", "Up to 128 visible ASCII characters; returned, and in the log.")
+_TIMEOUT = (TIMEOUT_HEADER, "header", "As the field `timeout`, which goes first.")
+_RESPONSE, _FILE, _BATCH = ((("id", "path", f"The {kind}'s id."),) for kind in ("response", "file", "batch"))
+_SLEEP = (
+    _MODEL,
+    ("level", "query", "1: the weights go to host memory; 2: the engine's process ends."),
+    ("keep_kv", "query", "true: cached prefixes are kept, in host memory."),
+)
+_MAP = (("first", "query", "The first block."), _LIMIT, *_WHICH)
+_TREE = (("node", "query", "Where to begin."), ("depth", "query", "How deep."), _OFFSET, _LIMIT, *_WHICH)
+_WITH_BODY = (400, 404, 408, 413, 415)
+_KEPT = (400, 404, 501)  # of files and batches
+_TEXT = "text/plain"
+
+
+def _endpoint(path: str, handler: AnyHandler, body: Body, reply: Body | None = None, **others: Any) -> Operation:
+    """It takes a body, and answers at once."""
+    others["errors"] = (*_WITH_BODY, *others.get("errors", ()))
+    return Operation("post", path, handler, (_ID,), is_endpoint=True, body=body, reply=reply, **others)
+
+
+def _running(path: str, handler: AnyHandler, body: Body, reply: Body | None = None, **others: Any) -> Operation:
+    """It takes a body, and its answer needs the engine: it may have to wait, and has a timeout."""
+    made = _endpoint(path, handler, body, reply, errors=(429, 504), **others)
+    return replace(made, parameters=(_ID, _TIMEOUT))
+
+
+def _pooled(*paths: str, handler: AnyHandler, body: Body, reply: Body) -> tuple[Operation, ...]:
+    return tuple(_running(path, handler, body, reply) for path in paths)
+
+
+# By the sections of the document.
+OPERATIONS: dict[str, tuple[Operation, ...]] = {
+    "OpenAI": (
+        _running("/v1/completions", create_completion, CompletionBody, Completion, generates=True),
+        _running("/v1/chat/completions", create_chat, ChatBody, ChatCompletion, generates=True),
+        _running("/v1/responses", responses.create_response, responses.ResponsesBody, generates=True),
+        Operation("get", "/v1/responses/{id}", responses.show_response, _RESPONSE, errors=(404,)),
+        Operation("delete", "/v1/responses/{id}", responses.delete_response, _RESPONSE, errors=(404,)),
+        Operation("post", "/v1/responses/{id}/cancel", responses.cancel_response, _RESPONSE, errors=(404, 409)),
+        Operation("get", "/v1/models", list_models, reply=ModelList),
+        Operation(
+            "get", "/v1/models/{model:path}", show_model, (("model", "path", "Its name."),), reply=Model, errors=(404,)
+        ),
+        _running("/v1/embeddings", pooled.create_embeddings, pool.EmbeddingBody, pool.Embeddings),
+        Operation(
+            "post",
+            "/v1/load_lora_adapter",
+            adapters.load_lora_adapter,
+            body=adapters.LoadAdapterBody,
+            reply_type=_TEXT,
+            errors=(400, 404, 415),
+            changes="adapters are loaded",
+        ),
+        Operation(
+            "post",
+            "/v1/unload_lora_adapter",
+            adapters.unload_lora_adapter,
+            body=adapters.UnloadAdapterBody,
+            reply_type=_TEXT,
+            errors=(400, 404, 415),
+            changes="adapters are loaded",
+        ),
+    ),
+    "Anthropic": (
+        _running(
+            "/v1/messages",
+            messages.create_message,
+            messages.MessagesBody,
+            generates=True,
+            error_body=messages.error_body,
+        ),
+        _endpoint(
+            "/v1/messages/count_tokens",
+            messages.count_message_tokens,
+            messages.CountTokensBody,
+            error_body=messages.error_body,
+        ),
+    ),
+    "Pooling": (
+        *_pooled(
+            *("/v1/rerank", "/v2/rerank", "/rerank"),
+            handler=pooled.create_ranking,
+            body=pool.RerankBody,
+            reply=pool.RerankList,
+        ),
+        *_pooled("/v1/score", "/score", handler=pooled.create_scores, body=pool.ScoreBody, reply=pool.ScoreList),
+        *_pooled(
+            *("/v1/classify", "/classify"),
+            handler=pooled.create_classes,
+            body=pool.ClassifyBody,
+            reply=pool.ClassesList,
+        ),
+        *_pooled(
+            *("/v1/pooling", "/pooling"), handler=pooled.create_pooling, body=pool.PoolingBody, reply=pool.PooledList
+        ),
+    ),
+    "Tokens": (
+        _endpoint("/tokenize", tokenize, TokenizeBody, Tokens),
+        _endpoint("/detokenize", detokenize, DetokenizeBody, Text),
+    ),
+    "Batches": (
+        Operation("get", "/v1/files", batches.list_files, _PAGE, errors=_KEPT),
+        Operation("post", "/v1/files", batches.upload_file, errors=(*_KEPT, 408, 413, 415)),
+        Operation("get", "/v1/files/{id}", batches.show_file, _FILE, errors=_KEPT),
+        Operation("delete", "/v1/files/{id}", batches.delete_file, _FILE, errors=(*_KEPT, 409)),
+        Operation(
+            "get",
+            "/v1/files/{id}/content",
+            batches.show_content,
+            _FILE,
+            errors=_KEPT,
+            reply_type="application/octet-stream",
+        ),
+        Operation("get", "/v1/batches", batches.list_batches, _PAGE, errors=_KEPT),
+        _endpoint("/v1/batches", batches.create_batch, batches.BatchBody, batches.Batch, errors=(429, 501)),
+        Operation("get", "/v1/batches/{id}", batches.show_batch, _BATCH, reply=batches.Batch, errors=_KEPT),
+        Operation(
+            "post",
+            "/v1/batches/{id}/cancel",
+            batches.cancel_batch,
+            _BATCH,
+            reply=batches.Batch,
+            errors=(*_KEPT, 409),
+        ),
+    ),
+    "Operation": (
+        Operation("get", "/health", show_health),
+        Operation("get", "/ping", show_health),
+        Operation("post", "/ping", show_health),
+        Operation("get", "/version", show_version, reply=Version),
+        Operation("get", "/load", show_load, (_MODEL,), errors=(404,)),
+        Operation("post", "/sleep", sleeping.sleep, _SLEEP, errors=(400, 404, 409), changes="models are put to sleep"),
+        Operation("post", "/wake_up", sleeping.wake_up, (_MODEL,), errors=(400, 404), changes="models are woken"),
+        Operation("get", "/is_sleeping", sleeping.is_sleeping, (_MODEL,), errors=(400, 404)),
+        Operation(
+            "post",
+            "/v1/models/load",
+            sleeping.load_model,
+            body=sleeping.LoadBody,
+            errors=(400, 415),
+            changes="models are loaded",
+        ),
+        Operation(
+            "post",
+            "/v1/models/unload",
+            sleeping.unload_model,
+            body=sleeping.UnloadBody,
+            errors=(400, 404, 409, 415),
+            changes="models are unloaded",
+        ),
+        Operation("get", "/metrics", show_metrics, reply_type=_TEXT),
+    ),
+    "Cache": (
+        Operation("get", "/live", show_live, _WHICH, reply_type=MEDIA_TYPE, errors=(400, 404, 429)),
+        Operation(
+            "get",
+            "/debug/kv",
+            answers(KVDebug.index),
+            (("full", "query", "1: the first page of the rest too."), *_WHICH),
+            errors=(400, 404),
+        ),
+        Operation("get", "/debug/kv/map", answers(KVDebug.block_map), _MAP, errors=(400, 404)),
+        Operation(
+            "get", "/debug/kv/requests", answers(KVDebug.requests), (_OFFSET, _LIMIT, *_WHICH), errors=(400, 404)
+        ),
+        Operation("get", "/debug/kv/sharing", answers(KVDebug.sharing), (_LIMIT, *_WHICH), errors=(400, 404)),
+        Operation("get", "/debug/kv/tree", answers(KVDebug.tree), _TREE, errors=(400, 404)),
+        Operation(
+            "get",
+            "/debug/kv/blocks/{block}",
+            answers(KVDebug.block),
+            (("block", "path", "Its number."), *_WHICH),
+            errors=(400, 404),
+        ),
+        Operation("get", "/debug/kv/levels", kv_levels.show_levels, _WHICH, errors=(404,), for_admin=True),
+        Operation(
+            "post",
+            "/debug/kv/levels",
+            kv_levels.change_levels,
+            _WHICH,
+            body=kv_levels.LevelsBody,
+            errors=(400, 404, 415),
+            changes="the KV cache is changed",
+        ),
+        Operation(
+            "get",
+            "/debug/cache",
+            cache_hashes.show_changes,
+            (("since", "query", "As the last answer had it; without it, everything."),),
+            errors=(400, 404),
+            changes="hashes are told",
+        ),
+        _endpoint(
+            "/debug/cache/hashes",
+            cache_hashes.make_hashes,
+            cache_hashes.HashesBody,
+            cache_hashes.BlockHashes,
+            errors=(429, 504),
+        ),
+        Operation("get", "/debug/replicas", replicas.show_replicas, for_admin=True),
+        Operation(
+            "post",
+            "/debug/replicas",
+            replicas.change_replicas,
+            body=replicas.ReplicasBody,
+            errors=(400, 415),
+            changes="replicas are changed",
+        ),
+    ),
+}
