@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,9 @@ from quire.server.errors import ApiError
 from quire.server.settings import ApiKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    OnRefused = Callable[[ApiError, tuple[str, int] | None], None]
+OnRefused = Callable[[ApiError, tuple[str, int] | None], None]  # is told what was turned away, and whom
 
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64}):(.+)")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")  # what a header can carry
@@ -75,17 +74,6 @@ def is_open(path: str, method: str) -> bool:
     return method in ("GET", "HEAD") and (path in ("/health", "/", "/favicon.ico") or path.startswith("/static/"))
 
 
-class UnauthorizedError(ApiError):
-    def __init__(self, message: str) -> None:
-        super().__init__(
-            401,
-            message,
-            type="authentication_error",
-            code="invalid_api_key",
-            headers={"www-authenticate": 'Bearer realm="quire"'},
-        )
-
-
 class Auth:
     """ASGI middleware: refuses what carries no known key, and notes in scope["state"] the `tenant`, and whose requests
     it `sees`: that tenant's, or everybody's (None)."""
@@ -106,9 +94,13 @@ class Auth:
             given = _given_key(scope)
             key = None if given is None else self.key_of(given)
             if key is None:
-                why = "this API key is not known here"
                 missing = "no API key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
-                error = UnauthorizedError(why if given else missing)
+                error = ApiError(
+                    401,
+                    "this API key is not known here" if given else missing,
+                    code="invalid_api_key",
+                    headers={"www-authenticate": 'Bearer realm="quire"'},
+                )
                 if self._on_refused is not None:
                     self._on_refused(error, scope.get("client"))
                 await error.respond(send)

@@ -13,7 +13,6 @@ import functools
 import select
 import sys
 import time
-from collections.abc import Callable
 from email.utils import formatdate
 from typing import Any
 
@@ -23,6 +22,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from quire.server.auth import OnRefused
 from quire.server.errors import ApiError
 
 _LINGER_S = 0.5
@@ -32,41 +32,13 @@ _LOOK_S = 0.2  # until a client that is gone has refused what was sent to it
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class HeadersTooLargeError(ApiError):
-    def __init__(self, max_header_bytes: int) -> None:
-        super().__init__(
-            431,
-            f"the request's headers are longer than {max_header_bytes} bytes, the most that this server takes",
-            code="headers_too_large",
-        )
-
-
-class HeadersTimeoutError(ApiError):
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__(
-            408,
-            f"the request's headers did not arrive within {timeout_s:g} s",
-            type="timeout",
-            code="headers_timeout",
-        )
-
-
-class TooManyConnectionsError(ApiError):
-    def __init__(self) -> None:
-        super().__init__(
-            503,
-            "the server has as many connections as it may open: try again, or raise its limit of open files",
-            code="too_many_connections",
-        )
-
-
 class Connection(HttpToolsProtocol):
     """Subclassed with limits by `connection_class`; uvicorn makes one for each connection."""
 
     max_header_bytes: int
     header_timeout_s: float
     max_connections: int
-    on_refused: Callable[[ApiError, tuple[str, int] | None], None] | None
+    on_refused: OnRefused | None
 
     def __init__(
         self,
@@ -88,7 +60,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
-            self._refuse(TooManyConnectionsError())
+            message = "the server has as many connections as it may open: try again, or raise its limit of open files"
+            self._refuse(ApiError(503, message, code="too_many_connections"))
             transport.close()  # at once: what is opened now must be closed before the next one comes
         else:
             self._start_timer()
@@ -159,7 +132,7 @@ class Connection(HttpToolsProtocol):
         # They have not ended in this piece. The parser keeps what it has, so their length is bounded here.
         self._num_header_bytes = self._num_header_bytes + len(data) if was_in_headers else 0
         if self._num_header_bytes > self.max_header_bytes:
-            self._refuse(HeadersTooLargeError(self.max_header_bytes))
+            self._refuse(self._headers_too_large())
 
     def _decline(self, rest: bytes) -> None:
         """Read a request again without its offer of another protocol, which Java's client makes for HTTP/2 with every
@@ -210,7 +183,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self.max_header_bytes:
-            self._refusal = HeadersTooLargeError(self.max_header_bytes)
+            self._refusal = self._headers_too_large()
             raise ValueError("headers too large")  # stops the parser, and send_400_response is called
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
@@ -242,7 +215,12 @@ class Connection(HttpToolsProtocol):
         elif self.scope is None:
             self.transport.close()  # not a byte yet: there is nothing to answer
         else:
-            self._refuse(HeadersTimeoutError(self.header_timeout_s))
+            message = f"the request's headers did not arrive within {self.header_timeout_s:g} s"
+            self._refuse(ApiError(408, message, type="timeout", code="headers_timeout"))
+
+    def _headers_too_large(self) -> ApiError:
+        most = f"{self.max_header_bytes} bytes, the most that this server takes"
+        return ApiError(431, f"the request's headers are longer than {most}", code="headers_too_large")
 
     def _refuse(self, error: ApiError) -> None:
         """Answer and close, without the application."""
@@ -288,7 +266,7 @@ def connection_class(
     max_header_bytes: int,
     header_timeout_s: float,
     max_connections: int,
-    on_refused: Callable[[ApiError, tuple[str, int] | None], None] | None = None,
+    on_refused: OnRefused | None = None,
 ) -> type[Connection]:
     """uvicorn takes a class and hands it nothing of ours, so the limits go with the class. `on_refused` hears of what
     the application never sees."""

@@ -52,15 +52,19 @@ def engine_ids(exchange: Exchange, kind: str, num_prompts: int) -> list[str]:
 
 
 def answer_head(exchange: Exchange, kind: str, model: str, info: EngineInfo) -> dict[str, Any]:
-    """What every answer, and every chunk of one, begins with. The fingerprint changes with whatever may change an
-    answer to the same request."""
-    parts = (info.model, info.architecture, info.device, info.dtype, info.kv_dtype, info.kernels)
+    """What every answer, and every chunk of one, begins with."""
     return {
         "id": f"{kind}-{exchange.request_id}",
         "created": int(time.time()),
         "model": model,
-        "system_fingerprint": f"quire-{quire.__version__}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}",
+        "system_fingerprint": fingerprint(info),
     }
+
+
+def fingerprint(info: EngineInfo) -> str:
+    """Changes with whatever may change an answer to the same request."""
+    parts = (info.model, info.architecture, info.device, info.dtype, info.kv_dtype, info.kernels)
+    return f"quire-{quire.__version__}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
 
 
 class Generation:

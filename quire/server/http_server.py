@@ -8,14 +8,14 @@ import resource
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from quire.server.auth import OnRefused
 from quire.server.connection import connection_class
-from quire.server.errors import ApiError
 from quire.server.settings import ServerSettings
 
 _OTHER_FILES = 48  # about thirty are open before the first connection
@@ -37,7 +37,7 @@ class HttpServer(uvicorn.Server):
         app: ASGIApp,
         settings: ServerSettings,
         ssl_context: ssl.SSLContext | None,
-        on_refused: Callable[[ApiError, tuple[str, int] | None], None] | None = None,
+        on_refused: OnRefused | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,

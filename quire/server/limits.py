@@ -18,27 +18,12 @@ if TYPE_CHECKING:
 # clients would then report a broken pipe instead of our answer.
 _LINGER_S = 1.0
 _LINGER_BYTES = 64 << 20
+_CLOSE = {"connection": "close"}
 
 
-class BodyTooLargeError(ApiError):
-    def __init__(self, max_body_bytes: int) -> None:
-        super().__init__(
-            413,
-            f"the body is larger than {max_body_bytes} bytes, the most that this server takes (--max-body-bytes)",
-            code="body_too_large",
-            headers={"connection": "close"},
-        )
-
-
-class BodyTimeoutError(ApiError):
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__(
-            408,
-            f"the body did not arrive within {timeout_s:g} s",
-            type="timeout",
-            code="body_timeout",
-            headers={"connection": "close"},
-        )
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body is larger than {max_bytes} bytes, the most that this server takes (--max-body-bytes)"
+    return ApiError(413, message, code="body_too_large", headers=_CLOSE)
 
 
 class BodyLimits:
@@ -64,7 +49,7 @@ class BodyLimits:
         is_file = scope["path"] == "/v1/files" and self._max_file_bytes is not None
         max_bytes = self._max_file_bytes if is_file and self._max_file_bytes is not None else self._max_body_bytes
         if length is not None and length > max_bytes:
-            await BodyTooLargeError(max_bytes).respond(held.hold())
+            await _too_large(max_bytes).respond(held.hold())
             await held.let_go(receive)
             return
         ends_s: float | None = None
@@ -82,13 +67,14 @@ class BodyLimits:
                 async with asyncio.timeout_at(ends_s):
                     message = await receive()
             except TimeoutError:
-                refusal = BodyTimeoutError(self._timeout_s)
+                late = f"the body did not arrive within {self._timeout_s:g} s"
+                refusal = ApiError(408, late, type="timeout", code="body_timeout", headers=_CLOSE)
                 raise refusal from None
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
                 is_complete = not message.get("more_body", False)
                 if num_bytes > max_bytes:
-                    refusal = BodyTooLargeError(max_bytes)
+                    refusal = _too_large(max_bytes)
                     held.hold()
                     raise refusal
             return message
@@ -99,7 +85,7 @@ class BodyLimits:
             if error is not refusal or held.has_begun:
                 raise
             await error.respond(held)
-        if isinstance(refusal, BodyTooLargeError) and not is_complete:
+        if refusal is not None and refusal.status == 413 and not is_complete:
             await held.let_go(receive)
         else:
             await held.let_go()

@@ -33,7 +33,7 @@ from quire.router.policy import Prompt, Ticket
 from quire.router.servers import Question, Servers
 from quire.server.endpoint import REQUEST_ID_HEADER
 from quire.server.errors import ApiError, any_error, bad_request
-from quire.server.hosts import Hosts, allowed_hosts
+from quire.server.guards import Hosts, allowed_hosts
 from quire.server.http_server import HttpServer
 from quire.server.life import RETRY_AFTER_S
 from quire.server.limits import BodyLimits

@@ -34,11 +34,10 @@ from quire.server.batches import Batches
 from quire.server.context import ServedModel, ServerContext
 from quire.server.http_server import HttpServer
 from quire.server.life import LifeState, ServerLife, StoppedError, UnavailableError
-from quire.server.listen import address_of, open_socket, socket_file
+from quire.server.listen import address_of, make_ssl_context, open_socket, socket_file
 from quire.server.logs import ENGINE_READY, set_up_logs, watch_engines
 from quire.server.residents import ResidentEngine, Residents
 from quire.server.settings import ModelSettings, ServerSettings
-from quire.server.tls import make_ssl_context
 from quire.server.tracing import Tracer
 
 _DEATH_S = 3.0  # in which open requests are told that the engine died

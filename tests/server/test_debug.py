@@ -11,8 +11,9 @@ from observing_fakes import prepared
 from server_harness import Server, running
 
 from quire.kv.hashing import block_hasher, root_hash, unpack_tokens
-from quire.server import debug, kv_levels
+from quire.server import debug
 from quire.server.metrics import RequestSummary
+from quire.server.paths import OPERATIONS
 from quire.server.settings import ApiKey
 from quire.text import Tokenizer
 
@@ -57,7 +58,7 @@ def test_the_bare_path_is_short_and_says_where_the_rest_is(server: Server) -> No
     assert {"/debug/kv/map", "/debug/kv/requests", "/debug/kv/sharing", "/debug/kv/tree"} <= set(paths)
     for path in paths:
         assert server.get(path).status == 200
-    served = {route.path for part in (debug, kv_levels) for route in part.routes(server.context)}
+    served = {op.path for op in OPERATIONS["Cache"] if op.path.startswith("/debug/kv")}
     assert {path.partition("?")[0] for path in found["more"]} == served
 
 

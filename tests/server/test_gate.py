@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from quire.server.gate import Gate
+from quire.server.guards import Gate
 from quire.server.life import ServerLife
 
 

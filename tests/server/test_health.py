@@ -8,14 +8,16 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from quire.engine.api import EngineHealth, EngineState
-from quire.server import health
+from quire.server.app import make_route
 from quire.server.life import ServerLife
+from quire.server.paths import OPERATIONS
 
 
 def client(state: EngineState, life: ServerLife) -> TestClient:
     engine = SimpleNamespace(health=lambda: EngineHealth(state, "see /var/dumps/secret"))
     context: Any = SimpleNamespace(models=[SimpleNamespace(engine=engine)], life=life)
-    return TestClient(Starlette(routes=health.routes(context)))
+    paths = [op for op in OPERATIONS["Operation"] if op.path in ("/health", "/ping")]
+    return TestClient(Starlette(routes=[make_route(op, context) for op in paths]))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from server_harness import ScriptedEngine, running
 
 from quire.errors import ConfigError
-from quire.server.hosts import _name, allowed_hosts
+from quire.server.guards import _name, allowed_hosts
 from quire.server.settings import ServerSettings
 
 

@@ -7,7 +7,9 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from quire.engine.api import EngineLoad
-from quire.server.load import routes
+from quire.server.app import make_route
+from quire.server.paths import Operation
+from quire.server.status import show_load
 
 
 def test_load_says_how_busy_server_and_engine_are() -> None:
@@ -15,7 +17,8 @@ def test_load_says_how_busy_server_and_engine_are() -> None:
     engine.now_load = EngineLoad(num_running=3, num_waiting=2, num_waiting_tokens=90, kv_usage=0.25, brownout_level=1)
     served = SimpleNamespace(engine=engine)
     context = SimpleNamespace(models=[served], choose=lambda _: served, life=SimpleNamespace(num_in_flight=5))
-    with TestClient(Starlette(routes=routes(context))) as client:  # type: ignore[arg-type]
+    route = make_route(Operation("get", "/load", show_load), context)  # type: ignore[arg-type]
+    with TestClient(Starlette(routes=[route])) as client:
         assert client.get("/load").json() == {
             "server_load": 5,
             "state": "ready",

@@ -13,7 +13,7 @@ import pytest
 from live_harness import eventually, page_server, sim_command
 from serve_fakes import running
 
-from quire.server.log_writer import LogWriter
+from quire.server.logs import LogWriter
 
 
 @pytest.fixture

@@ -16,8 +16,10 @@ from quire.engine.stats import Metric
 from quire.errors import EngineDeadError
 from quire.outputs import RequestMetrics
 from quire.params import OutputKind
+from quire.server.app import make_route
 from quire.server.metric_names import NAMES
-from quire.server.metrics import ServerMetrics, routes
+from quire.server.metrics import ServerMetrics, show_metrics
+from quire.server.paths import Operation
 
 
 class Clock:
@@ -337,7 +339,8 @@ def test_no_metric_says_what_is_not_there(metrics: ServerMetrics) -> None:
 
 def test_the_route(metrics: ServerMetrics) -> None:
     context = SimpleNamespace(models=[SimpleNamespace(metrics=metrics)])
-    with TestClient(Starlette(routes=routes(context))) as client:  # type: ignore[arg-type]
+    route = make_route(Operation("get", "/metrics", show_metrics), context)  # type: ignore[arg-type]
+    with TestClient(Starlette(routes=[route])) as client:
         response = client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert "process_resident_memory_bytes" in response.text

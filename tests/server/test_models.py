@@ -7,7 +7,7 @@ from server_harness import ScriptedEngine, Server, running
 
 import quire
 from quire.request import AdapterRef
-from quire.server.models import fingerprint
+from quire.server.generation import fingerprint
 
 
 def test_models(server: Server) -> None:

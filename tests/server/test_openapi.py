@@ -18,11 +18,12 @@ from starlette.routing import Route
 from quire.refusals import FIELDS
 from quire.server.app import create_app
 from quire.server.openapi import openapi_document
-from quire.server.pooled import POSTS as POOLED
+from quire.server.paths import OPERATIONS
 from quire.server.protocol import ChatBody, refused_fields
 
 DOCUMENT = openapi_document()
 SCHEMAS = DOCUMENT["components"]["schemas"]
+POOLED = {"/v1/embeddings", *(op.path for op in OPERATIONS["Pooling"])}
 ALIASES = {path for path in POOLED if not path.startswith("/v1/")}
 BODIES = {
     path: methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]

@@ -16,9 +16,8 @@ from starlette.routing import Route
 
 from quire.errors import ConfigError
 from quire.server.http_server import HttpServer
-from quire.server.listen import address_of, open_socket
+from quire.server.listen import address_of, make_ssl_context, open_socket
 from quire.server.settings import ServerSettings
-from quire.server.tls import make_ssl_context
 
 
 @pytest.fixture(scope="module")
