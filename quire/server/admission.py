@@ -22,7 +22,7 @@ import math
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from quire.engine.api import PreparedRequest, ServingEngine
@@ -70,14 +70,12 @@ class Ticket:
 
     def started(self) -> None:
         """Its first output is here: it waits no more. Calling again does nothing."""
-        if self._is_waiting:
-            self._is_waiting = False
-            self._admission._stop_waiting(self, was_served=True)
+        self.stop_waiting(was_served=True)
 
-    def _closed(self) -> None:
+    def stop_waiting(self, *, was_served: bool) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self._admission._stop_waiting(self, was_served=False)
+            self._admission._stop_waiting(self, was_served=was_served)
 
 
 class _Rate:
@@ -137,18 +135,21 @@ class Admission:
             self._caps = _caps(self._settings)
         return self._caps
 
-    def admit(self, prepared: Sequence[PreparedRequest], tenant: str = "") -> _Admitted:
+    @contextlib.asynccontextmanager
+    async def admit(self, prepared: Sequence[PreparedRequest], tenant: str = "") -> AsyncIterator[list[Ticket]]:
         """`async with admission.admit(prepared, tenant) as tickets:`, all of them or none. Raises OverloadedError on
-        entering."""
-        return _Admitted(self, prepared, tenant)
-
-    def _enter(self, prepared: Sequence[PreparedRequest], tenant: str) -> list[Ticket]:
+        entering; what still waits on leaving is let go of."""
         self._tick()
         level = self._engine.load().brownout_level if self._settings.brownout else 0
         if level >= _NONE_TAKEN:
             raise self._overloaded("the server is short of memory and takes no new requests", "brownout")
         self._check_caps(tenant, len(prepared), sum(one.num_prompt_tokens for one in prepared))
-        return [self._take(one, tenant, level) for one in prepared]
+        tickets = [self._take(one, tenant, level) for one in prepared]
+        try:
+            yield tickets
+        finally:
+            for ticket in tickets:
+                ticket.stop_waiting(was_served=False)
 
     def _take(self, prepared: PreparedRequest, tenant: str, level: int) -> Ticket:
         num_tokens = prepared.num_prompt_tokens
@@ -226,26 +227,6 @@ class Admission:
         max_requests, max_tokens = self.caps
         enough = min(self._engine.info.max_num_seqs, max_requests / 2)
         return self.num_waiting >= enough or self.num_waiting_tokens >= max_tokens / 2
-
-
-class _Admitted:
-    """The context manager of `admit`: counted on entering, let go of on leaving."""
-
-    __slots__ = ("_admission", "_prepared", "_tenant", "_tickets")
-
-    def __init__(self, admission: Admission, prepared: Sequence[PreparedRequest], tenant: str) -> None:
-        self._admission = admission
-        self._prepared = prepared
-        self._tenant = tenant
-        self._tickets: list[Ticket] = []
-
-    async def __aenter__(self) -> list[Ticket]:
-        self._tickets = self._admission._enter(self._prepared, self._tenant)
-        return self._tickets
-
-    async def __aexit__(self, *_: object) -> None:
-        for ticket in self._tickets:
-            ticket._closed()
 
 
 def _caps(settings: ServerSettings) -> tuple[int, int]:

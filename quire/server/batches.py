@@ -31,8 +31,8 @@ from quire.server.errors import ApiError, bad_request, shown
 from quire.server.file_store import FileInfo, FileStore, read_upload
 from quire.server.request_files import (
     AnswerFile,
-    Counts,
     EndpointCaller,
+    RequestCounts,
     count_lines,
     numbered_lines,
     read_answered,
@@ -48,12 +48,6 @@ _MAX_LISTED = 100
 _MAX_BATCHES = 1_000
 _SAVE_S = 2.0  # counts on disk are as old at most
 _ENDED = ("completed", "failed", "cancelled")
-
-
-class RequestCounts(msgspec.Struct):
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
 
 
 class Batch(msgspec.Struct, kw_only=True):
@@ -197,7 +191,8 @@ class Batches:
         batch.output_file_id, batch.error_file_id = output.id, errors.id
         answered = await asyncio.to_thread(read_answered, store.path(output))
         failed = await asyncio.to_thread(read_answered, store.path(errors))
-        counts = Counts(await asyncio.to_thread(count_lines, source, max_bytes), len(answered), len(failed))
+        num_lines = await asyncio.to_thread(count_lines, source, max_bytes)
+        batch.request_counts = RequestCounts(num_lines, len(answered), len(failed))
         batch.enter("in_progress")
         self._save(batch)
         defaults = {"priority": MAX_PRIORITY}
@@ -217,7 +212,6 @@ class Batches:
                     (answers if is_good else refusals).write(line)
                     info = output if is_good else errors
                     info.bytes += len(line)
-                    batch.request_counts = RequestCounts(counts.total, counts.completed, counts.failed)
                     if time.monotonic() - saved_s > _SAVE_S:
                         saved_s = time.monotonic()
                         self._save(batch)
@@ -226,13 +220,12 @@ class Batches:
                     numbered_lines(file, max_bytes),
                     caller,
                     write,
-                    counts,
+                    batch.request_counts,
                     answered=answered | failed,
                     max_line_bytes=max_bytes,
                     num_at_once=context.first.engine.info.max_num_seqs,
                 )
             batch.enter("finalizing")
-            batch.request_counts = RequestCounts(counts.total, counts.completed, counts.failed)
         finally:
             store.save(output)
             store.save(errors)

@@ -125,7 +125,32 @@ class _Shown:
         stripped = self._tokenizer.num_spaces_stripped if self._tokenizer is not None and self.body.echo else 0
         return TextOffsets(self._tokenizer, skip_special_tokens=self._skip_special, num_spaces_stripped=stripped)
 
-    def logprobs(
+    def choice(
+        self,
+        index: int,
+        prompt: int,
+        completion: CompletionOutput,
+        output: RequestOutput,
+        offsets: TextOffsets,
+        *,
+        is_first: bool,
+    ) -> CompletionChoice:
+        """A whole answer, or the next piece of one; the first brings what is told of the prompt."""
+        text = "" if self.is_echo_only else completion.text
+        choice = CompletionChoice(
+            index=index,
+            text=self.echoes[prompt] + text if is_first else text,
+            logprobs=self._logprobs(completion, output, offsets, with_prompt=is_first),
+            finish_reason="length" if self.is_echo_only else completion.finish_reason,
+            stop_reason=None if self.is_echo_only else completion.stop_reason,
+        )
+        if self.body.return_token_ids:
+            choice.token_ids = [] if self.is_echo_only else completion.token_ids
+            if is_first:
+                choice.prompt_token_ids = output.prompt_token_ids
+        return choice
+
+    def _logprobs(
         self, completion: CompletionOutput, output: RequestOutput, offsets: TextOffsets, *, with_prompt: bool
     ) -> CompletionLogprobs | None:
         if self.body.logprobs is None:
@@ -150,24 +175,11 @@ def _whole(head: dict[str, Any], body: CompletionBody, shown: _Shown, outputs: d
         usage.prompt_tokens += len(output.prompt_token_ids)
         usage.prompt_tokens_details.cached_tokens += output.num_cached_tokens
         for completion in output.outputs[: body.n or 1]:  # of best_of beams
-            text, finish_reason = completion.text, completion.finish_reason
-            if shown.is_echo_only:
-                text, finish_reason = "", "length"
-            else:
-                usage.completion_tokens += len(completion.token_ids)
-            choice = CompletionChoice(
-                index=len(choices),
-                text=shown.echoes[prompt] + text,
-                logprobs=shown.logprobs(completion, output, shown.offsets(), with_prompt=True),
-                finish_reason=finish_reason,
-                stop_reason=None if shown.is_echo_only else completion.stop_reason,
-            )
+            usage.completion_tokens += 0 if shown.is_echo_only else len(completion.token_ids)
+            choice = shown.choice(len(choices), prompt, completion, output, shown.offsets(), is_first=True)
             if body.prompt_logprobs is not None:
                 assert output.prompt_logprobs is not None
                 choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-            if body.return_token_ids:
-                choice.token_ids = [] if shown.is_echo_only else completion.token_ids
-                choice.prompt_token_ids = output.prompt_token_ids
             choices.append(choice)
     usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
     return Completion(**head, choices=choices, usage=usage)
@@ -182,7 +194,7 @@ class _Writer(StreamWriter):
         is_plain = body.logprobs is None and not body.echo and not body.return_token_ids
         super().__init__(head, num_prompts=num_prompts, n=n, options=body.stream_options, is_plain=is_plain)
         self._shown = shown
-        self._offsets = [shown.offsets() for _ in range(num_prompts * n)] if body.logprobs is not None else None
+        self._offsets = [shown.offsets() for _ in range(num_prompts * n)]
 
     def start(self, index: int, *, is_first: bool) -> bytes:
         return b'{"index":%d,"text":' % index
@@ -192,21 +204,5 @@ class _Writer(StreamWriter):
 
     def choice(
         self, index: int, prompt: int, completion: CompletionOutput, output: RequestOutput, *, is_first: bool
-    ) -> dict[str, Any]:
-        shown, body = self._shown, self._shown.body
-        text = "" if shown.is_echo_only else completion.text
-        logprobs = None
-        if self._offsets is not None:
-            logprobs = shown.logprobs(completion, output, self._offsets[index], with_prompt=is_first)
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": shown.echoes[prompt] + text if is_first else text,
-            "logprobs": logprobs,
-            "finish_reason": "length" if shown.is_echo_only else completion.finish_reason,
-            "stop_reason": None if shown.is_echo_only else completion.stop_reason,
-        }
-        if body.return_token_ids:
-            choice["token_ids"] = [] if shown.is_echo_only else completion.token_ids
-            if is_first:
-                choice["prompt_token_ids"] = output.prompt_token_ids
-        return choice
+    ) -> CompletionChoice:
+        return self._shown.choice(index, prompt, completion, output, self._offsets[index], is_first=is_first)

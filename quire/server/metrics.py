@@ -25,7 +25,7 @@ import quire
 from quire.engine.api import EngineInfo, EngineState, PreparedRequest, ServingEngine, is_replicated, replicas_of
 from quire.engine.stats import Metric
 from quire.errors import QuireError
-from quire.outputs import RequestOutput
+from quire.outputs import RequestMetrics, RequestOutput
 from quire.params import OutputKind
 from quire.request import FinishReason
 from quire.server.histogram import FIRST_TOKEN_S, INTER_TOKEN_S, REQUEST_S, SEQUENCES, TOKENS, Histogram
@@ -206,38 +206,34 @@ class ServerMetrics(_Families, Collector):
         num_output_tokens = sum(counts)
         has_begun = live is not None or num_output_tokens > 0
         self._on_tenant(request.tenant, prepared.num_prompt_tokens if has_begun else 0, num_output_tokens)
-        measured = last_output.metrics if last_output is not None else None
-        queue_s = measured.queue_s if measured is not None else None
-        first_token_s = measured.first_token_s if measured is not None else None
-        inter_token_s = measured.inter_token_s if measured is not None else None
-        self._on_phases(queue_s, first_token_s, inter_token_s, measured.total_s if measured is not None else None)
+        measured = (last_output.metrics if last_output is not None else None) or RequestMetrics(request.arrival_s)
+        self._on_phases(measured)
         summary = RequestSummary(
             request_id=request.request_id,
             tenant=request.tenant,
             num_prompt_tokens=prepared.num_prompt_tokens,
             num_cached_tokens=num_cached_tokens,
             num_output_tokens=num_output_tokens,
-            queue_s=queue_s,
-            first_token_s=first_token_s,
-            inter_token_s=inter_token_s,
+            queue_s=measured.queue_s,
+            first_token_s=measured.first_token_s,
+            inter_token_s=measured.inter_token_s,
             total_s=total_s,
             finish_reason=reasons[0] if len(set(reasons)) == 1 else ",".join(reasons),
-            cache_outcome=measured.cache_outcome if measured is not None else None,
-            num_preemptions=measured.num_preemptions if measured is not None else 0,
-            num_draft_tokens=measured.num_draft_tokens if measured is not None else 0,
-            num_accepted_tokens=measured.num_accepted_tokens if measured is not None else 0,
+            cache_outcome=measured.cache_outcome,
+            num_preemptions=measured.num_preemptions,
+            num_draft_tokens=measured.num_draft_tokens,
+            num_accepted_tokens=measured.num_accepted_tokens,
             output_tokens_by_index=tuple(counts),
         )
         self.recent.append(summary)
         return summary
 
-    def _on_phases(
-        self, queue_s: float | None, first_token_s: float | None, inter_token_s: float | None, total_s: float | None
-    ) -> None:
+    def _on_phases(self, measured: RequestMetrics) -> None:
+        queue_s, first_token_s, total_s = measured.queue_s, measured.first_token_s, measured.total_s
         if queue_s is not None:
             self._queue.observe(queue_s)
-        if inter_token_s is not None:
-            self._per_token.observe(inter_token_s)
+        if measured.inter_token_s is not None:
+            self._per_token.observe(measured.inter_token_s)
         if queue_s is not None and first_token_s is not None:
             self._prefill.observe(first_token_s - queue_s)
             if total_s is not None:

@@ -15,31 +15,12 @@ from quire.errors import BadRequestError
 from quire.inputs import Prompt
 from quire.outputs import RequestOutput
 from quire.pooling import Pooled, PoolingParams
+from quire.server import pooled_bodies as bodies
 from quire.server.completions import read_prompts
 from quire.server.context import ServedModel
 from quire.server.endpoint import ClientGone, Exchange
 from quire.server.errors import bad_request
 from quire.server.generation import Generation, engine_ids
-from quire.server.pooled_bodies import (
-    Classes,
-    ClassesList,
-    ClassifyBody,
-    EmbeddingBody,
-    Embeddings,
-    PooledBody,
-    PooledData,
-    PooledList,
-    PooledUsage,
-    PoolingBody,
-    RerankBody,
-    RerankDocument,
-    Reranked,
-    RerankList,
-    Score,
-    ScoreBody,
-    ScoreList,
-    Vector,
-)
 from quire.server.sampling import priority_of
 from quire.server.text_work import request_deadline
 
@@ -50,7 +31,7 @@ _FLOAT_CHARS = 4  # what a number of an answer costs to write
 class _Pooling:
     """One HTTP request to a model that pools: its prompts run, and their vectors are written off the event loop."""
 
-    def __init__(self, exchange: Exchange, body: PooledBody, kind: str) -> None:
+    def __init__(self, exchange: Exchange, body: bodies.PooledBody, kind: str) -> None:
         asked = exchange.context.find(body.model)
         self.served: ServedModel = asked.served
         self.exchange = exchange
@@ -67,7 +48,7 @@ class _Pooling:
         return self.served.engine.info.pooling_labels
 
     def head(self) -> dict[str, Any]:
-        usage = PooledUsage(self.num_prompt_tokens, self.num_prompt_tokens)
+        usage = bodies.PooledUsage(self.num_prompt_tokens, self.num_prompt_tokens)
         return {"id": self.id, "created": int(time.time()), "model": self.model, "usage": usage}
 
     async def run(self, prompts: Sequence[Prompt], param: str, **params: Any) -> list[Pooled]:
@@ -127,53 +108,53 @@ class _Pooling:
         return [cosine(found[i], found[j]) for i, j in zip(at[: len(left)], at[len(left) :], strict=True)]
 
 
-async def create_embeddings(exchange: Exchange, body: EmbeddingBody) -> None:
+async def create_embeddings(exchange: Exchange, body: bodies.EmbeddingBody) -> None:
     """A vector for each text."""
     pooling = _Pooling(exchange, body, "embd")
     prompts = read_prompts(body.input, name="input")
     found = await pooling.run(prompts, "input", task="embed", dimensions=body.dimensions)
 
-    def make() -> Embeddings:
-        data = [Vector(index=i, embedding=_shown(body.encoding_format, each)) for i, each in enumerate(found)]
-        return Embeddings(data=data, **pooling.head())
+    def make() -> bodies.Embeddings:
+        data = [bodies.Vector(index=i, embedding=_shown(body.encoding_format, each)) for i, each in enumerate(found)]
+        return bodies.Embeddings(data=data, **pooling.head())
 
     await pooling.reply(make, found)
 
 
-async def create_pooling(exchange: Exchange, body: PoolingBody) -> None:
+async def create_pooling(exchange: Exchange, body: bodies.PoolingBody) -> None:
     """Hidden states of texts: a vector for each token, or one for all."""
     pooling = _Pooling(exchange, body, "pool")
     task = body.task or ("classify" if pooling.labels else "token_embed")
     found = await pooling.run(read_prompts(body.input, name="input"), "input", task=task, dimensions=body.dimensions)
 
-    def make() -> PooledList:
+    def make() -> bodies.PooledList:
         data = [
-            PooledData(index=i, data=_shown(body.encoding_format, each, by_token=task.startswith("token_")))
+            bodies.PooledData(index=i, data=_shown(body.encoding_format, each, by_token=task.startswith("token_")))
             for i, each in enumerate(found)
         ]
-        return PooledList(data=data, **pooling.head())
+        return bodies.PooledList(data=data, **pooling.head())
 
     await pooling.reply(make, found)
 
 
-async def create_classes(exchange: Exchange, body: ClassifyBody) -> None:
+async def create_classes(exchange: Exchange, body: bodies.ClassifyBody) -> None:
     """The classes of texts, with their probabilities."""
     pooling = _Pooling(exchange, body, "classify")
     found = await pooling.run(read_prompts(body.input, name="input"), "input", task="classify")
     labels = pooling.labels or ()
 
-    def make() -> ClassesList:
+    def make() -> bodies.ClassesList:
         data = []
         for i, each in enumerate(found):
             probs = each.floats().tolist()
             label = labels[max(range(len(probs)), key=probs.__getitem__)]
-            data.append(Classes(index=i, label=label, probs=probs, num_classes=len(probs)))
-        return ClassesList(data=data, **pooling.head())
+            data.append(bodies.Classes(index=i, label=label, probs=probs, num_classes=len(probs)))
+        return bodies.ClassesList(data=data, **pooling.head())
 
     await pooling.reply(make, found)
 
 
-async def create_scores(exchange: Exchange, body: ScoreBody) -> None:
+async def create_scores(exchange: Exchange, body: bodies.ScoreBody) -> None:
     """How well pairs of texts go together."""
     pooling = _Pooling(exchange, body, "score")
     given: list[str | list[str]] = []
@@ -183,25 +164,23 @@ async def create_scores(exchange: Exchange, body: ScoreBody) -> None:
             raise bad_request(f"send either text_{number} or data_{number}", f"text_{number}")
         given.append(data if text is None else text)
     scores = await pooling.score(*pair_up(*given), param="text_2")
-    data = [Score(index=i, score=score) for i, score in enumerate(scores)]
-    await pooling.reply(lambda: ScoreList(data=data, **pooling.head()), ())
+    data = [bodies.Score(index=i, score=score) for i, score in enumerate(scores)]
+    await pooling.reply(lambda: bodies.ScoreList(data=data, **pooling.head()), ())
 
 
-async def create_ranking(exchange: Exchange, body: RerankBody) -> None:
+async def create_ranking(exchange: Exchange, body: bodies.RerankBody) -> None:
     """Documents by how well they answer a query, the best first."""
     pooling = _Pooling(exchange, body, "rerank")
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     scores = await pooling.score([body.query] * len(texts), list(texts), param="documents")
     order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
-    has_text = body.return_documents is not False
-    results = [
-        Reranked(
-            index=i, relevance_score=scores[i], document=RerankDocument(text=texts[i]) if has_text else msgspec.UNSET
-        )
-        for i in order
-    ]
-    usage = PooledUsage(pooling.num_prompt_tokens, pooling.num_prompt_tokens)
-    await pooling.reply(lambda: RerankList(id=pooling.id, model=pooling.model, usage=usage, results=results), ())
+    results = [bodies.Reranked(index=i, relevance_score=scores[i]) for i in order]
+    if body.return_documents is not False:
+        for result in results:
+            result.document = bodies.RerankDocument(text=texts[result.index])
+    head = pooling.head()
+    del head["created"]  # as Jina and Cohere have it
+    await pooling.reply(lambda: bodies.RerankList(results=results, **head), ())
 
 
 def _shown(encoding: str | None, pooled: Pooled, *, by_token: bool = False) -> Any:

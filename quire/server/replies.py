@@ -29,7 +29,7 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
     def count_drafts(self, metrics: RequestMetrics | None) -> None:
-        """Of a request with one prompt. Where nothing was drafted, nothing is told."""
+        """Tell the drafts of a request with one prompt. Where nothing was drafted, nothing is told."""
         if metrics is None or not (metrics.num_draft_tokens or metrics.num_accepted_tokens or self._tells_drafts):
             return
         if not isinstance(self.completion_tokens_details, CompletionDetails):
@@ -78,10 +78,7 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int] | None
 
 
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
+class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 

@@ -53,17 +53,12 @@ class Answer:
     body: bytes
 
 
-@dataclass(slots=True)
-class Counts:
+class RequestCounts(msgspec.Struct):
     """How a file's lines ended so far."""
 
     total: int = 0
     completed: int = 0
     failed: int = 0
-
-    @property
-    def num_ended(self) -> int:
-        return self.completed + self.failed
 
 
 Write = Callable[[bytes, bool], None]  # one line, and whether it is an answer with a 200
@@ -112,7 +107,7 @@ async def run_lines(
     lines: Iterable[tuple[int, bytes]],
     caller: EndpointCaller,
     write: Write,
-    counts: Counts,
+    counts: RequestCounts,
     *,
     answered: Mapping[int, int],
     max_line_bytes: int,

@@ -17,8 +17,8 @@ from quire.server.life import ServerLife
 from quire.server.logs import set_up_logs
 from quire.server.request_files import (
     AnswerFile,
-    Counts,
     EndpointCaller,
+    RequestCounts,
     count_lines,
     numbered_lines,
     read_answered,
@@ -31,12 +31,12 @@ _CLOSE_S = 5.0
 _WINDOWS = 2  # requests under way, in the engine's batches: one runs, one waits prepared
 
 
-def run_batch(config: EngineConfig, settings: ServerSettings, input_path: Path, output_path: Path) -> Counts:
+def run_batch(config: EngineConfig, settings: ServerSettings, input_path: Path, output_path: Path) -> RequestCounts:
     """Answer every line of the input that the output has no answer to yet. Raises a QuireError where it cannot go on;
     what was written until then stands."""
     _check_paths(input_path, output_path)
     answered = read_answered(output_path)
-    counts = Counts(total=count_lines(input_path, settings.max_body_bytes))
+    counts = RequestCounts(total=count_lines(input_path, settings.max_body_bytes))
     if counts.total <= len(answered):
         return counts
     logs = set_up_logs(settings.log_format, settings.log_level)

@@ -66,7 +66,7 @@ class StreamWriter:
 
     def choice(
         self, index: int, prompt: int, completion: CompletionOutput, output: RequestOutput, *, is_first: bool
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, Any] | msgspec.Struct | None:
         """None: nothing to tell yet."""
         raise AssertionError("a subclass has it")
 
