@@ -23,7 +23,6 @@ from quire.models.spec import ModelSpec
 from quire.params import SamplingParams
 from quire.scheduler import Scheduler, SchedulerConfig
 from quire.speculation import SpeculativeConfig
-from quire.text import Tokenizer
 from quire.weights import Checkpoint, ProgressBar
 
 if TYPE_CHECKING:
@@ -76,24 +75,12 @@ class BuiltEngine:
     timeline_s: dict[str, float] = field(default_factory=dict)
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.text.tokenizer
-
-    @property
     def default_sampling(self) -> SamplingParams:
         return self.text.default_sampling
 
     @property
     def executor(self) -> BuiltExecutor:
         return self.tokens.executor
-
-    @property
-    def core(self) -> EngineCore:
-        return self.tokens.core
-
-    @property
-    def ledger(self) -> MemoryLedger:
-        return self.tokens.ledger
 
 
 def build_engine(config: EngineConfig, *, show_progress: bool = False) -> BuiltEngine:

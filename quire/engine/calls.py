@@ -101,16 +101,6 @@ def wake_up(core: EngineCore) -> None:
     core.wake_up()
 
 
-CALLS: dict[str, Callable[..., Any]] = {
-    "reset_prefix_cache": reset_prefix_cache,
-    "pin_prefix": pin_prefix,
-    "unpin_prefix": unpin_prefix,
-    "cache_changes": cache_changes,
-    "pin_cached": pin_cached,
-    "expire_prefix": expire_prefix,
-    "expire_unused": expire_unused,
-    "read_adapter": read_adapter,
-    "sleep": sleep,
-    "wake_up": wake_up,
-    **INSPECTIONS,
-}
+_PREFIXES = (reset_prefix_cache, pin_prefix, unpin_prefix, pin_cached, expire_prefix, expire_unused, cache_changes)
+_CALLS = (*_PREFIXES, read_adapter, sleep, wake_up)
+CALLS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _CALLS} | INSPECTIONS

@@ -18,7 +18,7 @@ from quire.kv import BlockState
 from quire.kv.blocks import Block
 from quire.kv.hashing import unpack_tokens
 from quire.kv.watch import as_runs
-from quire.request import Request, Sequence, SequenceState
+from quire.request import Sequence, SequenceState
 
 MAX_BLOCKS = 4_096  # that one call looks at
 MAX_TABLE_BLOCKS = 1_024  # of the tables that one look at the changes brings
@@ -36,7 +36,7 @@ def kv_overview(core: EngineCore) -> dict[str, Any]:
         counters["hit_rate"] = getattr(core.kv.stats, name).hit_rate
     overview |= {
         "enable_prefix_caching": core.kv.enable_prefix_caching,
-        "num_requests": len(_requests(core)),
+        "num_requests": len(core.scheduler.requests),
         "num_running": scheduler.num_running,
         "num_waiting": scheduler.num_waiting,
         "num_swapped": scheduler.num_swapped,
@@ -82,7 +82,7 @@ def kv_map(core: EngineCore, first: int = 0, limit: int = MAX_BLOCKS) -> dict[st
 def kv_tables(core: EngineCore, offset: int = 0, limit: int = 128, tenant: str | None = None) -> dict[str, Any]:
     """Requests in order of arrival, each sequence with its block table as runs and why it hit or missed the cache.
     Of one tenant, or of all."""
-    requests = [one for one in _requests(core).values() if tenant is None or one.tenant == tenant]
+    requests = [one for one in core.scheduler.requests.values() if tenant is None or one.tenant == tenant]
     kv = core.kv
     found = []
     num_blocks = 0
@@ -225,16 +225,8 @@ ROW_FIELDS = (
     "priority",
 )
 
-INSPECTIONS: dict[str, Callable[..., Any]] = {
-    "kv_overview": kv_overview,
-    "kv_levels": kv_levels,
-    "kv_map": kv_map,
-    "kv_tables": kv_tables,
-    "kv_tree": kv_tree,
-    "kv_tokens": kv_tokens,
-    "kv_block": kv_block,
-    "kv_changes": kv_changes,
-}
+_INSPECTIONS = (kv_overview, kv_levels, kv_map, kv_tables, kv_tree, kv_tokens, kv_block, kv_changes)
+INSPECTIONS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _INSPECTIONS}
 
 
 def _row(seq: Sequence) -> list[Any]:
@@ -274,7 +266,7 @@ def _gauges(core: EngineCore) -> dict[str, Any]:
         "num_hit_tokens": stats.prefix.num_hit_tokens,
         "num_evictions": stats.num_evictions,
         "num_copies": stats.num_copies,
-        "num_requests": len(_requests(core)),
+        "num_requests": len(core.scheduler.requests),
         "num_running": scheduler.num_running,
         "num_waiting": scheduler.num_waiting,
         "num_swapped": scheduler.num_swapped,
@@ -285,13 +277,8 @@ def _gauges(core: EngineCore) -> dict[str, Any]:
     }
 
 
-def _requests(core: EngineCore) -> dict[str, Request]:
-    """Requests that have not ended, the earliest first."""
-    return core.scheduler.requests
-
-
 def _sequences(core: EngineCore) -> Iterator[Sequence]:
-    for request in _requests(core).values():
+    for request in core.scheduler.requests.values():
         for seq in request.sequences:
             if seq.state is not SequenceState.FINISHED:
                 yield seq

@@ -50,9 +50,9 @@ class LLMEngine:
         self.built = built
         self.config = built.config
         self.spec = built.spec
-        self.ledger = built.ledger
-        self.tokenizer = built.tokenizer
-        self.core = built.core
+        self.ledger = built.tokens.ledger
+        self.tokenizer = built.text.tokenizer
+        self.core = built.tokens.core
         self.request_stats = RequestStats()
         self._adapters: dict[int, tuple[tuple[str, str], AdapterRef]] = {}  # by number: name and path, as read
         self._adapters_lock = threading.Lock()

@@ -38,9 +38,9 @@ from quire.engine.inspect import ROW_FIELDS
 from quire.errors import EngineDeadError
 from quire.params import for_chat
 from quire.server.errors import ApiError, bad_request
+from quire.server.histogram import Rolling
 from quire.server.life import LifeState, ServerLife
 from quire.server.metrics import RequestSummary, ServerMetrics
-from quire.server.rolling import Rolling
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
@@ -94,7 +94,7 @@ class LiveFeed:
         self._hello = hello
         self._clock = clock
         self._metrics = metrics
-        self._rolling = Rolling(metrics)
+        self._rolling = Rolling(metrics.first_token, metrics.inter_token)
         self._last_ended: RequestSummary | None = None  # of those that the viewers were told of
         self._viewers: set[_Viewer] = set()
         self._task: asyncio.Task[None] | None = None

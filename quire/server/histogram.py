@@ -1,10 +1,14 @@
-"""Histograms that cost a bisection per observation. Prometheus sees them when it asks."""
+"""Histograms that cost a bisection per observation, and what of them and of other totals happened in the last seconds.
+Prometheus sees the histograms when it asks."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
@@ -32,6 +36,8 @@ REQUEST_S = (
 )
 TOKENS = one_two_five(1_000_000)
 SEQUENCES = (1.0, 2.0, 5.0, 10.0, 20.0)
+# Seconds that rates, latencies and hit rates are of.
+RATE_S, LATENCY_S, HITS_S = 3.0, 15.0, 60.0
 
 
 class Histogram:
@@ -72,3 +78,63 @@ def quantile(bounds: Sequence[float], counts: Iterable[int], share: float) -> fl
             return low + (bound - low) * (rank - below) / count
         below, low = below + count, bound
     return bounds[-1]
+
+
+@dataclass(slots=True, frozen=True)
+class _Sample:
+    now_s: float
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_query_tokens: int
+    num_hit_tokens: int
+    first_token: tuple[int, ...]
+    inter_token: tuple[int, ...]
+
+
+class Rolling:
+    """Remembers readings of the last minute. A number is None while nothing happened in its window."""
+
+    def __init__(self, first_token: Histogram, inter_token: Histogram) -> None:
+        self._first_token = first_token
+        self._inter_token = inter_token
+        self._samples: deque[_Sample] = deque()
+
+    def read(self, now_s: float, gauges: dict[str, Any]) -> dict[str, float | None]:
+        sample = _Sample(
+            now_s=now_s,
+            num_decode_tokens=gauges["num_decode_tokens"],
+            num_prefill_tokens=gauges["num_prefill_tokens"],
+            num_query_tokens=gauges["num_query_tokens"],
+            num_hit_tokens=gauges["num_hit_tokens"],
+            first_token=tuple(self._first_token.counts),
+            inter_token=tuple(self._inter_token.counts),
+        )
+        samples = self._samples
+        samples.append(sample)
+        while len(samples) > 2 and now_s - samples[1].now_s >= HITS_S:
+            samples.popleft()
+        rate, latency, hits = self._since(RATE_S), self._since(LATENCY_S), self._since(HITS_S)
+        elapsed_s = now_s - rate.now_s
+        num_decoded = sample.num_decode_tokens - rate.num_decode_tokens
+        num_prefilled = sample.num_prefill_tokens - rate.num_prefill_tokens
+        num_queried = sample.num_query_tokens - hits.num_query_tokens
+        found: dict[str, float | None] = {
+            "tokens_per_s": num_decoded / elapsed_s if elapsed_s > 0 else 0.0,
+            "prefill_per_s": num_prefilled / elapsed_s if elapsed_s > 0 else 0.0,
+            "hit_rate": (sample.num_hit_tokens - hits.num_hit_tokens) / num_queried if num_queried else None,
+        }
+        for name, histogram in (("first_token", self._first_token), ("inter_token", self._inter_token)):
+            counts = [new - old for new, old in zip(getattr(sample, name), getattr(latency, name), strict=True)]
+            found[f"{name}_p50_s"] = quantile(histogram.bounds, counts, 0.5)
+            found[f"{name}_p99_s"] = quantile(histogram.bounds, counts, 0.99)
+        return found
+
+    def _since(self, window_s: float) -> _Sample:
+        """The youngest sample that is at least that old, or the oldest there is."""
+        newest = self._samples[-1]
+        found = self._samples[0]
+        for sample in self._samples:
+            if newest.now_s - sample.now_s < window_s:
+                break
+            found = sample
+        return found

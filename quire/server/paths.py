@@ -95,6 +95,11 @@ def _running(path: str, handler: AnyHandler, body: Body, reply: Body | None = No
     return replace(made, parameters=(_ID, _TIMEOUT))
 
 
+def _change(path: str, handler: AnyHandler, body: Body, what: str, *errors: int, **others: Any) -> Operation:
+    """It takes a body, and changes something of the server."""
+    return Operation("post", path, handler, body=body, changes=what, errors=(400, 404, 415, *errors), **others)
+
+
 def _pooled(*paths: str, handler: AnyHandler, body: Body, reply: Body) -> tuple[Operation, ...]:
     return tuple(_running(path, handler, body, reply) for path in paths)
 
@@ -113,23 +118,19 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
             "get", "/v1/models/{model:path}", show_model, (("model", "path", "Its name."),), reply=Model, errors=(404,)
         ),
         _running("/v1/embeddings", pooled.create_embeddings, pool.EmbeddingBody, pool.Embeddings),
-        Operation(
-            "post",
+        _change(
             "/v1/load_lora_adapter",
             adapters.load_lora_adapter,
-            body=adapters.LoadAdapterBody,
+            adapters.LoadAdapterBody,
+            "adapters are loaded",
             reply_type=_TEXT,
-            errors=(400, 404, 415),
-            changes="adapters are loaded",
         ),
-        Operation(
-            "post",
+        _change(
             "/v1/unload_lora_adapter",
             adapters.unload_lora_adapter,
-            body=adapters.UnloadAdapterBody,
+            adapters.UnloadAdapterBody,
+            "adapters are loaded",
             reply_type=_TEXT,
-            errors=(400, 404, 415),
-            changes="adapters are loaded",
         ),
     ),
     "Anthropic": (
@@ -203,22 +204,8 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         Operation("post", "/sleep", sleeping.sleep, _SLEEP, errors=(400, 404, 409), changes="models are put to sleep"),
         Operation("post", "/wake_up", sleeping.wake_up, (_MODEL,), errors=(400, 404), changes="models are woken"),
         Operation("get", "/is_sleeping", sleeping.is_sleeping, (_MODEL,), errors=(400, 404)),
-        Operation(
-            "post",
-            "/v1/models/load",
-            sleeping.load_model,
-            body=sleeping.LoadBody,
-            errors=(400, 415),
-            changes="models are loaded",
-        ),
-        Operation(
-            "post",
-            "/v1/models/unload",
-            sleeping.unload_model,
-            body=sleeping.UnloadBody,
-            errors=(400, 404, 409, 415),
-            changes="models are unloaded",
-        ),
+        _change("/v1/models/load", sleeping.load_model, sleeping.LoadBody, "models are loaded"),
+        _change("/v1/models/unload", sleeping.unload_model, sleeping.UnloadBody, "models are unloaded", 409),
         Operation("get", "/metrics", show_metrics, reply_type=_TEXT),
     ),
     "Cache": (
@@ -244,14 +231,12 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
             errors=(400, 404),
         ),
         Operation("get", "/debug/kv/levels", kv_levels.show_levels, _WHICH, errors=(404,), for_admin=True),
-        Operation(
-            "post",
+        _change(
             "/debug/kv/levels",
             kv_levels.change_levels,
-            _WHICH,
-            body=kv_levels.LevelsBody,
-            errors=(400, 404, 415),
-            changes="the KV cache is changed",
+            kv_levels.LevelsBody,
+            "the KV cache is changed",
+            parameters=_WHICH,
         ),
         Operation(
             "get",
@@ -269,13 +254,6 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
             errors=(429, 504),
         ),
         Operation("get", "/debug/replicas", replicas.show_replicas, for_admin=True),
-        Operation(
-            "post",
-            "/debug/replicas",
-            replicas.change_replicas,
-            body=replicas.ReplicasBody,
-            errors=(400, 415),
-            changes="replicas are changed",
-        ),
+        _change("/debug/replicas", replicas.change_replicas, replicas.ReplicasBody, "replicas are changed"),
     ),
 }

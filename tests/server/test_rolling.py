@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from live_harness import CoreEngine, make_core
 
+from quire.server.histogram import HITS_S, LATENCY_S, Rolling
 from quire.server.metrics import ServerMetrics
-from quire.server.rolling import HITS_S, LATENCY_S, Rolling
 
 
 def gauges(decode: int = 0, queried: int = 0, hit: int = 0) -> dict[str, int]:
@@ -18,7 +18,7 @@ def gauges(decode: int = 0, queried: int = 0, hit: int = 0) -> dict[str, int]:
 
 def make() -> tuple[Rolling, ServerMetrics]:
     metrics = ServerMetrics(CoreEngine(make_core()), "tiny")
-    return Rolling(metrics), metrics
+    return Rolling(metrics.first_token, metrics.inter_token), metrics
 
 
 def test_nothing_is_known_at_first() -> None:
