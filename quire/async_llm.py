@@ -128,7 +128,7 @@ class AsyncLLM:
         return done
 
     async def sleep(self, level: int = 1, *, keep_kv: bool = False) -> None:
-        """As `LLM.sleep`. Refused while requests are under way."""
+        """Sleep as `LLM.sleep` does. It is refused while requests are under way."""
         check_level(level)
         await self._streams_here().call("sleep", keep_kv=keep_kv)
 

@@ -286,7 +286,7 @@ class _Bar:
         self._tokens_in = self._tokens_out = 0  # of finished requests
 
     def tick(self) -> None:
-        """Between two steps."""
+        """Draw the bar; called between two steps."""
         now = time.perf_counter()
         if self._bar is None:
             from tqdm import tqdm

@@ -45,7 +45,7 @@ class AdapterGate:
         return False
 
     def leave(self, request_id: str) -> Request:
-        """One that waits is wanted no more."""
+        """Take back a request that waits."""
         return self._waiting.pop(request_id)[0]
 
     def take_ready(self) -> list[tuple[Request, str | None]]:

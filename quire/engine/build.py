@@ -140,7 +140,7 @@ def build_token_side(
 
 
 def _build_ranks(config: EngineConfig, opened: OpenedModel, grammars: GrammarCompiler | None) -> BuiltExecutor:
-    """In processes of their own: torch is not imported here."""
+    """Build ranks in processes of their own, so that torch is not imported here."""
     try:
         from quire.executor.rank_executor import build_rank_executor
     except ImportError as error:

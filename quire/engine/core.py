@@ -44,8 +44,8 @@ class _Flight:
     has_drafts: bool  # nobody knows before its result where the next step begins
 
 
-_READING_S = 0.001  # likewise, while an adapter is read
-_COMPILING_S = 0.005  # that a loop without other work sleeps: a command may come meanwhile
+# How long a loop without other work sleeps while a grammar is compiled or an adapter is read: a command may come.
+_COMPILING_S, _READING_S = 0.005, 0.001
 _SETTLE_S = 5.0  # at the end of an engine
 _MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for nobody
 
@@ -102,7 +102,7 @@ class EngineCore:
         self._last_added_s = time.perf_counter()
 
     def _enter(self, request: Request) -> None:
-        """To the scheduler, once its adapter is there."""
+        """Hand a request to the scheduler, once its adapter is there."""
         if request.adapter is not None:
             assert self.adapters is not None
             self.scheduler.check_new(request)
@@ -318,7 +318,7 @@ class EngineCore:
             raise EngineDeadError(f"the engine failed earlier and stopped: {self._failure!r}") from self._failure
 
     def settle(self, within_s: float) -> None:
-        """With no request left, write to the levels below what waits for it, for so long at most."""
+        """Write what waits to the levels below, while no request is left, for `within_s` at most."""
         until_s = time.perf_counter() + within_s
         while self.has_work and not self.scheduler.requests and not self.is_dead and time.perf_counter() < until_s:
             self.step()

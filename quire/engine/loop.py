@@ -305,7 +305,7 @@ class EngineLoop:
             self._send(CacheReport(change.filled, change.evicted, change.is_snapshot))
 
     def _report(self) -> None:
-        """Between steps, a few times a second, and whenever the loop goes to sleep."""
+        """Report the load between steps, a few times a second, and whenever the loop goes to sleep."""
         now_s = time.monotonic()
         self._next_report_s = now_s + _REPORT_EVERY_S
         self._update_brownout(now_s)

@@ -201,7 +201,7 @@ class CacheReport:
 
 @dataclass(slots=True, frozen=True)
 class Heartbeat:
-    """From a thread beside the loop: says whether the loop gets on."""
+    """Says whether the loop gets on. A thread beside the loop sends it."""
 
     now_s: float
     num_steps: int

@@ -143,7 +143,7 @@ def _step_tokens(stats: StepStats) -> list[Metric]:
 
 
 def _drafts(core: EngineCore) -> list[Metric]:
-    """Where something drafts."""
+    """Counts of drafts, where something drafts."""
     if core.scheduler.drafter is None:
         return []
     stats = core.scheduler.stats
@@ -159,7 +159,7 @@ def _drafts(core: EngineCore) -> list[Metric]:
 
 
 def _device(core: EngineCore) -> list[Metric]:
-    """What only some executors have."""
+    """Numbers that only some executors have."""
     found = []
     graphs = getattr(core.executor, "graphs", None)
     if graphs is not None:

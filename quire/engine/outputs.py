@@ -186,7 +186,7 @@ class OutputProcessor:
         return None if self.tokenizer is None else self.tokenizer.token_bytes(token).decode("utf-8", "replace")
 
     def _output(self, job: Job) -> RequestOutput | None:
-        """None where the user wants the end only and this is not it."""
+        """The next output of a request; None where the user wants only the end and this is not it."""
         request, kind = job.request, job.params.output_kind
         lines = list(job.lines.values())
         finished = lines[0].finish_reason is not None

@@ -62,7 +62,7 @@ def pooled_of(output: RequestOutput) -> Pooled:
 
 
 def pair_up(first: Any, second: Any) -> tuple[list[Prompt], list[Prompt]]:
-    """One text against many, or as many against as many."""
+    """Pair one text with each of many, or as many with as many."""
     lists = []
     for name, given in (("data_1", first), ("data_2", second)):
         is_one = isinstance(given, str | dict) or (given and isinstance(given[0], int))

@@ -88,7 +88,7 @@ class RequestStats:
             self.finished[completion.finish_reason or FinishReason.ABORT.value] += 1
 
     def on_left(self, request: Request, seqs: list[Sequence]) -> None:
-        """Its reader went away before the end."""
+        """Count a request whose reader went away before the end."""
         self.prompt_tokens += request.num_prompt_tokens
         self.cached_prompt_tokens += seqs[0].num_cached_tokens
         for seq in seqs:

@@ -82,7 +82,7 @@ class Stream(Job):
 
     @property
     def num_made_tokens(self) -> list[int]:
-        """By sequence: all that have come, whether or not they were read."""
+        """How many tokens of each sequence have come, whether or not they were read."""
         lines = (self.lines.get(index) for index in range(self.request.n))
         return [0 if line is None else len(line.token_ids) + len(line.waiting.new_token_ids) for line in lines]
 
@@ -98,7 +98,7 @@ class Stream(Job):
         return request
 
     async def wait(self) -> None:
-        """Until `wake`. Only the reader waits, and only when there is nothing to take."""
+        """Wait until `wake`. Only the reader waits, and only when there is nothing to take."""
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -187,7 +187,7 @@ class Streams:
                 self._send(Abort(stream.key))
 
     def abort_all(self) -> None:
-        """Their event loop is gone."""
+        """Abort every request, because their event loop is gone."""
         for key in self._streams:
             self._send(Abort(key))
 
@@ -212,7 +212,7 @@ class Streams:
         return None
 
     def close(self, stream: Stream) -> None:
-        """Its reader goes: after the last output, or before."""
+        """Close a stream whose reader leaves, after the last output or before."""
         if self._streams.pop(stream.key, None) is None:
             return
         for index in stream.lines:
@@ -281,7 +281,7 @@ class Streams:
             self._fetches.pop(fetch_id, None)
 
     async def next_token(self, stream: Stream, index: int) -> None:
-        """Until a token of one of a request's sequences has come."""
+        """Wait until a token of one of a request's sequences has come."""
         key = stream.key + index
         self._token_waiters[key] = future = asyncio.get_running_loop().create_future()
         try:

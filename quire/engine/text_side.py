@@ -35,7 +35,7 @@ _NUM_KEPT_TEMPLATES = 8
 
 
 def num_weight_bytes(config: EngineConfig) -> int:
-    """That a model's weights take, about: what its files hold, or would."""
+    """About how many bytes a model's weights take: what its files hold, or would."""
     opened = open_model(config)
     entries = opened.checkpoint.tensors()
     if entries is None:
@@ -102,7 +102,7 @@ class TextSide:
         return {"prompt": text, "prompt_token_ids": token_ids, "is_chat": True}
 
     def compile_template(self) -> None:
-        """Before the first chat needs it, and to find out at start what is wrong with it."""
+        """Compile the chat template before the first chat needs it, to find out at start what is wrong with it."""
         if self.tokenizer is not None and (self.chat_template or self.tokenizer.chat_template):
             try:
                 self._template(None).try_out()

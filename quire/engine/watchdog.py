@@ -62,7 +62,7 @@ class Watchdog:
             self._send(self.beat(time.monotonic()))
 
     def beat(self, now_s: float) -> Heartbeat:
-        """One look at the loop."""
+        """Look at the loop once."""
         num_steps, started_s = self._progress.num_steps, self._progress.step_started_s
         path = None
         if started_s is not None:

@@ -70,7 +70,7 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block: Block) -> None:
-        """One more user of a block that is in use, cached, or in transit: one that goes out is only read, and one that
+        """Add a user to a block that is in use, cached, or in transit: one that goes out is only read, and one that
         comes in is not read before it is there."""
         if not block.ref_count:
             if block.num_transfers:
@@ -81,7 +81,7 @@ class BlockPool:
         block.ref_count += 1
 
     def release(self, block: Block) -> None:
-        """One user fewer."""
+        """Take a user from a block."""
         assert block.ref_count, f"block {block.block_id} has no user to release it"
         block.ref_count -= 1
         if not block.ref_count:
@@ -92,7 +92,7 @@ class BlockPool:
                 self._rest(block)
 
     def release_table(self, block_ids: list[int]) -> None:
-        """One user fewer of each, the tail first: see `FreeQueue`."""
+        """Take a user from each block, the tail first: see `FreeQueue`."""
         blocks = self.blocks
         for block_id in reversed(block_ids):
             self.release(blocks[block_id])

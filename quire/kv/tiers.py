@@ -44,7 +44,7 @@ class Store(Protocol):
         ...
 
     def forget(self, keys: Sequence[BlockHash]) -> None:
-        """Also what is on its way to it."""
+        """Whether the level holds a block; one that is on its way to it counts."""
         ...
 
     def usage(self) -> dict[str, float]:
@@ -72,7 +72,7 @@ class Level(Protocol):
     def start_load(self, ticket: int, pairs: Pairs) -> Move | KeyedMove: ...
 
     def start_store(self, ticket: int, pairs: Pairs) -> Move | KeyedMove | None:
-        """None: there is no room for any of them."""
+        """Returns None where there is no room for any of them."""
         ...
 
     def done(self, ticket: int) -> None:
@@ -217,7 +217,7 @@ class Origin(NamedTuple):
 
 @dataclass(slots=True)
 class TierMove:
-    """One ticket's blocks."""
+    """The blocks that move under one ticket."""
 
     level: Level
     is_load: bool

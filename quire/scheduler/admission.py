@@ -57,7 +57,7 @@ def refuse_if_it_never_fits(request: Request, config: SchedulerConfig, kv: KVMan
 
 @dataclass(slots=True, frozen=True)
 class BlockedHead:
-    """Who did not fit, and what was so then. Kept so that a long prompt is not looked up in vain at every step."""
+    """The head of the queue that did not fit, and the state it met. It saves looking up a long prompt at every step."""
 
     seq_id: int
     match: PrefixMatch | None
@@ -140,7 +140,7 @@ class Prompts:
                 step.beams.append(search)
 
     def admit(self, step: StepBuilder, below: float = math.inf) -> None:
-        """From the head of the queue until one does not fit: nobody overtakes it. Tenants with counters `below`."""
+        """Admit from the head of the queue until one does not fit; only tenants whose counters are `below`."""
         self._resume_loaded(step)
         self.blocked_on = WaitReason.BLOCKS if step.short_of_blocks else None
         queue = self._life.queue

@@ -150,7 +150,7 @@ class Lifecycle:
         return bool(self.beams) and seq.request.request_id in self.beams
 
     def run(self, seq: Sequence, tables: TableSlices, plan: StepPlan) -> None:
-        """From the queue onto a row."""
+        """Move a sequence from the queue onto a row."""
         self._take_row(seq)
         self._start(seq, tables, plan)
 
@@ -162,7 +162,7 @@ class Lifecycle:
         outcome: CacheOutcome | None = None,
         num_below: int = 0,
     ) -> None:
-        """From the queue onto a row, where it waits for its blocks' bytes. Nobody behind it waits for them."""
+        """Move a sequence onto a row, where it waits for its blocks' bytes. Nobody behind it waits for them."""
         entry = Loading(seq, tables, set(tickets), seq.state, outcome, num_below)
         self._take_row(seq)
         seq.state = SequenceState.LOADING

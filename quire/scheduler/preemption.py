@@ -33,7 +33,7 @@ def pick_victim(running: list[Sequence], is_scheduled: Callable[[Sequence], bool
 def pick_victim_between_tenants(
     running: list[Sequence], asking: Sequence, scheduled: set[Sequence], counter_of: Callable[[Sequence], float]
 ) -> Sequence:
-    """As `pick_victim`, but of the tenant that has had most. Like there, nobody before the one that asks gives way."""
+    """Like `pick_victim`, but from the tenant that has had most. Nobody before the one that asks gives way."""
     victim, most = asking, counter_of(asking)
     for seq in reversed(running):
         if seq is asking:

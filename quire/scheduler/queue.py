@@ -175,7 +175,7 @@ class FairQueue:
         self._charge(seq.request.tenant, num_prompt_tokens, num_output_tokens)
 
     def charge_decodes(self, decodes: list[Sequence], running: list[Sequence], catching_up: list[Sequence]) -> None:
-        """One output token for each of `decodes`, which like `catching_up` are some of the running ones."""
+        """Charge one output token for each of `decodes`, which like `catching_up` are some of the running ones."""
         if not decodes:
             return
         if self._num_running_tenants == 1:
@@ -227,7 +227,7 @@ class FairQueue:
         return None
 
     def _floor(self) -> float:
-        """Where a tenant stands at least when it begins to wait."""
+        """The least counter that a tenant has when it begins to wait."""
         first = self._first()
         return first.counter if first is not None else self._top - self._max_credit
 

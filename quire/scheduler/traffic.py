@@ -72,7 +72,7 @@ class BlockTraffic:
         return reports
 
     def send(self, request: Request, to: str, num_known: int = 0) -> None:
-        """From now on until it ends or `stop`: every full block of the request goes to another engine."""
+        """Send every full block of a request to another engine, until the request ends or `stop` is called."""
         if self._kv.tiers is None or self._kv.tiers.peers is None or request.beams is not None:
             self._reports.append(SendReport(request.request_id, 0, has_failed=True))
         else:
@@ -86,7 +86,7 @@ class BlockTraffic:
         self._fetches.append(_Fetch(fetch_id, list(token_ids), salt, adapter))
 
     def plan(self, plan: StepPlan) -> None:
-        """Before anything else of a step is planned: what is sent must have been computed by earlier ones."""
+        """Plan the moves before anything else of a step: what is sent must have been computed by earlier steps."""
         for fetch in self._fetches:
             if fetch.tickets is None:
                 self._begin(fetch, plan)

@@ -76,7 +76,7 @@ class SchedulerStats:
 
 @dataclass(slots=True, frozen=True)
 class TenantLoad:
-    """One tenant's sequences, now."""
+    """How many sequences a tenant has now."""
 
     num_waiting: int
     num_running: int

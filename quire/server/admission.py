@@ -57,7 +57,7 @@ class OverloadedError(ApiError):
 
 
 class Ticket:
-    """One admitted request. `headers` belong into its response."""
+    """One admitted request. Its response gets `headers`."""
 
     __slots__ = ("_admission", "_is_waiting", "headers", "num_tokens", "tenant")
 
@@ -102,7 +102,7 @@ class _Rate:
         self._num_tokens += num_tokens
 
     def seconds_for(self, num_requests: int, num_tokens: int) -> float | None:
-        """None: no crowd was served yet."""
+        """How long so much takes to be served; None where no crowd was served yet."""
         if not self._num_requests:
             return None
         return self._busy_s * max(num_requests / self._num_requests, num_tokens / max(self._num_tokens, 1.0))

@@ -43,7 +43,7 @@ def create_app(context: ServerContext) -> Starlette:
 
 
 def answering(context: ServerContext) -> dict[str, JsonEndpoint]:
-    """By path, those that a file of requests may name."""
+    """The endpoints that a file of requests may name, by path."""
     return {
         op.path: _json_endpoint(op, context)
         for tag, ops in OPERATIONS.items()

@@ -99,7 +99,7 @@ class Batches:
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Batches | None:
-        """None where the operator gave no folder."""
+        """The server's batches; None where the operator gave no folder."""
         return cls(settings.batch_dir, settings.batch_dir_bytes) if settings.batch_dir else None
 
     def begin(self, context: ServerContext) -> None:

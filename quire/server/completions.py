@@ -70,7 +70,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
 
 
 def read_prompts(given: str | list[Any], n: int = 1, name: str = "prompt") -> list[Any]:
-    """One or several prompts; which, the types tell."""
+    """A list of one or several prompts; the types tell which was sent."""
     if isinstance(given, str):
         return [given]
     kinds = set(map(type, given))

@@ -58,7 +58,7 @@ class ServedModel:
         return load.num_running + load.num_waiting
 
     def find_engine(self, name: str | None) -> tuple[str, ServingEngine]:
-        """One of its replicas; None: the first. Raises a 404 for one that is not there."""
+        """Find a replica by its name; without a name, the first. Raises a 404 for one that is not there."""
         engines = replicas_of(self.engine)
         if name is None:
             name = next((one for one in engines if _is_up(engines[one])), next(iter(engines)))
@@ -120,7 +120,7 @@ class ServerContext:
         return self.models[0]
 
     def add(self, served: ServedModel) -> None:
-        """One more model. Raises a ConfigError where one of its names is another's."""
+        """Serve one more model. Raises a ConfigError where one of its names is another's."""
         self.check_names(served)
         self.models.append(served)
 

@@ -169,7 +169,7 @@ def check_json(content_type: str) -> None:
 
 
 def tenant_of(scope: Scope) -> str:
-    """Whose request it is, as `auth.py` noted it."""
+    """The tenant that a request belongs to, as `auth.py` noted it."""
     return str(scope.get("state", {}).get("tenant", ""))
 
 

@@ -140,7 +140,7 @@ class LiveFeed:
                 self._task = None
 
     def check_room(self, tenant: str = "") -> None:
-        """As with admission: who has less than an equal share is let in over the limit, up to twice that."""
+        """Refuse one viewer too many. Who has less than an equal share is let in over the limit, up to twice that."""
         viewing = [viewer.tenant for viewer in self._viewers]
         share = MAX_VIEWERS / len({*viewing, tenant})
         if len(viewing) >= 2 * MAX_VIEWERS or (len(viewing) >= MAX_VIEWERS and viewing.count(tenant) >= share):
@@ -238,7 +238,7 @@ class LiveFeed:
         return health.state is not EngineState.DEAD
 
     async def _look(self) -> bool:
-        """One round. True: something is going on."""
+        """Ask the engine once. True where something is going on."""
         now_s = self._clock()
         with_gauges = now_s - self._charted_s >= CHART_S
         with_levels = now_s - self._levels_s >= LEVELS_S

@@ -106,7 +106,7 @@ class Hosts:
 
 
 def _name(host: bytes) -> str:
-    """Without its port, and without the dot at the end that makes a name a whole one."""
+    """The host's name without its port, and without the dot at the end that makes a name absolute."""
     text = host.decode("latin-1").strip().lower()
     end = text.find("]") + 1 if text.startswith("[") else text.find(":")
     return (text[:end] if end > 0 else text).removesuffix(".")

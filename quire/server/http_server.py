@@ -65,7 +65,7 @@ class HttpServer(uvicorn.Server):
         self._stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, but that a TLS handshake has the headers' time, and not a minute."""
+        """Like uvicorn's own, but a TLS handshake has the headers' time instead of a minute."""
         await self.lifespan.startup()
         timeout_s = self._header_timeout_s if self.config.ssl is not None else None
         loop = asyncio.get_running_loop()

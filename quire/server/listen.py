@@ -28,7 +28,7 @@ class SocketFile:
     made_ns: int
 
     def remove(self) -> None:
-        """Unless it is somebody else's, or gone."""
+        """Remove the file, unless it is somebody else's by now, or gone."""
         with contextlib.suppress(OSError):
             found = Path(self.path).stat()
             if (found.st_dev, found.st_ino, found.st_mtime_ns) == (self.device, self.inode, self.made_ns):
@@ -118,7 +118,7 @@ def address_of(listener: socket.socket, settings: ServerSettings) -> str:
 
 
 def make_ssl_context(settings: ServerSettings) -> ssl.SSLContext | None:
-    """None without a certificate. TLS 1.2 or newer; with ssl_ca_certs, clients must show a certificate too."""
+    """The server's certificate, or None. TLS is 1.2 or newer; with ssl_ca_certs, clients must show one too."""
     if settings.ssl_certfile is None:
         return None
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):

@@ -124,8 +124,8 @@ def prompt_logprobs(entries: Sequence[Mapping[int, Logprob] | None]) -> list[dic
 
 
 def _encoded(position: T) -> T:
-    """As the JSON that it will be. Of a million logprobs, objects would take four times the memory, and encoding them
-    or looking for garbage among them would stop every thread for a second."""
+    """Encode a position as the JSON that it will be. Of a million logprobs, objects would take four times the memory,
+    and encoding them or looking for garbage among them would stop every thread for a second."""
     return cast(T, Raw(_encode(position)))
 
 

@@ -237,7 +237,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """As it is where that reads back as one word, else as a JSON text: no value can forge a field or a line."""
+    """A value as it is where that reads back as one word, else as JSON: no value can forge a field or a line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     text = str(value)

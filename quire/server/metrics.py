@@ -263,7 +263,7 @@ class ServerMetrics(_Families, Collector):
         await asyncio.gather(*(engine.read() for engine in self._engines.values()))
 
     def _find_engines(self) -> None:
-        """One that was started again is another one, whose counters begin at nothing."""
+        """Find the engines that run now. One that was started again is new: its counters begin at zero."""
         self._engines = {
             name: known
             if (known := self._engines.get(name)) is not None and known.engine is engine
@@ -378,7 +378,7 @@ class _EngineMetrics(_Families, Collector):
         yield self._family("quire:engine_metrics_age_seconds", ((), self._clock() - (self._read_s or 0.0)))
 
     def _engine_family(self, name: str, metrics: list[Metric]) -> Family:
-        """One name of the engine's. A histogram comes as its cumulative buckets, labelled `le`, and its sum."""
+        """A family of the engine's. A histogram comes as its cumulative buckets, labelled `le`, and its sum."""
         kind, help_ = metrics[0].kind, NAMES[name].help if name in NAMES else name
         if kind == "histogram":
             buckets = [(metric.labels["le"], metric.value) for metric in metrics if "le" in metric.labels]

@@ -375,7 +375,7 @@ def _weight(text: bytes) -> int:
 
 
 class BodyDecoder:
-    """From bytes to one kind of body, or to a 400 that names the field."""
+    """Decodes one kind of body, or raises a 400 that names the field."""
 
     def __init__(self, type_: type[T]) -> None:
         assert issubclass(type_, msgspec.Struct)

@@ -23,7 +23,7 @@ _EVENT_END = b"\n\n"
 
 
 class Translation(Protocol):
-    """From a chat's answer to another format's."""
+    """Translates a chat's answer into another format."""
 
     def whole(self, answer: dict[str, Any]) -> Mapping[str, Any]:
         """A whole answer."""

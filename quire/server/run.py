@@ -161,7 +161,7 @@ class _Run:
             self._log.info("stopped")
 
     async def _start(self) -> None:
-        """Until all engines are ready, or somebody wants to stop. Raises what kept one from starting."""
+        """Wait until all engines are ready, or somebody wants to stop. Raises what kept one from starting."""
         self._log.info("listening at %s, loading %s", self._address, ", ".join(self._loaded))
         start = asyncio.create_task(self._start_engines())
         try:
@@ -187,7 +187,7 @@ class _Run:
             await asyncio.gather(start, return_exceptions=True)
 
     async def _start_engines(self) -> None:
-        """One after the other: each counts the memory that those before it have left."""
+        """Start the engines one after the other: each counts the memory that those before it have left."""
         if self._context.residents is not None:
             await self._context.residents.divide_memory()
         for engine in self._engines:
@@ -312,7 +312,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def settle_models(models: Sequence[ModelSettings]) -> list[ModelSettings]:
-    """As a server runs them. Raises a ConfigError for what does not go together."""
+    """Settle what the models leave open. Raises a ConfigError for what does not go together."""
     names = [name for model in models for name in model.names or (model.config.model,)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"two models are named {twice[0]!r}: give each a name of its own with --served-model-name")
@@ -336,7 +336,7 @@ def settle_config(config: EngineConfig, *, is_alone: bool) -> EngineConfig:
 
 
 def resident_engine(config: EngineConfig, settings: ServerSettings, residents: Residents) -> StartableEngine:
-    """One that may sleep; replicas do not."""
+    """An engine that may sleep; replicas do not."""
     if config.data_parallel_size > 1:
         return process_engine(config, settings)
     return ResidentEngine(config, process_options(settings), residents)

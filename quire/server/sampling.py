@@ -290,7 +290,7 @@ def param_of(body: GenerationBody, param: str | None) -> str | None:
 
 
 def _of_response_format(wanted: ResponseFormat) -> dict[str, Any] | None:
-    """As arguments of StructuredOutputsParams; None for plain text."""
+    """What it asks for, as arguments of StructuredOutputsParams; None for plain text."""
     is_schema, is_tag = wanted.type == "json_schema", wanted.type == "structural_tag"
     if (wanted.json_schema is not None) != is_schema:
         what = "needs" if is_schema else "has no"

@@ -67,7 +67,7 @@ class StreamWriter:
     def choice(
         self, index: int, prompt: int, completion: CompletionOutput, output: RequestOutput, *, is_first: bool
     ) -> dict[str, Any] | msgspec.Struct | None:
-        """None: nothing to tell yet."""
+        """The next piece of a choice; None where there is nothing to tell yet."""
         raise AssertionError("a subclass has it")
 
     def extra(self, output: RequestOutput) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class PageFile:
 
 
 def read_files() -> dict[str, PageFile]:
-    """By name, everything that the page is made of."""
+    """Read everything that the page is made of, by name."""
     return {
         path.name: PageFile(body, TYPES[path.suffix], f'"{blake2b(body, digest_size=10).hexdigest()}"')
         for path in sorted(HERE.iterdir())
