@@ -227,8 +227,6 @@ class LLMEngine:
         """Compute a prefix and keep its full blocks from eviction; returns the number of tokens pinned."""
         if not self.config.enable_prefix_caching:
             raise BadRequestError("pinning needs enable_prefix_caching=True", param="prefix")
-        if self.has_unfinished_requests():
-            raise BadRequestError("a prefix can be pinned while no request runs", param="prefix")
         token_ids = self._inputs.encode(prefix) if isinstance(prefix, str) else list(prefix)
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
         if cache_salt is not None:

@@ -373,8 +373,8 @@ class BlockTables:
             self.watch.left(seq_id, table.block_ids)
 
     def _forget_own(self, block_ids: list[int]) -> None:
-        """Forget blocks from the tail on, as far as nobody else uses them. Good ones that it had only found go too: they
-        are computed again."""
+        """Forget blocks from the tail on, as far as nobody else uses them. Good ones that it had only found go too:
+        they are computed again."""
         for block_id in reversed(block_ids):
             block = self.pool.blocks[block_id]
             if block.ref_count > 1 or block.num_pins:
