@@ -192,15 +192,7 @@ def kv_changes(
     return {
         "watch": watch,
         "is_new": is_new,
-        "blocks": {
-            "first": changes.first,
-            "num_scanned": changes.num_scanned,
-            "block_ids": changes.block_ids,
-            "codes": changes.codes,
-            "ref_counts": changes.ref_counts,
-            "seq_ids": changes.seq_ids,
-            "num_left": changes.num_left,
-        },
+        "blocks": asdict(changes),
         "rows": [_row(seq) for seq in seqs],
         "row_tenants": [seq.request.tenant for seq in seqs],
         "tables": [[seq_id, runs] for seq_id, runs in tables.items()],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quire.request import CacheOutcome
@@ -38,13 +38,7 @@ class PrefixCounters:
             self.num_hit_tokens += num_hit_tokens
 
     def copy(self) -> PrefixCounters:
-        return PrefixCounters(
-            num_queries=self.num_queries,
-            num_hits=self.num_hits,
-            num_query_tokens=self.num_query_tokens,
-            num_hit_tokens=self.num_hit_tokens,
-            outcomes=dict(self.outcomes),
-        )
+        return replace(self, outcomes=dict(self.outcomes))
 
 
 @dataclass(slots=True)

@@ -26,8 +26,8 @@ _HOST_LATENCY_S = 0.2e-3
 _LOADED_TOGETHER = 32  # blocks of a store
 
 
-class Store(Protocol):
-    """What the scheduler's side asks of a store. None of these may wait."""
+class _Holder(Protocol):
+    """What is asked of a store and of a level alike. None of these may wait."""
 
     @property
     def name(self) -> str: ...
@@ -44,30 +44,24 @@ class Store(Protocol):
         ...
 
     def forget(self, keys: Sequence[BlockHash]) -> None:
-        """Whether the level holds a block; one that is on its way to it counts."""
+        """Forget these blocks, and those that are on their way to it."""
         ...
 
     def usage(self) -> dict[str, float]:
         """What it holds, as numbers by name."""
         ...
 
+
+class Store(_Holder, Protocol):
+    """What the scheduler's side asks of a store."""
+
     def expire(self, older_than_s: float) -> int:
         """Drop what was not used for so long. Returns how many blocks went."""
         ...
 
 
-class Level(Protocol):
+class Level(_Holder, Protocol):
     """A level below the device."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def takes_all(self) -> bool: ...
-
-    def contains(self, key: BlockHash) -> bool: ...
-
-    def load_s(self, num_blocks: int) -> float: ...
 
     def start_load(self, ticket: int, pairs: Pairs) -> Move | KeyedMove: ...
 
@@ -78,10 +72,6 @@ class Level(Protocol):
     def done(self, ticket: int) -> None:
         """A load or store is over."""
         ...
-
-    def forget(self, keys: Sequence[BlockHash]) -> None: ...
-
-    def usage(self) -> dict[str, float]: ...
 
 
 @dataclass(slots=True)
