@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from quire.errors import WeightsError
 from quire.weights.checkpoint import TensorEntry
-from quire.weights.repack import fp4_as_q5_0
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,10 +33,12 @@ class Mxfp4Scales:
 
     def rows_of(self, blocks: TensorEntry, stored: Tensor) -> QuantizedRows:
         """The expert's matrix that `blocks` is, out of the tensor of all: as blocks of Q5_0, the same numbers."""
+        import numpy as np
         from safetensors import safe_open
 
         from quire.kernels.interface import QuantizedRows
         from quire.weights.dequantize import Dequantizer
+        from quire.weights.repack import fp4_as_q5_0
 
         entry = self._entry(blocks)
         with safe_open(entry.file, framework="pt", device="cpu") as opened:
