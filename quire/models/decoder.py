@@ -108,8 +108,11 @@ class Decoder:
         x = self._first_norm(residual)
         next_norms = [layer.attention_norm for layer in layers[1:]]
         for layer, next_norm, layer_kv in zip(layers[:-1], next_norms, kv[:-1], strict=True):
-            x, residual = layer.run(ops, x, residual, next_norm, layer_kv, batches)
-        _, residual = layers[-1].run(ops, x, residual, None, kv[-1], batches, read)
+            x, residual = layer.attend(ops, x, residual, layer_kv, batches)
+            x = layer.mlp.run(x, residual, next_norm)
+        x, residual = layers[-1].attend(ops, x, residual, kv[-1], batches, read)
+        if len(residual):
+            layers[-1].mlp.run(x, residual, None)
         if not self.share.is_last:
             assert self._ranks is not None
             self._ranks.send_hidden(residual)

@@ -160,30 +160,29 @@ class Layer:
     # The MLP reads what attention reads, not what that leaves (GPT-NeoX), by the same norm if it has none (Cohere).
     is_parallel: bool = False
 
-    def run(
+    def attend(
         self,
         ops: Ops,
         x: Normed,
         residual: Tensor,
-        next_norm: Norm | None,
         kv: Tensor,
         batches: Sequence[AttentionBatch],
         read: ReadRows | None = None,
     ) -> tuple[Normed, Tensor]:
-        """-> what the next layer takes, and the residual stream; with `read`, of these rows alone."""
+        """-> what the MLP takes, and the residual stream; with `read`, of these rows alone."""
         attention, batch = self.attention, batches[self.attention.group]
         q = attention.write(ops, x, kv, batch)
         if read is not None:
             q, residual, batch = q[read.indices], residual[read.indices], read.batch
             if not len(q):
-                return x, residual
+                return residual, residual
         parallel_norm = (self.mlp_norm or self.attention_norm) if self.is_parallel else None
         for_mlp = None if parallel_norm is None else ops.normalize(residual, parallel_norm)
         attended = ops.attention(q, kv, batch, attention.spec)
         del q  # what a name still holds cannot be used for the next tensor
         mlp_norm = self.mlp_norm if for_mlp is None else None
         x = attention.output.multiply_add_norm(attended, residual, mlp_norm, attention.branch_norm)
-        return self.mlp.run(x if for_mlp is None else for_mlp, residual, next_norm), residual
+        return x if for_mlp is None else for_mlp, residual
 
     def fold_norms(self) -> None:
         """See LinearWeight.fold_norm. A branch's own norm stands between its product and the residual stream: with
