@@ -3,7 +3,7 @@
 It starts before torch is imported and the weights are loaded, and works while they are: the first start on a machine
 takes little longer than the next. What it compiles is in Triton's cache on disk; without it, or where it misses a
 kernel, the first launch compiles. It tells when the kernels of a stage are there, so that one stage's run while the
-next one's compile. This module needs neither torch nor Triton, and the helper does without torch: see outlines.py.
+next one's compile. This module needs neither torch nor Triton, and the helper does without torch: see meta_torch.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 
 from quire.config import EngineConfig
-from quire.executor import outlines
+from quire.executor import meta_torch
 from quire.executor.sizing import activation_dtype, batch_limits, kv_dtype, weight_quantization
 from quire.models.spec import ModelSpec
 
@@ -93,10 +93,10 @@ def main() -> None:
     if not marker.exists():
         try:
             if _WITH_TORCH not in sys.argv and "torch" not in sys.modules:
-                outlines.install()
+                meta_torch.install()
             from triton.backends.compiler import GPUTarget
 
-            from quire.executor.rehearsal import needed_kernels
+            from quire.executor.dry_run import needed_kernels
             from quire.kernels.triton.precompile import compile_jobs, compile_stages
 
             target = GPUTarget("cuda", capability, 32)
@@ -104,7 +104,7 @@ def main() -> None:
         except Exception:
             if _WITH_TORCH in sys.argv:
                 raise
-            # Outlines of tensors were not enough.
+            # The few parts of torch that meta_torch has were not enough.
             again = [sys.executable, "-P", "-m", "quire.executor.precompile", _WITH_TORCH]
             subprocess.run(again, input=given, check=False)
             return

@@ -1,4 +1,4 @@
-"""The planner's arithmetic against what a step really allocates: a GPU's step is rehearsed, its tensors are counted."""
+"""The planner's arithmetic against what a step really allocates: a dry run's tensors are counted."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ import torch
 from quire.executor import sizing
 from quire.executor.batch import PersistentBatch
 
-# In a process of its own: kernels imported under Triton's interpreter, as other tests want them, cannot be rehearsed.
+# In a process of its own: kernels imported under Triton's interpreter, as other tests want them, cannot be run dry.
 SCRIPT = textwrap.dedent(
     """
-    import gc, json, sys, weakref
+    import contextlib, json, sys, weakref
     import torch
     from triton.backends.compiler import GPUTarget
     import models_harness as harness
     from quire.config import EngineConfig
-    from quire.executor import rehearsal, sizing
+    from quire.executor import dry_run, sizing
     from quire.kernels.triton.precompile import collecting
+
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     length = 64
     live = peak = 0
-    empty = torch.empty
 
-    def counted(*args, **kwargs):
-        global live, peak
-        tensor = empty(*args, **kwargs)
-        nbytes = tensor.nbytes
-        live += nbytes
-        peak = max(peak, live)
-        weakref.finalize(tensor.untyped_storage(), forget, nbytes)
-        return tensor
+    class Counting(TorchDispatchMode):  # the bytes of tensors that are alive, as they come and go
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            global live, peak
+            out = function(*args, **(kwargs or {}))
+            given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]
+            storage = out.untyped_storage()
+            if storage._cdata not in {each.untyped_storage()._cdata for each in given}:  # no view, nothing in place
+                live += storage.nbytes()
+                peak = max(peak, live)
+                weakref.finalize(storage, forget, storage.nbytes())
+            return out
 
     def forget(nbytes):
         global live
@@ -47,14 +51,14 @@ SCRIPT = textwrap.dedent(
             model="tiny", dtype=dtype, max_model_len=length, max_num_batched_tokens=8 * length, max_num_seqs=8
         )
         with collecting(GPUTarget("cuda", 90, 32)):
-            steps = rehearsal._Rehearsal(config, spec)
+            steps = dry_run.DryRun(config, spec)
             batch = steps._batch(8 * length, 8, length)
             tokens = torch.empty(8 * length, dtype=torch.int64, device="meta")
-            live = peak = 0
-            torch.empty = counted
             batches = [batch] * len(steps.decoder.layout.windows)
-            steps.decoder.forward(tokens, batches, [steps.cache] * steps.spec.num_layers)
-            torch.empty = empty
+            for mode in (contextlib.nullcontext(), Counting()):  # the first makes scratch memory that stays
+                live = peak = 0
+                with mode:
+                    steps.decoder.forward(tokens, batches, [steps.cache] * steps.spec.num_layers)
         print(json.dumps([case, peak, sizing.layers_bytes(spec, dtype, 8 * length)]))
     """
 )

@@ -1,8 +1,8 @@
 """Compiling kernels before they are needed, in as many processes as there are cores.
 
 Triton compiles a kernel when it is first launched, and most of that runs under Python's lock: threads do not help.
-So launches are rehearsed on tensors that have shapes and no memory (torch's meta device), the kernels they would need
-are noted down, and forked processes compile them into Triton's cache on disk, for whoever launches them later.
+So a dry run makes the launches on tensors that have shapes and no memory (torch's meta device), the kernels they would
+need are noted down, and forked processes compile them into Triton's cache on disk, for whoever launches them later.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""As much of torch as a rehearsal touches, with tensors that have an outline and no content.
+"""As much of torch's meta device as a dry run touches: tensors that have a shape, a type and strides, and no memory.
 
 The helper that compiles kernels beforehand has to know which ones there will be, and finds out by running the model's
 own code. torch takes seconds to import, most of them on a machine that has just come up; this takes none. What is not
-here raises an AttributeError, and the helper imports torch after all.
+here raises an AttributeError, and the helper imports torch after all. docs/log.md has what else was weighed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Tensor:
                 shape.append(len(range(first, last, step)))
                 strides.append(stride * step)
             else:
-                raise AttributeError(f"outlines are not indexed by {type(part).__name__}")
+                raise AttributeError(f"tensors without memory are not indexed by {type(part).__name__}")
         shape += self.shape[dim:]
         strides += self._strides[dim:]
         return Tensor(tuple(shape), self.dtype, self.device, tuple(strides), start)
@@ -135,14 +135,28 @@ class Tensor:
         made = tuple(self.numel() // known if n == -1 else n for n in sizes)
         return Tensor(made, self.dtype, self.device, None, self._start)
 
-    def fill_(self, value: float) -> Tensor:
+    def t(self) -> Tensor:
+        return Tensor(self.shape[::-1], self.dtype, self.device, self._strides[::-1], self._start)
+
+    T = property(t)
+
+    def float(self) -> Tensor:
+        return Tensor(self.shape, _DTYPES["float32"], self.device)
+
+    def bfloat16(self) -> Tensor:
+        return Tensor(self.shape, _DTYPES["bfloat16"], self.device)
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        assert self.shape[-1] == other.shape[0]
+        return Tensor((*self.shape[:-1], *other.shape[1:]), self.dtype, self.device)
+
+    def __mul__(self, other: Any) -> Tensor:
+        return Tensor(self.shape, self.dtype, self.device)  # by a number, or by something that is broadcast
+
+    def _in_place(self, *_: Any) -> Tensor:
         return self
 
-    def copy_(self, other: Tensor) -> Tensor:
-        return self
-
-    def add_(self, other: Tensor) -> Tensor:
-        return self
+    zero_ = fill_ = copy_ = add_ = mul_ = div_ = tanh_ = addmm_ = _in_place
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -156,6 +170,19 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _empty(*size: Any, dtype: dtype = _DTYPES["float32"], device: device | str = "cpu") -> Tensor:
     shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
     return Tensor(tuple(shape), dtype, globals()["device"](device))
+
+
+def _mm(a: Tensor, b: Tensor, *, out: Tensor, **_: Any) -> Tensor:
+    assert out.shape == (a @ b).shape
+    return out
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x @ weight.t()
+
+
+def _embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    return Tensor((*token_ids.shape, *weight.shape[1:]), weight.dtype, weight.device)
 
 
 class _Scalar:
@@ -186,10 +213,12 @@ def install() -> None:
         "ones": _empty,
         "tensor": _Scalar,
         "promote_types": _promote_types,
+        "mm": _mm,
         **_DTYPES,
     }
     for name, value in content.items():
         setattr(torch, name, value)
     nn, functional = ModuleType("torch.nn"), ModuleType("torch.nn.functional")
+    functional.linear, functional.embedding = _linear, _embedding  # type: ignore[attr-defined]
     torch.nn, nn.functional = nn, functional  # type: ignore[attr-defined]
     sys.modules |= {"torch": torch, "torch.nn": nn, "torch.nn.functional": functional}

@@ -1,4 +1,5 @@
-"""The steps that an engine will run, gone through on tensors without memory: it shows which kernels they need."""
+"""A dry run of the steps that an engine will make: the model's own code on tensors that have shapes and no memory. It
+shows which kernels they launch."""
 
 from __future__ import annotations
 
@@ -20,11 +21,9 @@ from quire.executor.sizing import (
     weight_quantization,
 )
 from quire.kernels.adapters import AdapterBank
-from quire.kernels.interface import AttentionBatch, Norm
+from quire.kernels.interface import AttentionBatch
 from quire.kernels.shared_prefix import packed_length, unpack_shared_prefixes
 from quire.kernels.triton import TritonOps
-from quire.kernels.triton.fp8_linear import Fp8Linear
-from quire.kernels.triton.linear import TritonLinear
 from quire.kernels.triton.precompile import KernelJob, collecting
 from quire.kernels.triton.sampling_filter import draw_each_way
 from quire.models.decoder import Decoder
@@ -49,7 +48,7 @@ class NeededKernels(NamedTuple):
 
 
 def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> NeededKernels:
-    steps = _Rehearsal(config, spec)
+    steps = DryRun(config, spec)
     with collecting(target) as prompts:
         steps.prompts(steps.max_len)
     with collecting(target) as start:
@@ -76,54 +75,14 @@ def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> 
     )
 
 
-class _RehearsedLinear(TritonLinear):
-    """Launches kernels only. What torch would compute is left out: it works out shapes with a symbolic algebra, which
-    takes a second or two to import."""
+class _DryDecoder(Decoder):
+    """No step reads the numbers of a rotary table here, and computing them takes more of torch than all the rest."""
 
-    __slots__ = ()
-
-    def embed(self, token_ids: Tensor, scale: float | None = None) -> Tensor:
-        return self._empty(len(token_ids), self.in_features)
-
-    def logits(self, hidden: Tensor, softcap: float | None = None, out: Tensor | None = None) -> Tensor:
-        if self._config(hidden) is not None:
-            return super().logits(hidden)
-        return self._empty(len(hidden), self.out_features)
-
-    def fold_norm(self, norm: Norm) -> Norm:
-        return replace(norm, is_folded=self.weight.dtype != torch.float16 and norm.bias is None)
-
-    def _multiply_many(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._empty(len(x), self.out_features)
-
-    def _multiply_add_many(self, x: Tensor, residual: Tensor) -> None:
-        pass
-
-    def _empty(self, rows: int, width: int) -> Tensor:
-        return torch.empty((rows, width), dtype=self.weight.dtype, device=self.weight.device)
-
-
-class _RehearsedFp8Linear(Fp8Linear):
-    __slots__ = ()
-
-    def _multiply_narrow(self, x: Tensor, row_scales: Tensor | None) -> Tensor:
-        return torch.empty((len(x), self.out_features), dtype=torch.bfloat16, device=x.device)
-
-
-class _RehearsedOps(TritonOps):
-    def new_linear(
-        self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
-    ) -> TritonLinear:
-        linear = _RehearsedFp8Linear if self.is_fp8 and not is_sensitive else _RehearsedLinear
-        return linear(self, out_features, in_features, bias=bias)
-
-
-class _RehearsedDecoder(Decoder):
     def _rope_table(self, rope: RopeSpec) -> Tensor:
         return torch.empty((self.max_position, self.spec.head_dim), dtype=torch.float32, device=_META)
 
 
-class _Rehearsal:
+class DryRun:
     """The model on the meta device, with as few layers as show all that they launch."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
@@ -133,7 +92,7 @@ class _Rehearsal:
         self.max_len = config.max_model_len or spec.max_position
         self.max_num_seqs, self.max_tokens = batch_limits(config, spec, "cuda")
         self.kinds = (False, True) if config.enable_lora else (False,)  # without adapters, and with them
-        ops = _RehearsedOps(_META, dtype, quantization=weight_quantization(config, spec, "cuda"))
+        ops = TritonOps(_META, dtype, quantization=weight_quantization(config, spec, "cuda"))
         self.bank = None
         if config.enable_lora:
             self.bank = AdapterBank(
@@ -141,7 +100,7 @@ class _Rehearsal:
             )
         kept = _one_of_each(spec)
         self.spec = replace(spec, num_layers=len(kept), layers=kept)
-        self.decoder = _RehearsedDecoder(
+        self.decoder = _DryDecoder(
             self.spec,
             ops,
             device=_META,
