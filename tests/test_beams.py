@@ -133,16 +133,6 @@ def test_a_stop_token_ends_a_beam(llm: LLM) -> None:
     ]
 
 
-def test_eight_beams_hold_less_than_a_third_of_eight_copies(llm: LLM) -> None:
-    engine, prompt = llm.llm_engine, [i % 250 + 3 for i in range(200)]
-    engine.add_request("long", {"prompt_token_ids": prompt}, BeamSearchParams(beam_width=8, max_tokens=40))
-    most = 0
-    while engine.has_unfinished_requests():
-        engine.step()
-        most = max(most, engine.core.kv.num_used_blocks)
-    assert most < 8 * engine.core.kv.num_blocks_for(len(prompt) + 40) / 3
-
-
 def test_an_aborted_search_gives_its_blocks_back(llm: LLM) -> None:
     engine = llm.llm_engine
     engine.add_request("gone", {"prompt_token_ids": PROMPTS[2]}, PARAMS)

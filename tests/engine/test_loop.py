@@ -299,24 +299,14 @@ def test_a_failed_step_ends_the_loop() -> None:
         driver.run([add(1, [BREAK])])
 
 
-def test_a_step_of_a_thousand_costs_little() -> None:
-    """What the loop adds to a decode step of 1,000 sequences: well under a millisecond on a quiet machine."""
+def test_a_step_of_a_thousand_is_a_small_message() -> None:
     settings = SimSettings(
         num_blocks=20_000, max_num_seqs=1000, max_num_batched_tokens=2000, max_model_len=1000, verify=False
     )
     driver = Driver(settings)
-    loop, core = driver.loop, driver.core
     for key in range(1000):
-        loop._handle(add(key, [key % 256], LONG.clone(max_tokens=500)))
-    for _ in range(3):
-        loop._step_outputs(core.step())
-    costs = []
-    for _ in range(10):
-        updates = core.step()
-        assert len(updates) == 1000
-        started = time.perf_counter()
-        data = messages.encode(loop._step_outputs(updates))
-        costs.append(time.perf_counter() - started)
-        assert len(data) < 8_000
-    print(f"outputs of 1,000 sequences: {min(costs) * 1e6:.0f} µs")
-    assert min(costs) < 2e-3
+        driver.loop._handle(add(key, [key % 256], LONG.clone(max_tokens=500)))
+    for _ in range(4):
+        outputs = driver.loop._step_outputs(driver.core.step())
+    assert len(outputs.keys) == 1000
+    assert len(messages.encode(outputs)) < 8_000

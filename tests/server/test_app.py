@@ -96,6 +96,8 @@ def test_while_it_starts_it_says_so(tiny_model: Path) -> None:
 
 
 def test_the_servers_process_needs_no_torch() -> None:
-    code = "import sys, quire.server.run; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    code = (
+        "import sys, quire.server.run, quire.engine.client; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

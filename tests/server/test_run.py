@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import serve_fakes
-from live_harness import eventually
 from serve_fakes import INFO, serving
 
 from quire.config import EngineConfig
@@ -270,18 +269,3 @@ def test_a_deadline_ends_a_stream_with_an_error_and_a_reply_with_a_504() -> None
         assert response.status == 200
         assert '"text":"x"' in text
         assert '"code":"timeout"' in text
-
-
-def test_too_much_that_waits_is_a_429_with_retry_after() -> None:
-    with serving(max_waiting_requests=2) as server:
-        server.wait_for("ready at")
-        waiting = server.connect()
-        waits = {"model": "fake", "prompt": [1], "max_tokens": 90_000}  # all of them in one answer
-        waiting.request("POST", "/v1/completions", json.dumps(waits), {"content-type": "application/json"})
-        eventually(lambda: server.get("/load")[1]["server_load"])
-        body = {"model": "fake", "prompt": [[1]] * 2, "max_tokens": 1}  # two more at once
-        status, answer, headers = server.post("/v1/completions", body)
-        assert (status, answer["error"]["code"]) == (429, "waiting_requests")
-        assert int(headers["retry-after"]) >= 1
-        assert server.post("/v1/completions", body | {"prompt": [1]})[0] == 200
-        waiting.close()

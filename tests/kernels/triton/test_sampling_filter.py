@@ -117,9 +117,11 @@ def make_logits(kind, rows, vocab_size):
     return logits
 
 
-@pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "coarse", "equal", "banned", "far apart"])
-def test_rows_of_all_kinds_in_one_batch(kind, device):
-    specs = specs_of_all_kinds()
+@pytest.mark.parametrize(
+    ("number", "kind"), enumerate(["normal", "peaked", "flat", "coarse", "equal", "banned", "far apart"])
+)
+def test_rows_of_many_kinds_in_one_batch(number, kind, device):
+    specs = specs_of_all_kinds()[number % 2 :: 2]
     logits = make_logits(kind, len(specs), 1025).to(device)
     assert check(logits, specs, 3) > len(specs) // 2
 
