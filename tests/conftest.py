@@ -65,6 +65,11 @@ SLOW_FILES = (
     "server/test_replicas.py",
     "router/test_replicas.py",
     "executor/test_rank_failures.py",
+    "kernels/triton/test_sampling_filter.py",
+    "kernels/triton/test_ops.py",
+    "kernels/triton/test_experts.py",
+    "executor/test_dry_run.py",
+    "server/test_page.py",
     "cli/test_serve.py",
 )
 

@@ -118,7 +118,7 @@ def make_logits(kind, rows, vocab_size):
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"), enumerate(["normal", "peaked", "flat", "coarse", "equal", "banned", "far apart"])
+    ("number", "kind"), list(enumerate(["normal", "peaked", "flat", "coarse", "equal", "banned", "far apart"]))
 )
 def test_rows_of_many_kinds_in_one_batch(number, kind, device):
     specs = specs_of_all_kinds()[number % 2 :: 2]
