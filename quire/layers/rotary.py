@@ -138,14 +138,11 @@ def _yarn_magnitude(scaling: Mapping[str, Any]) -> float:
 def _longrope(wavelengths: Tensor, scaling: Mapping[str, Any], theta: float, max_position: int) -> tuple[Tensor, float]:
     """Phi 3: a divisor for each frequency, one list up to the trained length and another past it.
 
-    A sequence that grows past it would have to turn its keys again, so that is where it ends.
+    A sequence that grows past it would have to turn its keys again. So an engine that may run longer ones has the
+    second list for all of them.
     """
-    trained = scaling["original_max_position_embeddings"]
-    if max_position > trained:
-        raise ConfigError(
-            f"longrope rotary scaling is served up to the model's trained length: lower max_model_len to {trained}"
-        )
-    factors = torch.tensor(scaling["short_factor"], dtype=torch.float32)
+    is_long = max_position > scaling["original_max_position_embeddings"]
+    factors = torch.tensor(scaling["long_factor" if is_long else "short_factor"], dtype=torch.float32)
     return 1.0 / (factors * wavelengths), scaling["attention_factor"]
 
 

@@ -124,7 +124,7 @@ def _read_scaling(config: ConfigReader, entry: ConfigReader, rope_type: str, hea
 
 
 def _read_longrope(config: ConfigReader, entry: ConfigReader, head_dim: int) -> dict[str, Any]:
-    """The long factors are for sequences past the trained length, which are not served."""
+    """The long factors are for engines whose sequences may grow past the trained length."""
     longest = config.integer("max_position_embeddings")
     trained = config.integer(
         "original_max_position_embeddings", entry.integer("original_max_position_embeddings", longest)
@@ -133,6 +133,7 @@ def _read_longrope(config: ConfigReader, entry: ConfigReader, head_dim: int) -> 
     magnitude = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(trained))
     return {
         "short_factor": _read_factors(entry, "short_factor", head_dim),
+        "long_factor": _read_factors(entry, "long_factor", head_dim),
         "original_max_position_embeddings": trained,
         "attention_factor": entry.number("attention_factor", magnitude),
     }

@@ -27,7 +27,12 @@ typedef struct {
 static void lay_out_keys(const float *k, const float *v, long stride, long length, long dim, long wide_dim, float *k_panels,
                          float *v_rows) {
     const long padded = (length + NR - 1) / NR * NR;
+    enum { AHEAD = 8 }; /* keys: each lies in a page of its own, which no hardware stream follows */
     for (long j = 0; j < length; j++) {
+        for (long d = 0; d < dim; d += 16) {
+            __builtin_prefetch(k + (j + AHEAD) * stride + d);
+            __builtin_prefetch(v + (j + AHEAD) * stride + d);
+        }
         float *to = k_panels + j / NR * dim * NR + j % NR;
         for (long d = 0; d < dim; d++) to[d * NR] = k[j * stride + d];
         memcpy(v_rows + j * wide_dim, v + j * stride, (size_t)dim * sizeof(float));
@@ -58,6 +63,7 @@ static void packed_item(void *context, long index) {
         const long rows = MIN(QUERY_ROWS, end - query);
         float maximum[QUERY_ROWS], sum[QUERY_ROWS];
         for (long r = 0; r < rows; r++) {
+            for (long d = 0; d < dim; d += 16) __builtin_prefetch(of_head + (query + QUERY_ROWS + r) * stride + d);
             for (long d = 0; d < dim; d++) q[r * dim + d] = of_head[(query + r) * stride + d] * job->scale;
             maximum[r] = -INFINITY;
             sum[r] = 0;
