@@ -57,7 +57,7 @@ def skinny_sweep(rows: int) -> tuple[SkinnyConfig, ...]:
 def new_layers(ops: TritonOps, count: int) -> list[dict[str, TritonLinear]]:
     """The matrices of so many layers, each with numbers of its own."""
     names = ("qkv", "o", "gate_up", "down")
-    layers = [{name: ops.new_linear(*PRODUCTS[name]) for name in names} for _ in range(count)]
+    layers = [{name: ops.new_float_linear(*PRODUCTS[name]) for name in names} for _ in range(count)]
     for i, layer in enumerate(layers):
         for j, matrix in enumerate(layer.values()):
             matrix.randomize(0.02, 4 * i + j)
@@ -125,7 +125,7 @@ def run_pairs(report: Report) -> None:
     totals = {rows: [0.0, 0.0] for rows in _PAIR_ROWS}
     for name in ("qkv", "o", "gate_up", "down"):
         n, k = PRODUCTS[name]
-        weights = [ops.new_linear(n, k) for _ in range(_num_cold(n * k * 2))]
+        weights = [ops.new_float_linear(n, k) for _ in range(_num_cold(n * k * 2))]
         for i, weight in enumerate(weights):
             weight.randomize(0.02, i)
         for rows in _PAIR_ROWS:

@@ -56,7 +56,7 @@ class Model:
     def __init__(self) -> None:
         self.ops = TritonOps("cuda", torch.bfloat16)
         self.layers = new_layers(self.ops, 32)
-        self.head = self.ops.new_linear(*PRODUCTS["head"])
+        self.head = self.ops.new_float_linear(*PRODUCTS["head"])
         self.head.randomize(0.02, 1000)
         self.norm = Norm(torch.ones(4096, device="cuda"), EPS)
         self.rotary = Rotary(torch.randn(8192, 128, device="cuda"))

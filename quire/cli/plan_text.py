@@ -50,10 +50,11 @@ def _kv(plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
     chosen, config, spec = plan.chosen, plan.config, plan.held_spec
     values = sizing.num_matrix_values(spec)
-    value_bytes = sizing.DTYPE_BYTES[plan.weight_dtype]
-    rest = "the vocabulary's second bytes, scales, norms" if plan.weight_dtype == "fp8" else "norms"
+    value_bytes = sizing.matrix_value_bytes(plan.weight_dtype)
+    is_narrow = plan.weight_dtype in ("fp8", "w4a16", "w8a16")
+    rest = "the vocabulary's other bytes, scales, norms" if is_narrow else "norms"
     weights = (
-        f"{values:,} × {value_bytes} B ({plan.weight_dtype}) + {rest} and rotary tables "
+        f"{values:,} × {value_bytes:g} B ({plan.weight_dtype}) + {rest} and rotary tables "
         f"{size(chosen.weight_bytes - values * value_bytes)}"
     )
     if plan.keeps_file_packed:

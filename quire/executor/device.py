@@ -9,7 +9,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.executor.sizing import activation_dtype, weight_quantization
+from quire.executor.sizing import activation_dtype, packed_layout, weight_quantization
 from quire.executor.sizing import kv_dtype as kv_dtype_name
 from quire.kernels import cpu as native
 from quire.kernels.cpu.threads import default_num_threads
@@ -30,7 +30,7 @@ class Backend:
     ops: Ops
     activation_dtype: torch.dtype
     kv_dtype: torch.dtype
-    weight_dtype: str  # as shown to users: float32, bfloat16, float16, int8, fp8
+    weight_dtype: str  # as shown to users: float32, bfloat16, float16, int8, fp8, w4a16, w8a16
     kernels: str  # likewise: which ones, and on how many threads
     note: str | None = None  # why a slower backend was chosen, where it was
 
@@ -171,10 +171,10 @@ def _cuda(config: EngineConfig, spec: ModelSpec, dtype: str, kv_dtype: torch.dty
 
     reason = triton.unavailable_reason()
     quantization = weight_quantization(config, spec, "cuda")
-    if quantization is not None:
+    if quantization == "fp8":
         _check_fp8(spec, dtype, device, reason)
     if reason is None:
-        ops = triton.TritonOps(device, torch_dtype, quantization=quantization)
+        ops = triton.TritonOps(device, torch_dtype, quantization=quantization, packed=packed_layout(config, spec))
         return Backend(device, ops, torch_dtype, kv_dtype, quantization or dtype, "Triton kernels")
     plain_ops = ReferenceOps(device, torch_dtype)
     note = f"plain torch kernels are used, far slower: {reason}"

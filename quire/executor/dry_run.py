@@ -17,6 +17,7 @@ from quire.executor.sizing import (
     batch_limits,
     kv_dtype,
     num_graph_rows,
+    packed_layout,
     padded_size,
     weight_quantization,
 )
@@ -92,7 +93,8 @@ class DryRun:
         self.max_len = config.max_model_len or spec.max_position
         self.max_num_seqs, self.max_tokens = batch_limits(config, spec, "cuda")
         self.kinds = (False, True) if config.enable_lora else (False,)  # without adapters, and with them
-        ops = TritonOps(_META, dtype, quantization=weight_quantization(config, spec, "cuda"))
+        quantization, packed = weight_quantization(config, spec, "cuda"), packed_layout(config, spec)
+        ops = TritonOps(_META, dtype, quantization=quantization, packed=packed)
         self.bank = None
         if config.enable_lora:
             self.bank = AdapterBank(

@@ -1,11 +1,13 @@
 """Arithmetic that turns a model's shape into bytes. No torch: the executor sizes itself with it, the planner foretells.
 
-Dtypes are names here: float32, bfloat16, float16; fp8 for a cache; int8 and fp8 for matrices.
+Dtypes are names here: float32, bfloat16, float16; fp8 for a cache; int8, fp8, and w4a16 and w8a16 (whole numbers in
+groups, with activations in 16 bits) for matrices.
 """
 
 from __future__ import annotations
 
 from quire.config import EngineConfig
+from quire.kernels.interface import PackedLayout
 from quire.models.spec import ModelSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
@@ -77,8 +79,31 @@ def kv_dtype(config: EngineConfig, dtype: str) -> str:
 
 
 def weight_quantization(config: EngineConfig, spec: ModelSpec, device: str) -> str | None:
-    """In what fewer bits the layers' matrices are held, if in any. A CPU unpacks a checkpoint's own 8-bit floats."""
-    return config.quantization or ("fp8" if spec.fp8 is not None and device == "cuda" else None)
+    """In what fewer bits the layers' matrices are held, if in any. A CPU unpacks a checkpoint's own 8-bit floats, and
+    chooses for each of its matrices in whole numbers."""
+    if config.quantization or device == "cpu":
+        return config.quantization
+    if spec.fp8 is not None:
+        return "fp8"
+    layout = packed_layout(config, spec)
+    return None if layout is None else f"w{layout.bits}a16"
+
+
+def packed_layout(config: EngineConfig, spec: ModelSpec) -> PackedLayout | None:
+    """How a GPU holds a checkpoint in whole numbers, as its config tells; None where it is in others, or unpacked: for
+    adapters, for ranks, and in 32 bits."""
+    stored = spec.integers
+    if stored is None or config.quantization or config.enable_lora or config.num_ranks > 1:
+        return None
+    if activation_dtype(config, spec, "cuda") == "float32":
+        return None
+    has_offsets = stored.has_zeros and not stored.is_symmetric
+    return PackedLayout(stored.bits, stored.group or 0, has_offsets, stored.has_order)
+
+
+def matrix_value_bytes(dtype: str) -> float:
+    """Of one number of a matrix, scales aside."""
+    return {"w4a16": 0.5, "w8a16": 1.0}.get(dtype) or DTYPE_BYTES[dtype]
 
 
 def batch_limits(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[int, int]:
@@ -307,7 +332,14 @@ def weight_bytes(spec: ModelSpec, dtype: str, max_position: int) -> int:
 
     The native CPU kernels take a little more: they pad matrices to whole panels, and int8 has a scale for each row.
     """
-    matrices = num_matrix_values(spec) * DTYPE_BYTES[dtype]
+    matrices = int(num_matrix_values(spec) * matrix_value_bytes(dtype))
+    if dtype in ("w4a16", "w8a16"):
+        assert spec.integers is not None
+        in_layers = num_matrix_values(spec) - _vocabulary_values(spec)
+        scales = in_layers // (spec.integers.group or spec.hidden_size) * (8 if spec.integers.has_zeros else 4)
+        # Room for the widest matrix in 16 bits, which products of many rows take.
+        widest = max(2 * spec.intermediate_size, spec.num_heads * spec.head_dim) * spec.hidden_size * 2
+        matrices += int(_vocabulary_values(spec) * (2 - matrix_value_bytes(dtype))) + scales + widest
     if dtype == "fp8":
         matrices += _bytes_beside_fp8(spec)
     return matrices + num_norm_values(spec) * 4 + rotary_table_bytes(spec, max_position)

@@ -291,6 +291,16 @@ class IntegerRows:
         return of_groups.repeat_interleave(self.group, 1)[:, : self.shape[1]]
 
 
+@dataclass(slots=True, frozen=True)
+class PackedLayout:
+    """How a backend holds a matrix in whole numbers, as far as it shows before the matrix is loaded."""
+
+    bits: int
+    group: int  # columns that share a scale; 0: all of a row, where the matrix is not known yet
+    has_offsets: bool  # whether groups have an offset beside their scale
+    has_order: bool  # whether columns stand in the order of their groups
+
+
 StoredRows: TypeAlias = "QuantizedRows | Float8Rows | IntegerRows"  # a matrix as a checkpoint packs it
 
 

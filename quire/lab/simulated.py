@@ -60,7 +60,7 @@ def engine_by_arithmetic(
     cost = RooflineCost(
         spec,
         device,
-        weight_value_bytes=sizing.DTYPE_BYTES[sizing.weight_quantization(config, spec, "cuda") or dtype],
+        weight_value_bytes=sizing.matrix_value_bytes(sizing.weight_quantization(config, spec, "cuda") or dtype),
         kv_value_bytes=sizing.DTYPE_BYTES[sizing.kv_dtype(config, dtype)],
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,

@@ -60,7 +60,8 @@ def _read_gptq(reader: ConfigReader) -> IntegerFormat:
         layout="gptq",
         bits=reader.integer("bits"),
         group=_group(reader),
-        has_zeros=True,  # also where `sym` says that all of them are the middle
+        has_zeros=True,
+        is_symmetric=reader.flag("sym", True),
         zero_offset=1 if reader.text("checkpoint_format", "gptq") == "gptq" else 0,  # the first version stores one less
         has_order=reader.flag("desc_act", False),
     )

@@ -83,6 +83,7 @@ class IntegerFormat:
     bits: int
     group: int | None  # columns that share a scale; None: all of a row
     has_zeros: bool = False  # stored ones; otherwise the middle of the range means 0
+    is_symmetric: bool = False  # stored zeros are all the middle
     zero_offset: int = 0  # what is to be added to stored zeros
     has_order: bool = False  # a tensor says which group each column is in
     rounds_inputs: bool = False  # made for inputs in 8 bits

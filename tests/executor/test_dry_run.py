@@ -14,6 +14,7 @@ import pytest
 
 from quire.executor import meta_torch
 from quire.kernels.triton.common import HAS_GLUON
+from quire.models.spec import IntegerFormat
 from tests.models.families import EXPERTS, FAMILIES, saved, tiny_model
 
 # In a process of its own: kernels imported under Triton's interpreter, as other tests want them, cannot be compiled.
@@ -74,6 +75,8 @@ def test_a_dry_run_without_torch_shows_the_kernels_that_one_with_torch_does(tmp_
     experts, _ = saved(tiny_model(EXPERTS["qwen2-moe-dense-layer"]), tmp_path / "experts")
     assert experts.experts is not None
     specs["experts"] = replace(experts, experts=replace(experts.experts, num_experts=16))
+    integers = IntegerFormat(layout="gptq", bits=4, group=32, has_zeros=True)
+    specs["packed"] = replace(specs["wide llama"], integers=integers, hidden_size=128, intermediate_size=128)
     for name in ("gpt2", "olmo2"):
         specs[name], _ = saved(tiny_model(FAMILIES[name]), tmp_path / name)
     specs |= {name: harness.spec_of(harness.tiny_model(name)) for name in MODELS}
@@ -93,6 +96,8 @@ def test_a_dry_run_without_torch_shows_the_kernels_that_one_with_torch_does(tmp_
     assert has("gemma3-softcap bfloat16 fp8 prompts rope_kernel")  # which finds an 8-bit cache's scales
     for kernel in ("route_kernel", "picked_kernel", "grouped_kernel", "combine_kernel"):
         assert any(line.startswith("experts bfloat16") and f" {kernel} " in line for line in real), kernel
+    for kernel in ("packed_kernel", "widen_matrix_kernel"):
+        assert any(line.startswith("packed bfloat16") and f" {kernel} " in line for line in real), kernel
     assert any(line.startswith("gpt2 bfloat16") and " activate_kernel " in line for line in real)
     if HAS_GLUON:
         assert any(line.startswith("wide llama bfloat16") and " prefill_hopper_kernel " in line for line in real)

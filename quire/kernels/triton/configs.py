@@ -13,6 +13,10 @@ from functools import cache
 NUM_SMS = 132  # of an H100 or H200; only load balance depends on it, not the result
 MAX_SKINNY_ROWS = 32  # from here on cuBLAS is at its best
 MAX_FP8_SKINNY_ROWS = 16  # with 8-bit weights: more are rounded to 8 bits themselves
+# With weights in 4 or 8 bits. Reading 16-bit ones takes as long as multiplying 160 rows by them at the rate of cuBLAS.
+# An own kernel at half that rate, which reads a quarter, is ahead of those up to 80 rows; a copy in 16 bits costs 2.5
+# bytes a weight more than they do, which from 64 to 200 rows is half as much again and at 8,192 rows 3 %.
+MAX_PACKED_ROWS = 64
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,6 +74,16 @@ class SkinnyConfig:
     num_stages: int
     split_k: int = 1  # of the tensor cores' kernel
     unroll: int = 1  # of the plain multiplication's loop
+
+
+@dataclass(slots=True, frozen=True)
+class PackedConfig:
+    """Products of up to MAX_PACKED_ROWS rows with a matrix in 4 or 8 bits."""
+
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    split_k: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -171,6 +185,15 @@ def _fp8_skinny_config(rows: int, n: int, k: int) -> SkinnyConfig | None:
     tiles = -(-n // 64)
     split_k = 1 if tiles >= 192 else max(1, min(384 // tiles, 4, k // 1024))
     return SkinnyConfig(True, tile_n=64, tile_k=256, num_warps=4, num_stages=3, split_k=split_k)
+
+
+def packed_config(rows: int, n: int, k: int) -> PackedConfig | None:
+    """None where the matrix is to be widened and cuBLAS to multiply it. Not measured yet."""
+    if not 0 < rows <= MAX_PACKED_ROWS:
+        return None
+    tiles = -(-n // 64)
+    split_k = 1 if tiles >= 256 else max(1, min(512 // tiles, 8, k // 512))
+    return PackedConfig(tile_n=64, num_warps=4, num_stages=4, split_k=split_k)
 
 
 # Bytes a second out of memory and out of the L2 cache, and what tiles of so many rows multiply a second, on one H200.

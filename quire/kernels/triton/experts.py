@@ -70,7 +70,9 @@ class TritonExperts(ComposedExperts):
                 torch.empty((num_experts, rows), dtype=torch.float32, device=ops.device) for rows in (2 * inner, hidden)
             )
         self._scratch = ops.routing_scratch(num_experts)
-        self._router = ops.new_linear(num_experts, hidden, is_sensitive=True)
+        router = ops.new_linear(num_experts, hidden, is_sensitive=True)
+        assert isinstance(router, TritonLinear)
+        self._router = router
         super().__init__(
             ops,
             self._router,

@@ -21,6 +21,7 @@ from quire.kernels.interface import (
     LinearWeight,
     Norm,
     Normed,
+    PackedLayout,
     PlacedDecodes,
     Quantized,
     Rotary,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from quire.kernels.adapters import AdaptedLinear, AdapterBank
     from quire.kernels.triton.experts import TritonExperts
     from quire.kernels.triton.linear import TritonLinear
+    from quire.kernels.triton.packed_linear import PackedLinear
     from quire.kernels.triton.routing import RoutingScratch
 
 
@@ -60,6 +62,7 @@ class TritonOps(ComposedOps):
         dtype: torch.dtype,
         *,
         quantization: str | None = None,
+        packed: PackedLayout | None = None,
         max_seqs: int = 1024,
         max_kv_heads: int = 64,
     ) -> None:
@@ -72,6 +75,8 @@ class TritonOps(ComposedOps):
         self.device = torch.device(device)
         self.dtype = dtype
         self.is_fp8 = quantization == "fp8"  # the layers' matrices
+        self.packed = packed  # likewise: how the checkpoint's config says that they are
+        self.wide = torch.empty(0, dtype=dtype, device=self.device)  # for one packed matrix at a time, in 16 bits
         self._attention_scratch = AttentionScratch.allocate(max_seqs, max_kv_heads, self.device)
         self.one = torch.ones(1, dtype=torch.float32, device=self.device)  # a scale that changes nothing
         self.skinny_scratch = SkinnyScratch.allocate(1 << 14, self.device)
@@ -83,6 +88,15 @@ class TritonOps(ComposedOps):
 
     def new_linear(
         self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
+    ) -> TritonLinear | PackedLinear:
+        from quire.kernels.triton.packed_linear import PackedLinear
+
+        if self.packed is not None and not is_sensitive:
+            return PackedLinear(self, out_features, in_features, bias=bias)
+        return self.new_float_linear(out_features, in_features, bias=bias, is_sensitive=is_sensitive)
+
+    def new_float_linear(
+        self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
     ) -> TritonLinear:
         from quire.kernels.triton.fp8_linear import Fp8Linear
         from quire.kernels.triton.linear import TritonLinear
@@ -90,6 +104,11 @@ class TritonOps(ComposedOps):
         if self.is_fp8 and not is_sensitive:
             return Fp8Linear(self, out_features, in_features, bias=bias)
         return TritonLinear(self, out_features, in_features, bias=bias)
+
+    def reserve_wide(self, num_values: int) -> None:
+        """Room for a packed matrix of so many numbers. While matrices are loaded: captured steps keep the address."""
+        if self.wide.numel() < num_values:
+            self.wide = torch.empty(num_values, dtype=self.dtype, device=self.device)
 
     def new_adapted(self, matrix: LinearWeight, bank: AdapterBank) -> AdaptedLinear:
         from quire.kernels.triton.adapters import TritonAdaptedLinear

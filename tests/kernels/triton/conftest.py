@@ -1,7 +1,7 @@
 """Without a CUDA device the kernels run through Triton's interpreter; with one they run compiled.
 
 TRITON_INTERPRET must be set before any module imports Triton, so tests/conftest.py sets it. Triton's interpreter gets
-three things wrong that the kernels need; they are put right here, so that what is tested is what a GPU computes.
+four things wrong that the kernels need; they are put right here, so that what is tested is what a GPU computes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ if not torch.cuda.is_available():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_with_index
+
+    # It makes bfloat16 of integers by taking their bits: by way of float32, which is exact for those of 8 bits.
+    def _integer_to_float(self, source, target):
+        if target.scalar == tl.bfloat16:
+            return self.cast_impl(self.cast_impl(source, tl.float32), target)
+        return self.cast_impl(source, target)
+
+    interpreter.InterpreterBuilder.create_si_to_fp = _integer_to_float
 
     # It keeps bfloat16 as 16-bit integers and multiplies those in dot: widen them first, which is exact.
     _create_dot = interpreter.InterpreterBuilder.create_dot
