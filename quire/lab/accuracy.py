@@ -213,11 +213,11 @@ def _explain_kv(reference: Record, done: list[Record]) -> list[str]:
     same = next(each for each in done if each["dtype"] == last["dtype"])
     if same is not reference and same is not last:
         own = last["shift_at_same_weights"]
+        noise = f", give or take {own['noise']:.2f} % by which tokens were read" if "noise" in own else ""
         paragraphs.append(
             f"The weights' dtype has its part in that. With the same {last['dtype']} weights, {last['kv_dtype']} "
             f"instead of {same['kv_dtype']} KV moves a logprob by {number(own['mean'])} and the perplexity by "
-            f"{signed_percent(own['perplexity_percent'])}, give or take {own.get('noise', 0.0):.2f} % by which tokens "
-            "were read. 0.3 % is the aim."
+            f"{signed_percent(own['perplexity_percent'])}{noise}. 0.3 % is the aim."
         )
     halves = {each["kv_dtype"]: each["shift"]["mean"] for each in done if each["dtype"] == reference["dtype"]}
     if halves.get("float16") and halves.get("bfloat16"):
