@@ -38,7 +38,7 @@ VLLM_FLAGS: dict[str, str] = {
     "download_dir": "aliases are kept there too",
     "load_format": "other values are refused",
     "dtype": "",
-    "quantization": "fp8 and int8; GGUF files and checkpoints in FP8, AWQ, GPTQ or compressed-tensors need no flag",
+    "quantization": "fp8, int8 and gguf; checkpoints in FP8, AWQ, GPTQ or compressed-tensors need no flag",
     "chat_template": "",
     "tool_call_parser": "needed only where the chat template does not show the format",
     "reasoning_parser": "likewise",

@@ -251,8 +251,8 @@ class EngineConfig:
         if self.pooler_config is not None:
             self._set("pooler_config", PoolerConfig.read(_mapping(self.pooler_config, "pooler_config")))
         if self.quantization is not None:
-            _one_of(self.quantization, "quantization", ("fp8", "int8"))
-            fitting = {"int8": ("auto", "float32"), "fp8": ("auto", "bfloat16", "float16")}[self.quantization]
+            _one_of(self.quantization, "quantization", ("fp8", "gguf", "int8"))
+            fitting = ("auto", "float32") if self.quantization == "int8" else ("auto", "bfloat16", "float16")
             if self.dtype not in fitting:
                 raise ConfigError(
                     f"quantization={self.quantization!r} and dtype={self.dtype!r} contradict each other: give one"

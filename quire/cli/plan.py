@@ -272,5 +272,7 @@ def _check_device(config: EngineConfig, device: str) -> None:
         raise ConfigError("kv_cache_dtype='fp8' needs a GPU: on a CPU use float16 or bfloat16, which halve float32")
     if device == "cuda" and config.quantization == "int8":
         raise ConfigError("quantization='int8' is for the CPU: use 'fp8', or plan with --device cpu")
+    if device == "cpu" and config.quantization == "gguf":
+        raise ConfigError("quantization='gguf' is for a GPU: on a CPU a GGUF file's weights stay packed without it")
     if device == "cpu" and config.quantization == "fp8":
         raise ConfigError("quantization='fp8' needs a GPU: use 'int8', or plan with --device cuda")

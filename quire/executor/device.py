@@ -125,6 +125,8 @@ def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
         )
     if config.quantization == "fp8":
         raise ConfigError("quantization='fp8' needs a GPU: on a CPU use 'int8'")
+    if config.quantization == "gguf":
+        raise ConfigError("quantization='gguf' is for a GPU: on a CPU a GGUF file's weights stay packed without it")
     reason = native.unavailable_reason()
     weight_dtype = config.quantization or dtype
     if reason is None:
@@ -171,6 +173,12 @@ def _cuda(config: EngineConfig, spec: ModelSpec, dtype: str, kv_dtype: torch.dty
 
     reason = triton.unavailable_reason()
     quantization = weight_quantization(config, spec, "cuda")
+    if quantization == "gguf":
+        for name, value in (("the Triton kernels", reason), ("enable_lora=False", config.enable_lora)):
+            if value:
+                raise ConfigError(f"quantization='gguf' needs {name}: leave one of the two out")
+        if config.num_ranks > 1:
+            raise ConfigError("quantization='gguf' is for one GPU: leave it out, or tensor_parallel_size")
     if quantization == "fp8":
         _check_fp8(spec, dtype, device, reason)
     if reason is None:

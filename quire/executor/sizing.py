@@ -1,14 +1,14 @@
 """Arithmetic that turns a model's shape into bytes. No torch: the executor sizes itself with it, the planner foretells.
 
-Dtypes are names here: float32, bfloat16, float16; fp8 for a cache; int8, fp8, and w4a16 and w8a16 (whole numbers in
-groups, with activations in 16 bits) for matrices.
+Dtypes are names here: float32, bfloat16, float16; fp8 for a cache; int8, fp8, and gguf, and w4a16 and w8a16 (whole
+numbers in groups, with activations in 16 bits) for matrices.
 """
 
 from __future__ import annotations
 
 from quire.config import EngineConfig
 from quire.kernels.interface import PackedLayout
-from quire.models.spec import ModelSpec
+from quire.models.spec import IntegerFormat, ModelSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 # Of a captured decode step. A larger one computes for longer than launching it takes, and its graph would hold logits
@@ -92,6 +92,8 @@ def weight_quantization(config: EngineConfig, spec: ModelSpec, device: str) -> s
 def packed_layout(config: EngineConfig, spec: ModelSpec) -> PackedLayout | None:
     """How a GPU holds a checkpoint in whole numbers, as its config tells; None where it is in others, or unpacked: for
     adapters, for ranks, and in 32 bits."""
+    if config.quantization == "gguf":
+        return PackedLayout(4, 32, has_offsets=True, has_order=False)  # that of Q4_K, the most common type
     stored = spec.integers
     if stored is None or config.quantization or config.enable_lora or config.num_ranks > 1:
         return None
@@ -103,7 +105,7 @@ def packed_layout(config: EngineConfig, spec: ModelSpec) -> PackedLayout | None:
 
 def matrix_value_bytes(dtype: str) -> float:
     """Of one number of a matrix, scales aside."""
-    return {"w4a16": 0.5, "w8a16": 1.0}.get(dtype) or DTYPE_BYTES[dtype]
+    return {"w4a16": 0.5, "w8a16": 1.0, "gguf": 0.6}.get(dtype) or DTYPE_BYTES[dtype]
 
 
 def batch_limits(config: EngineConfig, spec: ModelSpec, device: str) -> tuple[int, int]:
@@ -333,10 +335,11 @@ def weight_bytes(spec: ModelSpec, dtype: str, max_position: int) -> int:
     The native CPU kernels take a little more: they pad matrices to whole panels, and int8 has a scale for each row.
     """
     matrices = int(num_matrix_values(spec) * matrix_value_bytes(dtype))
-    if dtype in ("w4a16", "w8a16"):
-        assert spec.integers is not None
+    if dtype in ("w4a16", "w8a16", "gguf"):
+        # Of a GGUF file's matrices, a sixth in 8 bits and the others in 4 is what Q4_K_M has.
+        stored = spec.integers or IntegerFormat(layout="gguf", bits=4, group=32, has_zeros=True)
         in_layers = num_matrix_values(spec) - _vocabulary_values(spec)
-        scales = in_layers // (spec.integers.group or spec.hidden_size) * (8 if spec.integers.has_zeros else 4)
+        scales = in_layers // (stored.group or spec.hidden_size) * (8 if stored.has_zeros else 4)
         # Room for the widest matrix in 16 bits, which products of many rows take.
         widest = max(2 * spec.intermediate_size, spec.num_heads * spec.head_dim) * spec.hidden_size * 2
         matrices += int(_vocabulary_values(spec) * (2 - matrix_value_bytes(dtype))) + scales + widest

@@ -35,6 +35,8 @@ def open_model(config: EngineConfig) -> OpenedModel:
         config.model, revision=config.revision, load_format=config.load_format, download_dir=config.download_dir
     )
     checkpoint = open_checkpoint(path, load_format=config.load_format, hf_overrides=config.hf_overrides)
+    if config.quantization == "gguf" and checkpoint.gguf_metadata is None:
+        raise ConfigError(f"quantization='gguf' keeps a GGUF file's weights packed, and {path} is none: leave it out")
     spec = spec_from_config(checkpoint.config, source=str(path))
     files = None if config.runner == "generate" else read_sentence_files(path)
     pooler = choose_pooler(

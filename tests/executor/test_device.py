@@ -57,6 +57,8 @@ def test_what_the_backend_cannot_serve_is_refused_with_what_it_can(monkeypatch: 
 def test_8_bit_floats_are_for_gpus() -> None:
     with pytest.raises(ConfigError, match="on a CPU use 'int8'"):
         choose_backend(EngineConfig(device="cpu", quantization="fp8"), SPEC)
+    with pytest.raises(ConfigError, match="stay packed without it"):
+        choose_backend(EngineConfig(device="cpu", quantization="gguf"), SPEC)
     stored = replace(SPEC, fp8=CheckpointFormat())
     assert choose_backend(EngineConfig(device="cpu"), stored).weight_dtype == "float32"
 

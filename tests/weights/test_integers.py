@@ -13,12 +13,14 @@ import torch
 from integer_checkpoints import FORMATS, TOKENS, compressed, write_integer_model
 from safetensors.torch import load_file, save_file
 
-from quire.errors import UnsupportedModelError, WeightsError
+from quire.config import EngineConfig
+from quire.errors import ConfigError, UnsupportedModelError, WeightsError
 from quire.kernels.interface import IntegerRows
 from quire.kernels.reference import ReferenceOps
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
 from quire.models.share import share_of
+from quire.weights.model import open_model
 from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 
@@ -157,3 +159,9 @@ def test_columns_in_an_order_of_their_own_are_not_split():
     assert torch.equal(rows[3:9, :].unpacked(), quantized.meant[3:9])
     with pytest.raises(WeightsError, match="desc_act"):
         rows[:, :64]
+
+
+def test_blocks_of_gguf_are_asked_of_a_gguf_file_only(tmp_path):
+    narrow, _ = write_integer_model(tmp_path, "awq")
+    with pytest.raises(ConfigError, match="is none: leave it out"):
+        open_model(EngineConfig(model=str(narrow), quantization="gguf"))

@@ -53,6 +53,10 @@ class PackedLinear(ComposedLinear):
 
     # -- loading
 
+    @property
+    def keeps_quantized(self) -> bool:
+        return True
+
     def _load(self, first_row: int, rows: Tensor) -> None:
         if self._dense is None:
             self._dense = self._new_dense()

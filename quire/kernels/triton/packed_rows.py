@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import IntegerRows, PackedLayout, StoredRows
+from quire.kernels.interface import IntegerRows, PackedLayout, QuantizedRows, StoredRows
 from quire.kernels.triton.packed import PackedMatrix, fitting_run
 
 
@@ -38,7 +40,9 @@ class Numbers:
 
 def numbers_of(rows: StoredRows, device: torch.device) -> Numbers | None:
     """None where they have no such form."""
-    return _of_integers(rows, device) if isinstance(rows, IntegerRows) else None
+    if isinstance(rows, IntegerRows):
+        return _of_integers(rows, device)
+    return _of_gguf(rows, device) if isinstance(rows, QuantizedRows) else None
 
 
 def _of_integers(rows: IntegerRows, device: torch.device) -> Numbers | None:
@@ -57,6 +61,60 @@ def _of_integers(rows: IntegerRows, device: torch.device) -> Numbers | None:
     if columns % rows.group or fitting_run(columns, rows.group, rows.bits) is None:
         return None
     return Numbers(numbers, scales, offsets, None if order is None else order.int(), rows.bits)
+
+
+_Read = tuple[Tensor, Tensor, Tensor | None]  # numbers, scales and offsets of blocks: each [rows, blocks, ...]
+
+
+def _of_gguf(rows: QuantizedRows, device: torch.device) -> Numbers | None:
+    if rows.kind not in _GGUF:
+        return None
+    read, bits = _GGUF[rows.kind]
+    numbers, scales, offsets = read(torch.from_numpy(np.ascontiguousarray(rows.blocks)).to(device))
+    if fitting_run(rows.shape[1], numbers.shape[2] // scales.shape[2], bits) is None:
+        return None
+    return Numbers(numbers.flatten(1), scales.flatten(1), None if offsets is None else offsets.flatten(1), None, bits)
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """The float16 at byte `start` of each block."""
+    return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _q4_0(blocks: Tensor) -> _Read:
+    packed = blocks[..., 2:]
+    return torch.cat((packed & 15, packed >> 4), -1).to(torch.int8) - 8, _half(blocks, 0), None
+
+
+def _q8_0(blocks: Tensor) -> _Read:
+    return blocks[..., 2:].contiguous().view(torch.int8), _half(blocks, 0), None
+
+
+def _q4_k(blocks: Tensor) -> _Read:
+    """Eight sub-blocks of 32, with scales and minima of 6 bits in bytes 4 to 15. Two neighbours share their bytes."""
+    low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), -1) * _half(blocks, 0)
+    minima = torch.cat((middle & 63, (high >> 4) | (middle >> 6 << 4)), -1) * _half(blocks, 2)
+    packed = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32)
+    return torch.cat((packed & 15, packed >> 4), 3).flatten(2).to(torch.int8) - 8, scales, 8 * scales - minima
+
+
+def _q6_k(blocks: Tensor) -> _Read:
+    """Two halves of 128, their four low and two high bits apart; then sixteen 8-bit scales."""
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 2, 32)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
+    two = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], 3)
+    numbers = (torch.cat((low & 15, low >> 4), 3) | two << 4).flatten(2).to(torch.int8) - 32
+    return numbers, blocks[..., 192:208].contiguous().view(torch.int8) * _half(blocks, 208), None
+
+
+# Types that a GPU keeps packed, and in how many bits.
+_GGUF: dict[str, tuple[Callable[[Tensor], _Read], int]] = {
+    "Q4_0": (_q4_0, 4),
+    "Q8_0": (_q8_0, 8),
+    "Q4_K": (_q4_k, 4),
+    "Q6_K": (_q6_k, 8),
+}
 
 
 def common_layout(one: PackedLayout, other: PackedLayout) -> PackedLayout:

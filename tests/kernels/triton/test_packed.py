@@ -9,6 +9,7 @@ from integer_checkpoints import FORMATS
 from quire.kernels.interface import AttentionBatch, AttentionSpec, IntegerRows, Norm, PackedLayout, Rotary, Unscaled
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps, packed_linear
+from tests.gguf_blocks import random_rows, unpacked
 
 LAYOUT = PackedLayout(4, 32, has_offsets=True, has_order=False)
 FEW, MANY = 3, 70  # rows multiplied by an own kernel; and by a library, from a copy in 16 bits
@@ -121,6 +122,21 @@ def test_parts_of_a_fused_matrix_come_to_one_layout(ops, oracle, device):
     assert weight._matrix.layout == PackedLayout(8, 32, has_offsets=True, has_order=False)
     for num_rows in (FEW, MANY):
         x = normal(num_rows, 128, device=device)
+        assert close(weight.multiply(x), twin.multiply(x.double()))
+
+
+@pytest.mark.parametrize(
+    "kinds", [("Q4_0",), ("Q8_0",), ("Q4_K",), ("Q6_K",), ("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q5_K")]
+)
+def test_blocks_of_a_gguf_file(ops, oracle, device, kinds):
+    weight, twin = (each.new_linear(64 * len(kinds), 512) for each in (ops, oracle))
+    for number, kind in enumerate(kinds):
+        rows = random_rows(kind, 64, 512)
+        weight.load_rows(64 * number, rows)
+        twin.load_rows(64 * number, unpacked(rows))
+    assert (weight._matrix is None) == ("Q5_K" in kinds)
+    for num_rows in (FEW, MANY):
+        x = normal(num_rows, 512, device=device)
         assert close(weight.multiply(x), twin.multiply(x.double()))
 
 
