@@ -10,6 +10,7 @@ from typing import Any
 import fakes
 import pytest
 import torch
+from drafting.test_engine import free_drafts
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.config import EngineConfig
@@ -87,6 +88,21 @@ def test_copies_among_random_company(tiny_model: Path, kind: str) -> None:
     assert num_preemptions > 0 and num_cached > 0
 
 
+def test_fifty_copies_among_a_thousand_requests(tiny_model: Path) -> None:
+    """Small ones, so that a step has up to hundreds of them."""
+    alone, *_ = make(tiny_model, dtype="bfloat16").generate([PROMPT], GREEDY.clone(max_tokens=4), use_tqdm=False)
+    rng = random.Random(0)
+    work = [(PROMPT, GREEDY.clone(max_tokens=4))] * 50
+    for i in range(950):
+        prompt = PROMPT[: rng.choice([0, 0, 16, 40])] + [rng.randrange(3, 300) for _ in range(rng.randint(1, 9))]
+        work.append((prompt, SamplingParams(seed=i, max_tokens=rng.randint(1, 4), ignore_eos=True, detokenize=False)))
+    rng.shuffle(work)
+    llm = make(tiny_model, dtype="bfloat16", num_gpu_blocks_override=1500, max_num_seqs=128)
+    outputs = llm.generate([prompt for prompt, _ in work], [params for _, params in work], use_tqdm=False)
+    copies = [output for (prompt, _), output in zip(work, outputs, strict=True) if prompt is PROMPT]
+    assert len(copies) == 50 and all(numbers(output) == numbers(alone) for output in copies)
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_packed_weights(smollm2: Path, dtype: str) -> None:
@@ -107,6 +123,7 @@ def test_packed_weights(smollm2: Path, dtype: str) -> None:
 def test_drafts_forks_and_beams_change_nothing(tiny_model: Path) -> None:
     plain = make(tiny_model, dtype="float32")
     drafting = make(tiny_model, dtype="float32", speculative_config={"method": "ngram", "prompt_lookup_min": 1})
+    free_drafts(drafting)
     prompts = [PROMPT, PROMPT[:20] * 3, PROMPT[5:]]
     expected = [numbers(plain.generate([prompt], GREEDY, use_tqdm=False)[0]) for prompt in prompts]
     assert [numbers(output) for output in drafting.generate(prompts, GREEDY, use_tqdm=False)] == expected

@@ -11,6 +11,7 @@ import pytest
 from executor.test_drafts import KINDS, PROMPTS, logprobs, make, seen
 
 from quire import LLM, AsyncLLM, OutputKind, SamplingParams
+from quire.kernels.cpu import unavailable_reason
 
 
 def free_drafts(llm: LLM | AsyncLLM) -> None:
@@ -55,6 +56,22 @@ def test_the_same_answers_as_without(tiny_model: Path, method: str) -> None:
     assert by_name["vllm:spec_decode_num_accepted_tokens_total"] == stats.num_accepted_tokens
     assert by_name["vllm:spec_decode_num_draft_tokens_total"] == stats.num_draft_tokens
     assert by_name["vllm:spec_decode_num_drafts_total"] == stats.num_drafts
+    of_places = [m for m in drafting.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert [m.labels["position"] for m in of_places] == [str(place) for place in range(len(of_places))]
+    assert sum(m.value for m in of_places) == stats.num_accepted_tokens
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason="the native kernels are not built")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_drafts_leave_the_bits_of_plain_decoding(tiny_model: Path, dtype: str) -> None:
+    """On a CPU a few tokens of a sequence are attended to as decodes are."""
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2, **FEW)
+    settings: dict[str, Any] = {"dtype": dtype, "enable_prefix_caching": False}
+    plain, drafting = make(tiny_model, **settings), make(tiny_model, speculative_config={"method": "ngram"}, **settings)
+    free_drafts(drafting)
+    expected, outputs = (llm.generate(PROMPTS, params, use_tqdm=False) for llm in (plain, drafting))
+    assert seen(outputs) == seen(expected) and logprobs(outputs) == logprobs(expected)
+    assert drafting.llm_engine.core.scheduler.stats.num_accepted_tokens > 20
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

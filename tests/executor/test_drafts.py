@@ -52,8 +52,8 @@ class Oracle(Drafter):
 
 
 def make(tiny_model: Path, **fields: Any) -> LLM:
-    settings = {"block_size": 4, "kv_cache_memory_bytes": 4 << 20, "num_threads": 1, **fields}
-    return LLM(model=str(tiny_model), load_format="dummy", device="cpu", dtype="float32", seed=2, **settings)
+    settings = {"block_size": 4, "kv_cache_memory_bytes": 4 << 20, "num_threads": 1, "dtype": "float32", **fields}
+    return LLM(model=str(tiny_model), load_format="dummy", device="cpu", seed=2, **settings)
 
 
 def seen(outputs: list[RequestOutput]) -> list[Any]:

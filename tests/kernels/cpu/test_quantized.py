@@ -69,7 +69,7 @@ def test_a_row_does_not_depend_on_its_neighbours(ops, kind):
     packed = new_linear(ops, random_rows(kind, 80, 768))
     x = activations(200, 768)
     together = packed.multiply(x)
-    for first, last in ((0, 1), (17, 19), (39, 44), (150, 200)):
+    for first, last in ((0, 1), (17, 19), (60, 63), (70, 74), (39, 44), (90, 96), (150, 200)):
         assert torch.equal(packed.multiply(x[first:last]), together[first:last])
 
 

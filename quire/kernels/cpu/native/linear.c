@@ -173,10 +173,20 @@ INLINE tile_function tile_of(int kind) {
 INLINE void quantized_rows(int kind, const linear_job *job, const char *panel, const float *bias, long row0, long row1, float *out,
                            long out_stride) {
     const long k_end = job->w->k;
-    if (row1 - row0 == 1) {
-        const quantized_row x = row_at(job->quantized_x, k_end, row0);
-        one_row_quantized(kind, panel, &x, k_end, PACKED_AHEAD, bias, out);
-        return;
+    if (row1 - row0 <= QUANTIZED_ROWS) {
+        quantized_row x[QUANTIZED_ROWS];
+        for (long i = 0; i < row1 - row0; i++) x[i] = row_at(job->quantized_x, k_end, row0 + i);
+        switch (row1 - row0) {
+#define CASE(n) case n: few_rows_quantized(kind, n, panel, x, k_end, PACKED_AHEAD, bias, out, out_stride); return;
+            CASE(1) CASE(2)
+#if defined(__AVX512F__) || defined(__aarch64__)
+            CASE(3)
+#endif
+#if defined(__AVX512F__)
+            CASE(4) CASE(5) CASE(6)
+#endif
+#undef CASE
+        }
     }
     const long tiles = (row1 - row0 + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS, height = (row1 - row0 + tiles - 1) / tiles;
     unpacked_panel unpacked;

@@ -123,34 +123,48 @@ INLINE void store_with_bias(float *to, vf sum, const float *bias) {
     store(to, sum);
 }
 
-/* One row over one panel, straight from its packed blocks: all of the work is reading them. */
-INLINE void one_row_quantized(int kind, const char *block, const quantized_row *x, long k, long ahead, const float *bias,
-                              float *out) {
+/* `rows` (a constant) over one panel, straight from its packed blocks: nearly all of the work is reading and unpacking them,
+ * once for all rows. */
+INLINE void few_rows_quantized(int kind, int rows, const char *block, const quantized_row *x, long k, long ahead,
+                               const float *bias, float *out, long out_stride) {
     const int groups = kind_sub(kind) / GROUP;
-    vf acc[NV];
-    for (int j = 0; j < NV; j++) acc[j] = (vf){0};
+    vf acc[QUANTIZED_ROWS][NV];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < NV; j++) acc[r][j] = (vf){0};
     for (long at = 0; at < k; at += kind_block(kind), block += block_bytes(kind)) {
         for (long run = 0; run < kind_block(kind) / RUN; run++) {
             const long share = block_bytes(kind) / (kind_block(kind) / RUN); /* a burst would fill all buffers */
             for (long line = 0; line < share; line += 64) __builtin_prefetch(block + ahead + run * share + line, 0, 2);
             const uint32_t *codes = block_codes(kind, block, run);
-            const int8_t *x_codes = x->codes + at + run * RUN;
 #pragma GCC unroll 2
             for (int part = 0; part < RUN / kind_sub(kind); part++) {
                 const long sub = run * RUN / kind_sub(kind) + part, x_sub = at / kind_sub(kind) + sub;
 #pragma GCC unroll 8
                 for (int j = 0; j < NV; j++) {
-                    vi dot = first_dot(kind, x, x_sub, kind_offset_bits(kind));
+                    vi dot[QUANTIZED_ROWS];
 #pragma GCC unroll 8
-                    for (int g = part * groups; g < (part + 1) * groups; g++)
-                        dot = dot4(kind, dot, code_group(kind, codes, g, j), splat_word(x_codes + g * GROUP));
+                    for (int r = 0; r < rows; r++) dot[r] = first_dot(kind, &x[r], x_sub, kind_offset_bits(kind));
+#pragma GCC unroll 8
+                    for (int g = part * groups; g < (part + 1) * groups; g++) {
+                        const vu words = code_group(kind, codes, g, j);
+#pragma GCC unroll 8
+                        for (int r = 0; r < rows; r++)
+                            dot[r] = dot4(kind, dot[r], words, splat_word(x[r].codes + at + run * RUN + g * GROUP));
+                    }
+                    const vf scale = sub_scale(kind, block, sub, j);
                     const vf minimum = has_minima(kind) ? sub_minimum(kind, block, sub, j) : (vf){0};
-                    acc[j] = add_sub(kind, acc[j], dot, sub_scale(kind, block, sub, j), minimum, x, x_sub);
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++)
+                        acc[r][j] = add_sub(kind, acc[r][j], dot[r], scale, minimum, &x[r], x_sub);
                 }
             }
         }
     }
-    for (int j = 0; j < NV; j++) store_with_bias(out + j * VL, acc[j], bias ? bias + j * VL : NULL);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < NV; j++)
+            store_with_bias(out + r * out_stride + j * VL, acc[r][j], bias ? bias + j * VL : NULL);
 }
 
 /* Some inputs of a panel with a byte a code and scales in float32, which stay in L1 while rows pass over them. */
