@@ -24,7 +24,7 @@ MODEL_FLAGS: dict[str, tuple[Any, str]] = {
     "download_dir": (str, "keep fetched models here (default: the hub's cache, QUIRE_HOME)"),
     "load_format": (str, "auto, safetensors, gguf or dummy (random weights)"),
     "dtype": (str, "auto, float32, bfloat16 or float16"),
-    "quantization": (str, "weights in 8 bits: fp8 on a GPU, int8 on a CPU; gguf: a GGUF file's stay packed on a GPU"),
+    "quantization": (str, "fp8 on a GPU or int8 on a CPU; gguf: packed on a GPU, too"),
     "chat_template": (str, "a template or a file that holds one"),
     "tool_call_parser": (str, "format of tool calls, such as hermes (default: read from the chat template)"),
     "reasoning_parser": (str, "format of thinking, such as qwen3 (default: read from the chat template)"),

@@ -226,8 +226,10 @@ class PersistentBatch:
             num_decodes=num_decodes,
         )
         read = None
-        if (invariant := self.is_deterministic[rows] & (counts > 1)).any():  # a decode has one order in any case
-            runs = invariant_runs(invariant)
+        # Drafts leave the bits of plain decoding so. A decode has one order in any case, and joins the runs beside it.
+        as_decodes = self.is_deterministic[rows] | np.isin(rows, list(spans.drafts))
+        if (as_decodes & (counts > 1)).any():
+            runs = invariant_runs(as_decodes | (counts == 1))
             for group in attention:
                 group.invariant_runs = runs
         if self.have_adapters(spans.rows):

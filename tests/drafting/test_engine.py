@@ -64,7 +64,7 @@ def test_the_same_answers_as_without(tiny_model: Path, method: str) -> None:
 @pytest.mark.skipif(unavailable_reason() is not None, reason="the native kernels are not built")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_drafts_leave_the_bits_of_plain_decoding(tiny_model: Path, dtype: str) -> None:
-    """On a CPU a few tokens of a sequence are attended to as decodes are."""
+    """On a CPU drafts are attended to as decodes are."""
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2, **FEW)
     settings: dict[str, Any] = {"dtype": dtype, "enable_prefix_caching": False}
     plain, drafting = make(tiny_model, **settings), make(tiny_model, speculative_config={"method": "ngram"}, **settings)

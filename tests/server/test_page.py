@@ -572,9 +572,9 @@ def test_with_the_default_model(driver: Any, smollm2: Path) -> None:
         page = Page(driver, url)
         page.open()
         page.ready()
-        page.set_max_tokens(1_000)  # more than it can say while the browser looks
+        page.set_max_tokens(1_000)  # with the long answer asked for, more than it can say while the browser looks
         page.find("#second-chat").click()
-        page.ask("a", "What is a book?", button=".both")
+        page.ask("a", "Tell me a very long story of a book, chapter by chapter.", button=".both")
         eventually(lambda: "of them shared" in page.text("#blocks-summary"))
         shared = page.state("[...state.codes.keys()].filter((block) => (state.codes[block] & 7) === 3)")
         page.click_block(shared[0])

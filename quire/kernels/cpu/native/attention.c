@@ -7,8 +7,8 @@
  * sequence, so neither does its result.
  * Several new tokens (prefill): an item is one KV head and a tile of queries; keys pass by in tiles that are transposed
  * into a buffer once and used by all rows, with the running maximum and sum of an online softmax. That sums in another
- * order than a decode; where results must not depend on who was computed with whom, each token is summed as a decode. So are
- * a few new tokens, such as drafts. */
+ * order than a decode; where results must not depend on who was computed with whom, and of drafts, each token is summed as a
+ * decode. */
 #include "attention_decode.h"
 #include "attention_prefill.h"
 #include "pool.h"
@@ -18,9 +18,8 @@ enum { INLINE_WORK = 1 << 15 }; /* multiply-adds; less is not worth waking a thr
 static void attend(void *context, long index) {
     const attention_job *job = context;
     const item *work = &job->items[index];
-    const long new_tokens = job->query_starts[work->seq + 1] - job->query_starts[work->seq];
-    if (new_tokens == 1) decode_item(job, work);
-    else if (job->spec.invariant || new_tokens <= FEW_QUERIES) invariant_item(job, work);
+    if (job->query_starts[work->seq + 1] - job->query_starts[work->seq] == 1) decode_item(job, work);
+    else if (job->spec.invariant) invariant_item(job, work);
     else prefill_item(job, work);
 }
 

@@ -9,7 +9,6 @@ enum {
     DECODE_CHUNK = 256, /* keys; a multiple of every block size */
     PREFILL_ROWS = 192, /* query tokens x heads of one group */
     PREFILL_KEYS = 64,
-    FEW_QUERIES = 32, /* of a sequence: as decodes they cost no more than transposing its keys, and drafts leave no trace */
 };
 
 typedef struct {
