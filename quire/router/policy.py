@@ -2,9 +2,9 @@
 
     expected time = wait for a slot + a step + (prompt tokens queued before it + its own uncached ones) / prefill rate
 
-While requests queue, every token that is computed makes others wait. So a request's own uncached tokens count once for
-itself and once for each request that waits there: an idle replica is free to compute again what another has cached,
-and a busy one does so only where that is worth it to all who wait.
+Every token that is computed makes others wait. So a request's own uncached tokens count once for itself, once for each
+request that waits there, and once for who comes next: a prefix is computed again at another replica only where the
+queue at the one that has it costs more than that to all of them.
 
 `Router` is the whole decision and does no IO: servers, the proxy and the simulator drive the same class, each with its
 own clock. A caller tells it what replicas report (`on_load`, `on_cache`), asks for a `Ticket` with `route`, and says
@@ -21,6 +21,7 @@ that has its cache.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +31,7 @@ _SMOOTHING = 0.2  # weight of the newest observation
 _MIN_TOKENS_FOR_RATE = 64  # a shorter prompt's time is mostly the step's, not the tokens'
 _TIE = 0.1  # of the best expected time: the estimate is no finer than that
 _GUESSED_BLOCKS = 16_384  # remembered of a replica that publishes nothing
+_TOLD_S = 1.0  # by then a replica has told which blocks a request left: servers are asked four times a second
 _FIRST_RATE = 1_000.0  # tokens/s, until something was measured
 
 
@@ -77,7 +79,8 @@ class Replica:
     tokens_by_tenant: dict[str, int] = field(default_factory=dict)  # of own tickets: uncached, without a first token
     num_queued_tokens: int = 0  # the sum of these
     num_queued: int = 0  # own tickets without a first token
-    num_foreign_tokens: int = 0  # queued there by others
+    num_foreign_tokens: int = 0  # queued there by others, as it told last
+    told_s: float = 0.0  # when that was
     num_sequences: int = 0  # of own tickets
     progress_s: float = 0.0  # since when the head of the queue is being computed
     measured_rate: float | None = None  # prompt tokens/s, from outside
@@ -115,6 +118,7 @@ class Router:
         self._index = BlockIndex()
         self._by_bit: dict[int, Replica] = {}
         self._num_routed = 0
+        self._ended: deque[tuple[float, Replica, Sequence[BlockHash]]] = deque()  # whose promises still stand
         self._usual_rate = _FIRST_RATE  # of any replica: they are alike until one shows otherwise
 
     # -- the replicas
@@ -146,7 +150,7 @@ class Router:
 
     def on_load(self, name: str, load: ReplicaLoad) -> None:
         replica = self.replicas[name]
-        replica.load = load
+        replica.load, replica.told_s = load, self._clock()
         self._usual_rate = load.prefill_tokens_per_s or self._usual_rate
         replica.num_foreign_tokens = max(0, load.num_queued_tokens - replica.num_queued_tokens)
 
@@ -191,19 +195,24 @@ class Router:
         return ticket
 
     def choose(self, prompt: Prompt, *, excluding: Iterable[str] = ()) -> Ticket | None:
-        """The replica with the least expected time to the first token; of those that are as good, the least loaded."""
+        """The replica with the least expected time to the first token; of those that are as good, the one that has most
+        of the prompt, then the least loaded."""
         excluded = set(excluding)
         among = [one for one in self.replicas.values() if one.is_open and one.name not in excluded]
         if not among:
             return None
         now_s = self._clock()
+        while self._ended and now_s - self._ended[0][0] > _TOLD_S:
+            _, replica, hashes = self._ended.popleft()
+            if self.replicas.get(replica.name) is replica:
+                self._index.withdraw(replica.bit, hashes)
         mask = sum(1 << one.bit for one in among) if prompt.hashes else 0
         leading = self._index.leading(prompt.hashes, mask)
         found = []
         for replica in among:
             num_cached = self._tokens(leading.get(replica.bit, 0), prompt)
             expected_s = self._expected_s(replica, prompt, num_cached, now_s)
-            others_s = replica.num_queued * (prompt.num_tokens - num_cached) / self.tokens_per_s(replica)
+            others_s = (1 + replica.num_queued) * (prompt.num_tokens - num_cached) / self.tokens_per_s(replica)
             found.append((expected_s + others_s, expected_s, num_cached, replica))
         best_s = min(cost_s for cost_s, _, _, _ in found)
         # A newcomer meets a step anywhere between its begin and its end: half of one is what nobody can foresee.
@@ -212,7 +221,7 @@ class Router:
         # Equal loads take turns, so that replicas which differ in nothing share what comes.
         first = self._num_routed % len(ties)
         _, expected_s, num_cached, replica = min(
-            ties[first:] + ties[:first], key=lambda one: (_load(one[3]), -one[2], one[0])
+            ties[first:] + ties[:first], key=lambda one: (-one[2], _load(one[3]), one[0])
         )
         return Ticket(replica, prompt, num_cached, expected_s, now_s)
 
@@ -257,13 +266,14 @@ class Router:
         replica = self._replica_of(ticket)
         if replica is None:
             return
+        hashes = ticket.prompt.hashes if replica.is_exact else ()
         if ticket.first_token_s is None:
             self._unqueue(replica, ticket)
+            self._index.withdraw(replica.bit, hashes)
         else:
             replica.held_s = _smooth(replica.held_s, self._clock() - ticket.routed_s)
+            self._ended.append((self._clock(), replica, hashes))  # the blocks are there, and the replica tells it later
         replica.num_sequences -= ticket.prompt.num_sequences
-        if replica.is_exact:
-            self._index.withdraw(replica.bit, ticket.prompt.hashes)
 
     def check(self) -> None:
         """Prove that what is counted adds up."""
@@ -316,7 +326,7 @@ class Router:
     def _expected_s(self, replica: Replica, prompt: Prompt, num_cached: int, now_s: float) -> float:
         num_own = prompt.num_tokens - num_cached
         rate = self.tokens_per_s(replica)
-        num_ahead = replica.num_foreign_tokens
+        num_ahead = max(0, replica.num_foreign_tokens - int((now_s - replica.told_s) * rate))
         if replica.num_queued_tokens:
             queued = replica.tokens_by_tenant
             share = queued.get(prompt.tenant, 0) + num_own

@@ -62,10 +62,10 @@ def test_a_queue_longer_than_the_prefix_is_worth_sends_it_elsewhere() -> None:
     """Neither is affinity thrown away under imbalance nor a hot replica buried."""
     router, _ = router_of("a", "b")
     router.on_cache("a", CacheChanges(filled=chain("x", 10)))
-    router.route_to("a", prompt_of("other", 5))  # 81 tokens are queued at a; the prefix is worth 160
+    router.route_to("a", prompt_of("other", 5))  # 81 tokens are queued at a; the prefix is worth 160, twice
     ticket = router.choose(prompt_of("x", 10))
     assert ticket is not None and ticket.replica == "a"
-    router.route_to("a", prompt_of("more", 10))
+    router.route_to("a", prompt_of("more", 20))
     ticket = router.choose(prompt_of("x", 10))
     assert ticket is not None and ticket.replica == "b"
 
@@ -80,19 +80,39 @@ def test_a_prefix_that_is_being_computed_counts_as_cached() -> None:
     assert all(ticket.num_uncached_tokens == 1 for ticket in followers)
 
 
-def test_a_promise_ends_with_its_request() -> None:
-    router, _ = router_of("a")
+def test_a_promise_stands_until_the_replica_had_time_to_tell() -> None:
+    router, clock = router_of("a")
     ticket = router.route(prompt_of("x", 4))
     assert ticket is not None
     router.on_first_token(ticket)
     router.on_end(ticket)
-    again = router.choose(prompt_of("x", 4))
-    assert again is not None and again.num_cached_tokens == 0  # the replica did not say that it has it
+    clock.now_s += 0.9
+    assert router.choose(prompt_of("x", 4)).num_cached_tokens == 4 * BLOCK  # type: ignore[union-attr]
+    clock.now_s += 0.2
+    assert router.choose(prompt_of("x", 4)).num_cached_tokens == 0  # type: ignore[union-attr]
     router.check()
 
 
+def test_a_request_that_computed_nothing_promises_nothing() -> None:
+    router, _ = router_of("a")
+    ticket = router.route(prompt_of("x", 4))
+    assert ticket is not None
+    router.on_end(ticket)
+    assert router.choose(prompt_of("x", 4)).num_cached_tokens == 0  # type: ignore[union-attr]
+    router.check()
+
+
+def test_what_others_queued_is_computed_meanwhile() -> None:
+    router, clock = router_of("a", "b")
+    router.on_load("a", ReplicaLoad(num_queued_tokens=500, prefill_tokens_per_s=1_000.0))
+    router.on_cache("a", CacheChanges(filled=chain("x", 10)))
+    assert router.choose(prompt_of("x", 10)).replica == "b"  # type: ignore[union-attr]
+    clock.now_s += 0.4
+    assert router.choose(prompt_of("x", 10)).replica == "a"  # type: ignore[union-attr]
+
+
 def test_blocks_that_are_told_later_count_from_then_on() -> None:
-    router, _ = router_of("a", "b")
+    router, clock = router_of("a", "b")
     ticket = router.route(Prompt(161))
     assert ticket is not None
     router.on_hashes(ticket, prompt_of("x", 10).hashes)
@@ -102,6 +122,7 @@ def test_blocks_that_are_told_later_count_from_then_on() -> None:
     assert again is not None and (again.replica, again.num_cached_tokens) == (ticket.replica, 160)
     router.on_end(ticket)
     router.on_hashes(ticket, prompt_of("y", 10).hashes)  # too late
+    clock.now_s += 2.0
     router.check()
     assert router.choose(prompt_of("x", 10)).num_cached_tokens == 0  # type: ignore[union-attr]
 
