@@ -26,7 +26,7 @@ Place = tuple[float, float]
 
 
 def colour(index: int) -> str:
-    """Of a series: the page says what it is in light and in dark."""
+    """The colour of a series; the page's style says what that is in light and in dark."""
     return f"var(--s{index % len(LIGHT) + 1})"
 
 

@@ -227,7 +227,9 @@ class PersistentBatch:
         )
         read = None
         # Drafts leave the bits of plain decoding so. A decode has one order in any case, and joins the runs beside it.
-        as_decodes = self.is_deterministic[rows] | np.isin(rows, list(spans.drafts))
+        as_decodes = self.is_deterministic[rows]
+        if spans.drafts:
+            as_decodes |= np.isin(rows, list(spans.drafts))
         if (as_decodes & (counts > 1)).any():
             runs = invariant_runs(as_decodes | (counts == 1))
             for group in attention:

@@ -104,7 +104,7 @@ def packed_layout(config: EngineConfig, spec: ModelSpec) -> PackedLayout | None:
 
 
 def matrix_value_bytes(dtype: str) -> float:
-    """Of one number of a matrix, scales aside."""
+    """Bytes that one number of a matrix takes, without its share of the scales."""
     return {"w4a16": 0.5, "w8a16": 1.0, "gguf": 0.6}.get(dtype) or DTYPE_BYTES[dtype]
 
 

@@ -143,7 +143,7 @@ def _only(reader: ConfigReader, key: str, *served: object) -> None:
 
 
 def _group(reader: ConfigReader) -> int | None:
-    """Of AWQ and GPTQ: -1 for whole rows."""
+    """How many inputs share a scale in AWQ and GPTQ; None (-1 in the file) where a whole row does."""
     return None if reader.get("group_size") == -1 else reader.integer("group_size", 128)
 
 

@@ -75,7 +75,7 @@ class _Way:
         self._heard.set()
 
     def _num_tokens(self) -> int | None:
-        """Of its sequences, at least; None where it is not here."""
+        """How many tokens each of its sequences has at least; None where the request is not here."""
         made = [self._stream.num_made_tokens[index] for index in self._source.open_indices(self._stream)]
         return self._stream.request.num_prompt_tokens + min(made) if made else None
 

@@ -456,7 +456,7 @@ class ReplicaSet(TextFront):
 
     @property
     def num_carried(self) -> int:
-        """Of the requests that moved, those whose blocks went with them."""
+        """How many of the requests that moved took their blocks along."""
         return self.moves.num_carried
 
     def _prompt_of(self, stream: Stream, open_indices: list[int]) -> Prompt:

@@ -76,7 +76,7 @@ class _Answer:
 
     @property
     def seed(self) -> int | None:
-        """Of a stream that another server can go on with."""
+        """The seed of a stream that another server can go on with; None of any other."""
         seed = self.response.headers.get(SEED_HEADER)
         return None if seed is None else int(seed)
 

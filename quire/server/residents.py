@@ -83,7 +83,7 @@ class ResidentEngine(TextFront):
         residents.members.append(self)
 
     def take_share(self, share: float) -> None:
-        """Of the memory; before it starts."""
+        """Give the model this share of the memory, before it starts."""
         self.share = share
         self.config = self.config.replace(memory_share=share)
 
@@ -404,7 +404,7 @@ class Residents:
             engine.is_leaving = False
 
     def free_share(self) -> float:
-        """Of the memory, what no model may take."""
+        """The share of the memory that no model has been given."""
         return 1.0 - sum(member.share for member in self.members)
 
 
