@@ -311,7 +311,7 @@ class Worker:
     def _last_group(self) -> int | None:
         """The last layer's KV group, where only tokens that give logits are read after it."""
         reads_all = self.pools is not None or self._prompt_logprob_rows or not self.decoder.share.is_last
-        return None if reads_all or self.is_gpu else self.decoder.layout.groups[-1]
+        return None if reads_all else self.decoder.layout.groups[-1]
 
     @property
     def _num_capture_attempts(self) -> int:
