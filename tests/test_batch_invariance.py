@@ -1,4 +1,4 @@
-"""batch_invariant=True on a CPU: a request's logprobs are bitwise the same whatever is computed beside it."""
+"""batch_invariant=True: a request's logprobs are bitwise the same whatever is computed beside it."""
 
 from __future__ import annotations
 
@@ -198,7 +198,21 @@ def test_the_variable_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         EngineConfig(batch_invariant="yes")
 
 
-def test_a_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({"dtype": "float32"}, "dtype='bfloat16' or 'float16'"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "a KV cache in the activations' dtype"),
+        ({"dtype": "bfloat16", "quantization": "fp8"}, "not quantized"),
+        ({"dtype": "bfloat16"}, "compute capability 9.0"),
+    ],
+    ids=str,
+)
+def test_what_a_gpu_does_not_serve_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, settings: dict[str, Any], needed: str
+) -> None:
     monkeypatch.setattr("quire.executor.device._device", lambda wanted: torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match="batch_invariant is served on CPUs"):
-        make(tiny_model)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (8, 9))
+    monkeypatch.setattr("quire.kernels.triton.unavailable_reason", lambda: None)
+    with pytest.raises(ConfigError, match=f"batch_invariant on a GPU needs .*{needed}"):
+        make(tiny_model, **{"device": "cuda", "num_threads": None, **settings})

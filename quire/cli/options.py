@@ -79,7 +79,7 @@ ENGINE_SWITCHES: dict[str, str] = {
     "calculate_kv_scales": "measure the scales of a KV cache in fp8 on the first requests",
     "enable_lora": "serve adapters (LoRA) on top of the model (default: off)",
     "enable_sleep_mode": "on a GPU, weights and cache can be given back for a while",
-    "batch_invariant": "bitwise the same logits in any batch and at any chunking (CPU; default: off)",
+    "batch_invariant": "bitwise the same logits in any batch and at any chunking (default: off)",
 }
 _SAMPLING: dict[str, tuple[Any, str]] = {
     "temperature": (float, "0 is greedy (default: the model's own, or 1; 0.7 with --chat)"),

@@ -47,11 +47,6 @@ class Backend:
 def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
     """Raises ConfigError, naming what can be chosen instead, where device, dtypes and block size do not go together."""
     device = _device(config.device)
-    if device.type == "cuda" and config.batch_invariant:
-        raise ConfigError(
-            "batch_invariant is served on CPUs so far: on a GPU products are chosen by their size. Set device='cpu', "
-            "or leave it out (VLLM_BATCH_INVARIANT sets it too)"
-        )
     dtype = activation_dtype(config, spec, device.type)
     kv_dtype = _kv_dtype(config, dtype, device)
     if device.type == "cuda" and spec.cpu_only is not None:
@@ -181,12 +176,38 @@ def _cuda(config: EngineConfig, spec: ModelSpec, dtype: str, kv_dtype: torch.dty
             raise ConfigError("quantization='gguf' is for one GPU: leave it out, or tensor_parallel_size")
     if quantization == "fp8":
         _check_fp8(spec, dtype, device, reason)
+    if config.batch_invariant:
+        _check_invariant(config, spec, dtype, kv_dtype, device, reason)
+        from quire.kernels.triton.invariant import InvariantOps
+
+        return Backend(device, InvariantOps(device, torch_dtype), torch_dtype, kv_dtype, dtype, "Triton kernels")
     if reason is None:
         ops = triton.TritonOps(device, torch_dtype, quantization=quantization, packed=packed_layout(config, spec))
         return Backend(device, ops, torch_dtype, kv_dtype, quantization or dtype, "Triton kernels")
     plain_ops = ReferenceOps(device, torch_dtype)
     note = f"plain torch kernels are used, far slower: {reason}"
     return Backend(device, plain_ops, torch_dtype, kv_dtype, dtype, "plain torch kernels", note)
+
+
+def _check_invariant(
+    config: EngineConfig, spec: ModelSpec, dtype: str, kv_dtype: torch.dtype, device: torch.device, reason: str | None
+) -> None:
+    """That a GPU computes every row of this model in an order that does not depend on other rows."""
+    capability = torch.cuda.get_device_capability(device)
+    obstacles = {
+        "the Triton kernels": reason,
+        "dtype='bfloat16' or 'float16'": dtype == "float32",
+        "weights that are not quantized": weight_quantization(config, spec, "cuda"),
+        "a KV cache in the activations' dtype": kv_dtype != _TORCH_DTYPES[dtype],
+        "a model without experts": spec.experts is not None,
+        "a GPU of compute capability 9.0 (Hopper)": capability != (9, 0),
+    }
+    for needed, is_missing in obstacles.items():
+        if is_missing:
+            raise ConfigError(
+                f"batch_invariant on a GPU needs {needed}: change that, set device='cpu', or leave it out "
+                "(VLLM_BATCH_INVARIANT sets it too)"
+            )
 
 
 def _check_fp8(spec: ModelSpec, dtype: str, device: torch.device, reason: str | None) -> None:

@@ -25,6 +25,7 @@ from quire.kernels.adapters import AdapterBank
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.shared_prefix import packed_length, unpack_shared_prefixes
 from quire.kernels.triton import TritonOps
+from quire.kernels.triton.invariant import InvariantOps
 from quire.kernels.triton.precompile import KernelJob, collecting
 from quire.kernels.triton.sampling_filter import draw_each_way
 from quire.models.decoder import Decoder
@@ -94,7 +95,10 @@ class DryRun:
         self.max_num_seqs, self.max_tokens = batch_limits(config, spec, "cuda")
         self.kinds = (False, True) if config.enable_lora else (False,)  # without adapters, and with them
         quantization, packed = weight_quantization(config, spec, "cuda"), packed_layout(config, spec)
-        ops = TritonOps(_META, dtype, quantization=quantization, packed=packed)
+        if config.batch_invariant:
+            ops: TritonOps = InvariantOps(_META, dtype)
+        else:
+            ops = TritonOps(_META, dtype, quantization=quantization, packed=packed)
         self.bank = None
         if config.enable_lora:
             self.bank = AdapterBank(

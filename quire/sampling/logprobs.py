@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -72,8 +73,19 @@ def _fill(logits: Tensor, num_top: int, integers: Tensor, floats: Tensor, scratc
 
 def log_totals(logits: Tensor, work: Tensor | None = None) -> Tensor:
     """The logarithm of each row's total weight: a logit less this is a logprob. [rows, 1]"""
+    if logits.is_cuda and _has_kernel(logits.device):
+        from quire.kernels.triton.log_totals import row_log_totals
+
+        return row_log_totals(logits)
     largest = logits.amax(1, keepdim=True)
     return torch.sub(logits, largest, out=work).exp_().sum(1, keepdim=True).log_().add_(largest)
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    from quire.kernels.triton import unavailable_reason
+
+    return unavailable_reason(device) is None
 
 
 def top_tokens(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor]:

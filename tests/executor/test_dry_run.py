@@ -32,15 +32,15 @@ SCRIPT = textwrap.dedent(
 
     target = GPUTarget("cuda", 90, 32)
     for name, spec in specs.items():
-        for dtype, kv, block_size, seqs, quantization, enable_lora in (
-            ("bfloat16", "auto", 16, 32, None, False), ("float16", "fp8", 4, 7, None, False),
-            ("float32", "auto", 128, 40, None, False), ("bfloat16", "fp8", 16, 40, "fp8", False),
-            ("bfloat16", "auto", 16, None, None, True),
+        for dtype, kv, block_size, seqs, others in (
+            ("bfloat16", "auto", 16, 32, {{}}), ("float16", "fp8", 4, 7, {{}}), ("float32", "auto", 128, 40, {{}}),
+            ("bfloat16", "fp8", 16, 40, {{"quantization": "fp8"}}), ("bfloat16", "auto", 16, None, {{"enable_lora": True}}),
+            ("bfloat16", "auto", 16, 300, {{"batch_invariant": True}}),
         ):
-            if enable_lora and name != "llama":
+            if others.keys() & {{"enable_lora", "batch_invariant"}} and name != "llama":
                 continue
             config = EngineConfig(model="x", dtype=dtype, kv_cache_dtype=kv, block_size=block_size,
-                                  max_num_seqs=seqs, quantization=quantization, enable_lora=enable_lora)
+                                  max_num_seqs=seqs, **others)
             needed = needed_kernels(config, spec, target)
             for stage, jobs in zip(needed._fields, needed):
                 for job in jobs:
@@ -93,6 +93,9 @@ def test_a_dry_run_without_torch_shows_the_kernels_that_one_with_torch_does(tmp_
     for kernel in ("bound_kernel", "chunk_kernel", "decode_kernel", "finish_kernel", "gather_kernel"):
         assert has("llama bfloat16 auto start", kernel), kernel
     assert has("llama bfloat16 auto later prefix_kernel")
+    for kernel in ("product_kernel", "invariant_prompt_kernel"):
+        assert has("llama bfloat16 auto prompts", kernel), kernel
+    assert has("llama bfloat16 auto start invariant_decode_kernel")
     assert has("gemma3-softcap bfloat16 fp8 prompts rope_kernel")  # which finds an 8-bit cache's scales
     for kernel in ("route_kernel", "picked_kernel", "grouped_kernel", "combine_kernel"):
         assert any(line.startswith("experts bfloat16") and f" {kernel} " in line for line in real), kernel

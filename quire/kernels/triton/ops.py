@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from quire.kernels.adapters import AdaptedLinear, AdapterBank
     from quire.kernels.triton.experts import TritonExperts
     from quire.kernels.triton.linear import TritonLinear
-    from quire.kernels.triton.packed_linear import PackedLinear
     from quire.kernels.triton.routing import RoutingScratch
 
 
@@ -77,7 +76,7 @@ class TritonOps(ComposedOps):
         self.is_fp8 = quantization == "fp8"  # the layers' matrices
         self.packed = packed  # likewise: how the checkpoint's config says that they are
         self.wide = torch.empty(0, dtype=dtype, device=self.device)  # for one packed matrix at a time, in 16 bits
-        self._attention_scratch = AttentionScratch.allocate(max_seqs, max_kv_heads, self.device)
+        self.attention_scratch = AttentionScratch.allocate(max_seqs, max_kv_heads, self.device)
         self.one = torch.ones(1, dtype=torch.float32, device=self.device)  # a scale that changes nothing
         self.skinny_scratch = SkinnyScratch.allocate(1 << 14, self.device)
         self._routing_scratches: dict[int, RoutingScratch] = {}
@@ -88,7 +87,7 @@ class TritonOps(ComposedOps):
 
     def new_linear(
         self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
-    ) -> TritonLinear | PackedLinear:
+    ) -> LinearWeight:
         from quire.kernels.triton.packed_linear import PackedLinear
 
         if self.packed is not None and not is_sensitive:
@@ -211,8 +210,8 @@ class TritonOps(ComposedOps):
             # A mean of values is in the range of the values: it fits their format at their scale.
             out = torch.empty(q.shape, dtype=kv.dtype, device=q.device)
             unscaled = replace(spec, v_scale=1.0)
-            return Quantized(attention(q, kv, batch, unscaled, self._attention_scratch, out=out), None, spec.v_scale)
-        return attention(q, kv, batch, spec, self._attention_scratch)
+            return Quantized(attention(q, kv, batch, unscaled, self.attention_scratch, out=out), None, spec.v_scale)
+        return attention(q, kv, batch, spec, self.attention_scratch)
 
     def place_decodes(self, step: Tensor, tokens: Tensor, block_tables: Tensor, block_size: int) -> PlacedDecodes:
         from quire.kernels.triton.placing import place_decodes

@@ -63,8 +63,9 @@ def attend(acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, tile_end, kv_
                 seen = seen & (key > row_position[:, None] - WINDOW)
             s = tl.where(seen, s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, axis=1) * factor)
-        if MASKED and WINDOW > 0:
-            # A row may see nothing of a tile at the window's edge, and then no top stands yet: avoid inf - inf.
+        if MASKED:
+            # A row may see nothing of a tile at the window's edge or at the diagonal, and then no top may stand yet:
+            # avoid inf - inf.
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
         else:
             base = new_top
@@ -83,6 +84,22 @@ def attend(acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, tile_end, kv_
     return acc, top, weight_sum
 
 
+@triton.jit
+def prompt_tile(query_starts_ptr, num_seqs, QUERIES: tl.constexpr, SEQS_PAD: tl.constexpr):
+    """Which tile of QUERIES query tokens this program has: its sequence, its first token there, and where the
+    sequence's tokens begin and how many there are. Programs past a sequence's last tile begin behind its end."""
+    item = tl.num_programs(1) - 1 - tl.program_id(1)  # a prompt's last tiles have most keys: start them first
+    index = tl.arange(0, SEQS_PAD)
+    base = tl.load(query_starts_ptr)
+    starts = tl.load(query_starts_ptr + index, mask=index < num_seqs, other=0)
+    # Sequence i's tiles start at item (tokens before it) // QUERIES + i: room for everyone's partly filled last tile.
+    first_items = (starts - base) // QUERIES + index
+    seq = tl.sum(((first_items <= item) & (index < num_seqs)).to(tl.int32), axis=0) - 1
+    query_begin = tl.load(query_starts_ptr + seq)
+    query_len = tl.load(query_starts_ptr + seq + 1) - query_begin
+    return seq, (item - (query_begin - base) // QUERIES - seq) * QUERIES, query_begin, query_len
+
+
 @triton.jit(do_not_specialize=["first_seq", "num_seqs", "table_stride"])
 def prefill_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_ptr, tables_ptr, first_seq, num_seqs,
                    table_stride, scale, softcap, v_scale,
@@ -92,17 +109,7 @@ def prefill_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_ptr, tables
                    STAGES: tl.constexpr):  # fmt: skip
     QUERIES: tl.constexpr = TILE_ROWS // GROUP  # query tokens of a tile; rows past QUERIES * GROUP stay empty
     kv_head = tl.program_id(0)
-    item = tl.num_programs(1) - 1 - tl.program_id(1)  # a prompt's last tiles have most keys: start them first
-    query_starts_ptr += first_seq
-    index = tl.arange(0, SEQS_PAD)
-    base = tl.load(query_starts_ptr)
-    starts = tl.load(query_starts_ptr + index, mask=index < num_seqs, other=0)
-    # Sequence i's tiles start at item (tokens before it) // QUERIES + i: room for everyone's partly filled last tile.
-    first_items = (starts - base) // QUERIES + index
-    seq = tl.sum(((first_items <= item) & (index < num_seqs)).to(tl.int32), axis=0) - 1
-    query_begin = tl.load(query_starts_ptr + seq)
-    query_len = tl.load(query_starts_ptr + seq + 1) - query_begin
-    first_query = (item - (query_begin - base) // QUERIES - seq) * QUERIES
+    seq, first_query, query_begin, query_len = prompt_tile(query_starts_ptr + first_seq, num_seqs, QUERIES, SEQS_PAD)
     if first_query >= query_len:
         return
     kv_len = tl.load(kv_lens_ptr + first_seq + seq)

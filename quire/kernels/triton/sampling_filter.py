@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.common import next_power_of_2
+from quire.kernels.triton.log_totals import row_log_totals
 from quire.kernels.triton.sampling import (
     CHUNK,
     HEAD,
@@ -359,10 +360,11 @@ def sample_rows(
 
 
 def draw_each_way(vocab_size: int, device: torch.device) -> None:
-    """One row by each path of `sample_rows`, so that no request waits for a compiler."""
+    """One row by each path of `sample_rows`, and its logprobs, so that no request waits for a compiler."""
     logits = torch.zeros((1, vocab_size), device=device)
     params = torch.ones((1, NUM_PARAMS.value), dtype=torch.float64, device=device)
     keys = torch.zeros((1, 2), dtype=torch.int32, device=device)
     sample_rows(logits, params, keys, filters=True)
     sample_rows(logits, params, keys, filters=False)
     sample_rows(logits, params, None, filters=False)
+    row_log_totals(logits)

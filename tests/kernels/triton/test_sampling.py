@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from quire.kernels.triton.log_totals import row_log_totals
 from quire.kernels.triton.sampling import sample
 from quire.sampling import noise
 from quire.sampling.scratch import Scratch
@@ -40,3 +41,11 @@ def test_a_tiny_temperature_is_greedy_and_banned_tokens_never_win(device):
     only = torch.full((1, 2000), -torch.inf, device=device)
     only[0, 1234] = -3.0
     assert sample(only, keys[:1], torch.ones(1, device=device), chunk=512).tolist() == [1234]
+
+
+def test_log_totals_do_not_depend_on_the_batch(device):
+    logits = torch.randn(40, 5003, device=device) * 8
+    logits[1, 7:] = -torch.inf
+    totals = row_log_totals(logits)
+    torch.testing.assert_close(totals, torch.logsumexp(logits.double(), 1, keepdim=True).float(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(row_log_totals(logits[3:5]), totals[3:5])

@@ -1,0 +1,69 @@
+"""The decoder's operations on one GPU with results that do not depend on the batch: `batch_invariant=True`.
+
+Every operation here computes a row by itself, in an order that nothing but the model decides: products by one kernel
+for any number of rows, attention in parts of a fixed size, one program for each row's norm. What the other backend
+wins by choosing a kernel for each number of rows, by folding norms into products and by reading shared prefixes once,
+is left out, because each of these sums in an order of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Normed, Rotary
+from quire.kernels.reference import DenseLinear
+from quire.kernels.triton.ops import TritonOps
+
+
+class InvariantLinear(DenseLinear):
+    """A matrix in 16 bits, whose products are followed by what follows them in launches of their own."""
+
+    __slots__ = ()
+
+    ops: InvariantOps
+
+    def __init__(self, ops: InvariantOps, out_features: int, in_features: int, *, bias: bool) -> None:
+        super().__init__(ops, out_features, in_features, bias=bias, device=ops.device, dtype=ops.dtype)
+
+    def multiply(self, x: Normed) -> Tensor:
+        assert isinstance(x, Tensor)
+        return self._product(x)
+
+    def embed(self, token_ids: Tensor, scale: float | None = None) -> Tensor:
+        rows = F.embedding(token_ids, self.weight)
+        return rows if scale is None else rows * scale
+
+    def logits(self, hidden: Tensor, softcap: float | None = None, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty((hidden.shape[0], self.out_features), dtype=torch.float32, device=hidden.device)
+        logits = self._product(hidden, out)
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+    def _product(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        from quire.kernels.triton.invariant_product import invariant_product
+
+        return invariant_product(x, self.weight, self.bias, self.ops.skinny_scratch, out=out)
+
+
+class InvariantOps(TritonOps):
+    """For models whose matrices are dense, in bfloat16 or float16."""
+
+    def new_linear(
+        self, out_features: int, in_features: int, *, bias: bool = False, is_sensitive: bool = False
+    ) -> InvariantLinear:
+        return InvariantLinear(self, out_features, in_features, bias=bias)
+
+    def rope_and_write(
+        self, qkv: Tensor, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        from quire.kernels.triton.rope import RopeConfig, rope_and_write
+
+        # One way to cut a token's heads at any number of tokens: norms of q and k are sums over a head.
+        return rope_and_write(qkv, rotary, kv, batch, spec, config=RopeConfig(tile_heads=8, tiles_each=1))
+
+    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
+        from quire.kernels.triton.invariant_attention import invariant_attention
+
+        return invariant_attention(q, kv, batch, spec, self.attention_scratch)
