@@ -30,6 +30,7 @@ from quire.kernels.triton.skinny import multiply_vector
 _TILE_K = 128
 _SPLIT = 8
 _FEW_TOKENS = 1024
+_SHRINK_N = 2  # rows of A that a program multiplies by one token
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -133,18 +134,22 @@ def _pointers(place: LowRank) -> tuple[Tensor, Tensor, Tensor]:
 def vector_and_shrink_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, a_ptr, shrunk_ptr, tiles_ptr,
                              ranks_ptr, slot_values, n, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
                              EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, WIDTH: tl.constexpr,
-                             MAX_RANK: tl.constexpr):  # fmt: skip
-    """vector_kernel, whose first programs multiply A."""
-    SHRINKING: tl.constexpr = WIDTH // TILE_N
+                             MAX_RANK: tl.constexpr, SHRINK_N: tl.constexpr, SHRINK_K: tl.constexpr):  # fmt: skip
+    """vector_kernel, whose first programs multiply A. They have fewer and longer rows than the others, so that they are
+    done in time though they look the adapter up first."""
+    SHRINKING: tl.constexpr = WIDTH // SHRINK_N
     if tl.program_id(0) < SHRINKING:
         start, end, slot = load_tile(tiles_ptr, 0, 1)
-        rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-        rank = (tl.load(ranks_ptr + slot) + UNIT - 1) // UNIT * UNIT  # whole units are expanded
-        if (start < end) & (tl.program_id(0) * TILE_N % MAX_RANK < rank):
-            sums = multiply_vector(
-                x_ptr, a_ptr + slot * slot_values, rows, rows < WIDTH, K, TILE_N, TILE_K, True, STAGES, UNROLL
+        a_rows = tl.program_id(0) * SHRINK_N + tl.arange(0, SHRINK_N)
+        is_used = True
+        if MAX_RANK > UNIT:  # else all of A is multiplied: its rows past the adapter's rank are zero
+            rank = (tl.load(ranks_ptr + slot) + UNIT - 1) // UNIT * UNIT  # whole units are expanded
+            is_used = (start < end) & (tl.program_id(0) * SHRINK_N % MAX_RANK < rank)
+        if is_used:
+            shrunk = multiply_vector(
+                x_ptr, a_ptr + slot * slot_values, a_rows, a_rows < WIDTH, K, SHRINK_N, SHRINK_K, True, STAGES, UNROLL
             )
-            tl.store(shrunk_ptr + rows, sums)
+            tl.store(shrunk_ptr + a_rows, shrunk)
     else:
         rows = (tl.program_id(0) - SHRINKING) * TILE_N + tl.arange(0, TILE_N)
         exists = rows < n
@@ -168,14 +173,15 @@ def multiply_and_shrink(
     """x: [1, k] -> its product with the matrix, and what the kernel after it has to add."""
     n, k = weight.shape
     bank, width = place.bank, place.shrunk_width
-    assert x.shape[0] == 1 and not config.use_tensor_cores and RANK_UNIT % config.tile_n == 0
+    assert x.shape[0] == 1 and not config.use_tensor_cores
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     shrunk = torch.empty(width, dtype=torch.float32, device=x.device)
     a, b, ranks = _pointers(place)
-    vector_and_shrink_kernel[(width // config.tile_n + -(-n // config.tile_n),)](
+    vector_and_shrink_kernel[(width // _SHRINK_N + -(-n // config.tile_n),)](
         x, weight, weight_scales, out, bias, a, shrunk, rows.tiles, ranks, bank.slot_values, n, K=k,
         TILE_N=config.tile_n, TILE_K=config.tile_k, EVEN_N=n % config.tile_n == 0, STAGES=config.num_stages,
-        UNROLL=config.unroll, WIDTH=width, MAX_RANK=bank.max_rank, num_warps=config.num_warps,
+        UNROLL=config.unroll, WIDTH=width, MAX_RANK=bank.max_rank, SHRINK_N=_SHRINK_N,
+        SHRINK_K=config.tile_k * config.tile_n // _SHRINK_N, num_warps=config.num_warps,
     )  # fmt: skip
     return out, Expand(shrunk, b, rows.tiles, ranks, bank.slot_values, bank.max_rank)
 

@@ -55,11 +55,19 @@ def load_tile(tiles_ptr, tile, num_tiles):
 def expand_one(expand, part, cols, mask, N: tl.constexpr, MAX_RANK: tl.constexpr):
     """B s at these columns. part: that each of them belongs to, or all of them."""
     start, end, slot = load_tile(expand.tiles, 0, 1)
-    rank = tl.where(start < end, tl.load(expand.ranks + slot), 0)
+    b_ptr = expand.b + slot * expand.slot_values + cols
+    s_ptr = expand.shrunk + part * MAX_RANK
     acc = tl.zeros_like(cols).to(tl.float32)
-    for first in tl.range(0, rank, UNIT):
+    if MAX_RANK == UNIT:
+        # Rows of B past an adapter's rank are zero. To look the rank up would cost more than they do: a load that the
+        # others wait for.
         for i in tl.static_range(UNIT):
-            s = tl.load(expand.shrunk + part * MAX_RANK + first + i)
-            b = tl.load(expand.b + slot * expand.slot_values + (first + i) * N + cols, mask=mask, other=0.0)
-            acc += s * b.to(tl.float32)
+            b = tl.load(b_ptr + i * N, mask=mask & (start < end), other=0.0)
+            acc += tl.load(s_ptr + i) * b.to(tl.float32)
+    else:
+        rank = tl.where(start < end, tl.load(expand.ranks + slot), 0)
+        for first in tl.range(0, rank, UNIT):
+            for i in tl.static_range(UNIT):
+                b = tl.load(b_ptr + (first + i) * N, mask=mask, other=0.0)
+                acc += tl.load(s_ptr + first + i) * b.to(tl.float32)
     return acc

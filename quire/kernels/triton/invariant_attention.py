@@ -22,7 +22,8 @@ from quire.kernels.triton.decode import AttentionScratch, qk_scale
 from quire.kernels.triton.prefill import attend, prompt_tile
 
 _TILE_ROWS = 64
-_PART_TOKENS = 512  # that one part of a sequence has: a decode's share of a program
+_NUM_STAGES = 3
+_PART_TOKENS = 1024  # that one part of a sequence has: a decode's share of a program
 _ROOM = 4 * NUM_SMS  # parts that have a program of their own, at most
 
 
@@ -37,47 +38,56 @@ def _merge(acc, top, weight_sum, part_acc, part_top, part_sum):
 
 
 @triton.jit
-def _attend_parts(q, kv_ptr, table_ptr, first_part, last_part, first_position, last_position, kv_len, row_position,
-                  kv_head, scale, softcap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-                  BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr,
-                  PART_TILES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
-                  STAGES: tl.constexpr):  # fmt: skip
-    """The rows' keys in parts first_part .. last_part - 1. The rows are from first_position to last_position on."""
+def _attend_part(q, kv_ptr, table_ptr, part, first_position, last_position, kv_len, row_position, kv_head, scale,
+                 softcap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+                 BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr,
+                 PART_TILES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
+                 STAGES: tl.constexpr):  # fmt: skip
+    """One part of the keys of rows from first_position to last_position on."""
+    tile_begin = part * PART_TILES
+    tile_end = tl.minimum(tile_begin + PART_TILES, last_position // TILE_TOKENS + 1)
+    full_begin = tile_begin
+    if WINDOW > 0:
+        tile_begin = tl.maximum(tile_begin, tl.maximum(first_position - WINDOW + 1, 0) // TILE_TOKENS)
+        # Tiles from here on start inside the last row's window, so inside everyone's.
+        inside = (tl.maximum(last_position - WINDOW + 1, 0) + TILE_TOKENS - 1) // TILE_TOKENS
+        full_begin = tl.minimum(tl.maximum(inside, tile_begin), tile_end)
+    # Tiles below end at or before the first row's own token.
+    full_end = tl.minimum(tl.maximum((first_position + 1) // TILE_TOKENS, full_begin), tile_end)
     acc = tl.zeros([TILE_ROWS, DIM_PAD], tl.float32)
     top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([TILE_ROWS], tl.float32)
-    for part in range(first_part, last_part):
-        tile_begin = part * PART_TILES
-        tile_end = tl.minimum(tile_begin + PART_TILES, last_position // TILE_TOKENS + 1)
-        full_begin = tile_begin
-        if WINDOW > 0:
-            tile_begin = tl.maximum(tile_begin, tl.maximum(first_position - WINDOW + 1, 0) // TILE_TOKENS)
-            # Tiles from here on start inside the last row's window, so inside everyone's.
-            inside = (tl.maximum(last_position - WINDOW + 1, 0) + TILE_TOKENS - 1) // TILE_TOKENS
-            full_begin = tl.minimum(tl.maximum(inside, tile_begin), tile_end)
-        # Tiles below end at or before the first row's own token.
-        full_end = tl.minimum(tl.maximum((first_position + 1) // TILE_TOKENS, full_begin), tile_end)
-        part_acc = tl.zeros([TILE_ROWS, DIM_PAD], tl.float32)
-        part_top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        part_sum = tl.zeros([TILE_ROWS], tl.float32)
-        if WINDOW > 0:
-            part_acc, part_top, part_sum = attend(
-                part_acc, part_top, part_sum, q, kv_ptr, table_ptr, tile_begin, full_begin, kv_len, row_position,
-                kv_head, scale, softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, WINDOW, SOFTCAP,
-                COMPUTE, True, STAGES,
-            )  # fmt: skip
-        part_acc, part_top, part_sum = attend(
-            part_acc, part_top, part_sum, q, kv_ptr, table_ptr, full_begin, full_end, kv_len, row_position,
-            kv_head, scale, softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, 0, SOFTCAP,
-            COMPUTE, False, STAGES,
+    if WINDOW > 0:
+        acc, top, weight_sum = attend(
+            acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, full_begin, kv_len, row_position, kv_head, scale,
+            softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, WINDOW, SOFTCAP, COMPUTE, True, STAGES,
         )  # fmt: skip
-        part_acc, part_top, part_sum = attend(
-            part_acc, part_top, part_sum, q, kv_ptr, table_ptr, full_end, tile_end, kv_len, row_position,
-            kv_head, scale, softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, WINDOW, SOFTCAP,
-            COMPUTE, True, STAGES,
-        )  # fmt: skip
-        acc, top, weight_sum = _merge(acc, top, weight_sum, part_acc, part_top, part_sum)
-    return acc, top, weight_sum
+    acc, top, weight_sum = attend(
+        acc, top, weight_sum, q, kv_ptr, table_ptr, full_begin, full_end, kv_len, row_position, kv_head, scale,
+        softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, 0, SOFTCAP, COMPUTE, False, STAGES,
+    )  # fmt: skip
+    return attend(
+        acc, top, weight_sum, q, kv_ptr, table_ptr, full_end, tile_end, kv_len, row_position, kv_head, scale,
+        softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, WINDOW, SOFTCAP, COMPUTE, True, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_entry(partial_ptr, tops_ptr, sums_ptr, entry, mask, row_exists, DIM_PAD: tl.constexpr):
+    """A stored result of some parts. Bypasses L1: other multiprocessors may have written it in this launch."""
+    dims = tl.arange(0, DIM_PAD)
+    acc = tl.load(partial_ptr + entry[:, None] * DIM_PAD + dims[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    top = tl.load(tops_ptr + entry, mask=row_exists, other=0.0, cache_modifier=".cg")
+    return acc, top, tl.load(sums_ptr + entry, mask=row_exists, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _store_entry(partial_ptr, tops_ptr, sums_ptr, entry, mask, row_exists, acc, top, weight_sum,
+                 DIM_PAD: tl.constexpr):  # fmt: skip
+    dims = tl.arange(0, DIM_PAD)
+    tl.store(partial_ptr + entry[:, None] * DIM_PAD + dims[None, :], acc, mask=mask)
+    tl.store(tops_ptr + entry, top, mask=row_exists)
+    tl.store(sums_ptr + entry, weight_sum, mask=row_exists)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "room"])
@@ -98,16 +108,18 @@ def invariant_decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, tops_ptr, sums_
     parts = tl.maximum((lens + PART_TOKENS - 1) // PART_TOKENS, 1)
     if WINDOW > 0:
         parts -= tl.maximum(lens - WINDOW, 0) // PART_TOKENS
-    parts = tl.where(index < num_seqs, parts, 0)
-    has_room = tl.cumsum(parts, axis=0) <= room
-    items = tl.where(has_room, parts, tl.minimum(parts, 1))
-    ends = tl.cumsum(items, axis=0)
+    ends = tl.cumsum(tl.where(index < num_seqs, parts, 0), axis=0)
+    # From the first sequence on that finds no room, each is one item.
+    has_room = ends <= room
+    num_apart = tl.sum(has_room.to(tl.int32), axis=0)
+    parts_apart = tl.max(tl.where(has_room, ends, 0), axis=0)
+    ends = tl.where(has_room, ends, parts_apart + index - num_apart + 1)
     seq = tl.sum(((ends <= item) & (index < num_seqs)).to(tl.int32), axis=0)
     if seq >= num_seqs:
         return
-    first_item = tl.sum(tl.where(index < seq, items, 0), axis=0)
-    num_items = tl.sum(tl.where(index == seq, items, 0), axis=0)
+    first_item = tl.max(tl.where(index < seq, ends, 0), axis=0)
     num_parts = tl.sum(tl.where(index == seq, parts, 0), axis=0)
+    num_items = tl.where(seq < num_apart, num_parts, 1)
     kv_len = tl.load(kv_lens_ptr + seq)
     first_part = 0
     if WINDOW > 0:
@@ -126,20 +138,28 @@ def invariant_decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, tops_ptr, sums_
     q = tl.load(q_ptr + offsets, mask=mask, other=0.0).to(COMPUTE)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     row_position = tl.zeros([TILE_ROWS], tl.int32) + (kv_len - 1)
-    acc, top, weight_sum = _attend_parts(
-        q, kv_ptr, table_ptr, first_part, last_part, kv_len - 1, kv_len - 1, kv_len, row_position, kv_head, scale,
-        softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_ROWS, TILE_TOKENS, PART_TILES, WINDOW, SOFTCAP, COMPUTE,
-        STAGES,
-    )  # fmt: skip
+    entry = (item * KV_HEADS + kv_head) * GROUP + rows
+    acc = tl.zeros([TILE_ROWS, DIM_PAD], tl.float32)
+    top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([TILE_ROWS], tl.float32)
+    for part in range(first_part, last_part):
+        acc, top, weight_sum = _attend_part(
+            q, kv_ptr, table_ptr, part, kv_len - 1, kv_len - 1, kv_len, row_position, kv_head, scale, softcap,
+            KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_ROWS, TILE_TOKENS, PART_TILES, WINDOW, SOFTCAP, COMPUTE,
+            STAGES,
+        )  # fmt: skip
+        # What the parts before left waits in memory: registers have room for one of the two.
+        if part > first_part:
+            before, before_top, before_sum = _load_entry(partial_ptr, tops_ptr, sums_ptr, entry, mask, row_exists,
+                                                         DIM_PAD)  # fmt: skip
+            acc, top, weight_sum = _merge(before, before_top, before_sum, acc, top, weight_sum)
+        if (num_items > 1) | (part + 1 < last_part):
+            _store_entry(partial_ptr, tops_ptr, sums_ptr, entry, mask, row_exists, acc, top, weight_sum, DIM_PAD)
+            tl.debug_barrier()  # every thread's share is stored before one announces it, or another loads it
     if num_items == 1:
         acc = acc * (v_scale / tl.where(weight_sum > 0.0, weight_sum, 1.0))[:, None]
         store_narrowed(out_ptr + offsets, acc, mask)
     else:
-        entry = (item * KV_HEADS + kv_head) * GROUP + rows
-        tl.store(partial_ptr + entry[:, None] * DIM_PAD + dims[None, :], acc, mask=mask)
-        tl.store(tops_ptr + entry, top, mask=row_exists)
-        tl.store(sums_ptr + entry, weight_sum, mask=row_exists)
-        tl.debug_barrier()  # every thread's share is stored before one thread announces it
         arrival_ptr = arrivals_ptr + seq * KV_HEADS + kv_head
         if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == num_items - 1:
             tl.store(arrival_ptr, 0)  # ready for the next launch
@@ -147,13 +167,9 @@ def invariant_decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, tops_ptr, sums_
             top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
             weight_sum = tl.zeros([TILE_ROWS], tl.float32)
             for other in range(first_item, first_item + num_items):
-                # Loads bypass L1: other multiprocessors wrote this in the same launch.
                 entry = (other * KV_HEADS + kv_head) * GROUP + rows
-                part_acc = tl.load(
-                    partial_ptr + entry[:, None] * DIM_PAD + dims[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-                )
-                part_top = tl.load(tops_ptr + entry, mask=row_exists, other=0.0, cache_modifier=".cg")
-                part_sum = tl.load(sums_ptr + entry, mask=row_exists, other=0.0, cache_modifier=".cg")
+                part_acc, part_top, part_sum = _load_entry(partial_ptr, tops_ptr, sums_ptr, entry, mask, row_exists,
+                                                           DIM_PAD)  # fmt: skip
                 acc, top, weight_sum = _merge(acc, top, weight_sum, part_acc, part_top, part_sum)
             acc = acc * (v_scale / tl.where(weight_sum > 0.0, weight_sum, 1.0))[:, None]
             store_narrowed(out_ptr + offsets, acc, mask)
@@ -190,11 +206,16 @@ def invariant_prompt_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_pt
     first_part = 0
     if WINDOW > 0:
         first_part = tl.maximum(first_position - WINDOW + 1, 0) // (PART_TILES * TILE_TOKENS)
-    acc, _, weight_sum = _attend_parts(
-        q, kv_ptr, table_ptr, first_part, last_position // (PART_TILES * TILE_TOKENS) + 1, first_position,
-        last_position, kv_len, row_position, kv_head, scale, softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE,
-        TILE_ROWS, TILE_TOKENS, PART_TILES, WINDOW, SOFTCAP, COMPUTE, STAGES,
-    )  # fmt: skip
+    acc = tl.zeros([TILE_ROWS, DIM_PAD], tl.float32)
+    top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([TILE_ROWS], tl.float32)
+    for part in range(first_part, last_position // (PART_TILES * TILE_TOKENS) + 1):
+        part_acc, part_top, part_sum = _attend_part(
+            q, kv_ptr, table_ptr, part, first_position, last_position, kv_len, row_position, kv_head, scale, softcap,
+            KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_ROWS, TILE_TOKENS, PART_TILES, WINDOW, SOFTCAP, COMPUTE,
+            STAGES,
+        )  # fmt: skip
+        acc, top, weight_sum = _merge(acc, top, weight_sum, part_acc, part_top, part_sum)
     acc = acc * (v_scale / tl.where(weight_sum > 0.0, weight_sum, 1.0))[:, None]
     store_narrowed(out_ptr + offsets, acc, mask)
 
@@ -220,7 +241,7 @@ def invariant_attention(
         "WINDOW": spec.window or 0,
         "SOFTCAP": spec.softcap is not None,
         "COMPUTE": compute_dtype(q.dtype, kv.dtype),
-        "STAGES": 3,
+        "STAGES": _NUM_STAGES,
         "num_warps": tile_rows // 16 if dim_pad <= 128 else tile_rows // 8,
     }
     numbers = (qk_scale(spec), spec.softcap or 0.0, spec.v_scale)
@@ -230,11 +251,12 @@ def invariant_attention(
         visible = batch.max_kv_len if spec.window is None else min(batch.max_kv_len, spec.window + _PART_TOKENS)
         most_parts = num_decodes * -(-visible // _PART_TOKENS)
         room = min(most_parts, _ROOM)
-        entries = room * num_kv_heads * group
+        items = min(most_parts, room + num_decodes)
+        entries = items * num_kv_heads * group
         partial = torch.empty(entries * dim_pad, dtype=torch.float32, device=q.device)
         tops, sums = (torch.empty(entries, dtype=torch.float32, device=q.device) for _ in range(2))
         assert scratch.arrivals.numel() >= num_decodes * num_kv_heads
-        invariant_decode_kernel[(num_kv_heads, min(most_parts, room + num_decodes))](
+        invariant_decode_kernel[(num_kv_heads, items)](
             q, kv, out, partial, tops, sums, scratch.arrivals, tables, batch.kv_lens, num_decodes, tables.stride(0),
             room, *numbers, SEQS_PAD=padded_seqs(num_decodes), **constants,
         )  # fmt: skip

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.common import HAS_GLUON, INTERPRETED
 from quire.kernels.triton.configs import NUM_SMS
 from quire.kernels.triton.skinny import SkinnyScratch
 
@@ -36,34 +37,33 @@ class ProductConfig:
     num_warps: int
     num_stages: int
     parts_apart: bool  # each in a program of its own
+    uses_bulk_copies: bool = False  # by invariant_hopper.py, whose tile_n and tile_k are its own
 
 
 @cache
 def num_parts(n: int, k: int) -> int:
     """Into how many parts k is cut. It decides the order of summation, so it depends on nothing but the matrix: few
-    tiles of 128 rows are cut into parts that fill the chip together, each of at least 1,024 inputs."""
-    tiles = -(-n // 128)
-    return max(1, min(NUM_SMS // tiles, 8, k // 1024))
+    tiles of 64 rows are cut into parts that fill the chip together, each of at least 1,024 inputs."""
+    return max(1, min(NUM_SMS // -(-n // 64), 8, k // 1024))
 
 
 # By the most rows that each is for.
-_CONFIGS = {
-    16: ProductConfig(64, 16, 128, num_warps=4, num_stages=5, parts_apart=True),
+_FEW_ROWS = {
+    16: ProductConfig(64, 16, 128, num_warps=4, num_stages=4, parts_apart=True),
     32: ProductConfig(64, 32, 128, num_warps=4, num_stages=4, parts_apart=True),
     64: ProductConfig(64, 64, 128, num_warps=4, num_stages=3, parts_apart=True),
-    128: ProductConfig(128, 128, 64, num_warps=8, num_stages=4, parts_apart=True),
-    256: ProductConfig(128, 256, 64, num_warps=8, num_stages=4, parts_apart=True),
 }
 
 
 def product_config(rows: int, n: int, k: int) -> ProductConfig:
-    for most, config in _CONFIGS.items():
+    for most, config in _FEW_ROWS.items():
         if rows <= most:
             return config
     parts = num_parts(n, k)
-    tile_rows = 256 if parts == 1 else 128  # sums of parts take as many registers as the product
+    tile_rows = 128 if rows <= 128 or parts > 1 or n < 128 * NUM_SMS else 256
     apart = -(-n // 128) * -(-rows // tile_rows) < NUM_SMS
-    return ProductConfig(128, tile_rows, 64, num_warps=8, num_stages=4 if parts == 1 else 3, parts_apart=apart)
+    uses_bulk_copies = HAS_GLUON and not INTERPRETED and k % 8 == 0
+    return ProductConfig(128, tile_rows, 64, 8, 4 if uses_bulk_copies else 3, apart, uses_bulk_copies)
 
 
 @triton.jit
@@ -175,6 +175,14 @@ def invariant_product(
     assert _PART_UNIT % config.tile_k == 0
     parts = num_parts(n, k)
     part_k = -(-k // parts // _PART_UNIT) * _PART_UNIT
+    if config.uses_bulk_copies:
+        from quire.kernels.triton.invariant_hopper import product_hopper
+
+        product_hopper(
+            x, weight, bias, out, scratch.arrivals, parts=parts, part_k=part_k, tile_rows=config.tile_rows,
+            num_stages=config.num_stages, parts_apart=config.parts_apart,
+        )  # fmt: skip
+        return out
     tiles = -(-n // config.tile_n) * -(-rows // config.tile_rows)
     apart = parts > 1 and config.parts_apart
     num_partial = tiles * parts * config.tile_n * config.tile_rows if apart else 0

@@ -73,7 +73,8 @@ def norm_rows(
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     width_pad = next_power_of_2(width)
     if num_warps is None:
-        num_warps = min(max(width_pad // 512, 1), 16)  # 16 elements a thread
+        # 16 elements a thread; 8 where each waits for 16 rows of an adapter, too.
+        num_warps = min(max(width_pad // (512 if expand is None else 256), 1), 16)
     norm_kernel[(rows,)](
         x, residual, norm.weight, norm.bias, out, norm.eps, x.stride(0), WIDTH=width, WIDTH_PAD=width_pad,
         ADD=residual is not None, num_warps=num_warps, **expand_arguments(expand),

@@ -53,6 +53,13 @@ def test_the_order_of_summation_depends_on_the_matrix_alone():
             assert 128 % product_config(rows, n, k).tile_k == 0  # parts are multiples of 128
 
 
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch, request):
+    """Of 512 tokens, so that short sequences have several, where the kernels are not compared bit for bit."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(attention_module, "_PART_TOKENS", 512)
+
+
 def check(lens, query_lens, spec, block_size, device, *, runs=2, tolerance=1e-2):
     q, kv, batch = make_inputs(lens, query_lens, spec, block_size, device)
     scratch = AttentionScratch.allocate(max(1, batch.num_decodes), spec.num_kv_heads, device)
@@ -93,7 +100,7 @@ def test_a_row_that_only_pads_the_batch_gives_zeros(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (1000, 576), (28672, 1040)])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (1000, 576), (28672, 1040), (300, 1036)])
 def test_products_of_any_number_of_rows_are_bitwise_the_same(n, k, dtype, device):
     x, weight, bias = product_inputs(1100, n, k, device, dtype, bias=True)
     scratch = SkinnyScratch.allocate(1 << 14, device)

@@ -1,0 +1,206 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,assignment"
+"""The product of invariant_product.py for many rows, written in Gluon for Hopper's own units: the same numbers, sooner.
+
+One program runs on each multiprocessor and takes tiles of the result one after another. A single warp has the bulk copy
+engine bring tiles of w and of x into a ring in shared memory, and runs ahead into the next tile. Two groups of four
+warps multiply: each has 64 of a tile's 128 rows of w, with all of its rows of x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quire.kernels.triton.configs import NUM_SMS
+from quire.kernels.triton.prefill_hopper import following, halves, new_barriers, thread_barrier
+
+TILE_N = 128  # rows of w
+TILE_K = 64  # 128 bytes: what a swizzled row in shared memory has
+_GROUP = 8  # tiles of w that are taken with all rows of x before the next ones
+
+
+@gluon.jit
+def locate(item, num_rows, n, TILE_N: gl.constexpr, TILE_ROWS: gl.constexpr, PARTS: gl.constexpr,
+           GROUP: gl.constexpr):  # fmt: skip
+    """Which tile of w, which tile of x, and which part of k an item is. Neighbours share tiles, which then come out of
+    the L2 cache."""
+    tile = item // PARTS
+    row_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
+    n_tiles = (n + TILE_N - 1) // TILE_N
+    group = tile // (GROUP * row_tiles)
+    size = gl.minimum(n_tiles - group * GROUP, GROUP)
+    within = tile % (GROUP * row_tiles)
+    return tile, (group * GROUP + within % size) * TILE_N, within // size * TILE_ROWS, item % PARTS
+
+
+@gluon.jit
+def load_tiles(w_desc, x_desc, w_tiles, x_tiles, ready, free, num_items, num_rows, n, STEPS: gl.constexpr,
+               APART: gl.constexpr, PART_STEPS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """What the copying warp does."""
+    STAGES: gl.constexpr = w_tiles.type.shape[0]
+    TILE_N: gl.constexpr = w_tiles.type.shape[1]
+    TILE_K: gl.constexpr = w_tiles.type.shape[2]
+    TILE_ROWS: gl.constexpr = x_tiles.type.shape[1]
+    BYTES: gl.constexpr = (TILE_N + TILE_ROWS) * TILE_K * 2
+    stage, phase = 0, 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        _tile, first_n, first_row, part = locate(item, num_rows, n, TILE_N, TILE_ROWS, APART, GROUP)
+        for step in range(part * PART_STEPS, gl.minimum((part + 1) * PART_STEPS, STEPS)):
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            mbarrier.expect(ready.index(stage), BYTES)
+            # Rows past the last become zeros.
+            tma.async_copy_global_to_shared(w_desc, [first_n, step * TILE_K], ready.index(stage), w_tiles.index(stage))
+            tma.async_copy_global_to_shared(
+                x_desc, [first_row, step * TILE_K], ready.index(stage), x_tiles.index(stage)
+            )
+            stage, phase = following(stage, phase, STAGES)
+
+
+@gluon.jit
+def sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, WHICH: gl.constexpr):
+    """[64, TILE_ROWS]: so many tiles of k, in order."""
+    STAGES: gl.constexpr = w_tiles.type.shape[0]
+    TILE_ROWS: gl.constexpr = x_tiles.type.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    acc = gl.zeros([64, TILE_ROWS], gl.float32, layout)
+    before = stage
+    for step in range(num_steps):
+        mbarrier.wait(ready.index(stage), phase)
+        w = w_tiles.index(stage).slice(WHICH * 64, 64)
+        acc = warpgroup_mma(w, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(free.index(before), pred=step > 0)
+        before = stage
+        stage, phase = following(stage, phase, STAGES)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(free.index(before))
+    return acc, stage, phase
+
+
+@gluon.jit
+def store_strips(out_ptr, bias_ptr, acc, first_n, first_row, num_rows, n, NUM: gl.constexpr):
+    """acc: [64, rows], a strip of 32 rows at a time: few registers and little shared memory turn it."""
+    if NUM > 1:
+        low, high = halves(acc)
+        store_strips(out_ptr, bias_ptr, low, first_n, first_row, num_rows, n, NUM // 2)
+        store_strips(out_ptr, bias_ptr, high, first_n, first_row + 32 * (NUM // 2), num_rows, n, NUM // 2)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+        cols = first_n + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        rows = first_row + gl.arange(0, 32, gl.SliceLayout(0, layout))
+        sums = gl.convert_layout(acc, layout)
+        if bias_ptr is not None:
+            sums += gl.load(bias_ptr + cols, mask=cols < n, other=0.0).to(gl.float32)[:, None]
+        pointers = out_ptr + rows.to(gl.int64)[None, :] * n + cols[:, None]
+        mask = (rows < num_rows)[None, :] & (cols < n)[:, None]
+        gl.store(pointers, sums.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def multiply(out_ptr, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items, num_rows, n,
+             STEPS: gl.constexpr, PARTS: gl.constexpr, APART: gl.constexpr, PART_STEPS: gl.constexpr,
+             GROUP: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """What a group of four warps does: its half of every tile's rows of w."""
+    TILE_N: gl.constexpr = w_tiles.type.shape[1]
+    TILE_ROWS: gl.constexpr = x_tiles.type.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    stage, phase = 0, 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        tile, first_n, first_row, part = locate(item, num_rows, n, TILE_N, TILE_ROWS, APART, GROUP)
+        first_n += WHICH * 64
+        if APART > 1:
+            num_steps = gl.minimum((part + 1) * PART_STEPS, STEPS) - part * PART_STEPS
+            acc, stage, phase = sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, WHICH)
+            # [PARTS, 64, TILE_ROWS] for each half tile, as the threads have it: each reads back what it wrote.
+            SIZE: gl.constexpr = 64 * TILE_ROWS
+            places = (gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] * TILE_ROWS
+                      + gl.arange(0, TILE_ROWS, gl.SliceLayout(0, layout))[None, :])  # fmt: skip
+            half_ptr = partial_ptr + (2 * tile + WHICH).to(gl.int64) * (PARTS * SIZE)
+            gl.store(half_ptr + part * SIZE + places, acc)
+            thread_barrier()  # every thread's share is stored before one announces it
+            if gl.atomic_add(arrivals_ptr + 2 * tile + WHICH, 1, sem="acq_rel") == PARTS - 1:
+                gl.store(arrivals_ptr + 2 * tile + WHICH, 0)  # ready for the next launch
+                total = gl.zeros([64, TILE_ROWS], gl.float32, layout)
+                for other in range(PARTS):
+                    # Bypasses L1: other multiprocessors wrote it in this launch.
+                    total += gl.load(half_ptr + other * SIZE + places, cache_modifier=".cg")
+                store_strips(out_ptr, bias_ptr, total, first_n, first_row, num_rows, n, TILE_ROWS // 32)
+        elif PARTS == 1:
+            acc, stage, phase = sum_part(w_tiles, x_tiles, ready, free, stage, phase, STEPS, WHICH)
+            # As if added to zeros, which every other path does.
+            store_strips(out_ptr, bias_ptr, acc + 0.0, first_n, first_row, num_rows, n, TILE_ROWS // 32)
+        else:
+            total = gl.zeros([64, TILE_ROWS], gl.float32, layout)
+            for here in range(PARTS):
+                num_steps = gl.minimum((here + 1) * PART_STEPS, STEPS) - here * PART_STEPS
+                acc, stage, phase = sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, WHICH)
+                total += acc
+            store_strips(out_ptr, bias_ptr, total, first_n, first_row, num_rows, n, TILE_ROWS // 32)
+
+
+@gluon.jit(do_not_specialize=["num_items", "num_rows", "n"])
+def product_hopper_kernel(w_desc, x_desc, bias_ptr, out_ptr, partial_ptr, arrivals_ptr, num_items, num_rows, n,
+                          STEPS: gl.constexpr, TILE_N: gl.constexpr, TILE_ROWS: gl.constexpr, TILE_K: gl.constexpr,
+                          PARTS: gl.constexpr, APART: gl.constexpr, PART_STEPS: gl.constexpr, STAGES: gl.constexpr,
+                          GROUP: gl.constexpr):  # fmt: skip
+    """APART: how many parts of k are items of their own, all of them or one. PART_STEPS: tiles of k in a part, or in
+    all of k where parts are no items."""
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE_N, TILE_K], tile_layout)
+    x_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE_ROWS, TILE_K], tile_layout)
+    ready = new_barriers(STAGES, 1)
+    free = new_barriers(STAGES, 2)
+    fence_async_shared()
+    LOAD_STEPS: gl.constexpr = PART_STEPS if APART > 1 else STEPS
+    gl.warp_specialize(
+        [
+            (multiply, (out_ptr, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items,
+                        num_rows, n, STEPS, PARTS, APART, PART_STEPS, GROUP, 0)),
+            (multiply, (out_ptr, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items,
+                        num_rows, n, STEPS, PARTS, APART, PART_STEPS, GROUP, 1)),
+            (load_tiles, (w_desc, x_desc, w_tiles, x_tiles, ready, free, num_items, num_rows, n, STEPS, APART,
+                          LOAD_STEPS, GROUP)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[232, 40],
+    )  # fmt: skip
+
+
+def product_hopper(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    arrivals: Tensor,
+    *,
+    parts: int,
+    part_k: int,
+    tile_rows: int,
+    num_stages: int,
+    parts_apart: bool,
+) -> None:
+    """x: [rows, k] @ weight.T -> out: [rows, n]. See invariant_product for what the others mean."""
+    (rows, k), n = x.shape, weight.shape[0]
+    layout = gl.NVMMASharedLayout(128, 16, rank=2)
+    w_desc = TensorDescriptor(weight, [n, k], [k, 1], [TILE_N, TILE_K], layout)
+    x_desc = TensorDescriptor(x, [rows, k], [k, 1], [tile_rows, TILE_K], layout)
+    tiles = -(-n // TILE_N) * -(-rows // tile_rows)
+    apart = parts if parts_apart else 1
+    num_partial = tiles * parts * TILE_N * tile_rows if apart > 1 else 0
+    partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
+    assert apart == 1 or 2 * tiles <= arrivals.numel()
+    product_hopper_kernel[(min(NUM_SMS, tiles * apart),)](
+        w_desc, x_desc, bias, out, partial, arrivals, tiles * apart, rows, n, STEPS=-(-k // TILE_K), TILE_N=TILE_N,
+        TILE_ROWS=tile_rows, TILE_K=TILE_K, PARTS=parts, APART=apart, PART_STEPS=part_k // TILE_K, STAGES=num_stages,
+        GROUP=_GROUP, num_warps=4,
+    )  # fmt: skip
