@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import Unscaled
-from quire.kernels.triton.expand import Expand, expand_arguments, expand_one
 from quire.kernels.triton.norm import ROWS_OF_SEVERAL_PROGRAMS, row_factor, stream_arguments
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -45,9 +44,9 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def act_mul_kernel(x_ptr, out_ptr, bias_ptr, stream_ptr, eps, expand, WIDTH: tl.constexpr, SILU: tl.constexpr,
-                   TILE: tl.constexpr, TILES_EACH: tl.constexpr, STREAM: tl.constexpr, STREAM_PAD: tl.constexpr,
-                   MAX_RANK: tl.constexpr):  # fmt: skip
+def act_mul_kernel(x_ptr, out_ptr, bias_ptr, stream_ptr, eps, WIDTH: tl.constexpr, SILU: tl.constexpr,
+                   TILE: tl.constexpr, TILES_EACH: tl.constexpr, STREAM: tl.constexpr,
+                   STREAM_PAD: tl.constexpr):  # fmt: skip
     # The width is a constant so that the compiler sees rows that are aligned, and moves them in 16 bytes at a time.
     # A row's programs are neighbours: all of them look at its row of the stream, which is in the L2 cache by then.
     PROGRAMS: tl.constexpr = (WIDTH + TILE * TILES_EACH - 1) // (TILE * TILES_EACH)
@@ -58,9 +57,6 @@ def act_mul_kernel(x_ptr, out_ptr, bias_ptr, stream_ptr, eps, expand, WIDTH: tl.
         mask = cols < WIDTH
         gate = tl.load(x_ptr + row * (2 * WIDTH) + cols, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(x_ptr + row * (2 * WIDTH) + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-        if expand is not None:
-            gate += expand_one(expand, 0, cols, mask, 2 * WIDTH, MAX_RANK)
-            up += expand_one(expand, 1, WIDTH + cols, mask, 2 * WIDTH, MAX_RANK)
         if stream_ptr is not None:
             if i == 0:
                 factor = row_factor(stream_ptr + row * STREAM, eps, STREAM, STREAM_PAD)
@@ -99,24 +95,21 @@ def act_mul(
     *,
     factors_of: Unscaled | None = None,
     bias: Tensor | None = None,
-    expand: Expand | None = None,
     config: ActConfig | None = None,
 ) -> Tensor:
     """gate_up: [rows, 2 * n] -> [rows, n].
 
-    factors_of: rows that were multiplied before they were normalised; the bias is then added here. expand: gate_up
-    lacks that.
+    factors_of: rows that were multiplied before they were normalised; the bias is then added here.
     """
     assert activation in ACTIVATIONS, activation
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     stream, eps, stream_width, stream_pad = stream_arguments(factors_of)
     if config is None:
-        config = act_config(rows, width, has_stream=stream is not None) if expand is None else ActConfig(256, 1, 2)
+        config = act_config(rows, width, has_stream=stream is not None)
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     act_mul_kernel[(rows * -(-width // (config.tile * config.tiles_each)),)](
         gate_up, out, bias, stream, eps, WIDTH=width, SILU=activation == "silu", TILE=config.tile,
         TILES_EACH=config.tiles_each, STREAM=stream_width, STREAM_PAD=stream_pad, num_warps=config.num_warps,
-        **expand_arguments(expand),
     )  # fmt: skip
     return out

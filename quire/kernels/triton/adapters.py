@@ -6,8 +6,8 @@ adapters, and ranks below the largest cost less. How long a slot is, is no const
 many layers there are, and kernels are compiled beforehand for fewer. The sums over a long row of x are divided among
 programs; whoever expands adds the parts up, in a fixed order.
 
-One token alone is another matter: each launch costs as much as its product. There the programs that multiply W also
-shrink, and the kernel that follows the product expands: see expand.py.
+One token alone is another matter: each launch costs as much as its product. There the launch that multiplies W also
+shrinks and expands: see one_adapter.py.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from quire.kernels.adapters import RANK_UNIT, AdaptedLinear, LowRank
 from quire.kernels.interface import AdapterRows, AttentionBatch, AttentionSpec, Norm, Normed, Rotary, Unscaled
 from quire.kernels.triton.activation import act_mul
 from quire.kernels.triton.configs import MAX_SKINNY_ROWS, SkinnyConfig
-from quire.kernels.triton.expand import UNIT, Expand, load_tile
 from quire.kernels.triton.linear import TritonLinear
-from quire.kernels.triton.norm import norm_rows
+from quire.kernels.triton.one_adapter import UNIT, OneAdapter, OneAdapterShape, load_tile
 from quire.kernels.triton.rope import rope_and_write
-from quire.kernels.triton.skinny import multiply_vector
+from quire.kernels.triton.skinny import can_rope, skinny_act, skinny_linear, skinny_rope_write
 
 _TILE_K = 128
 _SPLIT = 8
 _FEW_TOKENS = 1024
-_SHRINK_N = 2  # rows of A that a program multiplies by one token
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -127,80 +125,23 @@ def _pointers(place: LowRank) -> tuple[Tensor, Tensor, Tensor]:
     return values[place.a_start :], values[place.b_start :], place.bank.ranks[place.index]
 
 
-# -- one token
-
-
-@triton.jit(do_not_specialize=["n"])
-def vector_and_shrink_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, a_ptr, shrunk_ptr, tiles_ptr,
-                             ranks_ptr, slot_values, n, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-                             EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, WIDTH: tl.constexpr,
-                             MAX_RANK: tl.constexpr, SHRINK_N: tl.constexpr, SHRINK_K: tl.constexpr):  # fmt: skip
-    """vector_kernel, whose first programs multiply A. They have fewer and longer rows than the others, so that they are
-    done in time though they look the adapter up first."""
-    SHRINKING: tl.constexpr = WIDTH // SHRINK_N
-    if tl.program_id(0) < SHRINKING:
-        start, end, slot = load_tile(tiles_ptr, 0, 1)
-        a_rows = tl.program_id(0) * SHRINK_N + tl.arange(0, SHRINK_N)
-        is_used = True
-        if MAX_RANK > UNIT:  # else all of A is multiplied: its rows past the adapter's rank are zero
-            rank = (tl.load(ranks_ptr + slot) + UNIT - 1) // UNIT * UNIT  # whole units are expanded
-            is_used = (start < end) & (tl.program_id(0) * SHRINK_N % MAX_RANK < rank)
-        if is_used:
-            shrunk = multiply_vector(
-                x_ptr, a_ptr + slot * slot_values, a_rows, a_rows < WIDTH, K, SHRINK_N, SHRINK_K, True, STAGES, UNROLL
-            )
-            tl.store(shrunk_ptr + a_rows, shrunk)
-    else:
-        rows = (tl.program_id(0) - SHRINKING) * TILE_N + tl.arange(0, TILE_N)
-        exists = rows < n
-        sums = multiply_vector(x_ptr, w_ptr, rows, exists, K, TILE_N, TILE_K, EVEN_N, STAGES, UNROLL)
-        if w_scales_ptr is not None:
-            sums *= tl.load(w_scales_ptr + rows, mask=exists, other=0.0)
-        if bias_ptr is not None:
-            sums += tl.load(bias_ptr + rows, mask=exists, other=0.0).to(tl.float32)
-        tl.store(out_ptr + rows, sums.to(out_ptr.dtype.element_ty), mask=exists)
-
-
-def multiply_and_shrink(
-    x: Tensor,
-    weight: Tensor,
-    weight_scales: Tensor | None,  # [n] float32, of a matrix in 8-bit floats
-    bias: Tensor | None,
-    config: SkinnyConfig,
-    place: LowRank,
-    rows: AdapterRows,
-) -> tuple[Tensor, Expand]:
-    """x: [1, k] -> its product with the matrix, and what the kernel after it has to add."""
-    n, k = weight.shape
-    bank, width = place.bank, place.shrunk_width
-    assert x.shape[0] == 1 and not config.use_tensor_cores
-    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    shrunk = torch.empty(width, dtype=torch.float32, device=x.device)
-    a, b, ranks = _pointers(place)
-    vector_and_shrink_kernel[(width // _SHRINK_N + -(-n // config.tile_n),)](
-        x, weight, weight_scales, out, bias, a, shrunk, rows.tiles, ranks, bank.slot_values, n, K=k,
-        TILE_N=config.tile_n, TILE_K=config.tile_k, EVEN_N=n % config.tile_n == 0, STAGES=config.num_stages,
-        UNROLL=config.unroll, WIDTH=width, MAX_RANK=bank.max_rank, SHRINK_N=_SHRINK_N,
-        SHRINK_K=config.tile_k * config.tile_n // _SHRINK_N, num_warps=config.num_warps,
-    )  # fmt: skip
-    return out, Expand(shrunk, b, rows.tiles, ranks, bank.slot_values, bank.max_rank)
-
-
 class TritonAdaptedLinear(AdaptedLinear):
-    """On a dense matrix. Steps with adapters run a layer's products one by one, each followed by what follows it."""
+    """On a dense matrix. Steps with adapters run a layer's products one by one, each followed by what follows it; one
+    token's adapter is added in the launch of the product."""
 
     __slots__ = ()
 
     base: TritonLinear
+
+    def multiply(self, x: Normed) -> Tensor:
+        one = self._one_adapter(x)
+        return super().multiply(x) if one is None else self._multiply_one(x, one)
 
     def multiply_add_norm(
         self, x: Normed, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
     ) -> Normed:
         if self.bank.rows is not None and branch_norm is None:
             assert isinstance(x, Tensor)
-            if norm is not None and norm.bias is None and (fused := self._with_shrink(x)) is not None:
-                product, expand = fused
-                return norm_rows(product, norm, residual=residual, expand=expand)
             if len(x) > MAX_SKINNY_ROWS and (norm is None or norm.is_folded):
                 self.base._multiply_add_many(x, residual)
                 self._add_adapters(residual, x)
@@ -213,9 +154,13 @@ class TritonAdaptedLinear(AdaptedLinear):
                 product = self.base._multiply_many(x.x, None)
                 self._add_adapters(product, x.x)
                 return act_mul(product, activation, factors_of=x, bias=self.base.bias)
-            assert isinstance(x, Tensor)
-            if (fused := self._with_shrink(x)) is not None:
-                return act_mul(fused[0], activation, expand=fused[1])
+            if (one := self._one_adapter(x)) is not None:
+                base, (config, adapter) = self.base, one
+                assert isinstance(x, Tensor)
+                return skinny_act(
+                    x, base.weight, base.bias, activation, config, base._scratch, weight_scales=base.scales,
+                    adapter=adapter,
+                )  # fmt: skip
         return super().multiply_act(x, activation)
 
     def multiply_rope_write(
@@ -226,19 +171,40 @@ class TritonAdaptedLinear(AdaptedLinear):
                 product = self.base._multiply_many(x.x, None)
                 self._add_adapters(product, x.x)
                 return rope_and_write(product, rotary, kv, batch, spec, factors_of=x, bias=self.base.bias)
-            assert isinstance(x, Tensor)
-            if (fused := self._with_shrink(x)) is not None:
-                return rope_and_write(fused[0], rotary, kv, batch, spec, expand=fused[1])
+            one = self._one_adapter(x)
+            has_norms = rotary.q_norm is not None or rotary.k_norm is not None
+            if one is not None and not has_norms and can_rope(spec, one[0]):
+                base, (config, adapter) = self.base, one
+                assert isinstance(x, Tensor)
+                return skinny_rope_write(
+                    x, base.weight, base.bias, rotary, kv, batch, spec, config, base._scratch,
+                    weight_scales=base.scales, adapter=adapter,
+                )  # fmt: skip
         return super().multiply_rope_write(x, rotary, kv, batch, spec)
 
-    def _with_shrink(self, x: Tensor) -> tuple[Tensor, Expand] | None:
-        """For one token: see multiply_and_shrink. None where it has no kernel for these rows."""
+    def _one_adapter(self, x: Normed) -> tuple[SkinnyConfig, tuple[OneAdapter, OneAdapterShape]] | None:
+        """For one token, how it is multiplied and with what. None where there are more, or none has an adapter."""
+        if self.bank.rows is None or not isinstance(x, Tensor):
+            return None
         config = self.base._config(x)
         if config is None or config.use_tensor_cores:
             return None
         rows, place = self.bank.rows, self.low_rank
-        assert rows is not None and place is not None
-        return multiply_and_shrink(x, self.base.weight, self.base.scales, self.base.bias, config, place, rows)
+        assert place is not None
+        width, bank = place.shrunk_width, place.bank
+        shrunk = torch.empty(width, dtype=torch.float32, device=x.device)
+        a, b, ranks = _pointers(place)
+        arrivals = self.base._scratch.arrivals
+        n0, n1 = (*place.part_rows, 0)[:2]
+        adapter = OneAdapter(a, b, shrunk, rows.tiles, ranks, bank.slot_values, arrivals)
+        return config, (adapter, OneAdapterShape(width, bank.max_rank, (n0, n1)))
+
+    def _multiply_one(self, x: Normed, one: tuple[SkinnyConfig, tuple[OneAdapter, OneAdapterShape]]) -> Tensor:
+        base, (config, adapter) = self.base, one
+        assert isinstance(x, Tensor)
+        return skinny_linear(
+            x, base.weight, base.bias, config, base._scratch, weight_scales=base.scales, adapter=adapter
+        )
 
     def _add_adapters(self, product: Tensor, x: Tensor) -> None:
         rows, place = self.bank.rows, self.low_rank

@@ -67,23 +67,27 @@ def load_tiles(w_desc, x_desc, w_tiles, x_tiles, ready, free, num_items, num_row
 
 
 @gluon.jit
+def preceding(stage, STAGES: gl.constexpr):
+    """The place before in a ring."""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, WHICH: gl.constexpr):
     """[64, TILE_ROWS]: so many tiles of k, in order."""
     STAGES: gl.constexpr = w_tiles.type.shape[0]
     TILE_ROWS: gl.constexpr = x_tiles.type.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
     acc = gl.zeros([64, TILE_ROWS], gl.float32, layout)
-    before = stage
     for step in range(num_steps):
         mbarrier.wait(ready.index(stage), phase)
         w = w_tiles.index(stage).slice(WHICH * 64, 64)
         acc = warpgroup_mma(w, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(free.index(before), pred=step > 0)
-        before = stage
+        mbarrier.arrive(free.index(preceding(stage, STAGES)), pred=step > 0)
         stage, phase = following(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(free.index(before))
+    mbarrier.arrive(free.index(preceding(stage, STAGES)))
     return acc, stage, phase
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from quire.kernels.interface import Norm, Unscaled
 from quire.kernels.triton.common import next_power_of_2
-from quire.kernels.triton.expand import Expand, expand_arguments, expand_one
 
 # For kernels that call `row_factor`: up to so many rows each is cut among several programs, or the chip would not be
 # full. More have one program each, which looks at its row of the stream once.
@@ -27,16 +26,14 @@ def row_factor(row_ptr, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
 
 
 @triton.jit
-def norm_kernel(x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, eps, x_stride, expand,
-                WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ADD: tl.constexpr, MAX_RANK: tl.constexpr):  # fmt: skip
+def norm_kernel(x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, eps, x_stride,
+                WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     """An RMS norm, or with a bias a LayerNorm."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, WIDTH_PAD)
     mask = cols < WIDTH
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    if expand is not None:
-        x += expand_one(expand, 0, cols, mask, WIDTH, MAX_RANK)
     if ADD:
         residual = tl.load(residual_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
         total = (x + residual).to(residual_ptr.dtype.element_ty)
@@ -64,19 +61,17 @@ def norm_rows(
     norm: Norm,
     *,
     residual: Tensor | None = None,
-    expand: Expand | None = None,
     num_warps: int | None = None,
 ) -> Tensor:
-    """x: [rows, width]. With a residual: residual += x in place, and the norm is of the sum. expand: x lacks that."""
+    """x: [rows, width]. With a residual: residual += x in place, and the norm is of the sum."""
     rows, width = x.shape
     assert x.stride(1) == 1 and norm.weight.is_contiguous() and (residual is None or residual.is_contiguous())
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     width_pad = next_power_of_2(width)
     if num_warps is None:
-        # 16 elements a thread; 8 where each waits for 16 rows of an adapter, too.
-        num_warps = min(max(width_pad // (512 if expand is None else 256), 1), 16)
+        num_warps = min(max(width_pad // 512, 1), 16)  # 16 elements a thread
     norm_kernel[(rows,)](
         x, residual, norm.weight, norm.bias, out, norm.eps, x.stride(0), WIDTH=width, WIDTH_PAD=width_pad,
-        ADD=residual is not None, num_warps=num_warps, **expand_arguments(expand),
+        ADD=residual is not None, num_warps=num_warps,
     )  # fmt: skip
     return out

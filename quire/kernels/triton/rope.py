@@ -12,17 +12,16 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Rotary, Unscaled
 from quire.kernels.triton.common import next_power_of_2, store_narrowed
-from quire.kernels.triton.expand import Expand, expand_arguments, expand_one
 from quire.kernels.triton.norm import ROWS_OF_SEVERAL_PROGRAMS, row_factor, stream_arguments
 
 
 @triton.jit
 def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
                 bias_ptr, stream_ptr, stream_eps, row_scales_ptr, row_scale, column_scales_ptr, eps, k_inverse,
-                v_inverse, expand, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                v_inverse, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
                 HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, TILES_EACH: tl.constexpr,
-                Q_NORM: tl.constexpr, K_NORM: tl.constexpr, STREAM: tl.constexpr, STREAM_PAD: tl.constexpr,
-                MAX_RANK: tl.constexpr):  # fmt: skip
+                Q_NORM: tl.constexpr, K_NORM: tl.constexpr, STREAM: tl.constexpr,
+                STREAM_PAD: tl.constexpr):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     # A token's programs are neighbours: all of them look at its row of the stream, which is in the L2 cache by then.
     HEADS_EACH: tl.constexpr = TILE_HEADS * TILES_EACH
@@ -45,12 +44,6 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
         source = qkv_ptr + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
         low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-        if expand is not None:
-            N: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-            part = ((head >= HEADS).to(tl.int32) + is_v.to(tl.int32))[:, None]
-            cols = head[:, None] * HEAD_DIM + dims[None, :]
-            low += expand_one(expand, part, cols, mask, N, MAX_RANK)
-            high += expand_one(expand, part, cols + HALF, mask, N, MAX_RANK)
         if stream_ptr is not None:
             if i == 0:
                 factor = row_factor(stream_ptr + token * STREAM, stream_eps, STREAM, STREAM_PAD)
@@ -121,7 +114,6 @@ def rope_and_write(
     *,
     factors_of: Unscaled | None = None,
     bias: Tensor | None = None,
-    expand: Expand | None = None,
     row_scales: Tensor | None = None,
     row_scale: float = 1.0,
     column_scales: Tensor | None = None,
@@ -132,7 +124,6 @@ def rope_and_write(
 
     factors_of: rows that were multiplied before they were normalised; the bias is then added here.
     column_scales: what a product of 8-bit numbers is yet to be multiplied by, beside its rows' scales.
-    expand: what qkv lacks.
     """
     assert qkv.is_contiguous() and kv.is_contiguous() and rotary.cos_sin.is_contiguous() and spec.head_dim % 2 == 0
     tokens = qkv.shape[0]
@@ -143,7 +134,7 @@ def rope_and_write(
     rope_kernel[(tokens * -(-total_heads // (config.tile_heads * config.tiles_each)),)](
         qkv, rotary.cos_sin, kv, q_out, batch.positions, batch.slots, rotary.q_norm, rotary.k_norm,
         bias, stream, stream_eps, row_scales, row_scale, column_scales, rotary.eps, 1.0 / spec.k_scale,
-        1.0 / spec.v_scale, **expand_arguments(expand),
+        1.0 / spec.v_scale,
         HEADS=spec.num_heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
         HALF_PAD=next_power_of_2(spec.head_dim // 2), BLOCK_SIZE=kv.shape[3],
         TILE_HEADS=config.tile_heads, TILES_EACH=config.tiles_each,

@@ -21,6 +21,16 @@ from quire.kernels.triton import epilogue
 from quire.kernels.triton.common import next_power_of_2, widened
 from quire.kernels.triton.configs import SkinnyConfig
 from quire.kernels.triton.epilogue import ADD, GATE, ROPE, STORE, Add, Rope, Scale
+from quire.kernels.triton.one_adapter import (
+    OneAdapter,
+    OneAdapterShape,
+    announce_shrunk,
+    expanded,
+    is_shrunk,
+    load_tile,
+)
+
+_SHRINK_N = 2  # rows of an adapter's A that a program multiplies
 
 
 @triton.jit
@@ -74,16 +84,36 @@ def multiply_vector(x_ptr, w_ptr, rows, exists, K: tl.constexpr, TILE_N: tl.cons
 
 
 @triton.jit(do_not_specialize=["n"])
-def vector_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, to, n, K: tl.constexpr, TILE_N: tl.constexpr,
+def vector_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, to, low, n, K: tl.constexpr, TILE_N: tl.constexpr,
                   TILE_K: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
                   MODE: tl.constexpr, SILU: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                  HALF_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """One row of x."""
+                  HALF_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SHRINK_N: tl.constexpr, SHRINK_K: tl.constexpr,
+                  WIDTH: tl.constexpr, MAX_RANK: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr):  # fmt: skip
+    """One row of x. low: a OneAdapter, whose A has programs of its own, the first; or None. They have fewer and longer
+    rows than the others, so that they are done in time though they look the adapter up first."""
     tile = tl.program_id(0)
+    SHRINKING: tl.constexpr = WIDTH // SHRINK_N
+    if low is not None:
+        if tile < SHRINKING:
+            a_rows = tile * SHRINK_N + tl.arange(0, SHRINK_N)
+            if is_shrunk(low, tile * SHRINK_N, MAX_RANK):
+                _, _, slot = load_tile(low.tiles, 0, 1)
+                a_ptr = low.a + slot * low.slot_values
+                shrunk = multiply_vector(
+                    x_ptr, a_ptr, a_rows, a_rows < WIDTH, K, SHRINK_N, SHRINK_K, True, STAGES, UNROLL
+                )
+                tl.store(low.shrunk + a_rows, shrunk)
+            announce_shrunk(low)
+            return
+        tile -= SHRINKING
     rows, exists = epilogue.tile_rows_of(tile, n, MODE, TILE_N, HALF_DIM)
     sums = multiply_vector(x_ptr, w_ptr, rows, exists, K, TILE_N, TILE_K, EVEN_N, STAGES, UNROLL)
-    _finish(sums[:, None], rows, exists, out_ptr, w_scales_ptr, bias_ptr, None, to, tile, tl.arange(0, 1), n, 1, None,
-            K, MODE, 1, TILE_N, SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
+    if w_scales_ptr is not None:
+        sums = sums * tl.load(w_scales_ptr + rows, mask=exists, other=0.0)
+    if low is not None:
+        sums += expanded(low, rows, exists, n, tl.num_programs(0) - SHRINKING, SHRINKING, MAX_RANK, N0, N1)
+    _finish(sums[:, None], rows, exists, out_ptr, None, bias_ptr, None, to, tile, tl.arange(0, 1), n, 1, None, K, MODE,
+            1, TILE_N, SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n", "num_rows"])
@@ -156,12 +186,14 @@ def skinny_linear(
     *,
     out: Tensor | None = None,  # [rows, n], contiguous, of any float type
     weight_scales: Tensor | None = None,  # [n] float32: what the matrix's rows are to be multiplied by
+    adapter: tuple[OneAdapter, OneAdapterShape] | None = None,  # of a single row
 ) -> Tensor:
     """x @ weight.T + bias -> [rows, n], summed in float32."""
     plain = x.x if isinstance(x, Unscaled) else x
     if out is None:
         out = torch.empty((plain.shape[0], weight.shape[0]), dtype=plain.dtype, device=plain.device)
-    _launch(x, weight, bias, out, None, config, scratch, mode=STORE.value, weight_scales=weight_scales)
+    _launch(x, weight, bias, out, None, config, scratch, mode=STORE.value, weight_scales=weight_scales,
+            adapter=adapter)  # fmt: skip
     return out
 
 
@@ -198,12 +230,13 @@ def skinny_act(
     scratch: SkinnyScratch,
     *,
     weight_scales: Tensor | None = None,
+    adapter: tuple[OneAdapter, OneAdapterShape] | None = None,
 ) -> Tensor:
     """activation(first half of x @ weight.T + bias) * second half -> [rows, n]."""
     plain = x.x if isinstance(x, Unscaled) else x
     out = torch.empty((plain.shape[0], weight.shape[0] // 2), dtype=plain.dtype, device=plain.device)
     _launch(x, weight, bias, out, None, config, scratch, mode=GATE.value, silu=activation == "silu",
-            weight_scales=weight_scales)  # fmt: skip
+            weight_scales=weight_scales, adapter=adapter)  # fmt: skip
     return out
 
 
@@ -219,6 +252,7 @@ def skinny_rope_write(
     scratch: SkinnyScratch,
     *,
     weight_scales: Tensor | None = None,
+    adapter: tuple[OneAdapter, OneAdapterShape] | None = None,
 ) -> Tensor:
     """See LinearWeight.multiply_rope_write; without norms of q and k, which need whole heads."""
     assert can_rope(spec, config)
@@ -226,7 +260,7 @@ def skinny_rope_write(
     out = torch.empty((plain.shape[0], spec.num_heads * spec.head_dim), dtype=plain.dtype, device=plain.device)
     to = Rope(rotary.cos_sin, kv, batch.positions, batch.slots, 1.0 / spec.k_scale, 1.0 / spec.v_scale)
     _launch(x, weight, bias, out, to, config, scratch, mode=ROPE.value, spec=spec, block_size=kv.shape[3],
-            weight_scales=weight_scales)  # fmt: skip
+            weight_scales=weight_scales, adapter=adapter)  # fmt: skip
     return out
 
 
@@ -249,6 +283,7 @@ def _launch(
     silu: bool = False,
     spec: AttentionSpec | None = None,
     block_size: int = 0,
+    adapter: tuple[OneAdapter, OneAdapterShape] | None = None,
 ) -> None:
     scale, parts = None, 0
     if isinstance(x, Unscaled):
@@ -274,8 +309,14 @@ def _launch(
     }
     if not config.use_tensor_cores:
         assert rows == 1 and scale is None and mode != ADD.value, "plain multiplication is written for one plain row"
-        vector_kernel[(tiles,)](x, weight, weight_scales, out, bias, to, n, UNROLL=config.unroll, **constants)
+        low, shape = adapter or (None, OneAdapterShape(0, 0, (0, 0)))
+        vector_kernel[(shape.width // _SHRINK_N + tiles,)](
+            x, weight, weight_scales, out, bias, to, low, n, UNROLL=config.unroll, SHRINK_N=_SHRINK_N,
+            SHRINK_K=config.tile_k * config.tile_n // _SHRINK_N, WIDTH=shape.width, MAX_RANK=shape.max_rank,
+            N0=shape.part_rows[0], N1=shape.part_rows[1], **constants,
+        )  # fmt: skip
         return
+    assert adapter is None
     partial = None
     if config.split_k > 1:
         partial = torch.empty(config.split_k * rows * n, dtype=torch.float32, device=x.device)

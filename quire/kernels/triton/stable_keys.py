@@ -16,7 +16,7 @@ from quire.kernels.triton.common import HAS_GLUON
 # Callees before callers; within a module that is the order of the text.
 _MODULES = (
     "common",
-    "expand",
+    "one_adapter",
     "norm",
     "rope",
     "epilogue",
@@ -24,6 +24,9 @@ _MODULES = (
     "quantize",
     "prefill",
     "prefill_hopper",
+    "invariant_product",
+    "invariant_hopper",
+    "invariant_attention",
     "prefix",
     "widening",
     "decode",
@@ -38,7 +41,7 @@ _MODULES = (
 
 def settle_keys() -> None:
     for name in _MODULES:
-        if name == "prefill_hopper" and not HAS_GLUON:
+        if name.endswith("_hopper") and not HAS_GLUON:
             continue
         module = importlib.import_module(f"quire.kernels.triton.{name}")
         for value in list(vars(module).values()):

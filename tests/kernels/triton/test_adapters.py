@@ -11,7 +11,7 @@ import torch
 from quire.kernels.adapters import AdapterBank, AdapterSite, LowRankPair
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Rotary, Unscaled
 from quire.kernels.triton import TritonOps, adapters
-from quire.kernels.triton.expand import Expand, ExpandPointers
+from quire.kernels.triton.one_adapter import OneAdapter
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 96, 3, 1, 32, 80
 PARTS = {
@@ -148,7 +148,7 @@ def test_an_empty_tile_changes_nothing(device):
 
 def test_kernels_do_not_depend_on_the_length_of_a_slot():
     """It grows with the layers, and kernels are compiled beforehand for a model with fewer of them."""
-    assert "slot_values" in Expand._fields and "slot_values" in ExpandPointers._fields
-    for kernel in (adapters.shrink_kernel, adapters.expand_kernel, adapters.vector_and_shrink_kernel):
+    assert "slot_values" in OneAdapter._fields
+    for kernel in (adapters.shrink_kernel, adapters.expand_kernel):
         assert "slot_values" in inspect.signature(kernel.fn).parameters
         assert "slot_values" not in inspect.get_annotations(kernel.fn)  # as a constant has one
