@@ -35,7 +35,8 @@ SCRIPT = textwrap.dedent(
         for dtype, kv, block_size, seqs, others in (
             ("bfloat16", "auto", 16, 32, {{}}), ("float16", "fp8", 4, 7, {{}}), ("float32", "auto", 128, 40, {{}}),
             ("bfloat16", "fp8", 16, 40, {{"quantization": "fp8"}}),
-            ("bfloat16", "auto", 16, None, {{"enable_lora": True}}), ("bfloat16", "auto", 16, 300, {{"batch_invariant": True}}),
+            ("bfloat16", "auto", 16, None, {{"enable_lora": True}}),
+            ("bfloat16", "auto", 16, 300, {{"batch_invariant": True}}),
         ):
             if others.keys() & {{"enable_lora", "batch_invariant"}} and name != "llama":
                 continue
