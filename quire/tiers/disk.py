@@ -269,7 +269,8 @@ class DiskStore:
                 held -= size
         if held + needed > self.max_bytes:
             return None
-        path = self.directory / f"{time.time_ns() // 1_000_000:x}-{os.getpid():x}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+        # In nanoseconds: a system's times of change are coarser, and of files with the same one the older goes first.
+        path = self.directory / f"{time.time_ns():x}-{os.getpid():x}-{uuid.uuid4().hex[:8]}{SUFFIX}"
         try:
             segment = Segment.create(path, self.shape, self._capacity)
         except OSError:  # the disk is full, whatever the setting says
