@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from quire.errors import MemoryBudgetError
+from quire.executor.pinned_memory import PinnedMemory
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _PINNED, _DEVICE, _READ_AND_WRITE = 1, 1, 3  # of the driver's enumerations
@@ -81,16 +82,6 @@ class Driver:
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
-    def pinned(self, num_bytes: int) -> int:
-        """The address of so much pinned host memory."""
-        address = ctypes.c_void_p()
-        self._call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(num_bytes), 0)
-        assert address.value is not None
-        return address.value
-
-    def free_pinned(self, address: int) -> None:
-        self._call("cuMemFreeHost", ctypes.c_void_p(address))
-
     def copy_out(self, host: int, address: int, num_bytes: int) -> None:
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(host), ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
 
@@ -127,7 +118,7 @@ class SleepingMemory:
         self._driver = Driver(device.index or 0)
         self.segments: dict[int, Segment] = {}  # by address
         self._keeps = False  # for segments that are made now
-        self._host: int | None = None
+        self._host: PinnedMemory | None = None
         self._callbacks = _Allocate(self._allocate), _Free(self._free)  # torch holds their addresses only
         allocate, free = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks)
         self._allocator = torch._C._cuda_customAllocator(allocate, free)
@@ -162,16 +153,11 @@ class SleepingMemory:
             return
         if self._host is None:
             num_bytes = sum(segment.num_bytes for segment in kept)
-            try:
-                self._host = self._driver.pinned(num_bytes)
-            except RuntimeError as error:
-                raise MemoryBudgetError(
-                    f"{num_bytes / 2**30:.2f} GiB of host memory cannot be had to keep the weights in: {error}"
-                ) from error
+            self._host = PinnedMemory(num_bytes, purpose="a copy of the weights", instead="sleep at level 2")
         offset = 0
         for segment in kept:
             segment.host_offset = offset
-            self._driver.copy_out(self._host + offset, segment.address, segment.num_bytes)
+            self._driver.copy_out(self._host.address + offset, segment.address, segment.num_bytes)
             offset += segment.num_bytes
 
     def sleep(self) -> None:
@@ -197,7 +183,7 @@ class SleepingMemory:
         for segment in self.segments.values():
             if segment.is_kept:
                 assert self._host is not None
-                self._driver.copy_in(segment.address, self._host + segment.host_offset, segment.num_bytes)
+                self._driver.copy_in(segment.address, self._host.address + segment.host_offset, segment.num_bytes)
             else:
                 self._driver.zero(segment.address, segment.num_bytes)
         torch.cuda.synchronize(self._device)
@@ -207,7 +193,7 @@ class SleepingMemory:
         for segment in self.segments.values():
             self._unmap(segment)
         if self._host is not None:
-            self._driver.free_pinned(self._host)
+            self._host.release()
             self._host = None
 
     def _unmap(self, segment: Segment) -> None:
