@@ -110,11 +110,13 @@ class BeamCandidate(NamedTuple):
 class Move:
     """Blocks on their way between the device and what lies beyond it. They move beside steps: a result names the ticket
     when they have arrived. What goes out is read after all earlier steps; what comes in may be written only after them,
-    and is read by no step before it has arrived. Moves are made in the order of their tickets."""
+    and is read by no step before it has arrived, unless it is awaited. What goes to a host block and what comes from it
+    do so in the order of tickets."""
 
     ticket: int
     is_load: bool  # to the device; else from it
     pairs: list[tuple[int, int]]  # (device block, block on the host)
+    is_awaited: bool = False  # a load that its own plan's step reads: the step runs behind it, and its result tells it
 
 
 @dataclass(slots=True, frozen=True)
@@ -157,6 +159,11 @@ class StepPlan:
 
     def all_moves(self) -> list[Move | KeyedMove]:
         return [*self.moves, *self.keyed_moves]
+
+    @property
+    def awaits_loads(self) -> bool:
+        """Whether the step reads what its own moves bring."""
+        return any(move.is_awaited for move in self.moves)
 
     @property
     def is_empty(self) -> bool:

@@ -125,6 +125,7 @@ class SimExecutor:
             self._check_writes(spans)
         self._forward(spans, result)
         self._sample(plan, spans, result)
+        result.moved = [move.ticket for move in plan.moves if move.is_awaited]
         self._finish_moves(plan.step - self._transfer_steps, result)
         self._results.append((result, self._busy_until_s))
         return plan.step
@@ -155,7 +156,11 @@ class SimExecutor:
         for number in plan.released:
             self._row(number)
             self.rows[number] = None
-        self._moving.extend((plan.step, move) for move in plan.all_moves())
+        for move in plan.all_moves():
+            if isinstance(move, Move) and move.is_awaited:
+                self.memory.move(move)
+            else:
+                self._moving.append((plan.step, move))
         self.memory.copy(plan.copies)
         for admission in plan.admitted:
             self._admit(admission)

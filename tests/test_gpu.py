@@ -15,6 +15,7 @@ from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.errors import BadRequestError
 from quire.outputs import RequestOutput
+from quire.plan import StepPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -133,6 +134,29 @@ def test_levels_below_bring_the_same_tokens(weights: Path, tmp_path: Path, level
     engine.close()
 
 
+def test_a_lone_request_waits_on_the_device_for_what_is_loaded(weights: Path) -> None:
+    """Its step is submitted with the load, behind which it runs: the tokens are those of a prompt that is computed."""
+    engine = make(weights, device="cuda", kv_offloading_size=0.02)
+    tiers, executor = engine.core.kv.tiers, engine.core.executor
+    assert tiers is not None and tiers.host is not None
+    tiers.host.load_s = lambda num_blocks: 0.0  # type: ignore[method-assign]  # else so small a model is computed
+    plans: list[StepPlan] = []
+    submit = executor.submit
+    executor.submit = lambda plan: plans.append(plan) or submit(plan)  # type: ignore[method-assign, func-returns-value]
+    rng = random.Random(4)
+    for _ in range(12):
+        params = SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 6), ignore_eos=True, logprobs=2)
+        work = [([rng.randrange(256) for _ in range(rng.randint(33, 200))], params)]
+        [computed] = run_all(engine, work)
+        engine.core.settle(30.0)
+        assert engine.reset_prefix_cache()
+        before = len(plans)
+        [loaded] = run_all(engine, work)
+        assert plans[before].awaits_loads and loaded.num_cached_tokens >= 32
+        same_until_a_tie(loaded, computed)
+    engine.close()
+
+
 def test_blocks_cross_the_link_whole(weights: Path) -> None:
     """More than the staging buffer holds, in runs and singly, there and back."""
     import torch
@@ -140,12 +164,13 @@ def test_blocks_cross_the_link_whole(weights: Path) -> None:
     from quire.executor import kv_cache
     from quire.plan import Move
 
-    before, kv_cache._STAGED_BYTES = kv_cache._STAGED_BYTES, 10 * 16 * 1024
+    before, kv_cache._PIECE_BYTES = kv_cache._PIECE_BYTES, 5 * 16 * 1024
     try:
         engine = make(weights, device="cuda", kv_offloading_size=0.02)
     finally:
-        kv_cache._STAGED_BYTES = before
+        kv_cache._PIECE_BYTES = before
     cache = engine.core.executor.worker.cache
+    assert cache.host_blocks.is_pinned() and not cache.host_blocks.any()
     cache.device_blocks.normal_()
     blocks = cache.device_blocks.clone()
     num = min(40, cache.spare_block // 2, len(cache.host_blocks))

@@ -13,19 +13,24 @@ import mmap
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.executor.pinned_memory import PinnedMemory
 from quire.executor.transfer import Transfers
 from quire.models.kv_layout import KVLayout
 from quire.models.spec import ModelSpec
 from quire.plan import Move
 from quire.sampling.transfer import to_device
 
-_STAGED_BYTES = 64 << 20  # device memory by way of which blocks are copied between host and device
+# Moves are of words, whatever they hold: the widest, of 16 bytes, of which every block of a layer is a multiple.
+_WORD = torch.complex128
+# Blocks cross the link by way of device memory, so many bytes at a time. Larger pieces would keep the few integers of
+# each step waiting for the copy engine; smaller ones cost the host more than the device needs for them.
+_PIECE_BYTES = 16 << 20
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -78,24 +83,39 @@ class KVCache:
         )
         # A host block holds all its layers in one piece: one copy moves it.
         host_shape = (num_host_blocks, layout.num_slots, *inner)
-        self.host_blocks = (
-            torch.zeros(host_shape, dtype=dtype, pin_memory=True)
-            if on_gpu and num_host_blocks
-            else _untouched_zeros(host_shape, dtype)
-        )
+        self.block_bytes = layout.block_bytes(spec, block_size, dtype.itemsize)
+        if on_gpu and num_host_blocks:
+            self._pinned = PinnedMemory(
+                num_host_blocks * self.block_bytes,
+                purpose="blocks on the host",
+                instead="lower kv_offloading_size or swap_space_gb",
+            )
+            self.host_blocks = self._pinned.zeros(host_shape, dtype)
+        else:
+            self.host_blocks = _untouched_zeros(host_shape, dtype)
         slots = self.device_blocks.unbind(0)
         self.layers: list[Tensor] = [slots[slot] for slot in layout.slots]
-        self.block_bytes = layout.block_bytes(spec, block_size, dtype.itemsize)
-        # Moves are of words, whatever they hold: not every operation knows every dtype.
-        self._device_words = self.device_blocks.view(torch.int32)
-        self._host_words = self.host_blocks.view(torch.int32)
-        self._transfers = Transfers(device) if on_gpu else None
-        num_staged = min(num_host_blocks, max(1, _STAGED_BYTES // 2 // self.block_bytes)) if on_gpu else 0
-        # Two halves, in turn: while one is spread over the layers, the next bytes come into the other.
-        self._staging = torch.empty((2, num_staged, *self._host_words.shape[1:]), dtype=torch.int32, device=device)
+        self._device_words = self.device_blocks.flatten(2).view(_WORD)  # [slots, blocks, words]
+        # One row of words for each block of each slot. By rows a block is moved in one launch, however large the cache:
+        # torch splits what spans more than 2 GiB otherwise.
+        self._rows = self._device_words.flatten(0, 1)
+        self._first_rows = np.arange(layout.num_slots) * (num_blocks + 1)
+        self._host_words = self.host_blocks.flatten(2).view(_WORD)  # [host blocks, slots, words]
+        self._transfers: Transfers | None = None
+        self._staging = torch.empty(0)
+        if on_gpu:
+            self._open_link(Transfers(device))
+        self._waiting: list[tuple[Move, torch.cuda.Event]] = []  # moves that have not been started
         self._threads = threading.local()
         self._moved: list[int] = []  # of a CPU, whose moves are over at once
         self._kept: tuple[list[int], Tensor] = ([], torch.empty(0))  # during a sleep: block ids and their content
+
+    def _open_link(self, transfers: Transfers) -> None:
+        """Moves take time from now on. Each lane has room for a piece, and what goes out for another."""
+        self._transfers = transfers
+        num_staged = min(len(self.host_blocks), max(1, _PIECE_BYTES // self.block_bytes))
+        shape = (transfers.NUM_LANES + 1, num_staged, *self._host_words.shape[1:])
+        self._staging = torch.empty(shape, dtype=_WORD, device=self.device_blocks.device)
 
     # -- sleep: on a GPU, `virtual_memory.py` takes the device's memory after the one and brings it before the other
 
@@ -109,37 +129,42 @@ class KVCache:
         """All blocks are there again: those kept with their content, the others as zeros."""
         kept, words = self._kept
         for first in range(0, len(kept), _BLOCKS_AT_ONCE):
-            ids = torch.tensor(kept[first : first + _BLOCKS_AT_ONCE], device=self.device_blocks.device)
             some = words[first : first + _BLOCKS_AT_ONCE].to(self.device_blocks.device)
-            self._device_words[:, ids] = some.transpose(0, 1)
+            self._rows[self._rows_of(kept[first : first + _BLOCKS_AT_ONCE])] = some.flatten(0, 1)
         self._synchronize()
         self._kept = ([], torch.empty(0))
 
     def _read(self, block_ids: list[int]) -> Tensor:
         """Copies of these blocks on the host, a bounded number at a time."""
-        shape = self._device_words.shape
-        found = torch.empty((len(block_ids), shape[0], *shape[2:]), dtype=torch.int32)
+        found = torch.empty((len(block_ids), *self._host_words.shape[1:]), dtype=_WORD)
         for first in range(0, len(block_ids), _BLOCKS_AT_ONCE):
-            ids = torch.tensor(block_ids[first : first + _BLOCKS_AT_ONCE], device=self.device_blocks.device)
-            found[first : first + _BLOCKS_AT_ONCE] = self._device_words[:, ids].transpose(0, 1)
+            found[first : first + _BLOCKS_AT_ONCE] = self._gather(block_ids[first : first + _BLOCKS_AT_ONCE])
         return found
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """(from, to) device blocks, all layers. All are read before any is written."""
         if pairs:
-            sources, targets = self._columns(pairs)
-            self._device_words[:, targets] = self._device_words[:, sources]
+            sources, targets = zip(*pairs, strict=True)
+            self._rows[self._rows_of(targets)] = self._rows[self._rows_of(sources)]
 
     def move(self, move: Move) -> None:
-        """On a GPU moves have a stream of their own, and steps compute meanwhile."""
-        copy = self._copy_in if move.is_load else self._copy_out
-        if self._transfers is None:
-            copy(move.pairs)
-            self._moved.append(move.ticket)
+        """On a GPU moves have streams of their own, on which `start_moves` puts them."""
+        if self._transfers is not None:
+            self._waiting.append((move, self._transfers.mark()))
             return
-        with self._transfers.after_computing():
-            copy(move.pairs)
-        self._transfers.track(move.ticket)
+        devices, hosts = zip(*move.pairs, strict=True)
+        if move.is_load:
+            self._rows[self._rows_of(devices)] = self._host_words[list(hosts)].flatten(0, 1)
+        else:
+            self._host_words[list(hosts)] = self._gather(devices)
+        self._moved.append(move.ticket)
+
+    def start_moves(self) -> None:
+        """Queue the moves so far behind the steps that were submitted before each. It takes the host a while: call it
+        when the next step is on its way."""
+        waiting, self._waiting = self._waiting, []
+        for move, after in waiting:
+            (self._load if move.is_load else self._store)(move, after)
 
     # -- blocks as bytes, for stores below: begun in the order of plans, carried out on other threads
 
@@ -148,10 +173,9 @@ class KVCache:
         staged: Tensor | None = None
         ready: torch.cuda.Event | None = None
         if self._transfers is not None:
-            with self._transfers.after_computing():
-                ids = to_device(np.array(block_ids, dtype=np.int64), self.device_blocks.device)
-                gathered = self._device_words.index_select(1, ids).transpose(0, 1).contiguous()
-                staged = torch.empty(gathered.shape, dtype=torch.int32, pin_memory=True)
+            with self._transfers.outward(self._transfers.mark()):
+                gathered = self._gather(block_ids)
+                staged = torch.empty(gathered.shape, dtype=_WORD, pin_memory=True)
                 staged.copy_(gathered, non_blocking=True)
                 gathered.record_stream(torch.cuda.current_stream())
                 ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -163,8 +187,8 @@ class KVCache:
             rows = np.empty((len(block_ids), self.block_bytes + room_bytes), dtype=np.uint8)
             for i, block_id in enumerate(block_ids):
                 words = self._device_words[:, block_id] if staged is None else staged[i]
-                into = rows[i, : self.block_bytes].view(np.int32).reshape(words.shape)
-                np.copyto(into, words.numpy())
+                array = words.numpy()
+                np.copyto(rows[i, : self.block_bytes].view(array.dtype).reshape(array.shape), array)
             return [row.data for row in rows]
 
         return read
@@ -177,15 +201,15 @@ class KVCache:
             before.record()
 
         def fill(place: int, payload: memoryview) -> None:
-            target = self._device_words[:, block_ids[place]]
-            words = np.frombuffer(payload, dtype=np.int32).reshape(target.shape)
             if before is None:
-                np.copyto(target.numpy(), words)
+                target = self._device_words[:, block_ids[place]].numpy()
+                np.copyto(target, np.frombuffer(payload, dtype=target.dtype).reshape(target.shape))
                 return
+            words = torch.frombuffer(bytearray(payload), dtype=_WORD).view(-1, self._rows.shape[1])
             stream = self._loading_stream()
             stream.wait_event(before)
             with torch.cuda.stream(stream):
-                target.copy_(torch.from_numpy(words.copy()))  # from pageable memory: it returns when it is done
+                self._rows[self._rows_of([block_ids[place]])] = words.to(self.device_blocks.device)
             stream.synchronize()
 
         return fill
@@ -205,51 +229,62 @@ class KVCache:
         moved, self._moved = self._moved, []
         return moved
 
-    def hold_steps_for_moves(self) -> None:
-        """Steps submitted from now on run behind all moves so far: for who does not hear when these are over."""
+    def hold_steps_for_loads(self) -> None:
+        """Steps submitted from now on run behind all loads so far; the host does not wait."""
+        self.start_moves()
         if self._transfers is not None:
-            self._transfers.before_computing()
+            self._transfers.hold_steps_for_loads()
+
+    def hold_steps_for_moves(self) -> None:
+        """Likewise, and behind all other moves: for who does not hear when these are over."""
+        self.hold_steps_for_loads()
+        if self._transfers is not None:
+            self._transfers.hold_steps_for_stores()
 
     def wait_for_a_move(self) -> None:
-        """Until the oldest move is over, where there is any."""
+        """Until one is over, where there is any."""
         if self._transfers is not None:
-            self._transfers.wait_for_oldest()
+            self._transfers.wait_for_one()
 
     def forget_moves(self) -> None:
         """Nobody will hear of those that were made; their blocks may be given to others."""
+        self.start_moves()
         self._synchronize()
         self.take_finished()
 
-    def _copy_out(self, pairs: list[tuple[int, int]]) -> None:
-        for piece in self._pieces(pairs):
-            devices, hosts = self._columns(piece)
-            words = self._device_words.index_select(1, devices).transpose(0, 1)
-            if self._transfers is None:
-                self._host_words[hosts] = words
-                continue
-            staged = self._staging[0, : len(piece)].copy_(words)
-            for first, host, count in _runs(piece):
-                self._host_words[host : host + count].copy_(staged[first : first + count], non_blocking=True)
+    def _store(self, move: Move, after: torch.cuda.Event) -> None:
+        assert self._transfers is not None
+        with self._transfers.storing(move.ticket, after, frozenset(host for _, host in move.pairs)):
+            rows = self._rows_of([block_id for block_id, _ in move.pairs]).view(len(move.pairs), -1)
+            for first, piece in self._pieces(move.pairs):
+                staged = self._staging[-1, : len(piece)]
+                sources = rows[first : first + len(piece)].flatten()
+                torch.index_select(self._rows, 0, sources, out=staged.view(len(sources), -1))
+                for place, host, count in _runs(piece):
+                    self._host_words[host : host + count].copy_(staged[place : place + count], non_blocking=True)
 
-    def _copy_in(self, pairs: list[tuple[int, int]]) -> None:
-        if self._transfers is None:
-            devices, hosts = self._columns(pairs)
-            self._device_words[:, devices] = self._host_words[hosts].transpose(0, 1)
-            return
-        for number, piece in enumerate(self._pieces(pairs)):
-            staged = self._staging[number % 2, : len(piece)]
-            self._transfers.await_spread(number % 2)
-            for first, host, count in _runs(piece):
-                staged[first : first + count].copy_(self._host_words[host : host + count], non_blocking=True)
-            with self._transfers.spreading(number % 2):
-                devices, _ = self._columns(piece)
-                self._device_words[:, devices] = staged.transpose(0, 1)
-        self._transfers.await_spread(0, 1)
+    def _load(self, move: Move, after: torch.cuda.Event) -> None:
+        """Bytes cross the link in few large copies, and are spread over the layers on the device. All that the lanes
+        need besides goes before: it would wait for the copy engine behind the next piece."""
+        assert self._transfers is not None
+        lanes = range(self._transfers.NUM_LANES)
+        with self._transfers.loading(move.ticket, after, frozenset(host for _, host in move.pairs)):
+            rows = []
+            for lane in lanes:
+                with self._transfers.lane(lane):
+                    rows.append(self._rows_of([block_id for block_id, _ in move.pairs]).view(len(move.pairs), -1))
+            for number, (first, piece) in enumerate(self._pieces(move.pairs)):
+                lane = number % len(lanes)
+                staged = self._staging[lane, : len(piece)]
+                with self._transfers.lane(lane):
+                    for place, host, count in _runs(piece):
+                        staged[place : place + count].copy_(self._host_words[host : host + count], non_blocking=True)
+                    self._rows[rows[lane][first : first + len(piece)].flatten()] = staged.flatten(0, 1)
 
-    def _pieces(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-        """What half of the staging buffer holds. Moves share it: they run one after the other on one stream."""
-        size = self._staging.shape[1] or max(1, len(pairs))
-        return (pairs[first : first + size] for first in range(0, len(pairs), size))
+    def _pieces(self, pairs: list[tuple[int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """What the staging buffer holds at a time, and where it begins. Moves share it: a lane's are in order."""
+        size = self._staging.shape[1]
+        return ((first, pairs[first : first + size]) for first in range(0, len(pairs), size))
 
     def measure_swap_rate(self) -> float | None:
         """Bytes per second between device and host, measured on real blocks; None without a host pool."""
@@ -257,13 +292,11 @@ class KVCache:
         if not num:
             return None
         pairs = [(i, i) for i in range(num)]
-        self._copy_in(pairs)  # writes to the pages of both, so that the timed one need not
-        self._synchronize()
-        self._copy_out(pairs)
-        self._synchronize()
-        start = time.perf_counter()
-        self._copy_out(pairs)
-        self._synchronize()
+        # The first two write to the pages of both, so that the timed one need not.
+        for is_load in (True, False, False):
+            start = time.perf_counter()
+            self.move(Move(0, is_load, pairs))
+            self.forget_moves()
         return num * self.block_bytes / max(time.perf_counter() - start, 1e-9)
 
     def measure_link_rates(self, num_bytes: int) -> tuple[float, float]:
@@ -274,9 +307,14 @@ class KVCache:
         target = torch.empty(num_bytes, dtype=torch.uint8, device=self.device_blocks.device)
         num_blocks = min(num_bytes // self.block_bytes, len(self.host_blocks), self.spare_block)
         move = Move(0, True, [(i, i) for i in range(num_blocks)])
+
+        def load() -> None:
+            self.move(move)
+            self.start_moves()
+
         calls: tuple[tuple[int, Callable[[], object]], ...] = (
             (num_bytes, lambda: target.copy_(source, non_blocking=True)),
-            (num_blocks * self.block_bytes, lambda: self.move(move)),
+            (num_blocks * self.block_bytes, load),
         )
         rates = []
         for moved_bytes, call in calls:
@@ -295,9 +333,14 @@ class KVCache:
         if self.device_blocks.is_cuda:
             torch.cuda.synchronize(self.device_blocks.device)
 
-    def _columns(self, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        columns = to_device(np.array(pairs, dtype=np.int64).T.copy(), self.device_blocks.device)
-        return columns[0], columns[1]
+    def _rows_of(self, block_ids: Sequence[int]) -> Tensor:
+        """The rows of these blocks, block after block, on the device."""
+        rows = np.array(block_ids, dtype=np.int64)[:, None] + self._first_rows
+        return to_device(rows.ravel(), self.device_blocks.device)
+
+    def _gather(self, block_ids: Sequence[int]) -> Tensor:
+        """A copy of these blocks, each in one piece."""
+        return self._rows.index_select(0, self._rows_of(block_ids)).view(len(block_ids), *self._host_words.shape[1:])
 
 
 def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:

@@ -75,6 +75,8 @@ class LocalExecutor:
                 self._judge(step)  # where its drafts are not judged, the next step would not know where to start
             clock = StepClock(on_gpu=worker.is_gpu)
             worker.apply(plan)
+            if plan.awaits_loads:
+                clock.restart()  # the scheduler would take a load for a slow step
             constrained = worker.constrained(plan)
             done, masks = self._forward_and_masks(plan, clock, constrained)
             sampled = worker.sample(plan, done, masks)

@@ -92,6 +92,7 @@ class RankSteps:
         with torch.inference_mode(), torch_threads(single=self._single_threaded_torch):
             while self._untold and (len(self._untold) >= self._lag or self._num_heard < num_collected):
                 self._hear(self._untold.popleft())
+            worker.cache.hold_steps_for_moves()  # of earlier plans: the first rank tells when its own are over
             worker.apply(plan)
             done = worker.forward(plan, StepClock(on_gpu=worker.is_gpu))
             worker.sample(plan, done)  # its forks

@@ -34,54 +34,81 @@ class StagingRing:
 
 
 class Transfers:
-    """A stream beside the one that computes, and the moves that are still under way on it."""
+    """Streams beside the one that computes, and the moves that are under way on them.
+
+    Blocks come in by two lanes in turn: while the bytes of one are spread over the layers, those of the other cross the
+    link. They go out by a stream of their own, at the same time. What belongs to the same blocks is kept in order: the
+    scheduler gives out no block whose bytes move, but it may fetch what a move before this one takes out.
+    """
+
+    NUM_LANES = 2
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._spread_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._spread: list[torch.cuda.Event | None] = [None, None]
-        self._under_way: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._lanes = [_new_stream(device) for _ in range(self.NUM_LANES)]
+        self._out = _new_stream(device)
+        self._loads: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._stores: deque[tuple[int, torch.cuda.Event, frozenset[int]]] = deque()  # with the host blocks they write
+
+    def mark(self) -> torch.cuda.Event:
+        """The steps submitted so far. Moves wait for them: they may still write what goes out, and read what is to be
+        overwritten."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
 
     @contextlib.contextmanager
-    def after_computing(self) -> Iterator[None]:
-        """Queue moves behind the steps submitted so far: they may still write what goes out, and read what is freed."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+    def outward(self, after: torch.cuda.Event) -> Iterator[None]:
+        """What is queued meanwhile goes out, behind the steps of a mark."""
+        self._out.wait_event(after)
+        with torch.cuda.stream(self._out):
             yield
-
-    def before_computing(self) -> None:
-        """Steps submitted from now on run behind all moves so far."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def await_spread(self, *halves: int) -> None:
-        """What comes next on this stream waits until these halves of the staging buffer have been read."""
-        for half in halves:
-            if (event := self._spread[half]) is not None:
-                torch.cuda.current_stream(self._device).wait_event(event)
 
     @contextlib.contextmanager
-    def spreading(self, half: int) -> Iterator[None]:
-        """Queue the reading of a half behind what has come into it, on a stream of its own."""
-        self._spread_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._spread_stream):
+    def storing(self, ticket: int, after: torch.cuda.Event, host_ids: frozenset[int]) -> Iterator[None]:
+        """What is queued meanwhile goes out to these host blocks, behind the steps of a mark."""
+        with self.outward(after):
             yield
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._spread_stream)
-        self._spread[half] = event
+        self._stores.append((ticket, self._out.record_event(), host_ids))
 
-    def track(self, ticket: int) -> None:
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(self._stream)
-        self._under_way.append((ticket, done))
+    @contextlib.contextmanager
+    def loading(self, ticket: int, after: torch.cuda.Event, host_ids: frozenset[int]) -> Iterator[None]:
+        """What is queued meanwhile on the lanes comes in from these host blocks, behind the steps of a mark."""
+        written = [event for _, event, others in self._stores if not host_ids.isdisjoint(others)]
+        for lane in self._lanes:
+            for event in (after, *written):
+                lane.wait_event(event)
+        yield
+        first, *others = self._lanes
+        for lane in others:
+            first.wait_stream(lane)
+        self._loads.append((ticket, first.record_event()))
 
-    def wait_for_oldest(self) -> None:
-        if self._under_way:
-            self._under_way[0][1].synchronize()
+    def lane(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Queue on one of the lanes."""
+        return torch.cuda.stream(self._lanes[number])
+
+    def hold_steps_for_loads(self) -> None:
+        """Steps submitted from now on run behind all loads so far. The host does not wait."""
+        if self._loads:
+            torch.cuda.current_stream(self._device).wait_event(self._loads[-1][1])
+
+    def hold_steps_for_stores(self) -> None:
+        if self._stores:
+            torch.cuda.current_stream(self._device).wait_event(self._stores[-1][1])
+
+    def wait_for_one(self) -> None:
+        """Until the oldest load is over; where there is none, the oldest store."""
+        if oldest := [events[0][1] for events in (self._loads, self._stores) if events]:
+            oldest[0].synchronize()
 
     def take_finished(self) -> list[int]:
         """Tickets of moves that are over, each told once."""
         finished = []
-        while self._under_way and self._under_way[0][1].query():  # type: ignore[no-untyped-call]
-            finished.append(self._under_way.popleft()[0])
+        for moves in (self._loads, self._stores):
+            while moves and moves[0][1].query():  # type: ignore[no-untyped-call]
+                finished.append(moves.popleft()[0])
         return finished
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -120,6 +120,8 @@ class Worker:
                 self.constraints.release(row)
         for move in plan.moves:
             self.cache.move(move)
+        if plan.awaits_loads:
+            self.cache.start_moves()  # before all that the host has to do for the step: it takes longer than that
         for keyed in plan.keyed_moves:
             self.stores.move(keyed)
         self.cache.copy(plan.copies)
@@ -143,6 +145,8 @@ class Worker:
         if self.draft is not None:
             self.draft.apply(plan)
             self.draft.draft(plan)
+        if plan.awaits_loads:
+            self.cache.hold_steps_for_loads()
 
     def forward(self, plan: StepPlan, clock: StepClock) -> ForwardPass:
         """Run the plan's tokens: from a captured step where there is one that fits."""
@@ -170,6 +174,7 @@ class Worker:
             done = ForwardPass()
         done.unjudged = self.batch.advance(plan.spans)
         clock.mark("forward")
+        self.cache.start_moves()
         return done
 
     def constrained(self, plan: StepPlan) -> list[ConstrainedLine]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quire.kv.hashing import BlockHash
 
@@ -76,11 +76,13 @@ class HostPool:
     def lookup(self, block_hash: BlockHash) -> int | None:
         return self._cached.get(block_hash)
 
-    def use(self, block_hash: BlockHash) -> int:
-        """The block, which is now the most recently used one."""
-        self._cached.move_to_end(block_hash)
-        self._used_s[block_hash] = self._clock()
-        return self._cached[block_hash]
+    def use(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks, which are now the most recently used ones."""
+        cached, now_s = self._cached, self._clock()
+        for block_hash in hashes:
+            cached.move_to_end(block_hash)
+        self._used_s.update(dict.fromkeys(hashes, now_s))
+        return [cached[block_hash] for block_hash in hashes]
 
     def keep(self, host_id: int, block_hash: BlockHash) -> None:
         """A held block's bytes have come: it is cached now, unless another with the same content is."""

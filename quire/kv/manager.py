@@ -212,16 +212,15 @@ class KVManager(BlockTables):
         """The moves that fill what `match` lacks, for a sequence that was just admitted with it. It must not run before
         they, and those of `match.tickets`, are done. Their tickets are added to these."""
         assert self.tiers is not None
-        table, wanted, keys = self.tables[seq_id], [], []
+        table, blocks, wanted = self.tables[seq_id], self.pool.blocks, []
         for number, (first, block_ids) in enumerate(match.slices):
+            keys = [in_group(each, number) for each in match.hashes] if number else match.hashes
+            own_ids = table.groups[number].block_ids
             for index, block_id in enumerate(block_ids, start=first):
                 if block_id is None:
-                    block = self.pool.blocks[table.groups[number].block_ids[index - first]]
-                    parent = in_group(match.hashes[index - 1], number) if index else table.root
-                    packed = self.cache.pack_tokens(token_ids, index)
-                    wanted.append(Origin(block, 0, parent, index, packed))
-                    keys.append(in_group(match.hashes[index], number))
-        moves = self.tiers.start_loads(wanted, keys, take_ticket)
+                    parent = keys[index - 1] if index else table.root
+                    wanted.append(Origin(blocks[own_ids[index - first]], keys[index], parent, index, token_ids))
+        moves = self.tiers.start_loads(wanted, match.sources, take_ticket)
         self.tiers.counters.num_joined += len(match.tickets) > 0
         match.tickets.update(move.ticket for move in moves)
         return moves

@@ -34,18 +34,23 @@ def longest_match(
     for group, window in enumerate(kv.windows):
         if window is None:
             num_matched = cache.count_prefix(hashes, root, token_ids, num_matched, group, below)
+    return _with_windows(kv, hashes, num_matched, below)
+
+
+def _with_windows(kv: KVManager, hashes: list[BlockHash], num_blocks: int, below: HasBelow | None) -> int:
+    """The longest part of a prefix, whose blocks other groups have, of which windowed groups have what they need."""
     # By windowed group: how many known blocks in a row end with each index.
     runs = [
-        (window, cache.runs(hashes[:num_matched], group, below))
+        (window, kv.cache.runs(hashes[:num_blocks], group, below))
         for group, window in enumerate(kv.windows)
         if window is not None
     ]
-    while num_matched and any(
-        run[num_matched - 1] < num_matched - first_seen_block(num_matched * kv.block_size, window, kv.block_size)
+    while num_blocks and any(
+        run[num_blocks - 1] < num_blocks - first_seen_block(num_blocks * kv.block_size, window, kv.block_size)
         for window, run in runs
     ):
-        num_matched -= 1
-    return num_matched
+        num_blocks -= 1
+    return num_blocks
 
 
 def slices_of(kv: KVManager, hashes: list[BlockHash], num_blocks: int) -> MatchedSlices:
@@ -53,8 +58,7 @@ def slices_of(kv: KVManager, hashes: list[BlockHash], num_blocks: int) -> Matche
     slices: MatchedSlices = []
     for group, window in enumerate(kv.windows):
         first = 0 if window is None else first_seen_block(num_blocks * kv.block_size, window, kv.block_size)
-        blocks = [kv.cache.lookup(block_hash, group) for block_hash in hashes[first:num_blocks]]
-        slices.append((first, [None if block is None else block.block_id for block in blocks]))
+        slices.append((first, kv.cache.block_ids(hashes[first:num_blocks], group)))
     return slices
 
 
@@ -71,13 +75,15 @@ def match_below(
     Loading may end wherever the level changes: what is quick to load is loaded, and the rest computed.
     """
     num_here, block_size = match.num_tokens // kv.block_size, kv.block_size
-    num_most = longest_match(kv, match.hashes, root, token_ids, (len(token_ids) - 1) // block_size, tiers.has)
+    sources: dict[BlockHash, int] = {}
+    is_below = _finder(tiers, sources)
+    num_most = longest_match(kv, match.hashes, root, token_ids, (len(token_ids) - 1) // block_size, is_below)
     if num_most <= num_here:
         return None
     block_s = block_size / prefill_tokens_per_s
     best, best_s = None, (num_most - num_here) * block_s
-    for cut in _cuts(kv, tiers, match.hashes, num_here, num_most):
-        length = longest_match(kv, match.hashes, root, token_ids, cut, tiers.has)
+    for cut in _cuts(sources, match.hashes, num_here, num_most):
+        length = _with_windows(kv, match.hashes, cut, is_below)
         if length <= num_here:
             continue
         slices = slices_of(kv, match.hashes, length)
@@ -92,23 +98,35 @@ def match_below(
                     block_ids[index - first] = origin.block.block_id
                     tickets.add(origin.ticket)
                 else:
-                    holders = (n for n, level in enumerate(tiers.levels) if level.contains(key))
-                    holes[next(holders, len(tiers.levels) - 1)] += 1
+                    holes[sources[key]] += 1
         load_s = sum(tiers.levels[number].load_s(num_blocks) for number, num_blocks in holes.items())
         total_s = load_s + (num_most - length) * block_s
         if total_s < best_s:
             outcome = CacheOutcome.HIT if length == (len(token_ids) - 1) // block_size else CacheOutcome.PARTIAL
-            best, best_s = PrefixMatch(slices, length * block_size, outcome, match.hashes, tickets), total_s
+            best_s = total_s
+            best = PrefixMatch(slices, length * block_size, outcome, match.hashes, tickets, sources, load_s)
     return best
 
 
-def _cuts(kv: KVManager, tiers: Tiers, hashes: list[BlockHash], num_here: int, num_most: int) -> list[int]:
+def _finder(tiers: Tiers, sources: dict[BlockHash, int]) -> HasBelow:
+    """A function that says whether a block is below or on its way up, and notes the nearest level that has it."""
+    incoming = tiers.incoming
+    levels = [(number, level.contains) for number, level in enumerate(tiers.levels)]
+
+    def is_below(key: BlockHash) -> bool:
+        if key in sources or key in incoming:
+            return True
+        for number, contains in levels:
+            if contains(key):
+                sources[key] = number
+                return True
+        return False
+
+    return is_below
+
+
+def _cuts(sources: dict[BlockHash, int], hashes: list[BlockHash], num_here: int, num_most: int) -> list[int]:
     """Lengths after which blocks come from another level, the longest first."""
-    cuts, before = [num_most], None
-    for index in range(num_here, num_most):
-        key = in_group(hashes[index], 0)
-        source = None if kv.cache.lookup(key) is not None or key in tiers.incoming else tiers.source(key)
-        if index > num_here and source is not before:
-            cuts.append(index)
-        before = source
-    return sorted(cuts, reverse=True)[:_MAX_CUTS]
+    found = [sources.get(block_hash) for block_hash in hashes[num_here:num_most]]  # of the first group
+    cuts = [num_here + i for i in range(1, len(found)) if found[i] != found[i - 1]]
+    return [num_most, *reversed(cuts)][:_MAX_CUTS]

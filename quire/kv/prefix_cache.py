@@ -26,6 +26,8 @@ class PrefixMatch:
     outcome: CacheOutcome
     hashes: list[BlockHash] = field(default_factory=list, repr=False)  # of its tokens, and of the first miss
     tickets: set[int] = field(default_factory=set)  # of loads that bring some of the blocks
+    sources: dict[BlockHash, int] = field(default_factory=dict, repr=False)  # levels that have those the device lacks
+    load_s: float = 0.0  # about how long these would take to load
 
     @classmethod
     def nothing(cls, outcome: CacheOutcome) -> PrefixMatch:
@@ -82,6 +84,11 @@ class PrefixCache:
     def lookup(self, block_hash: BlockHash, group: int = 0) -> Block | None:
         """The block with this content. It may be in transit: then its bytes are being read, and it can be shared."""
         return self._blocks.get(in_group(block_hash, group))
+
+    def block_ids(self, hashes: Sequence[BlockHash], group: int) -> list[int | None]:
+        """The blocks with these contents; None where there is none."""
+        blocks = map(self._blocks.get, hashes if not group else [in_group(each, group) for each in hashes])
+        return [None if block is None else block.block_id for block in blocks]
 
     def extend_chain(self, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int) -> None:
         """Append to `hashes` until it names the first `num_blocks` blocks of the tokens."""

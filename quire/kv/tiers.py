@@ -7,9 +7,9 @@ The host level's blocks are numbers of the host pool. A store level's are hashes
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from quire.kv.blocks import Block
 from quire.kv.hashing import BlockHash
@@ -99,7 +99,7 @@ class HostLevel:
         return _HOST_LATENCY_S + num_blocks * self._block_s
 
     def start_load(self, ticket: int, pairs: Pairs) -> Move:
-        host_ids = [self.pool.use(key) for _, key in pairs]
+        host_ids = self.pool.use([key for _, key in pairs])
         self._start(ticket, _HostMove(host_ids, None))
         return Move(ticket, True, [(block_id, host_id) for (block_id, _), host_id in zip(pairs, host_ids, strict=True)])
 
@@ -195,14 +195,16 @@ class StoreLevel:
         return self.store.usage()
 
 
-class Origin(NamedTuple):
-    """A block on its way to the device: what it will hold, for people to look at once it has come."""
+@dataclass(slots=True)
+class Origin:
+    """A block on its way to the device, and what it will hold."""
 
     block: Block
-    ticket: int
+    key: BlockHash
     parent: BlockHash
     chain_index: int
-    packed_tokens: bytes
+    token_ids: Sequence[int]  # of the whole prefix
+    ticket: int = -1
 
 
 @dataclass(slots=True)
@@ -261,35 +263,32 @@ class Tiers:
     def host(self) -> HostLevel | None:
         return next((level for level in self.levels if isinstance(level, HostLevel)), None)
 
-    def source(self, key: BlockHash) -> Level | None:
-        """The nearest level that has it."""
-        return next((level for level in self.levels if level.contains(key)), None)
-
     def has(self, key: BlockHash) -> bool:
         """Whether it is below, or on its way up."""
-        return key in self.incoming or self.source(key) is not None
+        return key in self.incoming or any(level.contains(key) for level in self.levels)
 
     # -- up
 
     def start_loads(
-        self, wanted: Sequence[Origin], keys: Sequence[BlockHash], take_ticket: TakeTicket
+        self, wanted: Sequence[Origin], sources: Mapping[BlockHash, int], take_ticket: TakeTicket
     ) -> list[Move | KeyedMove]:
-        """Moves that bring these blocks, each from the nearest level that has it."""
-        by_level: dict[tuple[int, int], list[int]] = {}
-        for i, key in enumerate(keys):
-            # One that is gone since it was matched, because others write to its level too, will be told missing.
-            source = next((n for n, level in enumerate(self.levels) if level.contains(key)), len(self.levels) - 1)
-            # A store's in pieces, which several threads load. Host blocks cross the link one after the other anyway.
-            piece = i // _LOADED_TOGETHER if isinstance(self.levels[source], StoreLevel) else 0
-            by_level.setdefault((source, piece), []).append(i)
+        """Moves that bring these blocks, each from the level that was found to have it. One that is gone since then,
+        because others write to that level too, will be told missing."""
+        # A store's in pieces, which several threads load. Host blocks cross the link one after the other anyway.
+        in_pieces = [isinstance(level, StoreLevel) for level in self.levels]
+        by_level: dict[tuple[int, int], list[Origin]] = {}
+        for i, origin in enumerate(wanted):
+            source = sources[origin.key]
+            by_level.setdefault((source, i // _LOADED_TOGETHER if in_pieces[source] else 0), []).append(origin)
         moves = []
         for (number, _), chosen in by_level.items():
             ticket, level = take_ticket(), self.levels[number]
-            pairs = [(wanted[i].block.block_id, keys[i]) for i in chosen]
+            pairs = [(origin.block.block_id, origin.key) for origin in chosen]
             moves.append(level.start_load(ticket, pairs))
             self._start(ticket, TierMove(level, True, pairs))
-            for i in chosen:
-                self.incoming[keys[i]] = wanted[i]._replace(ticket=ticket)
+            for origin in chosen:
+                origin.ticket = ticket
+                self.incoming[origin.key] = origin
         return moves
 
     # -- down
@@ -363,7 +362,7 @@ class Tiers:
                 origin = self.incoming.pop(key)
                 if i not in lost and self._cache.insert(key, block):
                     block.parent_hash, block.chain_index = origin.parent, origin.chain_index
-                    block.packed_tokens = origin.packed_tokens
+                    block.packed_tokens = self._cache.pack_tokens(origin.token_ids, origin.chain_index)
                     if self._writable:
                         self._note_fresh(block)  # levels above the one it came from may want it
             self._pool.transfer_finished(block)

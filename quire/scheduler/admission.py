@@ -7,10 +7,11 @@ when something has changed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.errors import BadRequestError
-from quire.kv import UNCHANGED, KVManager, PrefixMatch
+from quire.kv import UNCHANGED, KVManager, PrefixMatch, TableSlices
+from quire.plan import Move
 from quire.request import CacheOutcome, Request, Sequence, SequenceState
 from quire.scheduler.beams import BeamSearch
 from quire.scheduler.config import SchedulerConfig
@@ -20,6 +21,8 @@ from quire.scheduler.results import PromptLogprobs
 from quire.scheduler.step import StepBuilder
 from quire.scheduler.types import SchedulerStats, WaitReason
 from quire.step_costs import StepCosts
+
+_AWAITED_LOAD_S = 0.03  # at most: who comes meanwhile waits for the step that waits
 
 
 def refuse_if_it_never_fits(request: Request, config: SchedulerConfig, kv: KVManager) -> None:
@@ -188,16 +191,35 @@ class Prompts:
         if self._kv.tiers is not None and match is not None:
             self._kv.tiers.counters.num_queries += len(seq.token_ids) - num_cached
         if below is not None:
-            moves = self._kv.start_loads(seq.seq_id, below, seq.token_ids, self._life.take_ticket)
-            self._life.enter_moves(step.plan, moves)
-            seq.num_computed_tokens = below.num_tokens
-            self._life.load(seq, tables, below.tickets, below.outcome, below.num_tokens - num_cached)
+            self._load(seq, below, tables, below.num_tokens - num_cached, step)
             return None
         seq.num_computed_tokens = num_cached
         self._note_cached(seq, match.outcome if match else CacheOutcome.SKIPPED)
         self._life.run(seq, tables, step.plan)
         self._add_chunk(seq, size, step)
         return None
+
+    def _load(self, seq: Sequence, below: PrefixMatch, tables: TableSlices, num_below: int, step: StepBuilder) -> None:
+        """Blocks of an admitted sequence come from below the device. It runs when they have come; at once, in a step
+        that waits for them on the device, where that step is its own and the wait is short."""
+        is_alone = not below.tickets and below.load_s <= _AWAITED_LOAD_S and self._life.has_one_only
+        moves = self._kv.start_loads(seq.seq_id, below, seq.token_ids, self._life.take_ticket)
+        seq.num_computed_tokens = below.num_tokens
+        size = self._chunk_size(len(seq.token_ids) - below.num_tokens, step)
+        host_moves = [move for move in moves if isinstance(move, Move)]  # others may not bring what they should
+        if not is_alone or not size or len(host_moves) < len(moves):
+            self._life.enter_moves(step.plan, moves)
+            self._life.load(seq, tables, below.tickets, below.outcome, num_below)
+            return
+        self._life.enter_moves(step.plan, [replace(move, is_awaited=True) for move in host_moves])
+        self._note_loaded(seq, below.outcome, num_below)
+        self._life.run(seq, tables, step.plan)
+        self._add_chunk(seq, size, step)
+
+    def _note_loaded(self, seq: Sequence, outcome: CacheOutcome, num_below: int) -> None:
+        assert self._kv.tiers is not None
+        self._note_cached(seq, outcome)
+        self._kv.tiers.counters.num_hits += num_below
 
     def _note_cached(self, seq: Sequence, outcome: CacheOutcome) -> None:
         """A sequence is about to run, with the tokens computed that were found."""
@@ -249,9 +271,8 @@ class Prompts:
             size = self._chunk_size(len(seq.token_ids) - seq.num_computed_tokens, step)
             if not size:
                 return
-            if entry.outcome is not None and self._kv.tiers is not None:
-                self._note_cached(seq, entry.outcome)
-                self._kv.tiers.counters.num_hits += entry.num_below
+            if entry.outcome is not None:
+                self._note_loaded(seq, entry.outcome, entry.num_below)
             self._life.resume(step.plan)
             self._add_chunk(seq, size, step)
 

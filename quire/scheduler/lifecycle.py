@@ -145,6 +145,11 @@ class Lifecycle:
         request = seq.request
         return request.n if len(request.sequences) == 1 and not request.continued else 1
 
+    @property
+    def has_one_only(self) -> bool:
+        """Whether the head of the queue is the only sequence there is."""
+        return len(self.queue) == 1 and not (self.running or self.loading or self.loaded)
+
     def is_beam(self, seq: Sequence) -> bool:
         """Whether it is one of several: its last token runs with theirs, and not before."""
         return bool(self.beams) and seq.request.request_id in self.beams

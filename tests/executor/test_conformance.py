@@ -229,6 +229,36 @@ def test_a_real_executor(engines: Callable[[str], LLMEngine], name: str, preempt
                 assert ours == theirs
 
 
+@pytest.mark.parametrize("name", ["local", "graphs played back"])
+def test_a_step_runs_behind_the_load_that_it_awaits(engines: Callable[[str], LLMEngine], name: str) -> None:
+    """Requests that come alone, from host memory: each gets the tokens that it gets from a cache."""
+    engine = engines(name)
+    engine.core.executor.reset()  # type: ignore[attr-defined]
+    rig = Rig(
+        executor=engine.core.executor,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        num_host_blocks=min(engine.ledger.num_host_blocks, 40),
+        host_block_s=0.0,
+        prefill_tokens_per_s=1.0,
+        max_num_seqs=NUM_ROWS,
+        max_num_batched_tokens=24,
+        max_model_len=MAX_LEN,
+    )
+    for length in (BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 2):
+        requests = [make_request(length, max_tokens=5) for _ in range(2)]
+        requests[1].prompt_token_ids = requests[0].prompt_token_ids = [each % VOCAB for each in range(length, 0, -1)]
+        rig.add(requests[0])
+        rig.run()
+        assert rig.kv.reset_prefix_cache()
+        first = len(rig.history)
+        rig.add(requests[1])
+        rig.run()
+        assert rig.history[first].awaits_loads and rig.history[first].spans.rows
+        assert rig.outputs(requests[1]) == rig.outputs(requests[0])
+        rig.check_idle()
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_simulated_executor_for_ten_thousand_steps(depth: int) -> None:
     rng = random.Random(depth)

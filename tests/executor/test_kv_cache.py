@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import fakes
 import pytest
 import torch
 
+from quire.executor import kv_cache
 from quire.executor.kv_cache import KVCache
 from quire.models.architectures import spec_from_config
 from quire.models.kv_layout import kv_layout
@@ -14,18 +19,18 @@ from quire.plan import Move
 SPEC = spec_from_config(fakes.TINY_LLAMA, source="test")
 
 
-def make(num_host_blocks: int = 3) -> KVCache:
+def make(num_host_blocks: int = 3, num_blocks: int = 6, dtype: torch.dtype = torch.float32) -> KVCache:
     cache = KVCache(
         SPEC,
         kv_layout(SPEC, None),
-        num_blocks=6,
+        num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         block_size=4,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
     )
-    assert not cache.device_blocks.any()
-    cache.device_blocks.normal_()
+    assert not cache.device_blocks.view(torch.int32).any()
+    cache.device_blocks.view(torch.int32).random_(1 << 20)
     return cache
 
 
@@ -66,6 +71,55 @@ def test_moves_are_told_to_nobody_once_they_are_forgotten() -> None:
     assert cache.take_finished() == []
 
 
+class PlainLink:
+    """In the place of streams: what is queued is done at once, and told when it is asked for."""
+
+    NUM_LANES = 2
+
+    def __init__(self) -> None:
+        self.finished: list[int] = []
+
+    def mark(self) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def storing(self, ticket: int, after: None, host_ids: frozenset[int]) -> Iterator[None]:
+        yield
+        self.finished.append(ticket)
+
+    loading = storing
+
+    def lane(self, number: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def take_finished(self) -> list[int]:
+        finished, self.finished = self.finished, []
+        return finished
+
+
+@pytest.mark.parametrize("piece_blocks", [1, 3, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_blocks_cross_a_link_in_pieces(monkeypatch: pytest.MonkeyPatch, piece_blocks: int, dtype: torch.dtype) -> None:
+    """As on a GPU: by way of staging buffers, in runs of host blocks and singly, and only once they are started."""
+    cache = make(num_host_blocks=20, num_blocks=40, dtype=dtype)
+    monkeypatch.setattr(kv_cache, "_PIECE_BYTES", piece_blocks * cache.block_bytes)
+    link: Any = PlainLink()
+    cache._open_link(link)
+    words = cache.device_blocks.view(torch.int32)
+    words.random_()
+    before = words.clone()
+    hosts = [3, 4, 5, 9, 19, 2, 1, 0, 7, 8, 10, 11, 12]
+    sources, targets = list(range(13)), list(range(39, 26, -1))
+    cache.move(Move(1, False, list(zip(sources, hosts, strict=True))))
+    cache.move(Move(2, True, list(zip(targets, hosts, strict=True))))
+    assert torch.equal(words, before) and cache.take_finished() == []
+    cache.start_moves()
+    cache.start_moves()
+    assert cache.take_finished() == [1, 2]
+    assert torch.equal(words[:, targets], before[:, sources])
+    assert torch.equal(words[:, :27], before[:, :27]) and torch.equal(words[:, 40], before[:, 40])
+
+
 def test_swap_rate_is_measured() -> None:
     rate = make().measure_swap_rate()
     assert rate is not None
@@ -75,15 +129,7 @@ def test_swap_rate_is_measured() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_blocks_as_bytes_and_back(dtype: torch.dtype) -> None:
-    cache = KVCache(
-        SPEC,
-        kv_layout(SPEC, None),
-        num_blocks=6,
-        num_host_blocks=0,
-        block_size=4,
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
+    cache = make(num_host_blocks=0, dtype=dtype)
     words = cache.device_blocks.view(torch.int32)
     words.random_()
     before = words.clone()

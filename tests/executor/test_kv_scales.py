@@ -112,7 +112,7 @@ def test_the_first_step_measures_before_it_writes():
     decoder.set_kv_scales([(1e-6, 5.0)] * spec.num_layers)
     batch = PersistentBatch(num_rows=2, max_model_len=32, block_size=4, device=torch.device("cpu"))
     kv = [torch.zeros(8, 2, spec.num_kv_heads, 4, spec.head_dim, dtype=FP8) for _ in range(spec.num_layers)]
-    cache = SimpleNamespace(layers=kv, device_blocks=kv[0])
+    cache = SimpleNamespace(layers=kv, device_blocks=kv[0], start_moves=lambda: None)
     worker = Worker(decoder, cache, batch, ElsewhereSampled())
     backend = SimpleNamespace(device=torch.device("cpu"), activation_dtype=torch.float32)
     loaded = SimpleNamespace(decoder=decoder, backend=backend, config=EngineConfig(block_size=4))

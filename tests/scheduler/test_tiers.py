@@ -92,6 +92,63 @@ def test_others_run_while_one_loads_and_those_who_want_the_same_load_it_once() -
     rig.check_idle()
 
 
+def rig_with_evicted_prefix(*stores: SimStore, **settings: object) -> Rig:
+    """PROMPT is below the device, and nothing is under way."""
+    settings = {"num_blocks": 80, "num_host_blocks": 600, "host_block_s": 1e-5, "depth": 2} | settings
+    rig = rig_with(*stores, **settings)
+    serve(rig, PROMPT)
+    fill(rig, 8)
+    rig.history.clear()
+    return rig
+
+
+def test_a_lone_request_runs_in_the_step_that_loads_its_prefix() -> None:
+    expected = alone(make_request(PROMPT, max_tokens=4), VOCAB)[0]
+    rig = rig_with_evicted_prefix(transfer_steps=3)
+    assert serve(rig, PROMPT) == (expected, 40, CacheOutcome.HIT)
+    first = rig.history[0]
+    assert first.awaits_loads and first.spans.num_tokens == [1]
+    assert not any(plan.awaits_loads for plan in rig.history[1:])
+    assert rig.kv.match(PROMPT).num_tokens == 40
+    assert rig.kv.tiers is not None and rig.kv.tiers.counters.num_hits == 40
+    rig.check_idle()
+
+
+def test_an_abort_in_the_step_that_waits_for_its_load_is_clean() -> None:
+    rig = rig_with_evicted_prefix()
+    request = make_request(PROMPT, max_tokens=4)
+    rig.add(request)
+    plan = rig.submit()
+    assert plan is not None and plan.awaits_loads
+    rig.abort(request.request_id)
+    rig.kv.check()
+    rig.run()
+    rig.check_idle()
+    assert rig.kv.match(PROMPT).num_tokens == 40  # what came is kept
+
+
+@pytest.mark.parametrize("why", ["another runs", "another waits", "the load is long", "some of it is in a store"])
+def test_nobody_waits_for_the_loads_of_others_nor_for_long(why: str) -> None:
+    settings: dict[str, object] = {"host_block_s": 1.0, "prefill_tokens_per_s": 1e-3} if "long" in why else {}
+    stores = (SimStore(),) if "store" in why else ()
+    rig = rig_with_evicted_prefix(*stores, **settings)
+    if stores:
+        key = next(iter(stores[0].blocks))
+        assert rig.kv.tiers is not None and rig.kv.tiers.host is not None
+        rig.kv.tiers.host.forget([key])
+    other = make_request(8, max_tokens=9)
+    if why == "another runs":
+        rig.add(other)
+        rig.step()
+    wanting = make_request(PROMPT, max_tokens=4)
+    rig.add(wanting, *([other] if why == "another waits" else []))
+    rig.run()
+    loads = [move for plan in rig.history for move in plan.all_moves() if move.is_load]
+    assert loads and not any(plan.awaits_loads for plan in rig.history)
+    assert rig.outputs(wanting) == alone(make_request(PROMPT, max_tokens=4), VOCAB)
+    rig.check_idle()
+
+
 @pytest.mark.parametrize("leaves", [[0], [1], [0, 1]])
 def test_an_abort_while_loading_is_clean_and_what_comes_is_kept(leaves: list[int]) -> None:
     store = SimStore()
@@ -199,7 +256,7 @@ def test_ten_thousand_random_operations(setup: str) -> None:
     num_tenants = int(settings.pop("num_tenants", 1))
     heads = [[rng.randrange(VOCAB) for _ in range(length)] for length in (12, 20, 33, 41, 29, 38, 17, 40)]
     known: dict[tuple[int, ...], list[int]] = {}
-    num_operations = num_requests = num_loaded = num_missing = 0
+    num_operations = num_requests = num_loaded = num_missing = num_awaited = 0
     while num_operations < 2000:
         rig = rig_with(*stores, max_num_seqs=6, max_num_batched_tokens=24, **{"num_blocks": 60, **settings})
         rig.checking = False
@@ -225,6 +282,8 @@ def test_ten_thousand_random_operations(setup: str) -> None:
                     store.lost.add(key)  # corrupt: found out when it is loaded
                 else:
                     del store.blocks[key]  # evicted by another engine
+            elif chance < 0.34:
+                rig.run()  # so that now and then a request comes alone
             else:
                 rig.step()
                 rig.kv.check()
@@ -243,4 +302,6 @@ def test_ten_thousand_random_operations(setup: str) -> None:
         for counters in rig.kv.tiers.counters.levels.values():
             num_loaded += counters.num_loaded
             num_missing += counters.num_missing
+        num_awaited += sum(plan.awaits_loads for plan in rig.history)
+    assert num_awaited > 0 or int(settings.get("num_host_blocks", 0)) < int(settings.get("num_blocks", 60))
     assert num_requests > 300 and num_loaded > 100 and (num_missing > 0 or not stores)
