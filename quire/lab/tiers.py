@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,12 @@ from quire.tiers.disk import DiskStore
 
 _DISK_BYTES = 4 << 30
 _BEATS_FROM = 512  # tokens: where the disk is to be ahead of a CPU
+_SOONER = 5.0  # times: how much sooner host memory's longest prefix is to come than it is computed on a GPU
+_MOST_SLOWER = 0.05  # by which loads may slow others
 _LINK_BYTES = 512 << 20
+# Requests that come while others decode: how many tokens of theirs are found, every how many steps one comes, how many
+# come in a run, and how many runs of each kind there are.
+_NUM_DECODES, _JOINING_TOKENS, _STEPS_BETWEEN, _NUM_JOINING, _NUM_ROUNDS, _WARM_STEPS = 64, 4096, 10, 6, 5, 20
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,26 +43,66 @@ class _Chats:
 
 
 def measure(context: LabContext) -> Data:
-    settings = _settings(context)
-    data: Data = {"level": "host memory" if context.on_gpu else "disk"}
+    data: Data = {"level": _level(context)}
+    for part in PARTS.values():
+        data |= part(context)
+    return data
+
+
+def measure_link(context: LabContext) -> Data:
+    """Between host and device, where there are two."""
+    if not context.on_gpu:
+        return {}
+    context.report("the link between host and device")
+    cache = _engine(context).built.executor.executor.worker.cache  # type: ignore[union-attr]
+    link, load = cache.measure_link_rates(_LINK_BYTES)
+    return {"link_bytes_per_s": link, "load_bytes_per_s": load}
+
+
+def measure_first_tokens(context: LabContext) -> Data:
     with tempfile.TemporaryDirectory(prefix="quire-lab-tiers-") as path:
-        engine = context.engine(**settings, **_below(context, path))
-        if context.on_gpu:
-            context.report("the link between host and device")
-            cache = engine.built.executor.executor.worker.cache  # type: ignore[union-attr]
-            data["link_bytes_per_s"], data["load_bytes_per_s"] = cache.measure_link_rates(_LINK_BYTES)
-        data["lengths"] = _first_tokens(context, engine)
-        if context.on_gpu:
-            data["beside"] = _decodes_beside_loads(context, engine)
+        return {"lengths": _first_tokens(context, _engine(context, path))}
+
+
+def measure_beside(context: LabContext) -> Data:
+    """What loads cost those who decode: on a GPU, where bytes come beside steps."""
+    return {"beside": _decodes_beside_loads(context, _prepared(_engine(context)))} if context.on_gpu else {}
+
+
+def measure_chats(context: LabContext) -> Data:
     chats, runs = _chats(context), []
-    for name in ("none", data["level"]):
+    for name in ("none", _level(context)):
         with tempfile.TemporaryDirectory(prefix="quire-lab-tiers-") as path:
             context.report(f"chats that outgrow the cache, level below: {name}")
             below = {} if name == "none" else _below(context, path)
-            engine = context.engine(num_blocks=_num_blocks(context), **settings, **below)
+            engine = _prepared(context.engine(num_blocks=_num_blocks(context), **_settings(context), **below))
             runs.append({"level": name} | _serve(context, engine, chats))
             engine.core.settle(60.0)
-    return data | {"measured": runs, "num_chats": chats.num, "num_turns": chats.num_turns}
+    return {"measured": runs, "num_chats": chats.num, "num_turns": chats.num_turns}
+
+
+# Each stands alone: `python -m benchmarks.tiers` runs some of them.
+PARTS: dict[str, Callable[[LabContext], Data]] = {
+    "link": measure_link,
+    "first-tokens": measure_first_tokens,
+    "beside": measure_beside,
+    "chats": measure_chats,
+}
+
+
+def _level(context: LabContext) -> str:
+    return "host memory" if context.on_gpu else "disk"
+
+
+def _engine(context: LabContext, path: str = "") -> LLMEngine:
+    return context.engine(**_settings(context), **_below(context, path))
+
+
+def _prepared(engine: LLMEngine) -> LLMEngine:
+    """With the steps captured that a server captures while nobody asks."""
+    while engine.core.prepare_more():
+        pass
+    return engine
 
 
 def _settings(context: LabContext) -> dict[str, Any]:
@@ -121,48 +166,46 @@ def _one(engine: LLMEngine, prompt: list[int]) -> tuple[float, int]:
 
 
 def _decodes_beside_loads(context: LabContext, engine: LLMEngine) -> dict[str, float]:
-    """Of sequences that decode while prefixes of 4,096 tokens come from below now and then: seconds of a step beside a
-    load and of the others, and tokens a second with and without any."""
+    """Tokens a second of sequences that decode: alone, beside requests whose long prefix is on the device, and beside
+    the same ones when their prefix is loaded. Taken in turn, because steps become longer with the sequences; the
+    medians of several rounds, after one that does not count."""
     context.report("decodes beside loads")
     rng = random.Random(context.seed + 1)
-    num_decodes, num_steps, num_prefixes = 64, 240, 4
-    prefixes = [[rng.randrange(context.vocab) for _ in range(4097)] for _ in range(num_prefixes)]
-    one = SamplingParams(temperature=0.0, max_tokens=1)
+    prefixes = [[rng.randrange(context.vocab) for _ in range(_JOINING_TOKENS + 1)] for _ in range(_NUM_JOINING)]
     for prefix in prefixes:
         _one(engine, prefix)
         engine.core.settle(60.0)
-    long = SamplingParams(temperature=0.0, max_tokens=3 * num_steps, ignore_eos=True, detokenize=False)
-    for i in range(num_decodes):
+    num_tokens = _WARM_STEPS + 3 * (_NUM_ROUNDS + 1) * _NUM_JOINING * _STEPS_BETWEEN + 100
+    long = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    for i in range(_NUM_DECODES):
         prompt = [rng.randrange(context.vocab) for _ in range(128)]
         engine.add_request(f"decode-{i}", {"prompt_token_ids": prompt}, long)
-    for _ in range(20):
+    for _ in range(_WARM_STEPS):
         engine.step()
-    rates = {}
-    num_loads = 0
-    steps_s: dict[bool, list[float]] = {False: [], True: []}  # by whether something was loading
-    for name in ("alone", "beside_loads"):
-        num_tokens, started = 0, time.perf_counter()
-        for step in range(num_steps):
-            was_loading, before_s = engine.core.scheduler.num_loading > 0, time.perf_counter()
-            if name == "beside_loads" and step % 10 == 0:
-                engine.core.kv.reset_prefix_cache(force=True)  # the device's; what is in use stays
-                prefix = prefixes[num_loads % num_prefixes]
-                engine.add_request(f"load-{num_loads}", {"prompt_token_ids": prefix}, one)
-                num_loads += 1
-            outputs = engine.step()
-            if was_loading == (engine.core.scheduler.num_loading > 0) and len(outputs) == num_decodes:
-                steps_s[was_loading].append(time.perf_counter() - before_s)
-            num_tokens += sum(output.request_id.startswith("decode") for output in outputs)
-        rates[f"{name}_tok_s"] = num_tokens / (time.perf_counter() - started)
-    engine.abort_request([f"decode-{i}" for i in range(num_decodes)])
+    rounds: list[dict[str, float]] = []
+    for _ in range(_NUM_ROUNDS + 1):
+        found = {"alone_tok_s": _decode(engine, [[]] * _NUM_JOINING), "device_tok_s": _decode(engine, prefixes)}
+        engine.core.kv.reset_prefix_cache(force=True)  # the device's, and nothing that is in use
+        rounds.append(found | {"host_tok_s": _decode(engine, prefixes)})
+    engine.abort_request([f"decode-{i}" for i in range(_NUM_DECODES)])
     while engine.has_unfinished_requests():
         engine.step()
     engine.core.settle(60.0)
-    medians = {
-        f"{name}_step_s": statistics.median(steps_s[is_loading] or [math.nan])
-        for name, is_loading in (("loading", True), ("other", False))
-    }
-    return rates | medians | {"num_loads": num_loads, "num_loading_steps": len(steps_s[True])}
+    medians = {name: statistics.median(each[name] for each in rounds[1:]) for name in rounds[0]}
+    loading = statistics.median(each["host_tok_s"] / each["device_tok_s"] for each in rounds[1:])
+    return medians | {"left_by_loading": loading, "num_loads": _NUM_ROUNDS * _NUM_JOINING}
+
+
+def _decode(engine: LLMEngine, prefixes: list[list[int]]) -> float:
+    """Tokens a second of those who decode, while every few steps a request comes, unless it is empty."""
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    num_tokens, started = 0, time.perf_counter()
+    for i, prefix in enumerate(prefixes):
+        if prefix:
+            engine.add_request(f"joining-{i}", {"prompt_token_ids": prefix}, one)
+        for _ in range(_STEPS_BETWEEN):
+            num_tokens += sum(output.request_id.startswith("decode") for output in engine.step())
+    return num_tokens / (time.perf_counter() - started)
 
 
 def _serve(context: LabContext, engine: LLMEngine, chats: _Chats) -> dict[str, Any]:
@@ -298,6 +341,7 @@ def tell(data: Data, context: LabContext) -> Result:
                 below["first_token_p50_s"] < plain["first_token_p50_s"]
                 and below["first_token_p99_s"] < plain["first_token_p99_s"],
             ),
+            *_gpu_findings(data),
         ],
         explanation=[
             "A prefix costs a computation for every token, which grows with the model, or so many bytes from below, "
@@ -324,14 +368,19 @@ def _gpu_tables(data: Data) -> list[Table]:
     if "beside" not in data:
         return []
     link, load, beside = data["link_bytes_per_s"], data["load_bytes_per_s"], data["beside"]
-    steps = []
-    if "loading_step_s" in beside:
-        slower = beside["loading_step_s"] / beside["other_step_s"] - 1
-        steps = [
-            ["a step of 64 decodes", duration(beside["other_step_s"]), ""],
-            ["while 4,096 tokens are loaded", duration(beside["loading_step_s"]), f"{100 * slower:+.1f} %"],
-        ]
-    fewer = 1 - beside["beside_loads_tok_s"] / beside["alone_tok_s"]
+    every = f"and a request of {_JOINING_TOKENS:,} tokens every {_STEPS_BETWEEN} steps"
+    decodes = {
+        "alone_tok_s": f"{_NUM_DECODES} decodes alone",
+        "device_tok_s": f"{every}, found on the device",
+        "host_tok_s": f"{every}, loaded from host memory",
+    }
+    rows = [
+        [name, f"{number(beside[key])} tok/s", f"{100 * (beside[key] / beside['alone_tok_s'] - 1):+.1f} %"]
+        for key, name in decodes.items()
+        if key in beside
+    ]
+    if "left_by_loading" in beside:
+        rows.append(["what loading costs the others", "", f"{100 * (beside['left_by_loading'] - 1):+.1f} %"])
     return [
         Table(
             "From host memory to the device",
@@ -339,15 +388,31 @@ def _gpu_tables(data: Data) -> list[Table]:
             [
                 ["one copy from pinned memory", f"{link / 1e9:.1f} GB/s", ""],
                 ["blocks, as loads move them", f"{load / 1e9:.1f} GB/s", f"{100 * load / link:.0f} %"],
-                *steps,
-                ["64 decodes alone", f"{number(beside['alone_tok_s'])} tok/s", ""],
-                [
-                    f"and {beside['num_loads']} requests of 4,096 loaded tokens, one every ten steps",
-                    f"{number(beside['beside_loads_tok_s'])} tok/s",
-                    f"{-100 * fewer:+.1f} %",
-                ],
+                *rows,
             ],
+            "Tokens of those who decode. A request that comes costs them its own tokens' time wherever its prefix is.",
         )
+    ]
+
+
+def _gpu_findings(data: Data) -> list[Finding]:
+    """What host memory is to be worth."""
+    if "left_by_loading" not in data.get("beside", {}):
+        return []
+    longest, beside = data["lengths"][-1], data["beside"]
+    sooner, slower = longest["computed_s"] / longest["loaded_s"], 1 - beside["left_by_loading"]
+    return [
+        Finding(
+            f"From host memory, the first token comes at least {times(_SOONER)} sooner than computed.",
+            f"{longest['tokens']:,} tokens: {times(sooner)}.",
+            sooner >= _SOONER,
+        ),
+        Finding(
+            f"Loading slows the decodes of others by less than {100 * _MOST_SLOWER:.0f} %.",
+            f"{number(beside['host_tok_s'])} tok/s beside requests that load, {number(beside['device_tok_s'])} beside "
+            f"the same ones that find their prefix on the device: {100 * slower:.1f} % less, the median of rounds.",
+            slower < _MOST_SLOWER,
+        ),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from fakes import write_tiny_model
@@ -146,6 +147,30 @@ def test_chats_find_below_what_the_cache_lost(context: LabContext) -> None:
     plain, disk = result.data["measured"]
     assert (plain["level"], disk["level"]) == ("none", "disk")
     assert disk["found_tokens"] >= plain["found_tokens"] > 0  # a tiny model computes as fast as a disk loads
+
+
+def test_decodes_beside_loads_as_a_gpu_measures_them(
+    context: LabContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts that take a GPU, on a disk and with fewer of everything."""
+    sizes = {"DECODES": 2, "JOINING": 2, "ROUNDS": 2}
+    for name, value in sizes.items():
+        monkeypatch.setattr(tiers, f"_NUM_{name}", value)
+    monkeypatch.setattr(tiers, "_JOINING_TOKENS", 64)
+    engine = tiers._engine(context, str(tmp_path))
+    for store in engine.built.executor.executor.stores:
+        store.load_s = lambda num_blocks: 0.0  # type: ignore[method-assign]  # else so small a model is computed
+    beside = tiers._decodes_beside_loads(context, engine)
+    assert beside["num_loads"] == 4 and beside["left_by_loading"] > 0
+    assert engine.core.kv.tiers is not None
+    assert engine.core.kv.tiers.counters.levels["disk"].num_loaded >= 3 * 2 * 4
+    lengths = [{"tokens": 64, "num_loaded_tokens": 64, "computed_s": 0.6, "loaded_s": 0.1}]
+    run = {"output_tok_s": 1.0, "first_token_p50_s": 1.0, "first_token_p99_s": 1.0, "found_tokens": 1}
+    runs = [run | {"level": level, "prompt_tokens": 2} for level in ("none", "host memory")]
+    data = {"lengths": lengths, "measured": runs, "num_chats": 1, "num_turns": 1, "beside": beside}
+    result = tiers.tell(data | {"link_bytes_per_s": 2e9, "load_bytes_per_s": 1e9}, context)
+    assert [len(table.rows) for table in result.tables] == [1, 6, 2]
+    assert [finding.holds for finding in result.findings[-2:]] == [True, beside["left_by_loading"] > 0.95]
 
 
 def test_budgets_that_cannot_be_are_named(context: LabContext) -> None:
