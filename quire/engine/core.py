@@ -47,6 +47,7 @@ class _Flight:
 # How long a loop without other work sleeps while a grammar is compiled or an adapter is read: a command may come.
 _COMPILING_S, _READING_S = 0.005, 0.001
 _SETTLE_S = 5.0  # at the end of an engine
+_SETTLE_ASLEEP_S = 0.5  # before a sleep: another model may wait for the memory
 _MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for nobody
 
 
@@ -273,9 +274,13 @@ class EngineCore:
             raise BadRequestError(
                 "this engine cannot sleep: its model is split among ranks, or an encoder, which has no cache"
             )
-        self.settle(_SETTLE_S)
-        if self.has_work:
+        if self.scheduler.requests or self._compiling or self.adapters:
             raise BadRequestError("requests are under way: an engine falls asleep when they have ended")
+        self.settle(_SETTLE_ASLEEP_S)
+        if self.kv.tiers is not None:
+            self.kv.tiers.give_up_stores()
+        while self.has_work:
+            self.step()  # what is on its way has to arrive
         self.executor.prepare_sleep()
         if not keep_kv:
             self.kv.reset_prefix_cache()

@@ -324,6 +324,11 @@ class Tiers:
                 self._num_storing += len(move.pairs)
         return moves
 
+    def give_up_stores(self) -> None:
+        """What waits to be written down is not."""
+        self.counters.num_lost += len(self._fresh)
+        self._fresh.clear()
+
     @property
     def peers(self) -> StoreLevel | None:
         """The level of blocks from other engines, and of those that are sent to them."""

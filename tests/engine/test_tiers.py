@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,26 @@ def conversations(seed: int, count: int) -> list[list[int]]:
             del chat[21:]
         prompts.append(list(chat))
     return prompts
+
+
+def test_a_slow_store_keeps_no_engine_from_its_sleep(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be written in time is computed again."""
+    engine = make(weights, tmp_path)
+    monkeypatch.setattr(engine.core, "settle", lambda within_s: None)  # it has come to the end of its patience
+    disk = engine.built.executor.executor.stores[0].connector
+    monkeypatch.setattr(disk, "store", lambda keys, blocks: time.sleep(0.05))
+    prompts = conversations(9, 4)
+    before = serve(engine, prompts, PARAMS[:1])
+    tiers = engine.core.kv.tiers
+    assert tiers is not None and tiers.has_stores_waiting
+    engine.sleep()
+    assert engine.is_sleeping() and not engine.core.has_work and tiers.counters.num_lost > 0
+    engine.wake_up()
+    assert serve(engine, prompts, PARAMS[:1]) == before
+    engine.core.kv.check()
+    engine.close()
 
 
 PARAMS = (

@@ -187,6 +187,25 @@ def test_the_tokens_are_those_without_graphs(weights: Path, when: str) -> None:
         assert at_start < memory.num_captures < at_start + len(sizes)  # not every shape that was passed through
 
 
+@pytest.mark.parametrize("num_left", [1, 2, 16])
+def test_a_request_whose_prefix_was_found_joins_decodes_in_a_captured_step(weights: Path, num_left: int) -> None:
+    """One that comes with a few tokens beside others stops nobody for a step without a graph."""
+    engine = make_engine(weights)
+    _, memory = with_graphs(engine)
+    while engine.core.prepare_more():
+        pass
+    prompt = [token % 200 for token in range(40 + num_left)]
+    run(engine, [(prompt[:41], SamplingParams(temperature=0.0, max_tokens=1))])
+    for i in range(9):
+        engine.add_request(f"decode-{i}", [i, 5], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    engine.step()
+    before = memory.num_played[0]
+    engine.add_request("joining", prompt, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    outputs = [output for _ in range(5) for output in engine.step()]
+    assert memory.num_played[0] == before + 5
+    assert [output.num_cached_tokens for output in outputs if output.request_id == "joining"] == [40] * 3
+
+
 class Oracle(Drafter):
     """Drafts what plain decoding brought, with a wrong token now and then."""
 
