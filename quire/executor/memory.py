@@ -244,13 +244,20 @@ def available_host_bytes() -> int | None:
             candidates.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
         except (ValueError, OSError):
             return None
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            candidates.append(int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError):
-        pass  # no cgroup v2 limit
+    within = _bytes_within_limit(Path("/sys/fs/cgroup"))
+    if within is not None:
+        candidates.append(within)
     return min(candidates) if candidates else None
+
+
+def _bytes_within_limit(cgroup: Path) -> int | None:
+    """What a container's limit leaves; files that were read and that nobody uses now make way. None: it has none."""
+    try:
+        limit, used = (cgroup / "memory.max").read_text().strip(), int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return None if limit == "max" else int(limit) - used + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return None  # no cgroup v2
 
 
 def _size(num_bytes: int) -> str:

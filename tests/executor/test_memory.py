@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +121,17 @@ def test_cuda_budget() -> None:
     assert cuda_kv_budget(config, free_bytes=80, total_bytes=100, activation_bytes=10) == 20
     with pytest.raises(MemoryBudgetError, match=r"raise it above 0\.60"):
         cuda_kv_budget(config, free_bytes=50, total_bytes=100, activation_bytes=10)
+
+
+@pytest.mark.parametrize(("limit", "left"), [("1000", 1000 - 700 + 250), ("max", None)])
+def test_files_that_nobody_uses_make_way_within_a_containers_limit(
+    tmp_path: Path, limit: str, left: int | None
+) -> None:
+    assert memory._bytes_within_limit(tmp_path) is None
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 250\nactive_file 150\n")
+    assert memory._bytes_within_limit(tmp_path) == left
 
 
 def test_available_memory_is_known_here() -> None:
