@@ -1,8 +1,8 @@
 """Host memory that a GPU copies from and to by itself.
 
-The driver takes such memory page by page on one thread, some 3 GB a second, and torch rounds what it asks for up to a
-power of two. Here the system's pages are touched on many threads, large ones where there are any, and registered with
-the driver as they are.
+The driver takes such memory page by page on one thread, 15 GiB in 7 s, and torch rounds what it asks for up to a power
+of two. Here the system's pages are touched on many threads, large ones where there are any, and registered with the
+driver as they are.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def measure_link(context: LabContext) -> Data:
 
 def measure_first_tokens(context: LabContext) -> Data:
     with tempfile.TemporaryDirectory(prefix="quire-lab-tiers-") as path:
-        return {"lengths": _first_tokens(context, _engine(context, path))}
+        return {"lengths": _first_tokens(context, _prepared(_engine(context, path)))}
 
 
 def measure_beside(context: LabContext) -> Data:
