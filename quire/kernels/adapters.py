@@ -107,12 +107,22 @@ class AdapterBank:
         self.num_slots = num_slots
         self._tile = tile
         self.max_rank = -(-max_rank // RANK_UNIT) * RANK_UNIT
-        self.rows: AdapterRows | None = None  # of the step that runs; None: no token of it has an adapter
+        self._rows: AdapterRows | None = None
+        self.num_products = 0  # of the step that runs, for backends that count them
         self.sites: dict[str, AdapterSite] = {}  # by module
         self._grouped: AdapterRows | None = None  # what _groups is about
         self._groups: list[tuple[int, Tensor]] = []
         self.slot_values = self.num_matrices = 0
         self._device, self._dtype = torch.device(device), dtype
+
+    @property
+    def rows(self) -> AdapterRows | None:
+        """Of the step that runs; None: no token of it has an adapter."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: AdapterRows | None) -> None:
+        self._rows, self.num_products = rows, 0
 
     def allocate(self, sites: Iterable[AdapterSite]) -> None:
         """Once all matrices are known, and before the first step."""

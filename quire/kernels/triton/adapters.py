@@ -194,9 +194,12 @@ class TritonAdaptedLinear(AdaptedLinear):
         width, bank = place.shrunk_width, place.bank
         shrunk = torch.empty(width, dtype=torch.float32, device=x.device)
         a, b, ranks = _pointers(place)
-        arrivals = self.base._scratch.arrivals
         n0, n1 = (*place.part_rows, 0)[:2]
-        adapter = OneAdapter(a, b, shrunk, rows.tiles, ranks, bank.slot_values, arrivals)
+        turns, turn = self.base._scratch.turns, bank.num_products % 2
+        if not bank.num_products:
+            turns.zero_()
+        bank.num_products += 1
+        adapter = OneAdapter(a, b, shrunk, rows.tiles, ranks, bank.slot_values, turns, turn)
         return config, (adapter, OneAdapterShape(width, bank.max_rank, (n0, n1)))
 
     def _multiply_one(self, x: Normed, one: tuple[SkinnyConfig, tuple[OneAdapter, OneAdapterShape]]) -> Tensor:

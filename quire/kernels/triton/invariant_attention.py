@@ -34,7 +34,9 @@ def _merge(acc, top, weight_sum, part_acc, part_top, part_sum):
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet: avoid inf - inf
     before = tl.exp2(top - base)
     here = tl.exp2(part_top - base)
-    return acc * before[:, None] + part_acc * here[:, None], new_top, weight_sum * before + part_sum * here
+    # Written out, because a compiler may join either product with the sum, and not everywhere the same.
+    merged = tl.fma(part_acc, tl.broadcast_to(here[:, None], part_acc.shape), acc * before[:, None])
+    return merged, new_top, tl.fma(part_sum, here, weight_sum * before)
 
 
 @triton.jit

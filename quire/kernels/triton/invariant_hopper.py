@@ -3,7 +3,10 @@
 
 One program runs on each multiprocessor and takes tiles of the result one after another. A single warp has the bulk copy
 engine bring tiles of w and of x into a ring in shared memory, and runs ahead into the next tile. Two groups of four
-warps multiply: each has 64 of a tile's 128 rows of w, with all of its rows of x.
+warps multiply: each has 64 of a tile's 128 rows of x, or where there are only 64 rows, half of its rows of w.
+
+x is the left operand here and w the right one, so that results lie as they are stored. A tensor core adds the same
+products in the same order either way.
 """
 
 from __future__ import annotations
@@ -22,9 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.kernels.triton.configs import NUM_SMS
-from quire.kernels.triton.prefill_hopper import following, halves, new_barriers, thread_barrier
+from quire.kernels.triton.prefill_hopper import following, new_barriers, thread_barrier
 
-TILE_N = 128  # rows of w
 TILE_K = 64  # 128 bytes: what a swizzled row in shared memory has
 _GROUP = 8  # tiles of w that are taken with all rows of x before the next ones
 
@@ -73,16 +75,19 @@ def preceding(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, WHICH: gl.constexpr):
-    """[64, TILE_ROWS]: so many tiles of k, in order."""
+def sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, layout: gl.constexpr, COLUMNS: gl.constexpr,
+             WHICH: gl.constexpr):  # fmt: skip
+    """[64, COLUMNS]: so many tiles of k, in order."""
     STAGES: gl.constexpr = w_tiles.type.shape[0]
-    TILE_ROWS: gl.constexpr = x_tiles.type.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
-    acc = gl.zeros([64, TILE_ROWS], gl.float32, layout)
+    acc = gl.zeros([64, COLUMNS], gl.float32, layout)
     for step in range(num_steps):
         mbarrier.wait(ready.index(stage), phase)
-        w = w_tiles.index(stage).slice(WHICH * 64, 64)
-        acc = warpgroup_mma(w, x_tiles.index(stage).permute((1, 0)), acc, is_async=True)
+        x, w = x_tiles.index(stage), w_tiles.index(stage)
+        if x_tiles.type.shape[1] > 64:
+            x = x.slice(WHICH * 64, 64)
+        else:
+            w = w.slice(WHICH * COLUMNS, COLUMNS)
+        acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(free.index(preceding(stage, STAGES)), pred=step > 0)
         stage, phase = following(stage, phase, STAGES)
@@ -92,64 +97,62 @@ def sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, WHICH: gl.c
 
 
 @gluon.jit
-def store_strips(out_ptr, bias_ptr, acc, first_n, first_row, num_rows, n, NUM: gl.constexpr):
-    """acc: [64, rows], a strip of 32 rows at a time: few registers and little shared memory turn it."""
-    if NUM > 1:
-        low, high = halves(acc)
-        store_strips(out_ptr, bias_ptr, low, first_n, first_row, num_rows, n, NUM // 2)
-        store_strips(out_ptr, bias_ptr, high, first_n, first_row + 32 * (NUM // 2), num_rows, n, NUM // 2)
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-        cols = first_n + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        rows = first_row + gl.arange(0, 32, gl.SliceLayout(0, layout))
-        sums = gl.convert_layout(acc, layout)
-        if bias_ptr is not None:
-            sums += gl.load(bias_ptr + cols, mask=cols < n, other=0.0).to(gl.float32)[:, None]
-        pointers = out_ptr + rows.to(gl.int64)[None, :] * n + cols[:, None]
-        mask = (rows < num_rows)[None, :] & (cols < n)[:, None]
-        gl.store(pointers, sums.to(out_ptr.dtype.element_ty), mask=mask)
+def store(out_ptr, bias_ptr, sums, first_row, first_n, num_rows, n):
+    layout: gl.constexpr = sums.type.layout
+    rows = first_row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
+    cols = first_n + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
+    if bias_ptr is not None:
+        sums += gl.load(bias_ptr + cols, mask=cols < n, other=0.0).to(gl.float32)[None, :]
+    pointers = out_ptr + (rows.to(gl.int64) * n)[:, None] + cols[None, :]
+    gl.store(pointers, sums.to(out_ptr.dtype.element_ty), mask=(rows < num_rows)[:, None] & (cols < n)[None, :])
 
 
 @gluon.jit
 def multiply(out_ptr, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items, num_rows, n,
              STEPS: gl.constexpr, PARTS: gl.constexpr, APART: gl.constexpr, PART_STEPS: gl.constexpr,
              GROUP: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    """What a group of four warps does: its half of every tile's rows of w."""
+    """What a group of four warps does: its half of every tile."""
     TILE_N: gl.constexpr = w_tiles.type.shape[1]
     TILE_ROWS: gl.constexpr = x_tiles.type.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_ROWS, 16])
+    COLUMNS: gl.constexpr = TILE_N if TILE_ROWS > 64 else TILE_N // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     stage, phase = 0, 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         tile, first_n, first_row, part = locate(item, num_rows, n, TILE_N, TILE_ROWS, APART, GROUP)
-        first_n += WHICH * 64
+        if TILE_ROWS > 64:
+            first_row += WHICH * 64
+        else:
+            first_n += WHICH * COLUMNS
         if APART > 1:
             num_steps = gl.minimum((part + 1) * PART_STEPS, STEPS) - part * PART_STEPS
-            acc, stage, phase = sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, WHICH)
-            # [PARTS, 64, TILE_ROWS] for each half tile, as the threads have it: each reads back what it wrote.
-            SIZE: gl.constexpr = 64 * TILE_ROWS
-            places = (gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] * TILE_ROWS
-                      + gl.arange(0, TILE_ROWS, gl.SliceLayout(0, layout))[None, :])  # fmt: skip
+            acc, stage, phase = sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, layout, COLUMNS,
+                                         WHICH)  # fmt: skip
+            # [PARTS, 64, COLUMNS] for each half tile, as the threads have it: each reads back what it wrote.
+            SIZE: gl.constexpr = 64 * COLUMNS
+            places = (gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] * COLUMNS
+                      + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :])  # fmt: skip
             half_ptr = partial_ptr + (2 * tile + WHICH).to(gl.int64) * (PARTS * SIZE)
             gl.store(half_ptr + part * SIZE + places, acc)
             thread_barrier()  # every thread's share is stored before one announces it
             if gl.atomic_add(arrivals_ptr + 2 * tile + WHICH, 1, sem="acq_rel") == PARTS - 1:
                 gl.store(arrivals_ptr + 2 * tile + WHICH, 0)  # ready for the next launch
-                total = gl.zeros([64, TILE_ROWS], gl.float32, layout)
+                total = gl.zeros([64, COLUMNS], gl.float32, layout)
                 for other in range(PARTS):
                     # Bypasses L1: other multiprocessors wrote it in this launch.
                     total += gl.load(half_ptr + other * SIZE + places, cache_modifier=".cg")
-                store_strips(out_ptr, bias_ptr, total, first_n, first_row, num_rows, n, TILE_ROWS // 32)
+                store(out_ptr, bias_ptr, total, first_row, first_n, num_rows, n)
         elif PARTS == 1:
-            acc, stage, phase = sum_part(w_tiles, x_tiles, ready, free, stage, phase, STEPS, WHICH)
+            acc, stage, phase = sum_part(w_tiles, x_tiles, ready, free, stage, phase, STEPS, layout, COLUMNS, WHICH)
             # As if added to zeros, which every other path does.
-            store_strips(out_ptr, bias_ptr, acc + 0.0, first_n, first_row, num_rows, n, TILE_ROWS // 32)
+            store(out_ptr, bias_ptr, acc + 0.0, first_row, first_n, num_rows, n)
         else:
-            total = gl.zeros([64, TILE_ROWS], gl.float32, layout)
+            total = gl.zeros([64, COLUMNS], gl.float32, layout)
             for here in range(PARTS):
                 num_steps = gl.minimum((here + 1) * PART_STEPS, STEPS) - here * PART_STEPS
-                acc, stage, phase = sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, WHICH)
+                acc, stage, phase = sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, layout, COLUMNS,
+                                             WHICH)  # fmt: skip
                 total += acc
-            store_strips(out_ptr, bias_ptr, total, first_n, first_row, num_rows, n, TILE_ROWS // 32)
+            store(out_ptr, bias_ptr, total, first_row, first_n, num_rows, n)
 
 
 @gluon.jit(do_not_specialize=["num_items", "num_rows", "n"])
@@ -189,6 +192,7 @@ def product_hopper(
     *,
     parts: int,
     part_k: int,
+    tile_n: int,
     tile_rows: int,
     num_stages: int,
     parts_apart: bool,
@@ -196,15 +200,15 @@ def product_hopper(
     """x: [rows, k] @ weight.T -> out: [rows, n]. See invariant_product for what the others mean."""
     (rows, k), n = x.shape, weight.shape[0]
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    w_desc = TensorDescriptor(weight, [n, k], [k, 1], [TILE_N, TILE_K], layout)
+    w_desc = TensorDescriptor(weight, [n, k], [k, 1], [tile_n, TILE_K], layout)
     x_desc = TensorDescriptor(x, [rows, k], [k, 1], [tile_rows, TILE_K], layout)
-    tiles = -(-n // TILE_N) * -(-rows // tile_rows)
+    tiles = -(-n // tile_n) * -(-rows // tile_rows)
     apart = parts if parts_apart else 1
-    num_partial = tiles * parts * TILE_N * tile_rows if apart > 1 else 0
+    num_partial = tiles * parts * tile_n * tile_rows if apart > 1 else 0
     partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
     assert apart == 1 or 2 * tiles <= arrivals.numel()
     product_hopper_kernel[(min(NUM_SMS, tiles * apart),)](
-        w_desc, x_desc, bias, out, partial, arrivals, tiles * apart, rows, n, STEPS=-(-k // TILE_K), TILE_N=TILE_N,
+        w_desc, x_desc, bias, out, partial, arrivals, tiles * apart, rows, n, STEPS=-(-k // TILE_K), TILE_N=tile_n,
         TILE_ROWS=tile_rows, TILE_K=TILE_K, PARTS=parts, APART=apart, PART_STEPS=part_k // TILE_K, STAGES=num_stages,
         GROUP=_GROUP, num_warps=4,
     )  # fmt: skip

@@ -37,7 +37,7 @@ class ProductConfig:
     num_warps: int
     num_stages: int
     parts_apart: bool  # each in a program of its own
-    uses_bulk_copies: bool = False  # by invariant_hopper.py, whose tile_n and tile_k are its own
+    uses_bulk_copies: bool = False  # by invariant_hopper.py, whose tile_k is its own
 
 
 @cache
@@ -49,7 +49,7 @@ def num_parts(n: int, k: int) -> int:
 
 # By the most rows that each is for.
 _FEW_ROWS = {
-    16: ProductConfig(64, 16, 128, num_warps=4, num_stages=4, parts_apart=True),
+    16: ProductConfig(64, 16, 128, num_warps=4, num_stages=5, parts_apart=True),
     32: ProductConfig(64, 32, 128, num_warps=4, num_stages=4, parts_apart=True),
     64: ProductConfig(64, 64, 128, num_warps=4, num_stages=3, parts_apart=True),
 }
@@ -59,11 +59,12 @@ def product_config(rows: int, n: int, k: int) -> ProductConfig:
     for most, config in _FEW_ROWS.items():
         if rows <= most:
             return config
-    parts = num_parts(n, k)
-    tile_rows = 128 if rows <= 128 or parts > 1 or n < 128 * NUM_SMS else 256
-    apart = -(-n // 128) * -(-rows // tile_rows) < NUM_SMS
     uses_bulk_copies = HAS_GLUON and not INTERPRETED and k % 8 == 0
-    return ProductConfig(128, tile_rows, 64, 8, 4 if uses_bulk_copies else 3, apart, uses_bulk_copies)
+    # Sums of parts take as many registers as the product; and small matrices need small tiles to fill the chip.
+    is_large = num_parts(n, k) == 1 and -(-n // 256) * -(-rows // 128) >= NUM_SMS // 2
+    tile_n = 256 if uses_bulk_copies and is_large else 128
+    apart = -(-n // tile_n) * -(-rows // 128) < NUM_SMS
+    return ProductConfig(tile_n, 128, 64, 8, 4 if tile_n == 256 else 6, apart, uses_bulk_copies)
 
 
 @triton.jit
@@ -179,8 +180,8 @@ def invariant_product(
         from quire.kernels.triton.invariant_hopper import product_hopper
 
         product_hopper(
-            x, weight, bias, out, scratch.arrivals, parts=parts, part_k=part_k, tile_rows=config.tile_rows,
-            num_stages=config.num_stages, parts_apart=config.parts_apart,
+            x, weight, bias, out, scratch.arrivals, parts=parts, part_k=part_k, tile_n=config.tile_n,
+            tile_rows=config.tile_rows, num_stages=config.num_stages, parts_apart=config.parts_apart,
         )  # fmt: skip
         return out
     tiles = -(-n // config.tile_n) * -(-rows // config.tile_rows)

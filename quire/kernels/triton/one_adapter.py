@@ -28,7 +28,8 @@ class OneAdapter(NamedTuple):
     tiles: Tensor  # [3, 1], of AdapterRows
     ranks: Tensor  # of all slots
     slot_values: int  # from one slot to the next
-    arrivals: Tensor  # two counters, zero between launches: programs that have shrunk, and that are done
+    arrivals: Tensor  # two counters of programs that have shrunk: this launch's, and the one of the launches beside it
+    turn: int  # which of the two is this launch's
 
 
 class OneAdapterShape(NamedTuple):
@@ -62,14 +63,18 @@ def is_shrunk(low, first_row, MAX_RANK: tl.constexpr):
 
 @triton.jit
 def announce_shrunk(low):
+    """Launches take turns with two counters: the first program puts the next launch's back to zero, which nobody reads
+    any more. A counter that every program counted down would cost more than what it waits for."""
+    if tl.program_id(0) == 0:
+        tl.store(low.arrivals + 1 - low.turn, 0)
     tl.debug_barrier()  # every thread's share is stored before one announces it
-    tl.atomic_add(low.arrivals, 1, sem="release")
+    tl.atomic_add(low.arrivals + low.turn, 1, sem="release")
 
 
 @triton.jit
-def expanded(low, rows, exists, n, num_others, SHRINKING: tl.constexpr, MAX_RANK: tl.constexpr, N0: tl.constexpr,
+def expanded(low, rows, exists, n, SHRINKING: tl.constexpr, MAX_RANK: tl.constexpr, N0: tl.constexpr,
              N1: tl.constexpr):  # fmt: skip
-    """B s at these rows of the matrix. num_others: programs that call this; the last puts the counters back."""
+    """B s at these rows of the matrix."""
     start, end, slot = load_tile(low.tiles, 0, 1)
     part = (rows >= N0).to(tl.int32) + (rows >= N0 + N1).to(tl.int32)
     units = tl.arange(0, UNIT)
@@ -77,7 +82,7 @@ def expanded(low, rows, exists, n, num_others, SHRINKING: tl.constexpr, MAX_RANK
     b_ptrs = low.b + slot * low.slot_values + units[:, None] * n + rows[None, :]
     s_ptrs = low.shrunk + part[None, :] * MAX_RANK + units[:, None]
     b = tl.load(b_ptrs, mask=mask[None, :], other=0.0).to(tl.float32)  # on its way while the others are waited for
-    while tl.atomic_add(low.arrivals, 0, sem="acquire") < SHRINKING:
+    while tl.load(low.arrivals + low.turn, volatile=True) < SHRINKING:
         pass
     # Loads bypass L1: other multiprocessors wrote this in the same launch.
     total = tl.sum(tl.load(s_ptrs, mask=mask[None, :], other=0.0, cache_modifier=".cg") * b, axis=0)
@@ -85,8 +90,4 @@ def expanded(low, rows, exists, n, num_others, SHRINKING: tl.constexpr, MAX_RANK
         for first in tl.range(UNIT, tl.load(low.ranks + slot), UNIT):
             b = tl.load(b_ptrs + first * n, mask=mask[None, :], other=0.0).to(tl.float32)
             total += tl.sum(tl.load(s_ptrs + first, mask=mask[None, :], other=0.0, cache_modifier=".cg") * b, axis=0)
-    tl.debug_barrier()  # nobody reads any more
-    if tl.atomic_add(low.arrivals + 1, 1, sem="acq_rel") == num_others - 1:
-        tl.store(low.arrivals, 0)
-        tl.store(low.arrivals + 1, 0)
     return total

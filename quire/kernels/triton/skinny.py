@@ -111,7 +111,7 @@ def vector_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, to, low, n, K: 
     if w_scales_ptr is not None:
         sums = sums * tl.load(w_scales_ptr + rows, mask=exists, other=0.0)
     if low is not None:
-        sums += expanded(low, rows, exists, n, tl.num_programs(0) - SHRINKING, SHRINKING, MAX_RANK, N0, N1)
+        sums += expanded(low, rows, exists, n, SHRINKING, MAX_RANK, N0, N1)
     _finish(sums[:, None], rows, exists, out_ptr, None, bias_ptr, None, to, tile, tl.arange(0, 1), n, 1, None, K, MODE,
             1, TILE_N, SILU, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)  # fmt: skip
 
@@ -168,13 +168,15 @@ def tile_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, scale, to, partia
 
 @dataclass(slots=True)
 class SkinnyScratch:
-    """Arrival counters of divided products: zero between launches. Launches that share them must share a stream."""
+    """Counters of programs that wait for each other. Launches that share them must share a stream."""
 
-    arrivals: Tensor  # [tiles] int32
+    arrivals: Tensor  # [tiles] int32, of divided products: zero between launches
+    turns: Tensor  # [2] int32, of a token's adapters: see one_adapter.py
 
     @staticmethod
     def allocate(max_tiles: int, device: torch.device) -> SkinnyScratch:
-        return SkinnyScratch(torch.zeros(max_tiles, dtype=torch.int32, device=device))
+        counters = (torch.zeros(size, dtype=torch.int32, device=device) for size in (max_tiles, 2))
+        return SkinnyScratch(*counters)
 
 
 def skinny_linear(
