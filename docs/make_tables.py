@@ -73,7 +73,7 @@ VLLM_FLAGS: dict[str, str] = {
     "calculate_kv_scales": "scales grow to what the first step shows; not with ranks, replicas or KV stores",
     "enforce_eager": "",
     "enable_sleep_mode": "only a GPU needs it",
-    "batch_invariant": "vLLM has VLLM_BATCH_INVARIANT=1, which is taken too; on a CPU",
+    "batch_invariant": "vLLM has VLLM_BATCH_INVARIANT=1, which is taken too; on a CPU and on a Hopper GPU",
     "logits_processors": "",
     "host": "127.0.0.1 by default, not every address",
     "port": "",

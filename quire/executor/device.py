@@ -52,6 +52,10 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
     if device.type == "cuda" and spec.cpu_only is not None:
         raise ConfigError(f"{spec.architecture}: {spec.cpu_only} is served on a CPU only: use device='cpu'")
     if spec.is_encoder and device.type == "cuda":  # its operations are torch's own, in half precision
+        if config.batch_invariant:
+            raise ConfigError(
+                "batch_invariant on a GPU is for decoders: set device='cpu' for this encoder, or leave it out"
+            )
         ops = ReferenceOps(device, _TORCH_DTYPES[dtype])
         return Backend(device, ops, _TORCH_DTYPES[dtype], kv_dtype, dtype, "torch kernels")
     backend = _cuda(config, spec, dtype, kv_dtype, device) if device.type == "cuda" else _cpu(config, dtype, kv_dtype)
