@@ -184,7 +184,7 @@ class PersistentBatch:
         return unjudged
 
     def judge(self, unjudged: Unjudged, num_accepted: int) -> None:
-        """So many of the drafts were accepted. The row may have another sequence by now."""
+        """Count the accepted drafts as computed, unless another sequence has the row by now."""
         if self._occupants[unjudged.row] == unjudged.occupant:
             self.num_computed[unjudged.row] += num_accepted
 

@@ -300,7 +300,7 @@ def _widen_kv_scales(loaded: LoadedModel, token_ids: Tensor) -> None:
 
 
 def make_cache(loaded: LoadedModel, ledger: MemoryLedger, draft: Decoder | None = None) -> KVCache:
-    """Of the model; or of its draft model, whose blocks go by the same numbers."""
+    """The KV cache of the model, or of its draft model, whose blocks have the same ids."""
     decoder = draft or loaded.decoder
     with _lying_in(loaded.memory, is_kept=False):
         return KVCache(

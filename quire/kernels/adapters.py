@@ -117,7 +117,7 @@ class AdapterBank:
 
     @property
     def rows(self) -> AdapterRows | None:
-        """Of the step that runs; None: no token of it has an adapter."""
+        """Which tokens of the running step have an adapter; None: none of them."""
         return self._rows
 
     @rows.setter
@@ -175,8 +175,8 @@ class AdapterBank:
     # -- the rows of a step
 
     def groups(self) -> list[tuple[int, Tensor]]:
-        """Of the step that runs: each adapter's slot, and its tokens. For backends that multiply one after the other;
-        found once a step."""
+        """Each adapter's slot and its tokens in the running step, for backends that multiply one adapter after the
+        other. Found once a step."""
         assert self.rows is not None
         if self._grouped is not self.rows:
             tiles = self.rows.tiles.T.tolist()
@@ -185,7 +185,7 @@ class AdapterBank:
         return self._groups
 
     def rows_length(self, num_tokens: int) -> int:
-        """Of all that an AdapterRows of so many tokens holds, in one array."""
+        """How many integers an AdapterRows of so many tokens takes in one array."""
         return _aligned(num_tokens) + 3 * self._num_tiles(num_tokens)
 
     def pack_rows(self, slots: NDArray[Any]) -> NDArray[np.int32]:

@@ -36,7 +36,7 @@ class Drafter:
         return 0
 
     def judged(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """So many drafts were verified, and so many of them were right."""
+        """Told after a step has verified drafts of the sequence."""
 
     def ended(self, seq: Sequence) -> None:
         """The sequence will not run again."""
