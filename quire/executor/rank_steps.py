@@ -77,7 +77,7 @@ class RankSteps:
         return bool(self._submitted) and self._local.has_ended
 
     def collect(self) -> StepResult:
-        """The result of the step that was submitted first. The other ranks are told its tokens if they do not have them."""
+        """The result of the step that was submitted first. Other ranks are told its tokens if they do not have them."""
         began_s = time.perf_counter()
         step, width = self._submitted.popleft()
         result = self._local.collect(step)
