@@ -27,13 +27,13 @@ class SpeculativeConfig:
     model: str | None = None  # of draft_model: an alias, a path or a hub id
     # ngram: how many of the last tokens must have stood there before. The longest match wins.
     prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 5
+    prompt_lookup_max: int = 24
     # suffix: tokens of a match that are compared; answers that are remembered (0: only the request's own tokens);
     # drafts for each token that matched; and how probable a draft must be.
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 10_000
-    suffix_decoding_max_spec_factor: float = 1.0
-    suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_max_spec_factor: float = 4.0
+    suffix_decoding_min_token_prob: float = 0.02
 
     @classmethod
     def read(cls, given: Any) -> SpeculativeConfig:

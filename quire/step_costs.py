@@ -7,8 +7,9 @@ The loop asks when the next step has to be planned, and whether a step leaves th
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.plan import StepPlan
 
@@ -126,6 +127,28 @@ class PlanLoads:
         self._computed[row] = num_tokens
 
 
+@dataclass(slots=True)
+class DraftCosts:
+    """What drafts cost beside a number of decodes: a line with bends, since it need not grow evenly with their number,
+    as where a kernel works in tiles."""
+
+    plain_s: float  # the step without any
+    waiting_s: float  # the device waits so long for the step after one with drafts
+    more_s: float  # each draft beyond the last bend
+    numbers: list[int] = field(default_factory=list)  # of drafts, at the bends, rising
+    seconds: list[float] = field(default_factory=list)  # that so many add to the step
+
+    def extra_s(self, num_drafts: int) -> float:
+        """How many seconds so many drafts add to the step, and to the time until the next."""
+        number = rounded(num_drafts)
+        at = bisect_right(self.numbers, number)
+        below, below_s = (self.numbers[at - 1], self.seconds[at - 1]) if at else (0, 0.0)
+        if at == len(self.numbers):
+            return below_s + (number - below) * self.more_s + self.waiting_s
+        above, above_s = self.numbers[at], self.seconds[at]
+        return below_s + (above_s - below_s) * (number - below) / (above - below) + self.waiting_s
+
+
 class StepCosts:
     """Learns two things from each step: how long steps of its kind take, and what a prompt token costs.
 
@@ -175,7 +198,9 @@ class StepCosts:
             most_s = total_s if plain_s is None else min(total_s, _OUTLIER * plain_s)
             self._decodes_s[rows] = _smooth(plain_s, most_s)
         elif plain_s is not None:
-            expected_s = self._verifying_s(num_decodes, num_drafts)
+            known_costs = self.draft_costs(num_decodes)
+            assert known_costs is not None
+            expected_s = known_costs.extra_s(num_drafts) - known_costs.waiting_s
             extra_s = min(max(0.0, total_s - plain_s), _OUTLIER * max(expected_s, plain_s / 4))
             table = self._drafts_s.setdefault(rows, {})
             known = table.get(drafts)
@@ -233,36 +258,37 @@ class StepCosts:
         """About how long a step takes that only decodes; 0 while nothing is known."""
         return self._baseline_s or 0.0
 
-    def plain_s(self, num_decodes: int) -> float | None:
-        """About how long a step of so many decodes and nothing else takes; None while none was seen."""
-        return self._decodes_s.get(rounded(num_decodes))
+    def draft_costs(self, num_decodes: int) -> DraftCosts | None:
+        """What drafts would cost beside so many decodes; None while no step of these alone was seen. Between numbers of
+        drafts that were seen it is a line; beyond them, each draft costs as much as a prompt's token."""
+        rows = rounded(num_decodes)
+        plain_s = self._decodes_s.get(rows)
+        if plain_s is None:
+            return None
+        costs = DraftCosts(plain_s, self._waiting_s(num_decodes), 1.0 / self.prefill_tokens_per_s)
+        if self._drafts_s:
+            if rows not in self._drafts_s:
+                rows = min(self._drafts_s, key=lambda known: max(known, rows) / min(known, rows))
+            table = self._drafts_s[rows]
+            for number in sorted(table):
+                seconds, seen = table[number]
+                if self._num_steps - seen > _DRAFTS_FORGOTTEN_AFTER:
+                    del table[number]
+                else:
+                    costs.numbers.append(number)
+                    costs.seconds.append(seconds)
+        return costs
 
     def drafts_s(self, num_decodes: int, num_drafts: int) -> float:
         """About how many seconds so many drafts add to a step of so many decodes, and to the time until the next."""
-        waiting_s = 0.0
-        if self._has_turnarounds:
-            known = self._host.get(_turnaround(num_decodes)) or self._host.get(_planning(has_prompts=False))
-            waiting_s = known.mean_s if known else 0.0
-        return self._verifying_s(num_decodes, num_drafts) + waiting_s
+        costs = self.draft_costs(num_decodes)
+        return 0.0 if costs is None else costs.extra_s(num_drafts)
 
-    def _verifying_s(self, num_decodes: int, num_drafts: int) -> float:
-        """What they add to the step itself. Between what was seen it is a line; beyond it, each draft costs as much as
-        a prompt's token."""
-        drafts = rounded(num_drafts)
-        rows = rounded(num_decodes)
-        if self._drafts_s and rows not in self._drafts_s:
-            rows = min(self._drafts_s, key=lambda known: max(known, rows) / min(known, rows))
-        below, above = (0, 0.0), None
-        for known, (seconds, seen) in list(self._drafts_s.get(rows, {}).items()):
-            if self._num_steps - seen > _DRAFTS_FORGOTTEN_AFTER:
-                del self._drafts_s[rows][known]
-            elif known <= drafts and known > below[0]:
-                below = (known, seconds)
-            elif known > drafts and (above is None or known < above[0]):
-                above = (known, seconds)
-        if above is None:
-            return below[1] + (drafts - below[0]) / self.prefill_tokens_per_s
-        return below[1] + (above[1] - below[1]) * (drafts - below[0]) / (above[0] - below[0])
+    def _waiting_s(self, num_decodes: int) -> float:
+        if not self._has_turnarounds:
+            return 0.0
+        known = self._host.get(_turnaround(num_decodes)) or self._host.get(_planning(has_prompts=False))
+        return known.mean_s if known else 0.0
 
     def step_s(self, kind: StepKind) -> float:
         """About how long a step takes: as its kind did before, else by its prompt tokens; 0 while nothing is known."""

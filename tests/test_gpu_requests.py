@@ -11,7 +11,6 @@ import fakes
 import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
-from quire.drafting import lookup
 
 pytestmark = pytest.mark.gpu
 
@@ -44,16 +43,12 @@ def num_different(ours: list[list[int]], theirs: list[list[int]]) -> int:
 
 @pytest.mark.parametrize("method", ["suffix", "draft_model"])
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 48}], ids=str)
-def test_drafts_change_no_token(
-    weights: Path, method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_change_no_token(weights: Path, method: str, settings: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     plain = answers(make(weights, device="cuda"), params)
     speculation = {"method": method} | ({"model": str(weights)} if method == "draft_model" else {})
     llm = make(weights, device="cuda", speculative_config=speculation, **settings)
-    monkeypatch.setattr(lookup, "_LOOK_SHARE", 1e9)
-    costs = llm.llm_engine.core.scheduler.costs
-    costs.drafts_s = lambda num_decodes, num_drafts: 0.0  # type: ignore[method-assign]  # as many as there are
+    fakes.draft_for_free(llm.llm_engine.core.scheduler.costs)
     for _ in range(2):  # then earlier answers are known
         # Where two tokens are about as likely, a batch of another size may round to the other one.
         assert num_different(answers(llm, params), plain) <= 2

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "text": set(),
     "kernels": set(),
     "scheduler": {"kv"},
-    "drafting": {"scheduler"},
+    "drafting": {"scheduler", "kernels"},
     "agents": set(),
     "layers": {"kernels"},
     "parallel": {"kernels"},

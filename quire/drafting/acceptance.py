@@ -10,14 +10,16 @@ import heapq
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from quire.step_costs import StepCosts, rounded
+from quire.step_costs import DraftCosts, rounded
 
-# By how many tokens agreed before it, the chance that a guess is right, before anything was seen.
-_FIRST_CHANCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.75, 0.85)
-_FIRST_WEIGHT, _MAX_WEIGHT = 8, 200  # guesses that a first chance, and a learned one at most, counts as
-_MAX_CHANCE = 0.99
-_MIN_GAIN = 1.05  # of tokens a second: less than that, and noise would decide
-_MAX_LOOKED_AT = 512  # drafts that one step considers
+# By place, the chance that a guess is right, before anything was seen. Uneven places are of guesses that all earlier
+# places agree with.
+FIRST_CHANCES = tuple(c for c in (0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.75, 0.85) for _ in range(2))
+FIRST_WEIGHT, MAX_WEIGHT = 8, 200  # guesses that a first chance, and a learned one at most, counts as
+MAX_CHANCE = 0.99
+MIN_GAIN = 1.05  # of tokens a second: less than that, and noise would decide
+MAX_LOOKED_AT = 512  # drafts that one step considers
+RECORD_MEMORY, RECORD_PRIOR = 0.9, 0.2  # of a request's own record, at each guess
 
 
 class Chances:
@@ -26,9 +28,8 @@ class Chances:
     __slots__ = ("_chances", "_weights")  # by place
 
     def __init__(self) -> None:
-        # Uneven places are of guesses that all earlier places agree with.
-        self._chances = [chance for chance in _FIRST_CHANCES for _ in range(2)]
-        self._weights = [_FIRST_WEIGHT] * len(self._chances)
+        self._chances = [*FIRST_CHANCES]
+        self._weights = [FIRST_WEIGHT] * len(self._chances)
 
     def of(self, num_agreed: int, is_unanimous: bool) -> float:
         return self._chances[_place(num_agreed, is_unanimous)]
@@ -39,7 +40,7 @@ class Chances:
         found = []
         chance = 1.0
         for agreed in range(num_agreed, num_agreed + most):
-            chance *= min(_MAX_CHANCE, ratio * self._chances[_place(agreed, is_unanimous)])
+            chance *= min(MAX_CHANCE, ratio * self._chances[_place(agreed, is_unanimous)])
             if chance < at_least:
                 break
             found.append(chance)
@@ -49,7 +50,7 @@ class Chances:
         """Returns the chance as it was before."""
         place = _place(num_agreed, is_unanimous)
         before = self._chances[place]
-        if self._weights[place] < _MAX_WEIGHT:
+        if self._weights[place] < MAX_WEIGHT:
             self._weights[place] += 1
         self._chances[place] += (is_right - before) / self._weights[place]
         return before
@@ -67,11 +68,11 @@ class Record:
     __slots__ = ("_expected", "_observed")
 
     def __init__(self) -> None:
-        self._observed = self._expected = 2.0
+        self._observed = self._expected = RECORD_PRIOR / (1.0 - RECORD_MEMORY)
 
     def learn(self, chance: float, is_right: bool) -> None:
-        self._observed = 0.9 * self._observed + 0.1 * 2.0 + is_right
-        self._expected = 0.9 * self._expected + 0.1 * 2.0 + chance
+        self._observed = RECORD_MEMORY * self._observed + RECORD_PRIOR + is_right
+        self._expected = RECORD_MEMORY * self._expected + RECORD_PRIOR + chance
 
     @property
     def ratio(self) -> float:
@@ -86,43 +87,35 @@ class Candidate(NamedTuple):
     chances: list[float]
 
 
-def can_pay(costs: StepCosts, num_decodes: int, most: int) -> bool:
+def can_pay(costs: DraftCosts, num_decodes: int, most: int) -> bool:
     """Whether any number of drafts would, were all of them right. Asked before anything is looked up."""
-    plain_s = costs.plain_s(num_decodes)
-    if not plain_s:
-        return False
     drafts = 1
     while drafts <= most:
-        if (num_decodes + drafts) * plain_s >= _MIN_GAIN * num_decodes * (
-            plain_s + costs.drafts_s(num_decodes, drafts)
-        ):
+        if (num_decodes + drafts) * costs.plain_s >= MIN_GAIN * num_decodes * (costs.plain_s + costs.extra_s(drafts)):
             return True
         drafts = 2 * drafts + 1
     return False
 
 
-def choose(costs: StepCosts, num_decodes: int, candidates: Iterable[Candidate], most: int) -> dict[int, int]:
+def choose(costs: DraftCosts, num_decodes: int, candidates: Iterable[Candidate], most: int) -> dict[int, int]:
     """How many drafts of each candidate to verify, so that the step brings the most tokens a second.
 
     Drafts are taken in the order of their chances, which is the best choice for every number of them, and the number is
-    the best of all: a step's cost need not grow evenly with it, as where a kernel works in tiles.
+    the best of all: a step's cost need not grow evenly with it.
     """
-    plain_s = costs.plain_s(num_decodes)
-    if not plain_s:
-        return {}
-    best_rate, best_number = _MIN_GAIN * num_decodes / plain_s, 0
+    best_rate, best_number = MIN_GAIN * num_decodes / costs.plain_s, 0
     taken: list[int] = []
     tokens = float(num_decodes)
     extra_s: dict[int, float] = {}  # by number of drafts, as the costs tell numbers apart
     for chance, key in _by_chance(candidates):
-        if len(taken) >= min(most, _MAX_LOOKED_AT):
+        if len(taken) >= min(most, MAX_LOOKED_AT):
             break
         taken.append(key)
         tokens += chance
         kind = rounded(len(taken))
         if kind not in extra_s:
-            extra_s[kind] = costs.drafts_s(num_decodes, kind)
-        rate = tokens / (plain_s + extra_s[kind])
+            extra_s[kind] = costs.extra_s(kind)
+        rate = tokens / (costs.plain_s + extra_s[kind])
         if rate > best_rate:
             best_rate, best_number = rate, len(taken)
     numbers: dict[int, int] = {}

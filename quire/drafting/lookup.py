@@ -3,182 +3,129 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from quire.drafting.acceptance import Candidate, Chances, Record, can_pay, choose
-from quire.drafting.history import END_OF_ANSWER, AnswerCache, History, Match
+from quire.drafting.acceptance import can_pay
+from quire.drafting.answers import AnswerCache, Scope
+from quire.drafting.lines import Lines, Rules, Step
+from quire.drafting.native import NativeLines, is_built
 from quire.request import Sequence
 from quire.scheduler import Drafter
 from quire.speculation import SpeculativeConfig
-from quire.step_costs import StepCosts
+from quire.step_costs import DraftCosts, StepCosts
 
 _SUFFIX_GRAM = 2  # the shortest match that suffix looks for
 _MIN_CHANCE = 0.02  # of an ngram's draft: none so unlikely was ever worth its time
-_LOST = 64  # tokens that came while nothing was guessed: their guess is not compared with them
+_MAX_FOLLOWED = 64  # new tokens of a line; of more, the guess is not compared with them
+_MAX_ENTERED = 8192  # tokens that one step enters beside those, so that none waits for a long prompt, nor for many
 _LOOK_SHARE = 0.01  # of a step's time that looking in vain may take
 _MAX_REST = 32  # steps without a look
 
 
 @dataclass(slots=True)
-class _Line:
-    """One sequence's guess: it goes on as `source` does from `position` on, with which `num_agreed` tokens agreed."""
+class _Opened:
+    """A sequence whose tokens are looked at."""
 
-    history: History
-    num_seen: int  # tokens of the sequence that the guess was compared with
-    record: Record = field(default_factory=Record)
-    source: list[int] | None = None
-    position: int = 0
-    num_agreed: int = 0
-    is_unanimous: bool = True
-
-    def guess(self, most: int) -> list[int]:
-        """The next tokens. Where the sequence repeats itself, the guess comes to its end and goes round."""
-        assert self.source is not None
-        tokens = self.source[self.position : self.position + most]
-        if self.source is self.history.tokens:
-            while len(tokens) < most:
-                tokens += tokens[: most - len(tokens)]
-        return tokens
+    slot: int
+    scope: Scope | None  # of the answers that it may read
+    num_seen: int = 0  # of its tokens
 
 
 class LookupDrafter(Drafter):
-    """Guesses that a sequence goes on as it, or an earlier answer, went on where its last tokens stood before.
+    """Guesses that a sequence goes on as it, or an earlier answer, went on where its last tokens stood before."""
 
-    A step asks twice: `begin_step` looks at all running sequences and chooses how many drafts each gets, `propose`
-    hands them out.
-    """
-
-    def __init__(self, config: SpeculativeConfig, costs: StepCosts) -> None:
+    def __init__(
+        self, config: SpeculativeConfig, costs: StepCosts, *, clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        """clock: in seconds, by which looking is kept cheap."""
         self._costs = costs
-        self._most = config.num_speculative_tokens
-        self._chances = Chances()
-        self._lines: dict[int, _Line] = {}  # by seq_id
-        self._chosen: dict[int, list[int]] = {}  # by seq_id: this step's drafts
-        self._num_rests = 0  # steps until the next look
-        self._is_suffix = config.method == "suffix"
-        self._answers: AnswerCache | None = None
-        if self._is_suffix:
-            self._gram, self._depth = _SUFFIX_GRAM, config.suffix_decoding_max_tree_depth
-            self._factor, self._min_chance = (
-                config.suffix_decoding_max_spec_factor,
-                config.suffix_decoding_min_token_prob,
-            )
-            if config.suffix_decoding_max_cached_requests:
-                self._answers = AnswerCache(self._gram, config.suffix_decoding_max_cached_requests)
+        self._clock = clock
+        most = config.num_speculative_tokens
+        if config.method == "suffix":
+            factor, min_chance = config.suffix_decoding_max_spec_factor, config.suffix_decoding_min_token_prob
+            rules = Rules(_SUFFIX_GRAM, config.suffix_decoding_max_tree_depth, most, factor, min_chance)
         else:
-            self._gram, self._depth = config.prompt_lookup_min, config.prompt_lookup_max
-            self._factor, self._min_chance = float(self._most), _MIN_CHANCE
+            rules = Rules(config.prompt_lookup_min, config.prompt_lookup_max, most, float(most), _MIN_CHANCE)
+        self._most = most
+        self._lines = NativeLines(rules) if is_built() else Lines(rules)
+        self._answers: AnswerCache | None = None
+        if config.method == "suffix" and config.suffix_decoding_max_cached_requests:
+            self._answers = AnswerCache(self._lines, rules.gram, config.suffix_decoding_max_cached_requests)
+        self._opened: dict[int, _Opened] = {}  # by seq_id
+        self._free_slots: list[int] = []
+        self._num_rests = 0  # steps until the next look
 
-    # -- the scheduler's side
-
-    def begin_step(self, running: Iterable[Sequence], most: int) -> None:
-        """Choose the step's drafts, `most` of them at most. Where there were none, the next look is so many steps away
-        that looking stays cheap: at hundreds of sequences a look takes milliseconds."""
-        self._chosen.clear()
+    def draft(self, running: list[Sequence], most: int) -> dict[int, list[int]]:
+        """Where there is nothing to draft, the next look is so many steps away that looking stays cheap."""
         if self._num_rests:
             self._num_rests -= 1
-            return
-        started = time.thread_time()
-        num_decodes = self._choose(running, most)
-        if num_decodes and not self._chosen and (plain_s := self._costs.plain_s(num_decodes)):
-            looked_s = time.thread_time() - started
-            self._num_rests = min(_MAX_REST, int(looked_s / (_LOOK_SHARE * plain_s)))
-
-    def _choose(self, running: Iterable[Sequence], most: int) -> int:
-        """-> how many sequences decode."""
+            return {}
         decoding = [
             seq for seq in running if seq.num_computed_tokens == len(seq.token_ids) + seq.num_pending_tokens - 1
         ]
-        if most <= 0 or not decoding or not can_pay(self._costs, len(decoding), min(most, len(decoding) * self._most)):
-            return len(decoding)
-        candidates = []
-        by_key = {}
-        for seq in decoding:
-            line = self._follow(seq)
-            if line.source is not None and (chances := self._reach(seq, line)):
-                candidates.append(Candidate(seq.seq_id, chances))
-                by_key[seq.seq_id] = (seq, line)
-        for key, number in choose(self._costs, len(decoding), candidates, most).items():
-            seq, line = by_key[key]
-            first = _num_unknown(seq)
-            self._chosen[key] = line.guess(first + number)[first:]
-        return len(decoding)
+        if most <= 0 or not decoding:
+            return {}
+        costs = self._costs.draft_costs(len(decoding))
+        if costs is None or not can_pay(costs, len(decoding), min(most, len(decoding) * self._most)):
+            return {}
+        started = self._clock()
+        drafts = self._look(decoding, most, costs)
+        if not drafts:
+            looked_s = self._clock() - started
+            self._num_rests = min(_MAX_REST, int(looked_s / (_LOOK_SHARE * costs.plain_s)))
+        return drafts
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
-        return self._chosen.pop(seq.seq_id, [])[:most]
+    def _look(self, decoding: list[Sequence], most: int, costs: DraftCosts) -> dict[int, list[int]]:
+        opened = self._opened
+        step = Step(len(decoding), most)
+        keys, slots, num_new, num_unknown = step.keys, step.slots, step.num_new, step.num_unknown
+        num_left = _MAX_ENTERED
+        for seq in decoding:
+            key, tokens = seq.seq_id, seq.token_ids
+            own = opened.get(key)
+            if own is None or len(tokens) - own.num_seen > _MAX_FOLLOWED:
+                own = own or self._open(seq)
+                num_left -= self._enter(own, tokens, num_left)
+                if own.num_seen < len(tokens):
+                    continue
+            new = tokens[own.num_seen :]
+            own.num_seen = len(tokens)
+            step.new_tokens += new
+            keys.append(key)
+            slots.append(own.slot)
+            num_new.append(len(new))
+            num_unknown.append(seq.num_pending_tokens + seq.num_unverified_drafts)
+        return self._lines.step(step, costs)
+
+    def _open(self, seq: Sequence) -> _Opened:
+        slot = self._free_slots.pop() if self._free_slots else len(self._opened)
+        scope = None
+        if self._answers is not None and not seq.request.skip_prefix_cache_read:
+            scope = _scope(seq)
+        self._lines.open(slot, None if scope is None or self._answers is None else self._answers.enter(scope))
+        self._opened[seq.seq_id] = own = _Opened(slot, scope)
+        return own
+
+    def _enter(self, own: _Opened, tokens: list[int], most: int) -> int:
+        """Enter `most` of a sequence's tokens at most; returns how many."""
+        tokens = tokens[own.num_seen : own.num_seen + most]
+        if tokens:
+            self._lines.enter(own.slot, tokens)
+            own.num_seen += len(tokens)
+        return len(tokens)
 
     def ended(self, seq: Sequence) -> None:
         """Its answer is remembered, its guess forgotten."""
-        self._lines.pop(seq.seq_id, None)
-        self._chosen.pop(seq.seq_id, None)
+        own = self._opened.pop(seq.seq_id, None)
+        if own is not None:
+            self._lines.close(own.slot)
+            self._free_slots.append(own.slot)
+            if own.scope is not None and self._answers is not None:
+                self._answers.leave(own.scope)
         if self._answers is not None:
             self._answers.add(_scope(seq), seq.output_token_ids)
 
-    # -- one sequence
 
-    def _follow(self, seq: Sequence) -> _Line:
-        """Compare the guess with what has come since, and look for another where it was wrong."""
-        tokens = seq.token_ids
-        line = self._lines.get(seq.seq_id)
-        if line is None:
-            line = self._lines[seq.seq_id] = _Line(History(tokens, self._gram), len(tokens))
-        assert line.history.tokens is tokens
-        num_tokens = len(tokens)
-        if num_tokens == line.num_seen and line.source is not None:
-            return line  # nothing has come: it is in flight
-        line.history.extend()
-        if num_tokens - line.num_seen > _LOST:
-            line.source = None
-        else:
-            for i in range(line.num_seen, num_tokens):
-                self._compare(line, tokens[i])
-        line.num_seen = num_tokens
-        if line.source is None and (match := self._find(seq, line)) is not None:
-            line.source, line.position, line.num_agreed, line.is_unanimous = match
-        return line
-
-    def _compare(self, line: _Line, token: int) -> None:
-        if line.source is None:
-            return
-        guess = line.source[line.position] if line.position < len(line.source) else -1
-        if guess < 0:  # where the earlier answer ended
-            line.source = None
-            return
-        is_right = guess == token
-        line.record.learn(self._chances.learn(line.num_agreed, line.is_unanimous, is_right), is_right)
-        if is_right:
-            line.position += 1
-            line.num_agreed += 1
-        else:
-            line.source = None
-
-    def _find(self, seq: Sequence, line: _Line) -> Match | None:
-        match = line.history.find(seq.token_ids, self._depth)
-        if self._answers is not None and not seq.request.skip_prefix_cache_read:
-            other = self._answers.find(_scope(seq), seq.token_ids, self._depth)
-            if match is None or (other is not None and other.length > match.length):
-                return other
-        return match
-
-    def _reach(self, seq: Sequence, line: _Line) -> list[float]:
-        """The chance that each token after those in flight is reached and right. As long as adaptive length allows."""
-        num_unknown = _num_unknown(seq)
-        most = min(self._most, max(1, int(self._factor * line.num_agreed)))
-        assert line.source is not None
-        if line.source is not line.history.tokens:  # an earlier answer, which may end before that
-            guess = line.source[line.position : line.position + num_unknown + most]
-            most = (guess.index(END_OF_ANSWER) if END_OF_ANSWER in guess else len(guess)) - num_unknown
-        ratio = line.record.ratio
-        chances = self._chances.reach(line.num_agreed, line.is_unanimous, ratio, num_unknown + most, self._min_chance)
-        return chances[num_unknown:]
-
-
-def _num_unknown(seq: Sequence) -> int:
-    """Tokens that steps in flight will bring, were all their drafts right. The guess is taken to be right so far: only
-    what comes after it can still be drafted."""
-    return seq.num_pending_tokens + seq.num_unverified_drafts
-
-
-def _scope(seq: Sequence) -> tuple[str | None, str | None]:
+def _scope(seq: Sequence) -> Scope:
     return seq.request.salt, seq.request.adapter

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from quire.drafting.acceptance import Candidate, can_pay, choose
 from quire.request import Sequence
 from quire.scheduler import Drafter
@@ -26,10 +24,8 @@ class ModelDrafter(Drafter):
         self._chance = _FIRST_CHANCE  # of all requests, with which a new one begins
         self._chances: dict[int, float] = {}  # by seq_id
         self._begun: set[int] = set()  # whose prompt the draft model has computed
-        self._chosen: dict[int, int] = {}
 
-    def begin_step(self, running: Iterable[Sequence], most: int) -> None:
-        self._chosen = {}
+    def draft(self, running: list[Sequence], most: int) -> dict[int, int]:
         decoding = [
             seq
             for seq in running
@@ -37,8 +33,11 @@ class ModelDrafter(Drafter):
             and not seq.num_unverified_drafts  # its last token may be in flight: the executor has it
         ]
         self._chance += _RETURN * (_FIRST_CHANCE - self._chance)
-        if most <= 0 or not decoding or not can_pay(self._costs, len(decoding), min(most, len(decoding) * self._most)):
-            return
+        if most <= 0 or not decoding:
+            return {}
+        costs = self._costs.draft_costs(len(decoding))
+        if costs is None or not can_pay(costs, len(decoding), min(most, len(decoding) * self._most)):
+            return {}
         candidates = []
         for seq in decoding:
             if len(seq.token_ids) + self._most > self._max_position or not self._is_worth_a_prompt(seq):
@@ -47,16 +46,12 @@ class ModelDrafter(Drafter):
             chance += _RETURN * (_FIRST_CHANCE - chance)
             self._chances[seq.seq_id] = chance
             candidates.append(Candidate(seq.seq_id, [chance ** (depth + 1) for depth in range(self._most)]))
-        self._chosen = choose(self._costs, len(decoding), candidates, most)
+        chosen = choose(costs, len(decoding), candidates, most)
+        self._begun.update(chosen)
+        return chosen
 
     def _is_worth_a_prompt(self, seq: Sequence) -> bool:
         return seq.seq_id in self._begun or len(seq.token_ids) <= _MAX_PROMPT_SHARE * (seq.max_len - len(seq.token_ids))
-
-    def propose(self, seq: Sequence, most: int) -> int:
-        number = min(self._chosen.get(seq.seq_id, 0), most)
-        if number:
-            self._begun.add(seq.seq_id)
-        return number
 
     def judged(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Drafts behind the first wrong one say nothing."""

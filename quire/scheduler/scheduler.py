@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from quire.errors import BadRequestError
 from quire.kv import UNCHANGED, KVManager
@@ -235,13 +235,14 @@ class Scheduler:
         grow, unforked = self._kv.grow, self._life.reserved_rows
         decodes, catching_up = step.decodes, step.catching_up
         beams = self._life.beams
-        has_drafter = self.drafter is not None or self.forced_tokens is not None
+        drafts: Mapping[int, list[int] | int] = {}
+        may_force = self.forced_tokens is not None
         num_stages = self.config.num_stages
         most = None if num_stages == 1 else -(-len(self._life.running) // num_stages)
         if self.drafter is not None and self._life.running:
             running = self._life.running
             drafted = [seq for seq in running if not self._life.is_beam(seq)] if beams else running
-            self.drafter.begin_step(drafted, step.budget - len(running))
+            drafts = self.drafter.draft(drafted, step.budget - len(running))
         # A preemption inside takes the list's last sequence away, which iteration over a list allows. With several
         # tenants it may be any.
         for seq in self._still_running() if self._life.queue.is_shared else self._life.running:
@@ -258,7 +259,7 @@ class Scheduler:
             unverified = seq.num_unverified_drafts
             if num_tokens + unverified >= seq.max_len:
                 continue  # its last token is, or may be, in flight
-            if has_drafter and self._schedule_verification(seq, num_tokens, step):
+            if (may_force or seq.seq_id in drafts) and self._schedule_verification(seq, num_tokens, drafts, step):
                 continue
             allocation = grow(seq.seq_id, num_tokens, start, unverified)
             if allocation is not UNCHANGED and not self._room.take(seq, num_tokens, allocation, step):
@@ -287,23 +288,27 @@ class Scheduler:
             backlog += sum(len(seq.token_ids) - seq.num_computed_tokens for seq in catching_up)
             step.budget = min(step.budget, max(self._smooth_tokens(len(served)), backlog // _BACKLOG_STEPS))
 
-    def _schedule_verification(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> bool:
+    def _schedule_verification(
+        self, seq: Sequence, num_tokens: int, guesses: Mapping[int, list[int] | int], step: StepBuilder
+    ) -> bool:
         """A decode with drafts, if there are any. Nobody waits for a guess: it takes what budget the others' decodes
         leave, and blocks that are free."""
         unverified = seq.num_unverified_drafts
         most = min(
             step.budget - len(self._life.running) - step.num_draft_tokens, seq.max_len - num_tokens - unverified - 1
         )
+        if most <= 0:
+            return False
         drafts: list[int] | int = 0
-        if self.forced_tokens is not None and most > 0 and seq.request.spec.is_constrained:
+        if self.forced_tokens is not None and seq.request.spec.is_constrained:
             drafts = self.forced_tokens(seq)[:most]
         are_forced = bool(drafts)
-        if self.drafter is not None and most > 0 and not are_forced:
-            drafts = self.drafter.propose(seq, most)
+        if not are_forced:
+            guess = guesses.get(seq.seq_id, 0)
+            drafts = min(guess, most) if isinstance(guess, int) else guess[:most]
         size = num_drafts(drafts)
         if not size:
             return False
-        assert size <= most, f"{size} drafts where {most} were asked for"
         start = seq.num_computed_tokens
         allocation = self._kv.grow(seq.seq_id, num_tokens, start, unverified + size)
         if allocation is None:

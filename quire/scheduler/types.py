@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -27,13 +27,11 @@ class SequenceUpdate:
 class Drafter:
     """Guesses how running sequences go on. Whether a guess is right changes only how fast they do."""
 
-    def begin_step(self, running: Iterable[Sequence], most: int) -> None:
-        """A step is planned in which these run; there is room for so many drafts. Then `propose` is called for some."""
-
-    def propose(self, seq: Sequence, most: int) -> list[int] | int:
-        """At most so many token ids to follow the sequence's last one; or how many the executor's own drafter shall
-        propose. Tokens of steps in flight are not known here (seq.num_pending_tokens)."""
-        return 0
+    def draft(self, running: list[Sequence], most: int) -> Mapping[int, list[int] | int]:
+        """A step is planned in which these run; there is room for so many drafts. By seq_id, of some that decode: token
+        ids to follow its last one, or how many the executor's own drafter shall propose. Tokens of steps in flight are
+        not known here (seq.num_pending_tokens)."""
+        return {}
 
     def judged(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Told after a step has verified drafts of the sequence."""

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.drafting.acceptance import Candidate, Chances, Record, can_pay, choose
-from quire.step_costs import StepCosts, StepKind
+from quire.step_costs import DraftCosts, StepCosts, StepKind
+
+
+def draft_costs(num_decodes: int, plain_s: float, extra_s: dict[int, float]) -> DraftCosts:
+    costs = costs_of(num_decodes, plain_s, extra_s).draft_costs(num_decodes)
+    assert costs is not None
+    return costs
 
 
 def costs_of(num_decodes: int, plain_s: float, extra_s: dict[int, float]) -> StepCosts:
@@ -20,6 +26,12 @@ def costs_of(num_decodes: int, plain_s: float, extra_s: dict[int, float]) -> Ste
             total_s = plain_s + seconds
             costs.observe_step(StepKind(num_decodes, 0, drafts), device_s=total_s, total_s=total_s)
     return costs
+
+
+def plain_s(costs: StepCosts, num_decodes: int) -> float:
+    known = costs.draft_costs(num_decodes)
+    assert known is not None
+    return known.plain_s
 
 
 def test_a_chance_follows_what_is_seen_where_it_is_seen() -> None:
@@ -44,22 +56,21 @@ def test_a_request_whose_guesses_miss_is_trusted_less_and_trusted_again() -> Non
 
 
 def test_nothing_is_drafted_before_a_plain_step_was_seen() -> None:
-    costs = StepCosts(prefill_tokens_per_s=1000.0)
-    assert not can_pay(costs, 1, 8) and choose(costs, 1, [Candidate(1, [0.99] * 8)], 8) == {}
+    assert StepCosts(prefill_tokens_per_s=1000.0).draft_costs(1) is None
 
 
 def test_drafts_that_miss_or_cost_too_much_are_not_verified() -> None:
-    cheap = costs_of(1, 10e-3, {1: 1e-3, 3: 2e-3, 7: 4e-3})
+    cheap = draft_costs(1, 10e-3, {1: 1e-3, 3: 2e-3, 7: 4e-3})
     assert choose(cheap, 1, [Candidate(1, [0.9, 0.8, 0.7, 0.6])], 8) == {1: 4}
     assert choose(cheap, 1, [Candidate(1, [0.1, 0.01])], 8) == {}
-    wide = costs_of(64, 10e-3, {1: 1e-3, 16: 9e-3, 64: 20e-3})
+    wide = draft_costs(64, 10e-3, {1: 1e-3, 16: 9e-3, 64: 20e-3})
     assert not can_pay(wide, 64, 512)
     assert choose(wide, 64, [Candidate(i, [0.95]) for i in range(64)], 512) == {}
 
 
 def test_costs_that_do_not_grow_evenly_are_followed() -> None:
     """As where 16 rows are one tile: 15 drafts cost less than 7."""
-    tiles = costs_of(1, 16e-3, {1: 6e-3, 3: 9e-3, 7: 40e-3, 11: 60e-3, 15: 16e-3})
+    tiles = draft_costs(1, 16e-3, {1: 6e-3, 3: 9e-3, 7: 40e-3, 11: 60e-3, 15: 16e-3})
     sure = [0.97**i for i in range(1, 16)]
     assert choose(tiles, 1, [Candidate(1, sure)], 100) == {1: 15}
     assert choose(tiles, 1, [Candidate(1, sure[:7])], 100) == {1: 3}  # where there are no 15
@@ -74,7 +85,7 @@ chances_of_one = st.lists(st.floats(0.2, 0.99), min_size=1, max_size=3).map(
 def test_no_other_choice_brings_more_tokens_a_second(lines: list[list[float]], slope: float) -> None:
     plain_s = 10e-3
     extra_s = {n: slope * 3e-3 * n for n in range(1, 10)}
-    costs = costs_of(len(lines), plain_s, extra_s)
+    costs = draft_costs(len(lines), plain_s, extra_s)
     chosen = choose(costs, len(lines), [Candidate(i, line) for i, line in enumerate(lines)], 100)
 
     def rate(numbers: tuple[int, ...]) -> float:
@@ -91,22 +102,24 @@ def test_one_slow_step_neither_opens_nor_shuts_the_gate() -> None:
     costs.observe_step(StepKind(1, 0, 3), device_s=1.0, total_s=1.0)  # somebody else had the machine
     assert costs.drafts_s(1, 3) < 9e-3
     costs.observe_step(StepKind(1, 0), device_s=1.0, total_s=1.0)
-    assert costs.plain_s(1) == pytest.approx(16e-3)
+    assert plain_s(costs, 1) == pytest.approx(16e-3)
 
 
 def test_what_drafts_cost_is_forgotten_in_time_so_that_it_is_tried_again() -> None:
     costs = costs_of(1, 10e-3, {3: 100e-3})
-    assert choose(costs, 1, [Candidate(1, [0.9] * 3)], 8) == {}
+    assert costs.drafts_s(1, 3) > 50e-3
     for _ in range(2001):
         costs.observe_step(StepKind(1, 0), device_s=10e-3, total_s=10e-3)
-    assert choose(costs, 1, [Candidate(1, [0.9] * 3)], 8) == {1: 3}
+    assert costs.drafts_s(1, 3) == pytest.approx(3e-3)  # as long as a prompt's tokens would take
 
 
 def test_drafts_do_not_teach_what_decodes_alone_cost() -> None:
     costs = costs_of(4, 10e-3, {})
     for _ in range(20):
         costs.observe_step(StepKind(4, 0, 20), device_s=50e-3, total_s=50e-3)
-    assert costs.decodes_s == pytest.approx(10e-3) and costs.plain_s(4) == pytest.approx(10e-3)
+    assert costs.decodes_s == pytest.approx(10e-3) and plain_s(costs, 4) == pytest.approx(10e-3)
     assert costs.drafts_s(4, 20) == pytest.approx(40e-3, rel=0.3)
     assert costs.drafts_s(4, 10) == pytest.approx(20e-3, rel=0.3)  # between what was seen it is a line
+    assert costs.draft_costs(5) is None
+    costs.observe_step(StepKind(5, 0), device_s=10e-3, total_s=10e-3)
     assert costs.drafts_s(5, 20) == costs.drafts_s(4, 20)  # the nearest that was seen

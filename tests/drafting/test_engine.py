@@ -17,9 +17,7 @@ from quire.kernels.cpu import unavailable_reason
 def free_drafts(llm: LLM | AsyncLLM) -> None:
     """Whatever is guessed is verified: which drafts would pay is not the question here."""
     engine = llm.llm_engine if isinstance(llm, LLM) else llm.engine
-    costs = engine.core.scheduler.costs
-    costs.plain_s = lambda num_decodes: 1.0  # type: ignore[method-assign]
-    costs.drafts_s = lambda num_decodes, num_drafts: 0.0  # type: ignore[method-assign]
+    fakes.draft_for_free(engine.core.scheduler.costs)
 
 
 # A vocabulary of few tokens, so that something is always found.

@@ -115,8 +115,7 @@ def test_a_draft_model_that_misses_is_left_alone_and_tried_again(tiny_model: Pat
     seq = Sequence(request, 0, [1] * 8, state=SequenceState.RUNNING, num_computed_tokens=7, max_len=908)
     asked = []
     for _ in range(180):
-        drafter.begin_step([seq], 100)
-        asked.append(drafter.propose(seq, 100))
+        asked.append(drafter.draft([seq], 100).get(seq.seq_id, 0))
         if asked[-1]:
             drafter.judged(seq, asked[-1], 0)
         seq.token_ids.append(1)
@@ -124,7 +123,6 @@ def test_a_draft_model_that_misses_is_left_alone_and_tried_again(tiny_model: Pat
     assert asked[0] == 4 and 0 < sum(map(bool, asked[20:])) < 16
     seq.token_ids += [1] * 100
     seq.num_computed_tokens += 100
-    drafter.begin_step([seq], 100)
-    assert not drafter.propose(seq, 100)  # the draft model knows no such position
+    assert not drafter.draft([seq], 100)  # the draft model knows no such position
     drafter.ended(seq)
     assert not drafter._chances and not drafter._begun

@@ -12,13 +12,13 @@ import fakes
 import jsonschema
 import pytest
 from grammar.schemas import schema_of
+from scheduler.harness import Proposer
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.errors import BadRequestError
 from quire.executor.local import LocalExecutor
 from quire.outputs import RequestOutput
 from quire.request import Sequence
-from quire.scheduler.types import Drafter
 
 SCHEMA = {
     "type": "object",
@@ -107,17 +107,17 @@ def test_preempted_sequences_go_on_where_they_were(tiny_model: Path, preemption:
     check(outputs)
 
 
-class Oracle(Drafter):
+class Oracle(Proposer):
     """Drafts of what will come, every fourth of them wrong."""
 
     def __init__(self, outputs: list[RequestOutput]) -> None:
         self._lines = {(tuple(o.prompt_token_ids), c.index): list(c.token_ids) for o in outputs for c in o.outputs}
         self._count = 0
 
-    def propose(self, seq: Sequence, most: int) -> list[int] | int:
+    def propose(self, seq: Sequence) -> list[int] | int:
         line = self._lines[tuple(seq.request.prompt_token_ids), seq.index]
         self._count += 1
-        known = line[seq.num_output_tokens :][: min(most, self._count % 5)]
+        known = line[seq.num_output_tokens :][: self._count % 5]
         return [*known[:-1], known[-1] ^ 1] if known and self._count % 4 == 0 else known
 
 

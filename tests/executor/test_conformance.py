@@ -18,7 +18,7 @@ import fakes
 import pytest
 import torch
 from executor.test_graphs_played_back import PlainRing, with_graphs
-from scheduler.harness import Rig, make_request
+from scheduler.harness import Proposer, Rig, make_request
 from scheduler.test_drafts import rig_with_drafts
 
 from quire.config import EngineConfig
@@ -27,25 +27,24 @@ from quire.executor import decode_graphs, mixed_graphs
 from quire.executor.base import Executor
 from quire.params import SamplingSpec
 from quire.request import BeamSpec, Request, Sequence
-from quire.scheduler import Drafter
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, NUM_ROWS = 72, 4, 100, 6
 VOCAB = 50  # of the prompts: small, so that they share prefixes
 STEPS = 10_000
 
 
-class RightOrWrong(Drafter):
+class RightOrWrong(Proposer):
     """Drafts from what a run alone gave, of which some tokens are changed."""
 
     def __init__(self, lines: dict[tuple[str, int], list[int]], accuracy: float) -> None:
         self._lines, self._accuracy = lines, accuracy
         self._rng = random.Random(3)
 
-    def propose(self, seq: Sequence, most: int) -> list[int] | int:
+    def propose(self, seq: Sequence) -> list[int] | int:
         if seq.num_pending_tokens:
             return 0
         line = self._lines[seq.request.request_id, seq.index][seq.num_output_tokens :]
-        known = line[: min(most, self._rng.randrange(5))]
+        known = line[: self._rng.randrange(5)]
         return [token if self._rng.random() < self._accuracy else (token + 1) % VOCAB for token in known]
 
 

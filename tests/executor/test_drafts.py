@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scheduler.harness import Proposer
 
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
 from quire.request import Sequence
-from quire.scheduler import Drafter
 
 PROMPTS = [[7 + i, 20, 30 + i, 9, 9, 40 + i][: 3 + i % 4] for i in range(10)]
 
@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Oracle(Drafter):
+class Oracle(Proposer):
     """Knows how each sequence will go on, and says so with a given accuracy."""
 
     def __init__(self, outputs: list[RequestOutput], accuracy: float) -> None:
@@ -45,9 +45,9 @@ class Oracle(Drafter):
         self._accuracy = accuracy
         self._rng = random.Random(1)
 
-    def propose(self, seq: Sequence, most: int) -> list[int] | int:
+    def propose(self, seq: Sequence) -> list[int] | int:
         line = self._lines[tuple(seq.request.prompt_token_ids), seq.index]
-        known = line[seq.num_output_tokens :][: min(most, self._rng.randrange(6))]
+        known = line[seq.num_output_tokens :][: self._rng.randrange(6)]
         return [token if self._rng.random() < self._accuracy else token + 1 for token in known]
 
 

@@ -14,6 +14,7 @@ import adapter_files
 import fakes
 import pytest
 import torch
+from scheduler.harness import Proposer
 
 from quire import LLMEngine, SamplingParams
 from quire.config import EngineConfig
@@ -27,7 +28,6 @@ from quire.executor.sizing import num_graph_rows, padded_size
 from quire.lora.request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.request import Sequence
-from quire.scheduler import Drafter
 
 MAX_NUM_SEQS = 40
 
@@ -206,16 +206,16 @@ def test_a_request_whose_prefix_was_found_joins_decodes_in_a_captured_step(weigh
     assert [output.num_cached_tokens for output in outputs if output.request_id == "joining"] == [40] * 3
 
 
-class Oracle(Drafter):
+class Oracle(Proposer):
     """Drafts what plain decoding brought, with a wrong token now and then."""
 
     def __init__(self, prompts: list[list[int]], answers: list[list[int]]) -> None:
         self._texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         self._rng = random.Random(9)
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, seq: Sequence) -> list[int]:
         text = next(text for text in self._texts if text[: len(seq.token_ids)] == seq.token_ids)
-        drafts = text[len(seq.token_ids) :][: min(most, self._rng.choice((0, 1, 3, 7)))]
+        drafts = text[len(seq.token_ids) :][: self._rng.choice((0, 1, 3, 7))]
         return [token if self._rng.random() < 0.9 else 1 for token in drafts]
 
 

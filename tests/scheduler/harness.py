@@ -14,7 +14,7 @@ from quire.kv import KVManager
 from quire.params import SamplingSpec
 from quire.plan import StepPlan, StepResult
 from quire.request import Request, Sequence, SequenceState
-from quire.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
+from quire.scheduler import Drafter, Scheduler, SchedulerConfig, SequenceUpdate
 from quire.sim import CostModel, SimClock
 
 _ids = itertools.count()
@@ -51,6 +51,17 @@ def make_request(
         n=n,
         **fields,
     )
+
+
+class Proposer(Drafter):
+    """A drafter that says of each sequence that decodes what it proposes for it."""
+
+    def propose(self, seq: Sequence) -> list[int] | int:
+        return 0
+
+    def draft(self, running: list[Sequence], most: int) -> dict[int, list[int] | int]:
+        decoding = [s for s in running if s.num_computed_tokens == len(s.token_ids) + s.num_pending_tokens - 1]
+        return {seq.seq_id: drafts for seq in decoding if (drafts := self.propose(seq))}
 
 
 class Rig:

@@ -7,16 +7,15 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler.harness import Rig, alone, make_request
+from scheduler.harness import Proposer, Rig, alone, make_request
 from scheduler.test_random import SETUPS, VOCAB, make_requests, run_workload
 from sim_language import ToyLanguage
 
 from quire.kv import KVManager
 from quire.request import FinishReason, Request, Sequence
-from quire.scheduler import Drafter
 
 
-class Guesser(Drafter):
+class Guesser(Proposer):
     """Drafts of random length, each token right with a given probability. Both kinds: ids from the host where it knows
     the last token, and numbers for the executor's own drafter."""
 
@@ -26,8 +25,8 @@ class Guesser(Drafter):
         self._most = most
         self._language = ToyLanguage(VOCAB)
 
-    def propose(self, seq: Sequence, most: int) -> list[int] | int:
-        size = min(most, self._rng.randrange(self._most + 1))
+    def propose(self, seq: Sequence) -> list[int] | int:
+        size = self._rng.randrange(self._most + 1)
         if seq.num_pending_tokens or self._rng.random() < 0.5:
             return size
         spec = seq.request.spec_of(seq.index)
@@ -164,7 +163,7 @@ def test_blocks_and_sequences_hold_after_every_step(
 def test_blocks_of_rejected_drafts_are_given_back_and_the_executor_is_told() -> None:
     rig = rig_with_drafts(0, 0.0, block_size=4, num_blocks=100)
     proposals = iter([[VOCAB + 1] * 9, [], [VOCAB + 1] * 2])
-    rig.scheduler.drafter = type("Fixed", (Drafter,), {"propose": lambda self, seq, most: next(proposals, [])})()
+    rig.scheduler.drafter = type("Fixed", (Proposer,), {"propose": lambda self, seq: next(proposals, [])})()
     request = make_request(4, max_tokens=20)
     rig.add(request)
     rig.step()
@@ -194,7 +193,7 @@ def test_drafts_never_reach_past_the_last_token() -> None:
 def test_a_guess_preempts_nobody() -> None:
     """Two sequences fill the pool: drafts would need another block, so there are none."""
     rig = rig_with_drafts(0, 1.0, num_blocks=4, block_size=4)
-    rig.scheduler.drafter = type("Greedy", (Drafter,), {"propose": lambda self, seq, most: [1] * min(most, 4)})()
+    rig.scheduler.drafter = type("Greedy", (Proposer,), {"propose": lambda self, seq: [1] * 4})()
     requests = [make_request(6, max_tokens=2) for _ in range(2)]
     rig.add(*requests)
     rig.run()
@@ -202,14 +201,14 @@ def test_a_guess_preempts_nobody() -> None:
     assert all(isinstance(request, Request) and request.is_finished for request in requests)
 
 
-class Drafts(Drafter):
+class Drafts(Proposer):
     """Proposes these once, and nothing after."""
 
     def __init__(self, *proposals: list[int]) -> None:
         self._proposals = list(proposals)
 
-    def propose(self, seq: Sequence, most: int) -> list[int] | int:
-        return self._proposals.pop(0)[:most] if self._proposals else []
+    def propose(self, seq: Sequence) -> list[int] | int:
+        return self._proposals.pop(0) if self._proposals else []
 
 
 @pytest.mark.parametrize(("ends_first", "reason"), [(False, FinishReason.ERROR), (True, FinishReason.STOP)])

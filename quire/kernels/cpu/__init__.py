@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from quire.kernels.cpu.library import STALE, load_library
-from quire.kernels.cpu.ops import CpuOps
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.ops import CpuOps
 
 __all__ = ["STALE", "CpuOps", "unavailable_reason"]
+
+
+def __getattr__(name: str) -> Any:
+    """CpuOps is imported when it is first asked for: the library also serves rooms that know no torch."""
+    if name != "CpuOps":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from quire.kernels.cpu.ops import CpuOps
+
+    return CpuOps
 
 
 def unavailable_reason() -> str | None:
