@@ -215,8 +215,8 @@ class StepCosts:
         self._observe_host(_PREPARING, seconds)
 
     def observe_turnaround(self, num_decodes: int, seconds: float) -> None:
-        """The host's time from a result with drafts until the step after it is submitted. Where other steps are planned
-        while one runs, the device waits for that long, and only because of the drafts."""
+        """The host's time from a result with drafts until the forward pass of the step after it. Where other steps are
+        planned while one runs, the device waits for that long, and only because of the drafts."""
         self._has_turnarounds = True
         self._observe_host(_turnaround(num_decodes), seconds)
 

@@ -42,6 +42,8 @@ class _Flight:
     leaves_prompts: bool  # whether prompts remain to be computed after it
     began_s: float  # when the executor began it, or earlier
     has_drafts: bool  # nobody knows before its result where the next step begins
+    num_rows: int
+    idle_s: float | None  # the device had nothing to do for so long, because the step before this one had drafts
 
 
 # How long a loop without other work sleeps while a grammar is compiled or an adapter is read: a command may come.
@@ -152,6 +154,12 @@ class EngineCore:
         """For another step beside those that run."""
         return len(self._flights) < self.executor.depth
 
+    @property
+    def device_waits(self) -> bool:
+        """The step that has ended had drafts, so that the next could not be planned beside it: whoever has other work
+        to do begins that one first."""
+        return self._drafts_judged_s is not None
+
     def begin_step(self) -> bool:
         """Plan and submit one step. False where there is no room for it, or nothing to plan yet."""
         with self._dying_of_failures():
@@ -181,6 +189,10 @@ class EngineCore:
                 self._drafts_judged_s = collected
             if self._flights and result.ended_s is not None:
                 self._flights[0].began_s = result.ended_s  # it had to wait for this one
+            if flight.idle_s is not None:
+                # Until its forward pass began the device waited for the host: a cost of the drafts before it.
+                self._costs.observe_turnaround(flight.num_rows, flight.idle_s + result.timings.prepare_s)
+                result.timings.total_s -= result.timings.prepare_s
             updates = self.scheduler.update(result)
             self.stats.on_step(result, flight.num_tokens, updates)
             self.host.collect_s += collected - started
@@ -205,12 +217,21 @@ class EngineCore:
         counts = plan.spans.num_tokens
         num_tokens, num_decodes = sum(counts), counts.count(1)
         kind = StepKind(num_decodes, num_tokens - num_decodes)
-        has_drafts = bool(plan.spans.drafts)
-        self._flights.append(_Flight(ticket, kind, num_tokens, not all(plan.spans.samples), planned, has_drafts))
+        idle_s = None if self._drafts_judged_s is None else planned - self._drafts_judged_s
+        self._drafts_judged_s = None
+        self._flights.append(
+            _Flight(
+                ticket,
+                kind,
+                num_tokens,
+                leaves_prompts=not all(plan.spans.samples),
+                began_s=planned,
+                has_drafts=bool(plan.spans.drafts),
+                num_rows=len(plan.spans),
+                idle_s=idle_s,
+            )
+        )
         self._costs.observe_planning(submitted - started, has_prompts=kind.num_prompt_tokens > 0)
-        if self._drafts_judged_s is not None:
-            self._costs.observe_turnaround(len(plan.spans), submitted - self._drafts_judged_s)
-            self._drafts_judged_s = None
         self.host.submit_s += submitted - planned
         return True
 

@@ -195,7 +195,10 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that it moved on."""
-        return self._deliver(self.core.step())
+        updates = self.core.step()
+        if self.core.device_waits:
+            self.core.begin_step()
+        return self._deliver(updates)
 
     def _deliver(self, updates: list[Any]) -> list[RequestOutput]:
         outputs, stopped = self._outputs.process(updates)

@@ -109,10 +109,17 @@ class EngineLoop:
 
     def _step(self) -> None:
         updates = self.core.step()
+        command = None
+        if self.core.device_waits:
+            command = self._receive(0.0)  # whoever has come meanwhile shall be in the next step
+            if command is None:
+                self.core.begin_step()
         self._tell_cache()
         if updates:
             self._send(self._step_outputs(updates))
         self.progress.num_steps = self.core.stats.num_steps
+        if command is not None:
+            self._handle(command)
 
     def live_requests(self) -> list[Request]:
         """For the watchdog, from its thread."""

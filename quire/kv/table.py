@@ -252,9 +252,11 @@ class BlockTables:
 
     def _grow_table(self, table: BlockTable, num_tokens: int, first_written: int, lookahead: int) -> Allocation | None:
         pool, block_size = self.pool, self.block_size
+        wanted = self.num_pages(num_tokens + lookahead)
+        if first_written >= table.writable_from and self.windows == (None,):
+            return self._append_blocks(table, num_tokens, wanted)
         blocks = pool.blocks
         first = first_written // block_size
-        wanted = self.num_pages(num_tokens + lookahead)
         changes = []
         num_taken = num_given = 0
         for group, most in zip(table.groups, self._max_blocks, strict=True):
@@ -305,6 +307,20 @@ class BlockTables:
         table.capacity = capacity_of(table.groups, block_size)
         self.counters.num_copies += len(change.copies)
         return change
+
+    def _append_blocks(self, table: BlockTable, num_tokens: int, wanted: int) -> Allocation | None:
+        """What nearly always happens when a sequence grows: one group that sees everything, and nothing to replace."""
+        group = table.groups[0]
+        num_appended = wanted - group.end
+        if num_appended > self.pool.num_free_blocks:
+            self.counters.num_allocation_failures += 1
+            return None
+        own_ids = self.pool.allocate(num_appended)
+        group.block_ids += own_ids
+        table.num_tokens, table.capacity = num_tokens, wanted * self.block_size
+        if self.watch is not None:
+            self.watch.remapped(table.seq_id, [], own_ids)
+        return Allocation([(0, own_ids)])
 
     def trim(self, seq_id: int, num_tokens: int) -> int | None:
         """Give back the blocks past tokens [0, num_tokens): drafts that were not accepted have no use for them.

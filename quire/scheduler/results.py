@@ -17,6 +17,9 @@ def append_until_stop(seq: Sequence, new_token_ids: list[int]) -> list[int]:
     if len(new_token_ids) == 1 and len(token_ids) + 1 < seq.max_len and new_token_ids[0] not in request.end_token_ids:
         token_ids.append(new_token_ids[0])  # nearly always
         return new_token_ids
+    if len(token_ids) + len(new_token_ids) < seq.max_len and request.end_token_ids.isdisjoint(new_token_ids):
+        token_ids += new_token_ids
+        return new_token_ids
     end_token_ids = request.end_token_ids
     first_end = len(request.prompt_token_ids) + request.spec.min_tokens  # position at which it may end
     for count, token in enumerate(new_token_ids, start=1):

@@ -26,7 +26,7 @@ from quire.scheduler.config import SchedulerConfig
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.preemption import Room, pick_victim_for_fairness
 from quire.scheduler.results import PromptLogprobs, append_until_stop
-from quire.scheduler.step import InFlight, StepBuilder, SubmittedDrafts, num_drafts
+from quire.scheduler.step import InFlight, StepBuilder, SubmittedDrafts
 from quire.scheduler.traffic import BlockTraffic
 from quire.scheduler.types import Drafter, SchedulerStats, SequenceUpdate, TenantLoad
 from quire.step_costs import StepCosts, StepKind
@@ -259,7 +259,8 @@ class Scheduler:
             unverified = seq.num_unverified_drafts
             if num_tokens + unverified >= seq.max_len:
                 continue  # its last token is, or may be, in flight
-            if (may_force or seq.seq_id in drafts) and self._schedule_verification(seq, num_tokens, drafts, step):
+            guess: list[int] | int = drafts.get(seq.seq_id, 0) if drafts else 0
+            if (guess or may_force) and self._schedule_verification(seq, num_tokens, guess, step):
                 continue
             allocation = grow(seq.seq_id, num_tokens, start, unverified)
             if allocation is not UNCHANGED and not self._room.take(seq, num_tokens, allocation, step):
@@ -289,7 +290,7 @@ class Scheduler:
             step.budget = min(step.budget, max(self._smooth_tokens(len(served)), backlog // _BACKLOG_STEPS))
 
     def _schedule_verification(
-        self, seq: Sequence, num_tokens: int, guesses: Mapping[int, list[int] | int], step: StepBuilder
+        self, seq: Sequence, num_tokens: int, drafts: list[int] | int, step: StepBuilder
     ) -> bool:
         """A decode with drafts, if there are any. Nobody waits for a guess: it takes what budget the others' decodes
         leave, and blocks that are free."""
@@ -299,25 +300,28 @@ class Scheduler:
         )
         if most <= 0:
             return False
-        drafts: list[int] | int = 0
-        if self.forced_tokens is not None and seq.request.spec.is_constrained:
-            drafts = self.forced_tokens(seq)[:most]
-        are_forced = bool(drafts)
-        if not are_forced:
-            guess = guesses.get(seq.seq_id, 0)
-            drafts = min(guess, most) if isinstance(guess, int) else guess[:most]
-        size = num_drafts(drafts)
+        are_forced = False
+        if self.forced_tokens is not None and seq.request.spec.is_constrained and (forced := self.forced_tokens(seq)):
+            drafts, are_forced = forced, True
+        if isinstance(drafts, int):
+            size = drafts = min(drafts, most)
+        else:
+            drafts = drafts if len(drafts) <= most else drafts[:most]
+            size = len(drafts)
         if not size:
             return False
-        start = seq.num_computed_tokens
-        allocation = self._kv.grow(seq.seq_id, num_tokens, start, unverified + size)
+        allocation = self._kv.grow(seq.seq_id, num_tokens, seq.num_computed_tokens, unverified + size)
         if allocation is None:
             return False
-        self._room.enter(seq, allocation, step.plan)
+        if allocation is not UNCHANGED:
+            self._room.enter(seq, allocation, step.plan)
         seq.num_computed_tokens = num_tokens
         seq.num_pending_tokens += 1
-        seq.num_unverified_drafts += size
-        step.add_verification(seq, drafts, are_forced=are_forced)
+        seq.num_unverified_drafts = unverified + size
+        step.verifying.append(seq)
+        step.drafts.append(drafts)
+        step.submitted.append(SubmittedDrafts(size, seq.num_preemptions, are_forced))
+        step.num_draft_tokens += size
         return True
 
     def _still_running(self) -> Iterable[Sequence]:
@@ -432,28 +436,22 @@ class Scheduler:
             updates.append(update)
         return updates
 
-    def _count_guesses(self, seq: Sequence, num_tokens: int, num_accepted: int) -> None:
-        self.stats.num_drafts += 1
-        self.stats.num_draft_tokens += num_tokens
-        self.stats.num_accepted_tokens += num_accepted
-        by_depth = self.stats.num_accepted_by_depth
-        by_depth += [0] * (num_accepted - len(by_depth))
-        for depth in range(num_accepted):
-            by_depth[depth] += 1
-        seq.num_draft_tokens += num_tokens
-        seq.num_accepted_tokens += num_accepted
-        if self.drafter is not None:
-            self.drafter.judged(seq, num_tokens, num_accepted)
-
     def _count_accepted(self, seq: Sequence, drafts: SubmittedDrafts, num_accepted: int) -> None:
         """Drafts were verified: those that were accepted have KV, and blocks for the others are given back."""
-        num_accepted = max(0, num_accepted)  # a sequence that failed may have no token at all
-        if not drafts.are_forced:
-            self._count_guesses(seq, drafts.num_tokens, num_accepted)
-        self._life.queue.charge(seq, num_output_tokens=num_accepted)
-        if seq.state is not _RUNNING or seq.num_preemptions != drafts.num_preemptions:
+        num_tokens, num_preemptions, are_forced = drafts
+        if num_accepted < 0:
+            num_accepted = 0  # a sequence that failed may have no token at all
+        if not are_forced:
+            seq.num_draft_tokens += num_tokens
+            seq.num_accepted_tokens += num_accepted
+            self.stats.count_drafts(num_tokens, num_accepted)
+            if self.drafter is not None:
+                self.drafter.judged(seq, num_tokens, num_accepted)
+        if num_accepted:
+            self._life.queue.charge(seq, num_output_tokens=num_accepted)
+        if seq.state is not _RUNNING or seq.num_preemptions != num_preemptions:
             return
-        seq.num_unverified_drafts -= drafts.num_tokens
+        seq.num_unverified_drafts -= num_tokens
         seq.num_computed_tokens += num_accepted
         # One more than what is computed: its next token will need it.
         num_kept = self._kv.trim(seq.seq_id, seq.num_computed_tokens + seq.num_unverified_drafts + 1)

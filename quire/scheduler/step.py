@@ -27,7 +27,7 @@ class StepBuilder:
     decodes: list[Sequence] = field(default_factory=list)
     verifying: list[Sequence] = field(default_factory=list)
     drafts: list[list[int] | int] = field(default_factory=list)  # of those
-    forced: set[int] = field(default_factory=set)  # seq_ids of those whose drafts are forced
+    submitted: list[SubmittedDrafts] = field(default_factory=list)  # of those
     num_draft_tokens: int = 0
     chunks: list[Sequence] = field(default_factory=list)
     chunk_starts: list[int] = field(default_factory=list)
@@ -51,13 +51,6 @@ class StepBuilder:
     def scheduled(self) -> set[Sequence]:
         return {*self.decodes, *self.verifying, *self.chunks, *self.forked}
 
-    def add_verification(self, seq: Sequence, drafts: list[int] | int, *, are_forced: bool = False) -> None:
-        if are_forced:
-            self.forced.add(seq.seq_id)
-        self.verifying.append(seq)
-        self.drafts.append(drafts)
-        self.num_draft_tokens += num_drafts(drafts)
-
     def add_chunk(self, seq: Sequence, start: int, size: int, samples: bool) -> None:
         self.budget -= size
         if size == 1 and samples:
@@ -74,13 +67,9 @@ class StepBuilder:
         one_token = [1] * num_decodes
         rows = [seq.row for seq in self.decodes]
         sampled = self.decodes
-        submitted: dict[int, SubmittedDrafts] = {}
         if self.verifying:
-            sizes = [num_drafts(drafts) for drafts in self.drafts]
             rows += [seq.row for seq in self.verifying]
-            one_token += [1 + size for size in sizes]
-            for i, (seq, size) in enumerate(zip(self.verifying, sizes, strict=True), start=num_decodes):
-                submitted[i] = SubmittedDrafts(size, seq.num_preemptions, seq.seq_id in self.forced)
+            one_token += [1 + each.num_tokens for each in self.submitted]
             sampled = sampled + self.verifying
         if self.chunks:
             sampled = sampled + [s for s, samples in zip(self.chunks, self.chunk_samples, strict=True) if samples]
@@ -100,7 +89,7 @@ class StepBuilder:
         memory = InFlight(
             step=plan.step,
             sampled=sampled + self.forked,
-            drafts=submitted,
+            drafts=dict(enumerate(self.submitted, start=num_decodes)),
             beams=self.beams,
             prompts=prompts,
             num_decodes=len(one_token),
@@ -122,7 +111,3 @@ class InFlight:
     num_decodes: int
     num_prefill_tokens: int
     num_draft_tokens: int = 0
-
-
-def num_drafts(drafts: list[int] | int) -> int:
-    return drafts if isinstance(drafts, int) else len(drafts)

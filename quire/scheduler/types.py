@@ -67,6 +67,17 @@ class SchedulerStats:
     num_accepted_by_depth: list[int] = field(default_factory=list)  # how often a first draft was accepted, a second ...
     num_recomputed_tokens: int = 0  # tokens whose KV was dropped and, not found in the prefix cache, computed again
 
+    def count_drafts(self, num_tokens: int, num_accepted: int) -> None:
+        """One sequence's drafts were verified."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
+        by_depth = self.num_accepted_by_depth
+        while len(by_depth) < num_accepted:
+            by_depth.append(0)
+        for depth in range(num_accepted):
+            by_depth[depth] += 1
+
     @property
     def num_preemptions(self) -> int:
         return self.num_recompute_preemptions + self.num_swap_preemptions

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from live_harness import make_request
+from scheduler.harness import Proposer
 from sim_engine import BREAK, SimSettings, make_core
 
 from quire.engine.core import EngineCore
 from quire.errors import BadRequestError, EngineDeadError
-from quire.request import FinishReason
+from quire.request import FinishReason, Sequence
+from quire.step_costs import StepKind
 
 
 def watched(core: EngineCore) -> list[str]:
@@ -121,3 +123,26 @@ def test_preparing_ends_when_there_is_nothing_left(monkeypatch: pytest.MonkeyPat
     assert core.can_prepare
     assert core.prepare_more() and core.can_prepare
     assert not core.prepare_more() and not core.can_prepare
+
+
+class Always(Proposer):
+    def propose(self, seq: Sequence) -> list[int] | int:
+        return [1, 2]
+
+
+def test_after_a_step_with_drafts_the_device_waits_and_that_is_counted_as_their_cost() -> None:
+    core = make_core(SimSettings(depth=2))
+    events = watched(core)
+    core.scheduler.drafter = Always()
+    core.add(make_request("a", [1, 2, 3], max_tokens=40))
+    for _ in range(5):
+        if not core.device_waits:
+            core.step()
+    costs, num_submitted = core.scheduler.costs, events.count("submit")
+    assert core.begin_step() and not core.device_waits
+    assert not core.begin_step()  # it has drafts, so that the next is not planned beside it
+    assert events.count("submit") == num_submitted + 1
+    costs.observe_step(StepKind(1, 0), device_s=1.0, total_s=1.0)
+    assert costs.draft_costs(1).waiting_s == 0  # type: ignore[union-attr]
+    core.step()
+    assert costs.draft_costs(1).waiting_s > 0  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any
 
 import pytest
+from engine.test_core import Always, watched
 from sim_engine import BREAK, SimSettings, make_core
 
 from quire.engine import calls
@@ -310,3 +311,23 @@ def test_a_step_of_a_thousand_is_a_small_message() -> None:
         outputs = driver.loop._step_outputs(driver.core.step())
     assert len(outputs.keys) == 1000
     assert len(messages.encode(outputs)) < 8_000
+
+
+def test_after_a_step_with_drafts_the_next_begins_before_outputs_are_sent() -> None:
+    driver = Driver(SimSettings(depth=2))
+    driver.core.scheduler.drafter = Always()
+    events = watched(driver.core)
+    send = driver._send
+
+    def sent(message: Any) -> None:
+        if isinstance(message, StepOutputs):
+            events.append("send")
+        send(message)
+
+    driver.loop._send = sent
+    driver.run([add(1, [1, 2])], *[[] for _ in range(8)], [add(2, [3, 4])])
+    with_drafts = events[events.index("send") :]
+    assert with_drafts.count("send") > 10
+    pairs = [f"{a} {b}" for a, b in itertools.pairwise(with_drafts)]
+    assert pairs.count("submit send") > 5  # the next has begun
+    assert len(driver.tokens()[1]) == len(driver.tokens()[2]) == 20
