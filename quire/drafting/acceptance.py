@@ -20,6 +20,8 @@ MAX_CHANCE = 0.99
 MIN_GAIN = 1.05  # of tokens a second: less than that, and noise would decide
 MAX_LOOKED_AT = 512  # drafts that one step considers
 RECORD_MEMORY, RECORD_PRIOR = 0.9, 0.2  # of a request's own record, at each guess
+_TRUST_MEMORY, _TRUST_PRIOR = 0.95, 8.0  # at each step with drafts; tokens
+_TRUST_RETURN = 0.998  # at each step without
 
 
 class Chances:
@@ -80,6 +82,34 @@ class Record:
         return self._observed / self._expected
 
 
+class Trust:
+    """Whether what was chosen is right as often as was expected, by the width of the step: of many chances, those that
+    look best are often those that are overestimated."""
+
+    def __init__(self) -> None:
+        self._expected: dict[int, float] = {}  # by width
+        self._accepted: dict[int, float] = {}
+        self._width = 0  # of the last step with drafts
+
+    def of(self, num_decodes: int) -> float:
+        """The share of what is expected that will come."""
+        width = num_decodes.bit_length()
+        expected, accepted = self._expected.get(width, 0.0), self._accepted.get(width, 0.0)
+        return min(1.0, (accepted + _TRUST_PRIOR) / (expected + _TRUST_PRIOR))
+
+    def chose(self, num_decodes: int, expected: float) -> None:
+        """A step has drafts of which so many should be right; or none, and trust comes back, else it would be lost for
+        ever."""
+        width = num_decodes.bit_length()
+        memory = _TRUST_MEMORY if expected else _TRUST_RETURN
+        self._expected[width] = memory * self._expected.get(width, 0.0) + expected
+        self._accepted[width] = memory * self._accepted.get(width, 0.0)
+        self._width = width if expected else self._width
+
+    def judged(self, num_accepted: int) -> None:
+        self._accepted[self._width] = self._accepted.get(self._width, 0.0) + num_accepted
+
+
 class Candidate(NamedTuple):
     """A sequence that could have drafts: the chance that each of them is reached and right, in turn, falling."""
 
@@ -97,31 +127,40 @@ def can_pay(costs: DraftCosts, num_decodes: int, most: int) -> bool:
     return False
 
 
-def choose(costs: DraftCosts, num_decodes: int, candidates: Iterable[Candidate], most: int) -> dict[int, int]:
+class Choice(NamedTuple):
+    """How many drafts to verify, by key, and how many of them should be right."""
+
+    numbers: dict[int, int]
+    expected: float
+
+
+def choose(
+    costs: DraftCosts, num_decodes: int, candidates: Iterable[Candidate], most: int, trust: float = 1.0
+) -> Choice:
     """How many drafts of each candidate to verify, so that the step brings the most tokens a second.
 
     Drafts are taken in the order of their chances, which is the best choice for every number of them, and the number is
-    the best of all: a step's cost need not grow evenly with it.
+    the best of all: a step's cost need not grow evenly with it. trust: of what the chances promise.
     """
-    best_rate, best_number = MIN_GAIN * num_decodes / costs.plain_s, 0
+    best_rate, best_number, best_expected = MIN_GAIN * num_decodes / costs.plain_s, 0, 0.0
     taken: list[int] = []
-    tokens = float(num_decodes)
+    expected = 0.0
     extra_s: dict[int, float] = {}  # by number of drafts, as the costs tell numbers apart
     for chance, key in _by_chance(candidates):
         if len(taken) >= min(most, MAX_LOOKED_AT):
             break
         taken.append(key)
-        tokens += chance
+        expected += chance
         kind = rounded(len(taken))
         if kind not in extra_s:
             extra_s[kind] = costs.extra_s(kind)
-        rate = tokens / (costs.plain_s + extra_s[kind])
+        rate = (num_decodes + trust * expected) / (costs.plain_s + extra_s[kind])
         if rate > best_rate:
-            best_rate, best_number = rate, len(taken)
+            best_rate, best_number, best_expected = rate, len(taken), expected
     numbers: dict[int, int] = {}
     for key in taken[:best_number]:
         numbers[key] = numbers.get(key, 0) + 1
-    return numbers
+    return Choice(numbers, best_expected)
 
 
 def _by_chance(candidates: Iterable[Candidate]) -> Iterator[tuple[float, int]]:

@@ -31,6 +31,7 @@ class Step:
 
     num_decodes: int
     most: int  # drafts
+    trust: float = 1.0  # of what chances promise
     keys: list[int] = field(default_factory=list)  # by which the drafts are given out
     slots: list[int] = field(default_factory=list)
     num_new: list[int] = field(default_factory=list)
@@ -38,6 +39,7 @@ class Step:
     # what comes after it can still be drafted.
     num_unknown: list[int] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
+    expected: float = 0.0  # the answer: how many of the drafts should be right
 
 
 @dataclass(slots=True)
@@ -118,7 +120,8 @@ class Lines:
         reached = (self._reach(line, unknown) for line, unknown in zip(lines, step.num_unknown, strict=True))
         candidates = [Candidate(i, chances) for i, chances in enumerate(reached)]
         drafts = {}
-        for i, number in sorted(choose(costs, step.num_decodes, candidates, step.most).items()):
+        numbers, step.expected = choose(costs, step.num_decodes, candidates, step.most, step.trust)
+        for i, number in sorted(numbers.items()):
             unknown = step.num_unknown[i]
             drafts[step.keys[i]] = lines[i].guess(unknown + number)[unknown:]
         return drafts

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.drafting.acceptance import can_pay
+from quire.drafting.acceptance import Trust, can_pay
 from quire.drafting.answers import AnswerCache, Scope
 from quire.drafting.lines import Lines, Rules, Step
 from quire.drafting.native import NativeLines, is_built
@@ -55,6 +55,7 @@ class LookupDrafter(Drafter):
         self._opened: dict[int, _Opened] = {}  # by seq_id
         self._free_slots: list[int] = []
         self._num_rests = 0  # steps until the next look
+        self._trust = Trust()
 
     def draft(self, running: list[Sequence], most: int) -> dict[int, list[int]]:
         """Where there is nothing to draft, the next look is so many steps away that looking stays cheap."""
@@ -78,7 +79,7 @@ class LookupDrafter(Drafter):
 
     def _look(self, decoding: list[Sequence], most: int, costs: DraftCosts) -> dict[int, list[int]]:
         opened = self._opened
-        step = Step(len(decoding), most)
+        step = Step(len(decoding), most, self._trust.of(len(decoding)))
         keys, slots, num_new, num_unknown = step.keys, step.slots, step.num_new, step.num_unknown
         num_left = _MAX_ENTERED
         for seq in decoding:
@@ -96,7 +97,9 @@ class LookupDrafter(Drafter):
             slots.append(own.slot)
             num_new.append(len(new))
             num_unknown.append(seq.num_pending_tokens + seq.num_unverified_drafts)
-        return self._lines.step(step, costs)
+        drafts = self._lines.step(step, costs)
+        self._trust.chose(len(decoding), step.expected)
+        return drafts
 
     def _open(self, seq: Sequence) -> _Opened:
         slot = self._free_slots.pop() if self._free_slots else len(self._opened)
@@ -114,6 +117,9 @@ class LookupDrafter(Drafter):
             self._lines.enter(own.slot, tokens)
             own.num_seen += len(tokens)
         return len(tokens)
+
+    def judged(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        self._trust.judged(num_accepted)
 
     def ended(self, seq: Sequence) -> None:
         """Its answer is remembered, its guess forgotten."""

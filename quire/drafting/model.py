@@ -46,7 +46,7 @@ class ModelDrafter(Drafter):
             chance += _RETURN * (_FIRST_CHANCE - chance)
             self._chances[seq.seq_id] = chance
             candidates.append(Candidate(seq.seq_id, [chance ** (depth + 1) for depth in range(self._most)]))
-        chosen = choose(costs, len(decoding), candidates, most)
+        chosen = choose(costs, len(decoding), candidates, most).numbers
         self._begun.update(chosen)
         return chosen
 

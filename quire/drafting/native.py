@@ -61,7 +61,7 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "lookup_bytes": ((c_void_p,), c_int64),
     "lookup_enter": ((c_void_p, c_int32, c_void_p, c_int64), c_int),
     "lookup_step": (
-        (c_void_p, c_int32, *(c_void_p,) * 4, c_int32, c_int32, POINTER(_Costs), *(c_void_p,) * 3),
+        (c_void_p, c_int32, *(c_void_p,) * 4, c_int32, c_int32, c_double, POINTER(_Costs), *(c_void_p,) * 4),
         c_int32,
     ),
 }
@@ -130,6 +130,7 @@ class NativeLines:
         weakref.finalize(self, _call, "lookup_free", self._handle)
         self._drafts = array("i", bytes(4 * MAX_LOOKED_AT))
         self._drafted, self._numbers = array("i"), array("i")
+        self._expected = array("d", [0.0])
 
     @property
     def num_bytes(self) -> int:
@@ -166,13 +167,16 @@ class NativeLines:
             *map(_address, columns),
             step.num_decodes,
             step.most,
+            step.trust,
             byref(
                 _Costs(costs.plain_s, costs.waiting_s, costs.more_s, _address(seconds), _address(numbers), len(numbers))
             ),
             _address(self._drafted),
             _address(self._numbers),
             _address(self._drafts),
+            _address(self._expected),
         )
+        step.expected = self._expected[0]
         if not count:
             return {}
         drafted, sizes = self._drafted[:count].tolist(), self._numbers[:count].tolist()

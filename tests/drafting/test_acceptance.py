@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.drafting.acceptance import Candidate, Chances, Record, can_pay, choose
+from quire.drafting.acceptance import Candidate, Chances, Record, Trust, can_pay, choose
 from quire.step_costs import DraftCosts, StepCosts, StepKind
 
 
@@ -61,19 +61,37 @@ def test_nothing_is_drafted_before_a_plain_step_was_seen() -> None:
 
 def test_drafts_that_miss_or_cost_too_much_are_not_verified() -> None:
     cheap = draft_costs(1, 10e-3, {1: 1e-3, 3: 2e-3, 7: 4e-3})
-    assert choose(cheap, 1, [Candidate(1, [0.9, 0.8, 0.7, 0.6])], 8) == {1: 4}
-    assert choose(cheap, 1, [Candidate(1, [0.1, 0.01])], 8) == {}
+    assert choose(cheap, 1, [Candidate(1, [0.9, 0.8, 0.7, 0.6])], 8).numbers == {1: 4}
+    assert choose(cheap, 1, [Candidate(1, [0.1, 0.01])], 8).numbers == {}
     wide = draft_costs(64, 10e-3, {1: 1e-3, 16: 9e-3, 64: 20e-3})
     assert not can_pay(wide, 64, 512)
-    assert choose(wide, 64, [Candidate(i, [0.95]) for i in range(64)], 512) == {}
+    assert choose(wide, 64, [Candidate(i, [0.95]) for i in range(64)], 512).numbers == {}
+
+
+def test_what_wide_steps_promise_in_vain_is_believed_less_there_and_in_time_again() -> None:
+    trust = Trust()
+    assert trust.of(200) == 1
+    for _ in range(10):
+        trust.chose(200, expected=50.0)
+        trust.judged(5)
+        trust.judged(15)
+    assert 0.35 < trust.of(200) < 0.5 and trust.of(3) == 1
+    cheap = draft_costs(200, 10e-3, {20: 1e-3, 60: 2e-3})
+    candidates = [Candidate(i, [0.9]) for i in range(60)]
+    assert (
+        choose(cheap, 200, candidates, 100).numbers and not choose(cheap, 200, candidates, 100, trust.of(200)).numbers
+    )
+    for _ in range(3000):
+        trust.chose(200, expected=0.0)
+    assert trust.of(200) > 0.9
 
 
 def test_costs_that_do_not_grow_evenly_are_followed() -> None:
     """As where 16 rows are one tile: 15 drafts cost less than 7."""
     tiles = draft_costs(1, 16e-3, {1: 6e-3, 3: 9e-3, 7: 40e-3, 11: 60e-3, 15: 16e-3})
     sure = [0.97**i for i in range(1, 16)]
-    assert choose(tiles, 1, [Candidate(1, sure)], 100) == {1: 15}
-    assert choose(tiles, 1, [Candidate(1, sure[:7])], 100) == {1: 3}  # where there are no 15
+    assert choose(tiles, 1, [Candidate(1, sure)], 100).numbers == {1: 15}
+    assert choose(tiles, 1, [Candidate(1, sure[:7])], 100).numbers == {1: 3}  # where there are no 15
 
 
 chances_of_one = st.lists(st.floats(0.2, 0.99), min_size=1, max_size=3).map(
@@ -86,7 +104,8 @@ def test_no_other_choice_brings_more_tokens_a_second(lines: list[list[float]], s
     plain_s = 10e-3
     extra_s = {n: slope * 3e-3 * n for n in range(1, 10)}
     costs = draft_costs(len(lines), plain_s, extra_s)
-    chosen = choose(costs, len(lines), [Candidate(i, line) for i, line in enumerate(lines)], 100)
+    chosen, expected = choose(costs, len(lines), [Candidate(i, line) for i, line in enumerate(lines)], 100)
+    assert expected == pytest.approx(sum(sum(lines[i][:number]) for i, number in chosen.items()))
 
     def rate(numbers: tuple[int, ...]) -> float:
         tokens = len(lines) + sum(sum(line[:n]) for line, n in zip(lines, numbers, strict=True))

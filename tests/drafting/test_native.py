@@ -56,7 +56,7 @@ def run_both(rng: random.Random) -> int:
             aged = rng.randrange(2)
             for each in (native, plain):
                 each.age(aged)
-        step = Step(max(1, len(lines)), rng.choice([0, 3, 1000]))
+        step = Step(max(1, len(lines)), rng.choice([0, 3, 1000]), trust=rng.choice([1.0, 0.5]))
         for slot in rng.sample([*lines], len(lines)):
             source = rng.choice([answers, lines[slot]])
             start = rng.randrange(len(source))
@@ -69,7 +69,8 @@ def run_both(rng: random.Random) -> int:
             step.new_tokens += new
         costs = costs_of(rng)
         drafts = native.step(step, costs)
-        assert drafts == plain.step(step, costs)
+        expected = step.expected
+        assert drafts == plain.step(step, costs) and expected == step.expected
         num_drafts += sum(map(len, drafts.values()))
     return num_drafts
 
@@ -86,8 +87,8 @@ def test_a_guess_may_outlive_the_answers_that_it_is_of() -> None:
     native.open(0, 0)
     native.enter(0, [500, 4, 5])
     for at in range(6, 20):
-        assert native.step(Step(1, 9, [1], [0], [0], [0]), free) == {1: [at, at + 1, at + 2]}
-        assert native.step(Step(1, 9, [1], [0], [1], [2], [at]), free) == {1: [at + 3, at + 4, at + 5]}
+        assert native.step(Step(1, 9, 1.0, [1], [0], [0], [0]), free) == {1: [at, at + 1, at + 2]}
+        assert native.step(Step(1, 9, 1.0, [1], [0], [1], [2], [at]), free) == {1: [at + 3, at + 4, at + 5]}
         native.age(0)  # twice, and they are forgotten
 
 

@@ -288,25 +288,28 @@ static double extra_s(const struct costs *costs, int32_t num_drafts) {
 }
 
 /* How many drafts to verify, in the order of their chances, so that the step brings the most tokens a second. Their
- * lines are in lookup->taken. */
+ * lines are in lookup->taken; *best_expected is how many of them should be right. */
 static int32_t choose(
-    struct lookup *lookup, int32_t heap_size, int32_t num_decodes, int32_t most, const struct costs *costs) {
+    struct lookup *lookup, int32_t heap_size, int32_t num_decodes, int32_t most, double trust,
+    const struct costs *costs, double *best_expected) {
     struct reach *heap = lookup->heap;
-    double best_rate = lookup->rules.min_gain * num_decodes / costs->plain_s, tokens = num_decodes, added_s = 0.0;
+    double best_rate = lookup->rules.min_gain * num_decodes / costs->plain_s, expected = 0.0, added_s = 0.0;
+    *best_expected = 0.0;
     int32_t num_taken = 0, best_number = 0, kind = 0;
     for (int32_t i = heap_size / 2 - 1; i >= 0; i--) sift_down(heap, heap_size, i);
     if (most > lookup->rules.max_looked_at) most = lookup->rules.max_looked_at;
     while (heap_size > 0 && num_taken < most) {
         lookup->taken[num_taken++] = heap[0].index;
-        tokens += heap[0].chance;
+        expected += heap[0].chance;
         if (rounded(num_taken) != kind) {
             kind = rounded(num_taken);
             added_s = extra_s(costs, kind);
         }
-        const double rate = tokens / (costs->plain_s + added_s);
+        const double rate = (num_decodes + trust * expected) / (costs->plain_s + added_s);
         if (rate > best_rate) {
             best_rate = rate;
             best_number = num_taken;
+            *best_expected = expected;
         }
         if (!advance(lookup, &heap[0])) heap[0] = heap[--heap_size];
         sift_down(heap, heap_size, 0);
@@ -412,8 +415,8 @@ int quire_lookup_enter(struct lookup *lookup, int32_t slot, const int32_t *token
  * `numbers` how many drafts, `drafts` their tokens, one line's after the other's. */
 int32_t quire_lookup_step(
     struct lookup *lookup, int32_t num_lines, const int32_t *slots, const int32_t *num_new, const int32_t *num_unknown,
-    const int32_t *tokens, int32_t num_decodes, int32_t most, const struct costs *costs, int32_t *drafted,
-    int32_t *numbers, int32_t *drafts) {
+    const int32_t *tokens, int32_t num_decodes, int32_t most, double trust, const struct costs *costs, int32_t *drafted,
+    int32_t *numbers, int32_t *drafts, double *expected) {
     const struct rules *rules = &lookup->rules;
     for (int32_t i = 0; i < num_lines; i++) {
         struct line *line = &lookup->lines[slots[i]];
@@ -430,7 +433,7 @@ int32_t quire_lookup_step(
         lookup->heap[heap_size].index = i;
         heap_size += begin_reach(lookup, &lookup->lines[slots[i]], num_unknown[i], &lookup->heap[heap_size]);
     }
-    const int32_t number = choose(lookup, heap_size, num_decodes, most, costs);
+    const int32_t number = choose(lookup, heap_size, num_decodes, most, trust, costs, expected);
     if (number == 0) return 0;
     memset(numbers, 0, (size_t)num_lines * sizeof *numbers);
     for (int32_t i = 0; i < number; i++) numbers[lookup->taken[i]]++;
