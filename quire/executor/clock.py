@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -12,8 +13,10 @@ from quire.plan import StepTimings
 class StepClock:
     """Marks the end of each part of a step. On a GPU marks are events in the stream, read once the step is over."""
 
-    def __init__(self, *, on_gpu: bool) -> None:
+    def __init__(self, *, on_gpu: bool, host_clock: Callable[[], float] = time.perf_counter) -> None:
+        """host_clock: what a CPU's steps are timed by."""
         self._on_gpu = on_gpu
+        self._host_clock = host_clock
         self._marks: list[tuple[str, float | torch.cuda.Event]] = [("", self._now())]
 
     def restart(self) -> None:
@@ -24,7 +27,7 @@ class StepClock:
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_gpu:
-            return time.perf_counter()
+            return self._host_clock()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +57,7 @@ class LocalExecutor:
         self._single_threaded_torch = single_threaded_torch
         self._precompile = precompile  # while it is at work, captures would compile what it is about to
         self._submitted: deque[_Submitted] = deque()
+        self.host_clock: Callable[[], float] = time.perf_counter  # of a CPU's steps
 
     @property
     def depth(self) -> int:
@@ -73,7 +74,7 @@ class LocalExecutor:
         with torch.inference_mode(), torch_threads(single=self._single_threaded_torch):
             for step in self._submitted:
                 self._judge(step)  # where its drafts are not judged, the next step would not know where to start
-            clock = StepClock(on_gpu=worker.is_gpu)
+            clock = StepClock(on_gpu=worker.is_gpu, host_clock=self.host_clock)
             worker.apply(plan)
             if plan.awaits_loads:
                 clock.restart()  # the scheduler would take a load for a slow step
@@ -104,10 +105,9 @@ class LocalExecutor:
         step.is_followed = True
         if not step.constrained:
             return
-        assert step.sampled is not None
+        assert step.sampled is not None and self.worker.constraints is not None
         tokens, _, _ = step.sampled.to_lists()
-        for line in step.constrained:
-            line.constraint.advance(tokens[line.index])
+        self.worker.constraints.advance(step.constrained, tokens, in_parallel=self.worker.is_gpu)
 
     @property
     def last_sampled(self) -> Sampled | None:

@@ -78,9 +78,18 @@ class Constraint:
 
     def _follow(self, token: int) -> None:
         matcher = self._matcher
-        if matcher is None:
-            return
-        if matcher.is_stopped() or not matcher.consume_token(token):
+        if matcher is not None:
+            self.followed(token, is_taken=not matcher.is_stopped() and matcher.consume_token(token))
+
+    @property
+    def follower(self) -> LLMatcher | None:
+        """What reads the next token, and nothing else does: somebody else may have it read, and tell by `followed`."""
+        matcher = self._matcher if self._stage is Stage.ANSWER else None
+        return matcher if matcher is not None and not matcher.is_stopped() else None
+
+    def followed(self, token: int, *, is_taken: bool) -> None:
+        """The matcher has read this token. is_taken: and it fits."""
+        if not is_taken:
             self._forced = []
         elif self._forced and self._forced[0] == token:
             del self._forced[0]
@@ -118,7 +127,7 @@ class Constraint:
 
     def forced(self) -> list[int]:
         """The tokens that must come next; empty where there is a choice."""
-        if self._stage in (Stage.START, Stage.THINKING):
+        if self._stage is Stage.START or self._stage is Stage.THINKING:
             return []
         if self._forced is None:
             matcher = self._matcher
@@ -163,8 +172,6 @@ class Constraint:
         Behind a draft that the grammar does not allow anything may stand: it will not be come to.
         """
         self.fill(into[0], is_filled=is_filled)
-        if not drafts:
-            return
         into[1:] = -1
         ahead = self.copy()
         for depth, token in enumerate(drafts, start=1):

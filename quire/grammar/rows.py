@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _WORTH_A_JUMP = 3
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class ConstrainedLine:
     """A row of a step that samples and has a constraint. It is held itself: the row may be another's by the time that
     its token is known."""
@@ -41,6 +41,7 @@ class RowConstraints:
         self.compiler = compiler
         self._rows: dict[int, Constraint] = {}
         self._num_words = -(-compiler.vocab_size // 32)
+        self._packed: Words = np.empty((0, self._num_words), dtype=np.int32)
 
     def admit(self, row: int, spec: SamplingSpec, output_token_ids: Seq[int]) -> None:
         """Waits for the compiler where nobody did before. Raises BadRequestError only where nobody checked either."""
@@ -74,14 +75,38 @@ class RowConstraints:
             return []
         for fork in plan.forks:
             self.fork(fork.source_row, fork.row)
-        rows = enumerate(plan.sampled_rows())
-        found = [ConstrainedLine(i, row, self._rows[row]) for i, row in rows if row in self._rows]
-        return [line for line in found if not line.constraint.is_over]
+        found = []
+        for i, row in enumerate(plan.sampled_rows()):
+            constraint = self._rows.get(row)
+            if constraint is not None and not constraint.is_over:
+                found.append(ConstrainedLine(i, row, constraint))
+        return found
+
+    def advance(self, lines: Seq[ConstrainedLine], tokens: Seq[Seq[int]], *, in_parallel: bool = False) -> None:
+        """Tell the constraints what their rows have sampled. tokens: of all rows that sampled, by the lines' index."""
+        if in_parallel and len(lines) > 1:
+            alone, together = [], []
+            for line in lines:
+                follower = line.constraint.follower if len(tokens[line.index]) == 1 else None
+                if follower is None:
+                    alone.append(line)
+                else:
+                    together.append((line.constraint, follower, tokens[line.index][0]))
+            # On the library's own threads, as masks are filled.
+            are_taken: list[bool] = self._executor.consume_token_par([(each, token) for _, each, token in together])
+            for (constraint, _, token), is_taken in zip(together, are_taken, strict=True):
+                constraint.followed(token, is_taken=is_taken)
+            lines = alone
+        for line in lines:
+            line.constraint.advance(tokens[line.index])
 
     def masks(self, lines: Seq[ConstrainedLine], drafts: Seq[Seq[int]], *, in_parallel: bool = False) -> Words:
-        """[lines, words]: for each of them a line, and one more for each of its drafts."""
+        """[lines, words]: for each of them a line, and one more for each of its drafts. Good until the next call: new
+        memory for each step would cost as much as a narrow grammar's masks."""
         firsts = list(itertools.accumulate((1 + len(some) for some in drafts), initial=0))
-        packed = np.empty((firsts[-1], self._num_words), dtype=np.int32)
+        if len(self._packed) < firsts[-1]:
+            self._packed = np.empty((firsts[-1], self._num_words), dtype=np.int32)
+        packed = self._packed[: firsts[-1]]
         filled: set[int] = set()
         if in_parallel:
             matchers = [(line.constraint.matcher, firsts[i]) for i, line in enumerate(lines)]
@@ -90,8 +115,11 @@ class RowConstraints:
                 # Threads of its own, and the interpreter is let go of once for all of them.
                 self._executor.unsafe_compute_mask_ptr(working, packed.ctypes.data, self._num_words * 4, len(packed))
                 filled = {first for _, first in working}
-        for line, of_line, first, end in zip(lines, drafts, firsts, firsts[1:], strict=False):
-            line.constraint.fill_along(of_line, packed[first:end], is_filled=first in filled)
+        for line, of_line, first in zip(lines, drafts, firsts, strict=False):
+            if of_line:
+                line.constraint.fill_along(of_line, packed[first : first + 1 + len(of_line)], is_filled=first in filled)
+            else:
+                line.constraint.fill(packed[first], is_filled=first in filled)
         return packed
 
     @cached_property

@@ -33,3 +33,7 @@ def test_every_step_is_timed() -> None:
     measured = measure(8, 3)
     assert measured.num_seqs == 8
     assert measured.step_ms >= max(measured.schedule_ms, measured.update_ms) > 0
+
+
+def test_with_drafts_a_step_brings_several_tokens_of_each_sequence() -> None:
+    assert measure(8, 12, with_drafts=True).num_tokens > 16

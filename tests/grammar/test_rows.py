@@ -13,23 +13,48 @@ from quire.params import ThinkingSpec
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "note": {"type": "string"}}}
 
 
-def test_masks_are_the_same_in_one_thread_and_in_many(compiler: GrammarCompiler) -> None:
-    """Of rows at other places of a grammar, with drafts and without, in a thought, after a failure."""
-    rows, chance = RowConstraints(compiler), random.Random(1)
+def make_lines(compiler: GrammarCompiler) -> list[ConstrainedLine]:
+    """Rows at other places of a grammar, in a thought, after a failure."""
+    chance = random.Random(1)
     ids = {"begin_id": None, "end_id": None, "closing_ids": (7, 8)}
     thinking = ThinkingSpec(begin="<think>", end="</think>", is_open=True, budget=2, **ids)  # type: ignore[arg-type]
-    lines, drafts = [], []
+    lines = []
     for i in range(12):
         matcher = compiler.matcher(lower(StructuredOutputsParams(json=SCHEMA)))
         constraint = Constraint(matcher, thinking if i == 3 else None, lambda tokens: bytes(len(tokens)))
         for _ in range(i):
-            words = np.empty((1, -(-compiler.vocab_size // 32)), dtype=np.int32)
-            constraint.fill(words[0])
-            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-            constraint.advance([int(chance.choice(allowed))])
+            constraint.advance([chance.choice(allowed(compiler, constraint))])
         if i == 5:
             constraint.advance([0, 0, 0])  # no grammar allows it
         lines.append(ConstrainedLine(i, i, constraint))
-        drafts.append([1, 2] if i % 4 == 0 else [])
-    serial, parallel = (rows.masks(lines, drafts, in_parallel=many) for many in (False, True))
-    assert np.array_equal(serial, parallel)
+    return lines
+
+
+def allowed(compiler: GrammarCompiler, constraint: Constraint) -> list[int]:
+    words = np.empty((1, -(-compiler.vocab_size // 32)), dtype=np.int32)
+    constraint.fill(words[0])
+    return [int(token) for token in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
+
+
+def test_masks_are_the_same_in_one_thread_and_in_many(compiler: GrammarCompiler) -> None:
+    rows, lines = RowConstraints(compiler), make_lines(compiler)
+    drafts = [[1, 2] if i % 4 == 0 else [] for i in range(len(lines))]
+    serial = rows.masks(lines, drafts).copy()
+    assert np.array_equal(serial, rows.masks(lines, drafts, in_parallel=True))
+
+
+def test_tokens_are_followed_the_same_in_one_thread_and_in_many(compiler: GrammarCompiler) -> None:
+    rows, chance = RowConstraints(compiler), random.Random(2)
+    serial, parallel = make_lines(compiler), make_lines(compiler)
+    for _ in range(6):
+        tokens = []
+        for line in serial:
+            may_come = allowed(compiler, line.constraint) or [1]
+            tokens.append([chance.choice(may_come) for _ in range(chance.choice([1, 1, 1, 0]))])
+        tokens[7] = [0]  # no grammar allows it
+        rows.advance(serial, tokens)
+        rows.advance(parallel, tokens, in_parallel=True)
+        none: list[list[int]] = [[] for _ in serial]
+        masks = rows.masks(serial, none).copy()
+        assert np.array_equal(masks, rows.masks(parallel, none))
+        assert [line.constraint.forced() for line in serial] == [line.constraint.forced() for line in parallel]
