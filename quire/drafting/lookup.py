@@ -55,10 +55,12 @@ class LookupDrafter(Drafter):
         self._opened: dict[int, _Opened] = {}  # by seq_id
         self._free_slots: list[int] = []
         self._num_rests = 0  # steps until the next look
+        self._has_entered = False  # with the last look
         self._trust = Trust()
 
     def draft(self, running: list[Sequence], most: int) -> dict[int, list[int]]:
-        """Where there is nothing to draft, the next look is so many steps away that looking stays cheap."""
+        """Where there is nothing to draft, the next look is so many steps away that looking stays cheap; not while
+        prompts are entered, which is done once."""
         if self._num_rests:
             self._num_rests -= 1
             return {}
@@ -72,7 +74,7 @@ class LookupDrafter(Drafter):
             return {}
         started = self._clock()
         drafts = self._look(decoding, most, costs)
-        if not drafts:
+        if not drafts and not self._has_entered:
             looked_s = self._clock() - started
             self._num_rests = min(_MAX_REST, int(looked_s / (_LOOK_SHARE * costs.plain_s)))
         return drafts
@@ -97,6 +99,7 @@ class LookupDrafter(Drafter):
             slots.append(own.slot)
             num_new.append(len(new))
             num_unknown.append(seq.num_pending_tokens + seq.num_unverified_drafts)
+        self._has_entered = num_left < _MAX_ENTERED
         drafts = self._lines.step(step, costs)
         self._trust.chose(len(decoding), step.expected)
         return drafts

@@ -163,7 +163,16 @@ def test_after_a_look_in_vain_so_many_steps_rest_that_looking_stays_cheap() -> N
         step(drafter, seq)
         looks.append(drafter._opened[seq.seq_id].num_seen > before)
         come(seq, token)
-    assert 10 <= sum(looks) <= 16
+    assert 10 <= sum(looks) <= 17
+
+
+def test_nothing_rests_while_a_prompt_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "_MAX_ENTERED", 100)
+    ticks = itertools.count()
+    drafter = drafter_of(method="ngram", clock=lambda: next(ticks))
+    seq = decoding([*range(1000), 0, 1])
+    found = [bool(step(drafter, seq)[0]) for _ in range(11)]
+    assert found == [False] * 10 + [True]
 
 
 METHODS: list[dict[str, Any]] = [{"method": "ngram"}, {"method": "suffix"}]
