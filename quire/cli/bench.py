@@ -84,9 +84,9 @@ def _add_offline(commands: Any) -> None:
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16, 64], metavar="N",
                         help="sequences at once (default 1 4 16 64)")  # fmt: skip
     parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"], metavar="METHOD",
-                        help="what drafts (default ngram suffix; with --spec-model also that)")  # fmt: skip
-    parser.add_argument("--texts", nargs="+", default=["code", "quotes", "free"], metavar="TEXT",
-                        help="code and quotes copy, free does not (default all three)")  # fmt: skip
+                        help="what drafts (default ngram suffix; with --spec-model also draft_model)")  # fmt: skip
+    parser.add_argument("--texts", nargs="+", default=["edits", "extraction", "quotes", "free"], metavar="TEXT",
+                        help="edits, extraction and quotes copy, free does not (default all)")  # fmt: skip
     parser.add_argument("--output-len", type=int, default=96, metavar="N", help="tokens of an answer (default 96)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs, in turn (default 3)")
     parser.add_argument("--cpu-time", action="store_true",

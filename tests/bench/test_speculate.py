@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from quire.bench.plots import plot
-from quire.bench.speculate import make_workload, measure_speculation
+from quire.bench.speculate import TEXTS, conversation, make_workload, measure_speculation
 from quire.bench.text import show
 from quire.cli.main import main
 from quire.engine.llm_engine import LLMEngine
@@ -18,11 +19,21 @@ def test_prompts_are_all_different_and_copies_begin_with_what_they_copy() -> Non
     def encode(text: str) -> list[int]:
         return list(text.encode())
 
-    for text in ("code", "quotes", "free"):
-        prompts = [tuple(prompt) for prompt, _ in make_workload(text, 64, 9, encode)]
+    for text in TEXTS:
+        prompts = [bytes(prompt).decode() for prompt, _ in make_workload(text, 64, 9, encode, encode)]
         assert len(set(prompts)) == 64
-        if text != "free":
-            assert all(prompt[-40:] == prompt[:40] for prompt in prompts)
+        asked = [conversation(text, i) for i in range(64)]
+        assert prompts == [ask + begun for ask, begun in asked]
+        if text in ("extraction", "quotes"):
+            assert all(begun.removeprefix("```python\n").strip() in ask for ask, begun in asked)
+
+
+def test_edits_ask_for_a_name_that_is_there_and_begin_with_the_other() -> None:
+    for i in range(40):
+        ask, begun = conversation("edits", i)
+        name = ask.split("`")[1]
+        begun = begun.removeprefix("```python\n")
+        assert len(re.findall(rf"\b{name}\b", ask)) > 2 and not re.search(rf"\b{name}\b", begun)
 
 
 def test_what_is_measured_and_drawn(engine: LLMEngine, tmp_path: Path) -> None:
@@ -43,7 +54,7 @@ def test_what_is_measured_and_drawn(engine: LLMEngine, tmp_path: Path) -> None:
     assert show("speculate", runs).count("ngram") == 2
     plot(tmp_path / "a.svg", "speculate", runs)
     assert "<svg" in (tmp_path / "a.svg").read_text()
-    for wrong in ({"methods": ["eagle"]}, {"texts": ["poems"]}, {"loads": [0]}):
+    for wrong in ({"methods": ["eagle"]}, {"methods": ["draft_model"]}, {"texts": ["poems"]}, {"loads": [0]}):
         with pytest.raises(ConfigError):
             measure(**wrong)
 
