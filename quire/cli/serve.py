@@ -12,7 +12,7 @@ from quire.cli.parser import WideHelp, needs_server
 from quire.cli.settings_file import Flag, Gathered, gather
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.server.settings import ApiKey, ModelSettings, ServerSettings
+from quire.server.settings import ApiKey, ModelSettings, ServerSettings, make_key, read_key_file
 
 _EPILOG = """\
 Every flag may stand in three places; the first that has it wins:
@@ -150,8 +150,6 @@ def _engine_config(values: dict[str, Any]) -> EngineConfig:
 
 
 def _api_keys(given: list[str], path: str | None, source: str) -> tuple[ApiKey, ...]:
-    from quire.server.auth import make_key, read_key_file
-
     keys = [make_key(key, source=source) for key in given]
     if path is not None:
         keys += read_key_file(path)

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -89,6 +89,9 @@ class ApiError(Exception):
         from starlette.responses import Response
 
         return Response(self.encode(), self.status, headers=self.headers, media_type="application/json")
+
+
+OnRefused = Callable[[ApiError, tuple[str, int] | None], None]  # is told what was turned away, and whom
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

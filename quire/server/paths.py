@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.server import adapters, batches, cache_hashes, kv_levels, messages, pooled, replicas, responses, sleeping
+from quire.server import admin, batches, cache_hashes, messages, pooled, responses
 from quire.server import pooled_bodies as pool
 from quire.server.chat import create_chat
 from quire.server.completions import create_completion
@@ -120,15 +120,15 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         _running("/v1/embeddings", pooled.create_embeddings, pool.EmbeddingBody, pool.Embeddings),
         _change(
             "/v1/load_lora_adapter",
-            adapters.load_lora_adapter,
-            adapters.LoadAdapterBody,
+            admin.load_lora_adapter,
+            admin.LoadAdapterBody,
             "adapters are loaded",
             reply_type=_TEXT,
         ),
         _change(
             "/v1/unload_lora_adapter",
-            adapters.unload_lora_adapter,
-            adapters.UnloadAdapterBody,
+            admin.unload_lora_adapter,
+            admin.UnloadAdapterBody,
             "adapters are loaded",
             reply_type=_TEXT,
         ),
@@ -201,11 +201,11 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         Operation("post", "/ping", show_health),
         Operation("get", "/version", show_version, reply=Version),
         Operation("get", "/load", show_load, (_MODEL,), errors=(404,)),
-        Operation("post", "/sleep", sleeping.sleep, _SLEEP, errors=(400, 404, 409), changes="models are put to sleep"),
-        Operation("post", "/wake_up", sleeping.wake_up, (_MODEL,), errors=(400, 404), changes="models are woken"),
-        Operation("get", "/is_sleeping", sleeping.is_sleeping, (_MODEL,), errors=(400, 404)),
-        _change("/v1/models/load", sleeping.load_model, sleeping.LoadBody, "models are loaded"),
-        _change("/v1/models/unload", sleeping.unload_model, sleeping.UnloadBody, "models are unloaded", 409),
+        Operation("post", "/sleep", admin.sleep, _SLEEP, errors=(400, 404, 409), changes="models are put to sleep"),
+        Operation("post", "/wake_up", admin.wake_up, (_MODEL,), errors=(400, 404), changes="models are woken"),
+        Operation("get", "/is_sleeping", admin.is_sleeping, (_MODEL,), errors=(400, 404)),
+        _change("/v1/models/load", admin.load_model, admin.LoadBody, "models are loaded"),
+        _change("/v1/models/unload", admin.unload_model, admin.UnloadBody, "models are unloaded", 409),
         Operation("get", "/metrics", show_metrics, reply_type=_TEXT),
     ),
     "Cache": (
@@ -230,11 +230,11 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
             (("block", "path", "Its number."), *_WHICH),
             errors=(400, 404),
         ),
-        Operation("get", "/debug/kv/levels", kv_levels.show_levels, _WHICH, errors=(404,), for_admin=True),
+        Operation("get", "/debug/kv/levels", admin.show_levels, _WHICH, errors=(404,), for_admin=True),
         _change(
             "/debug/kv/levels",
-            kv_levels.change_levels,
-            kv_levels.LevelsBody,
+            admin.change_levels,
+            admin.LevelsBody,
             "the KV cache is changed",
             parameters=_WHICH,
         ),
@@ -253,7 +253,7 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
             cache_hashes.BlockHashes,
             errors=(429, 504),
         ),
-        Operation("get", "/debug/replicas", replicas.show_replicas, for_admin=True),
-        _change("/debug/replicas", replicas.change_replicas, replicas.ReplicasBody, "replicas are changed"),
+        Operation("get", "/debug/replicas", admin.show_replicas, for_admin=True),
+        _change("/debug/replicas", admin.change_replicas, admin.ReplicasBody, "replicas are changed"),
     ),
 }

@@ -33,10 +33,9 @@ from quire.router.policy import Prompt, Ticket
 from quire.router.servers import Question, Servers
 from quire.server.endpoint import REQUEST_ID_HEADER
 from quire.server.errors import ApiError, any_error, bad_request
-from quire.server.guards import Hosts, allowed_hosts
+from quire.server.guards import BodyLimits, Hosts, allowed_hosts
 from quire.server.http_server import HttpServer
 from quire.server.life import RETRY_AFTER_S
-from quire.server.limits import BodyLimits
 from quire.server.resuming import RESUMABLE_HEADER, RESUMABLE_PATHS, SEED_HEADER
 from quire.server.settings import ServerSettings
 from quire.server.sse import DONE

@@ -28,7 +28,7 @@ from quire.engine.client import EngineClient
 from quire.engine.launch import EngineProcessOptions, settle_for_serving
 from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
-from quire.server.adapters import load_at_start
+from quire.server.admin import load_at_start
 from quire.server.app import create_app
 from quire.server.batches import Batches
 from quire.server.context import ServedModel, ServerContext

@@ -332,7 +332,7 @@ def test_a_client_that_sent_its_next_request_early_is_seen_to_leave() -> None:
 
 
 def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.connection._UNREAD_S", 0.3)
+    monkeypatch.setattr("quire.server.http_server._UNREAD_S", 0.3)
 
     async def use(client: Client) -> None:
         reader, writer = await client()
