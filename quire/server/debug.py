@@ -20,7 +20,7 @@ from starlette.responses import Response
 from quire.engine.api import ServingEngine
 from quire.errors import BadRequestError
 from quire.server.endpoint import json_response
-from quire.server.errors import ApiError, bad_request
+from quire.server.errors import RETRY_SOON, ApiError, bad_request
 
 if TYPE_CHECKING:
     from quire.server.context import ServedModel, ServerContext
@@ -131,7 +131,7 @@ class KVDebug:
                 503,
                 f"the engine has not answered for {ANSWER_S:g} s: a step takes long, or hangs. /health says which",
                 code="engine_busy",
-                headers={"retry-after": "5"},
+                headers=RETRY_SOON,
             ) from None
 
     def _may_read(self, request: HttpRequest, tenants: set[str]) -> bool:

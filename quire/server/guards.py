@@ -34,7 +34,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire.server.admission import MAX_TOKENS_HEADER
 from quire.server.errors import ApiError, OnRefused, shown
-from quire.server.life import LifeState, ServerLife, UnavailableError
+from quire.server.life import LifeState, ServerLife, not_serving
 from quire.server.settings import ApiKey, ServerSettings
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class Gate:
             return
         if self._on_refused is not None:
             self._on_refused(state.value)
-        error = UnavailableError(state)
+        error = not_serving(state)
         error.headers["connection"] = "close"  # its next request should reach another server
         await error.respond(send)
 

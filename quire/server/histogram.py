@@ -54,10 +54,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    @property
-    def num_observed(self) -> int:
-        return sum(self.counts)
-
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         names = [*map(floatToGoString, self.bounds), "+Inf"]
         family.add_metric(labels, list(zip(names, itertools.accumulate(self.counts), strict=True)), self.total)

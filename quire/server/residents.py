@@ -28,8 +28,7 @@ from quire.engine.text_side import num_weight_bytes
 from quire.errors import BadRequestError, EngineDeadError, MemoryBudgetError, QuireError
 from quire.log import get_logger
 from quire.outputs import RequestOutput
-from quire.server.errors import ApiError
-from quire.server.life import RETRY_AFTER_S
+from quire.server.errors import ApiError, UnavailableError
 
 _PATIENCE_S = 5.0  # for which a model that is busy is not asked to make room
 _FIRST_BACKOFF_S = 0.5
@@ -40,12 +39,9 @@ _LOOK_S = 1.0  # between two looks at whether an engine hangs
 _ROUNDING = 1e-6
 
 
-class ModelUnavailableError(ApiError):
+def _unavailable(message: str) -> UnavailableError:
     """A model takes no requests now; the others do."""
-
-    def __init__(self, message: str) -> None:
-        headers = {"retry-after": str(RETRY_AFTER_S)}
-        super().__init__(503, message, type="service_unavailable", code="model_unavailable", headers=headers)
+    return UnavailableError(message, "model_unavailable")
 
 
 class ResidentEngine(TextFront):
@@ -134,7 +130,7 @@ class ResidentEngine(TextFront):
     async def wake_up(self) -> None:
         """Out of its sleep, or as a new process. The residents call it, one at a time, when there is room."""
         if self._is_closing:
-            raise ModelUnavailableError("this model is being unloaded")
+            raise _unavailable("this model is being unloaded")
         if self._client is not None:
             await self._client.call("wake_up")
         else:
@@ -246,7 +242,7 @@ class ResidentEngine(TextFront):
         except EngineDeadError:
             if not self._residents.restarts:
                 raise
-            raise ModelUnavailableError(f"the engine of {self.config.model} stopped: send the request again") from None
+            raise _unavailable(f"the engine of {self.config.model} stopped: send the request again") from None
         finally:
             self.num_in_use -= 1
             self.last_used_s = time.monotonic()
@@ -267,7 +263,7 @@ class ResidentEngine(TextFront):
 
     def raise_if_dead(self) -> None:
         if self._is_closing:
-            raise ModelUnavailableError("this model is being unloaded")
+            raise _unavailable("this model is being unloaded")
         if self._death and not self._residents.restarts:
             raise EngineDeadError(self._death)
         if self._death:
@@ -275,7 +271,7 @@ class ResidentEngine(TextFront):
             tail = (
                 "has failed: it has to be loaded again" if is_lost else "stopped and is started again: try again soon"
             )
-            raise ModelUnavailableError(f"the engine of {self.config.model} {tail}")
+            raise _unavailable(f"the engine of {self.config.model} {tail}")
 
 
 class Residents:
@@ -325,11 +321,11 @@ class Residents:
             async with asyncio.timeout(self.wait_s):
                 await self.wake(engine)
         except TimeoutError:
-            raise ModelUnavailableError(
+            raise _unavailable(
                 f"{engine.config.model} sleeps, and the memory for it did not become free in {self.wait_s:g} s"
             ) from None
         except MemoryBudgetError as error:
-            raise ModelUnavailableError(f"{engine.config.model} sleeps: {error}") from None
+            raise _unavailable(f"{engine.config.model} sleeps: {error}") from None
 
     async def _wake(self, engine: ResidentEngine) -> None:
         async with self._lock:

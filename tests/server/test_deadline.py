@@ -9,7 +9,7 @@ import pytest
 from quire.errors import BadRequestError
 from quire.server.deadline import Deadline, DeadlineError, timeout_s
 from quire.server.errors import ApiError
-from quire.server.life import LifeState, ServerLife, UnavailableError
+from quire.server.life import LifeState, ServerLife, not_serving
 from quire.server.settings import ServerSettings
 
 
@@ -96,7 +96,7 @@ def test_closing_it_closes_the_stream() -> None:
         await anext(stream)
         await stream.aclose()
         assert source.is_closed
-        assert life.cut(UnavailableError(LifeState.DRAINING)) == 0
+        assert life.cut(not_serving(LifeState.DRAINING)) == 0
 
     asyncio.run(run())
 
@@ -105,7 +105,7 @@ def test_the_server_can_cut_it_off() -> None:
     async def run() -> None:
         source, life = Source(60.0), ServerLife()
         loop = asyncio.get_running_loop()
-        loop.call_later(0.01, life.cut, UnavailableError(LifeState.DRAINING))
+        loop.call_later(0.01, life.cut, not_serving(LifeState.DRAINING))
         with pytest.raises(ApiError) as cut:
             await anext(Deadline(None, life).watch(source.stream()))
         assert cut.value.code == "draining"

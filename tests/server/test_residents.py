@@ -17,8 +17,8 @@ from quire.errors import BadRequestError, EngineDeadError, MemoryBudgetError
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.server import residents as module
-from quire.server.errors import ApiError
-from quire.server.residents import ModelUnavailableError, ResidentEngine, Residents, divide
+from quire.server.errors import ApiError, UnavailableError
+from quire.server.residents import ResidentEngine, Residents, divide
 
 
 class FakeClient:
@@ -195,7 +195,7 @@ def test_a_request_waits_with_a_limit(run: Callable[..., None], monkeypatch: pyt
         client_of(b).hold.clear()
         held = asyncio.create_task(ask(b))
         await asyncio.sleep(0)
-        with pytest.raises(ModelUnavailableError, match=r"did not become free in 0\.05 s"):
+        with pytest.raises(UnavailableError, match=r"did not become free in 0\.05 s"):
             await ask(a)
         client_of(b).hold.set()
         assert await held == "x"
@@ -214,9 +214,9 @@ def test_one_that_dies_is_started_again_and_the_other_serves_on(
         lost = asyncio.create_task(ask(a))
         await asyncio.sleep(0.01)
         client_of(a).die()
-        with pytest.raises(ModelUnavailableError, match="send the request again"):
+        with pytest.raises(UnavailableError, match="send the request again"):
             await lost
-        with pytest.raises(ModelUnavailableError, match="started again"):
+        with pytest.raises(UnavailableError, match="started again"):
             await ask(a)
         assert await ask(b) == "x"
         while not a.is_awake:
@@ -238,7 +238,7 @@ def test_one_that_keeps_failing_is_left_alone(run: Callable[..., None], monkeypa
         while not given_up:
             await asyncio.sleep(0.01)
         assert "needs 9 GiB" in given_up[0] and a.health().state is EngineState.DEAD
-        with pytest.raises(ModelUnavailableError, match="loaded again"):
+        with pytest.raises(UnavailableError, match="loaded again"):
             await ask(a)
 
     run(test)

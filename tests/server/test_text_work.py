@@ -16,7 +16,8 @@ from server_harness import ScriptedEngine, Server, running
 
 from quire.server.deadline import Deadline, DeadlineError
 from quire.server.endpoint import ClientGone, Exchange
-from quire.server.life import ServerLife, StoppedError
+from quire.server.errors import UnavailableError
+from quire.server.life import ServerLife, stopped
 from quire.server.text_work import TextWork
 
 LONG = 1_000_000
@@ -95,8 +96,8 @@ def test_what_waits_is_ended_by_its_deadline_its_client_and_the_servers_stop() -
         await refused(DeadlineError, Deadline(5.0, life, arrived_s=loop.time() - 5), exchange())
         loop.call_later(0.01, gone.set)
         await refused(ClientGone, Deadline(None, life), exchange(gone))
-        loop.call_later(0.01, life.cut, StoppedError())
-        await refused(StoppedError, Deadline(None, life), exchange())
+        loop.call_later(0.01, life.cut, stopped())
+        await refused(UnavailableError, Deadline(None, life), exchange())
 
     run_with(main)
     assert not begun
