@@ -87,7 +87,7 @@ def _by_other_name(name: str, models: Iterable[LocalModel]) -> LocalModel | None
     files = {model.name.partition(":")[2]: model for model in models if model.name.startswith(f"{repo}:")}
     if not files:
         return None
-    from quire.weights.hub_gguf import choose_gguf
+    from quire.weights.hub import choose_gguf
 
     return files[choose_gguf(files, wanted or None, repo)]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from quire.log import get_logger
 from quire.weights.aliases import ALIASES
+from quire.weights.open import DEFAULT_MODEL, resolve_model
 from quire.weights.progress import ProgressBar, format_bytes
 from quire.weights.pull import pull_alias
-from quire.weights.resolve import DEFAULT_MODEL, resolve_model
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:

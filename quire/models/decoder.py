@@ -18,9 +18,8 @@ from quire.kernels.adapters import AdaptedLinear, AdapterBank, AdapterSite
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Normed, Ops, Rotary
 from quire.layers.rotary import pairs_order, rotary_table
 from quire.models.classifier import Classifier
-from quire.models.experts import ExpertsMlp
 from quire.models.kv_layout import KVLayout, kv_layout
-from quire.models.layer import DenseMlp, Layer, Mlp, PlainMlp, ReadRows, SelfAttention
+from quire.models.layer import DenseMlp, ExpertsMlp, Layer, Mlp, PlainMlp, ReadRows, SelfAttention
 from quire.models.share import Cut, ModelShare
 from quire.models.slots import WeightSlot, matrix_slots, norm_slots
 from quire.models.spec import ModelSpec, RopeSpec

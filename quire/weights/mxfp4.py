@@ -37,8 +37,7 @@ class Mxfp4Scales:
         from safetensors import safe_open
 
         from quire.kernels.interface import QuantizedRows
-        from quire.weights.dequantize import Dequantizer
-        from quire.weights.repack import fp4_as_q5_0
+        from quire.weights.dequantize import Dequantizer, fp4_as_q5_0
 
         entry = self._entry(blocks)
         with safe_open(entry.file, framework="pt", device="cpu") as opened:

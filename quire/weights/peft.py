@@ -13,9 +13,9 @@ from typing import Any
 from quire.errors import WeightsError
 from quire.kernels.adapters import LowRankPair
 from quire.models.stored_names import StoredNames
+from quire.weights.files import read_json_object
 from quire.weights.hub import fetch_adapter
-from quire.weights.json_files import read_json_object
-from quire.weights.resolve import is_hub_id
+from quire.weights.open import is_hub_id
 from quire.weights.safetensors_checkpoint import read_header
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"

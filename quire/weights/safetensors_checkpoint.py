@@ -22,12 +22,11 @@ from quire.models.spec import CheckpointFormat, IntegerFormat, ModelSpec
 from quire.models.stored_names import StoredNames
 from quire.models.tensors import checkpoint_tensors
 from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, check_apart, match_slots
+from quire.weights.files import open_regular, read_json_object
 from quire.weights.float8 import Float8Scales, read_kv_scales
 from quire.weights.integers import INTEGERS, IntegerTensors, read_tensor
-from quire.weights.json_files import read_json_object
 from quire.weights.mxfp4 import DTYPE as MXFP4_DTYPE
 from quire.weights.mxfp4 import Mxfp4Scales, is_mxfp4
-from quire.weights.regular import open_regular
 
 if TYPE_CHECKING:
     from quire.models.slots import WeightSlot
