@@ -5,6 +5,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+# Before torch is imported, here and in child processes: its threads meet after every operation, and where several test
+# processes share the cores, each meeting waits for a thread that does not run.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import fakes
 import hypothesis  # noqa: F401 - before an engine freezes what the collector looks at: hypothesis counts references
 import pytest
@@ -58,17 +62,23 @@ def _quiet_log() -> Iterator[None]:
 # the end. `pytest --durations=50` tells.
 SLOW_FILES = (
     "test_smollm2.py",
-    "executor/test_conformance.py",
     "executor/test_ranks.py",
-    "test_combinations.py",
     "executor/test_ray_ranks.py",
-    "server/test_replicas.py",
-    "router/test_replicas.py",
-    "executor/test_rank_failures.py",
-    "kernels/triton/test_sampling_filter.py",
-    "kernels/triton/test_ops.py",
     "kernels/triton/test_experts.py",
+    "kernels/triton/test_ops.py",
+    "kernels/triton/test_skinny.py",
+    "kernels/triton/test_sampling_filter.py",
+    "kernels/triton/test_prefix.py",
+    "router/test_replicas.py",
+    "router/test_carry.py",
+    "executor/test_conformance.py",
+    "executor/test_rank_failures.py",
     "executor/test_dry_run.py",
+    "scheduler/test_random.py",
+    "test_combinations.py",
+    "server/test_replicas.py",
+    "server/test_openapi.py",
+    "server/test_pooled.py",
     "server/test_page.py",
     "cli/test_serve.py",
 )
