@@ -82,7 +82,7 @@ class ChildProcess:
         return "\n".join(self._tail)
 
     def release(self) -> None:
-        """After the exit: close what is left open."""
+        """Close what is left open after the exit."""
         self._waiter.join()
         self._reader.join(timeout=1.0)  # a grandchild may still hold it open
         assert self._process.stdin is not None and self._process.stderr is not None

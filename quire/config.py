@@ -108,7 +108,7 @@ _SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_tokens": "
 
 
 def _with_speculation(values: dict[str, Any]) -> dict[str, Any]:
-    """One speculative_config out of it and its short spellings."""
+    """Merge speculative_config and its short spellings into one."""
     short = {name: values.pop(name) for name in _SPECULATION if values.get(name) is not None}
     values = {name: value for name, value in values.items() if name not in _SPECULATION}
     given = values.get("speculative_config")
@@ -218,7 +218,7 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Among which the model is split."""
+        """The number of ranks that the model is split among."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -351,7 +351,7 @@ class EngineConfig:
             )
 
     def _check_roles(self) -> None:
-        """One for each engine, of which some compute prompts and some go on with them."""
+        """Check that each engine has a role, and that the roles work together."""
         given = self.roles.replace(",", " ").split() if isinstance(self.roles, str) else self.roles
         if not isinstance(given, (list, tuple)) or not all(isinstance(role, str) for role in given):
             raise ConfigError(f"roles are names such as prefill and decode, got {self.roles!r}")

@@ -59,7 +59,7 @@ def run_to_end(core: EngineCore) -> None:
 
 
 class CoreEngine:
-    """As much of a ServingEngine as the feed and /debug need, over a core that the test steps itself."""
+    """The part of a ServingEngine that the feed and /debug need, over a core that the test steps itself."""
 
     def __init__(self, core: EngineCore, tokenizer: Any = None) -> None:
         self.core = core

@@ -162,7 +162,7 @@ def test_an_idle_engine_prepares_what_later_steps_need(engine: AsyncLLM, monkeyp
 
 
 def test_a_step_is_planned_when_it_is_needed(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who arrives while the loop waits with a plan is in it."""
+    """A request that arrives while the loop waits with a plan is in that plan."""
     core = engine.engine.core
     spare_s, num_waits = 60.0, 0
 

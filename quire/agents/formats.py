@@ -178,5 +178,5 @@ THINKING_FORMATS = {
 
 
 def find_thinking(template: str) -> ThinkingFormat | None:
-    """Only templates that write or read the closing marker: others merely mention it."""
+    """The format whose closing marker a template writes or reads: other markers it may merely mention."""
     return next((one for one in (_THINK, _MISTRAL) if one.end in template), None)

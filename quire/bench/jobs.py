@@ -87,7 +87,7 @@ def workload_names(args: argparse.Namespace) -> list[str]:
 
 
 def check_workload_flags(args: argparse.Namespace) -> None:
-    """Whatever can be found wrong without a model."""
+    """Refuse whatever can be found wrong without a model."""
     for name in workload_names(args):
         make_workload(name, 1000, **_parameters(args, name))
     if args.dataset is not None:

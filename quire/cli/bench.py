@@ -299,7 +299,7 @@ def _run_compare(args: argparse.Namespace) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Before a long run: a chart that cannot be drawn or a folder that cannot be written to."""
+    """Refuse, before a long run, a chart that cannot be drawn or a file that cannot be written."""
     if args.plot:
         from quire.bench.plots import check_plot
 

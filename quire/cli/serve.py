@@ -93,7 +93,7 @@ def read(
 
 
 def _several(found: Gathered, given: list[str], known: set[str]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Of several models, the names and the settings of each, taken out of `found`; empty where there is one."""
+    """The names and the settings of each of several models, taken out of `found`; empty where there is one."""
     if found.models:
         if given or "model" in found.values:
             raise ConfigError("models are given on the command line and as a list in the file: leave out one of them")

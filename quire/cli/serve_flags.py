@@ -231,7 +231,7 @@ def settings_field(name: str) -> str:
 
 
 def help_of(flag: Flag) -> str:
-    """Its help, with the default that ServerSettings has for it."""
+    """A flag's help, with the default that ServerSettings has for it."""
     defaults = {field.name: field.default for field in dataclasses.fields(ServerSettings)}
     default = defaults.get(settings_field(flag.name))
     if "(default" in flag.help or default in (None, dataclasses.MISSING, ()):

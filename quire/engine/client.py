@@ -119,7 +119,7 @@ class EngineClient(TextFront):
         self._tick = self._loop.call_later(_TICK_S, self._on_tick)
 
     async def _pin(self, token_ids: list[int], block_size: int) -> None:
-        """Once for each tenant that would not find another's."""
+        """Pin the configured prefixes, once for each tenant that would not find another's."""
         tenants = self.options.isolated_tenants or ("",)
         for tenant in tenants:
             if self._is_closing:
@@ -173,7 +173,7 @@ class EngineClient(TextFront):
 
     @property
     def streams(self) -> Streams:
-        """Its requests; once ready."""
+        """The streams of its requests; there are none before it is ready."""
         return self._streams
 
     def kill(self) -> None:

@@ -299,7 +299,7 @@ def _simulate(
 
 
 def _check(one: Candidate, rate: float, lengths: list[tuple[int, int]], seed: int) -> dict[str, float]:
-    """Some of the replicas together behind the router, at their share of the rate."""
+    """Simulate some of the replicas together behind the router, at their share of the rate."""
     num = min(one.replicas_for(rate), _CHECKED_REPLICAS)
     share = rate / one.replicas_for(rate) * num
     report = _simulate(one, num, share, lengths, seed + 1)[1]

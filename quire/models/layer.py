@@ -164,7 +164,7 @@ class PlainMlp:
 
 @dataclass(slots=True)
 class Layer:
-    """Without norms of their own, attention and MLP take the residual stream as it is."""
+    """Attention and MLP of one layer. Without norms of their own they take the residual stream as it is."""
 
     attention_norm: Norm | None
     attention: SelfAttention
@@ -260,7 +260,7 @@ class ExpertsMlp:
         return norm
 
     def matrices(self) -> Iterable[tuple[LinearWeight, bool]]:
-        """Those that are multiplied by themselves: experts are multiplied together."""
+        """The matrices that are multiplied by themselves: experts are multiplied together."""
         if self.shared is not None:
             yield from ((matrix, False) for matrix, _ in self.shared.matrices())
 

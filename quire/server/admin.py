@@ -218,7 +218,7 @@ async def load_adapter(context: ServerContext, module: LoraModule, *, in_place: 
 
 
 async def load_at_start(context: ServerContext) -> None:
-    """Those that the operator named. A ConfigError names the one that cannot be served."""
+    """Load the adapters that the operator named. A ConfigError names the one that cannot be served."""
     for module in context.settings.lora_modules:
         try:
             await load_adapter(context, module)

@@ -226,7 +226,7 @@ def _sees(request: HttpRequest) -> str | None:
 
 
 def _seen(request: HttpRequest, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the requests that whoever asks may see, without their tenants' names."""
+    """The requests that the asker may see, without their tenants' names."""
     sees = _sees(request)
     return [entry for entry in entries if entry.pop("tenant") == sees or sees is None]
 

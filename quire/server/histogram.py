@@ -60,7 +60,7 @@ class Histogram:
 
 
 def quantile(bounds: Sequence[float], counts: Iterable[int], share: float) -> float | None:
-    """As Prometheus estimates it: linear inside the bucket, and the last bound for what lies above it.
+    """A quantile as Prometheus estimates it: linear inside the bucket, and the last bound for what lies above it.
 
     None where nothing was observed. `counts` may be a difference of two readings.
     """

@@ -37,7 +37,7 @@ _CLOSE_S = 1  # for connections that are still open when everything that counts 
 
 
 def max_connections() -> int:
-    """As many as there may be open files, less some for everything else: over it a client is told, where the system
+    """The limit of open files, less some for everything else. A client over it is told so, where the system
     would only drop it."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if allowed == resource.RLIM_INFINITY else max(1, allowed - _OTHER_FILES)
@@ -172,7 +172,8 @@ class Connection(HttpToolsProtocol):
         self._unread_timer = self.loop.call_later(_UNREAD_S, self._on_unread, num_unsent)
 
     def _on_unread(self, num_before: int) -> None:
-        """Nothing is added while writing is paused, so a client that reads at all makes it less."""
+        """Close a connection whose client has read nothing. Nothing is added while writing is paused, so a client that
+        reads at all makes it less."""
         num_unsent = self._num_unsent()
         if num_unsent < num_before:
             self._look_again(num_unsent)

@@ -84,19 +84,19 @@ _TEXT = "text/plain"
 
 
 def _endpoint(path: str, handler: AnyHandler, body: Body, reply: Body | None = None, **others: Any) -> Operation:
-    """It takes a body, and answers at once."""
+    """An operation that takes a body and answers at once."""
     others["errors"] = (*_WITH_BODY, *others.get("errors", ()))
     return Operation("post", path, handler, (_ID,), is_endpoint=True, body=body, reply=reply, **others)
 
 
 def _running(path: str, handler: AnyHandler, body: Body, reply: Body | None = None, **others: Any) -> Operation:
-    """It takes a body, and its answer needs the engine: it may have to wait, and has a timeout."""
+    """An operation that takes a body and needs the engine: it may have to wait, and has a timeout."""
     made = _endpoint(path, handler, body, reply, errors=(429, 504), **others)
     return replace(made, parameters=(_ID, _TIMEOUT))
 
 
 def _change(path: str, handler: AnyHandler, body: Body, what: str, *errors: int, **others: Any) -> Operation:
-    """It takes a body, and changes something of the server."""
+    """An operation that takes a body and changes something of the server."""
     return Operation("post", path, handler, body=body, changes=what, errors=(400, 404, 415, *errors), **others)
 
 

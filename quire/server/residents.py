@@ -128,7 +128,8 @@ class ResidentEngine(TextFront):
         self.sleep_level = level
 
     async def wake_up(self) -> None:
-        """Out of its sleep, or as a new process. The residents call it, one at a time, when there is room."""
+        """Wake it out of its sleep, or start a new process. The residents call it, one at a time, when there is
+        room."""
         if self._is_closing:
             raise _unavailable("this model is being unloaded")
         if self._client is not None:
@@ -149,7 +150,7 @@ class ResidentEngine(TextFront):
         self.last_used_s = self._ready_s = time.monotonic()
 
     async def _watch(self, client: EngineClient) -> None:
-        """One that hangs is ended, where it is started again then."""
+        """End an engine that hangs, where it is started again afterwards."""
         while client is self._client:
             if self._residents.restarts and client.health().state is EngineState.STUCK:
                 get_logger().error("%s hangs and is ended: %s", self.config.model, client.health().reason)
@@ -303,7 +304,7 @@ class Residents:
             member.take_share(share)
 
     async def wake(self, engine: ResidentEngine) -> None:
-        """Until it is awake. Who asks may go away; the waking goes on."""
+        """Wait until an engine is awake. The caller may go away meanwhile; the waking goes on."""
         task = self._waking.get(engine)
         if task is None:
             task = self._waking[engine] = asyncio.create_task(self._wake(engine))
@@ -316,7 +317,7 @@ class Residents:
             await asyncio.wait([task])
 
     async def wait_for(self, engine: ResidentEngine) -> None:
-        """As `wake`, for a request."""
+        """Wake an engine for a request, which waits for a limited time."""
         try:
             async with asyncio.timeout(self.wait_s):
                 await self.wake(engine)
@@ -354,7 +355,7 @@ class Residents:
         return 1.0 - sum(other.share for other in self._awake_beside(engine))
 
     async def _least_recently_used(self, awake: list[ResidentEngine]) -> ResidentEngine:
-        """One that is idle, where there is one within a few seconds."""
+        """The engine to put to sleep: one that is idle, where there is one within a few seconds."""
         until_s = time.monotonic() + _PATIENCE_S
         while not (idle := [other for other in awake if not other.is_wanted or not other.is_awake]):
             self._change.clear()
@@ -366,7 +367,7 @@ class Residents:
         return min(idle or awake, key=lambda other: other.last_used_s)
 
     async def _put_to_sleep(self, engine: ResidentEngine, level: int = 1, *, keep_kv: bool = False) -> None:
-        """Once its requests have ended; new ones wait, and wake it again later."""
+        """Put an engine to sleep once its requests have ended; new ones wait, and wake it again later."""
         engine.is_leaving = True
         try:
             await engine.until_idle()
@@ -376,7 +377,7 @@ class Residents:
             engine.is_leaving = False
 
     async def sleep(self, engine: ResidentEngine, level: int, *, keep_kv: bool, within_s: float) -> None:
-        """As an operator asks for it."""
+        """Put an engine to sleep because an operator asks for it."""
         engine.raise_if_dead()
         try:
             async with asyncio.timeout(within_s), self._lock:

@@ -192,7 +192,7 @@ def _check_lists(body: CompletionBody) -> None:
 def _beam_params(
     body: GenerationBody, *, max_tokens: int | None, width: int | None, logprobs: int | None
 ) -> BeamSearchParams:
-    """As vLLM has it, n is the number of beams. The model's own defaults are for sampling: they are not asked."""
+    """Parameters of a beam search. n is the number of beams, as in vLLM; the model's own defaults are for sampling."""
     n = body.n or 1
     if body.stream:
         raise bad_request("use_beam_search has no stream: which beam is the best is known at the end", "stream")

@@ -219,7 +219,7 @@ class ServerSettings:
 
     @property
     def isolated_tenants(self) -> tuple[str, ...]:
-        """Those that must not find each other's prefixes in the cache. One alone has nobody to hide from."""
+        """The tenants that must not find each other's prefixes in the cache. One alone has nobody to hide from."""
         return () if self.share_prefixes_across_keys or len(self.tenants) < 2 else self.tenants
 
     @property
@@ -228,7 +228,7 @@ class ServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Only this machine's users can reach it."""
+        """Whether only this machine's users can reach it."""
         return self.uds is not None or self.host in ("localhost", "::1") or self.host.startswith("127.")
 
 

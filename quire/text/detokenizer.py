@@ -96,7 +96,7 @@ class Detokenizer:
         return data
 
     def _read_context(self, prompt_token_ids: Sequence[int]) -> None:
-        """Is the output the start of the text, and did the prompt leave a character unfinished?"""
+        """Find whether the output is the start of the text, and whether the prompt left a character unfinished."""
         context = b""
         for token_id in reversed(prompt_token_ids):
             if token_id in self._segment_ids:

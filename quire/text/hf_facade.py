@@ -116,7 +116,7 @@ class HFTokenizerFacade:
     # -- tokens and their ids
 
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> str | list[str | None] | None:
-        """As the vocabulary writes them (`Ġthe`); None where no token has the id."""
+        """Tokens as the vocabulary writes them (`Ġthe`); None where no token has the id."""
         if isinstance(ids, Integral):
             return self._tokenizer.token(int(ids)) or None
         hidden = frozenset(self.all_special_ids) if skip_special_tokens else frozenset[int]()
@@ -146,7 +146,8 @@ class HFTokenizerFacade:
 
     @cached_property
     def all_special_tokens(self) -> list[str]:
-        """Those that the model's files name as such. Its vocabulary may have more, which decoding can skip too."""
+        """The special tokens that the model's files name as such. Its vocabulary may have more, which decoding can skip
+        too."""
         named = (self.bos_token, self.eos_token, self.unk_token, self.pad_token)
         found = dict.fromkeys((*named, *self._tokenizer.listed_special_tokens))
         return [token for token in found if token is not None]

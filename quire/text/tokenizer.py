@@ -142,7 +142,7 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode`, for many texts in parallel."""
+        """Encode many texts in parallel."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:

@@ -59,7 +59,8 @@ class Checkpoint(ABC):
         """Every tensor of its files, from their headers; None where there are no files, only a config."""
 
     def check(self, spec: ModelSpec) -> None:
-        """That the tensors are those of `spec`, which a config alone has told: before memory is taken for them."""
+        """Check that the tensors are those of `spec`, which a config alone has told: before memory is taken for
+        them."""
         entries = self.tensors()
         if entries is not None:
             match_tensors(
@@ -137,7 +138,7 @@ def match_tensors(
 
 
 def check_apart(entries: Iterable[TensorEntry]) -> None:
-    """That no two tensors of a file share bytes. So what a model takes is in proportion to its file, whatever the
+    """Check that no two tensors of a file share bytes. So what a model takes is in proportion to its file, whatever the
     header says."""
     end, before = 0, ""
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):

@@ -90,7 +90,7 @@ class SentenceFiles:
 
 
 def read_sentence_files(path: Path) -> SentenceFiles | None:
-    """None where a model's directory has none of them. Refuses what Quire does not compute."""
+    """What a model's directory says of pooling; None where it says nothing. Refuses what Quire does not compute."""
     listed = path / "modules.json"
     if not path.is_dir() or not listed.is_file():
         return None

@@ -28,7 +28,7 @@ class Mxfp4Scales:
         self._entries = {entry.stored_name: entry for entry in entries}
 
     def check(self, blocks: TensorEntry) -> None:
-        """That its exponents are there."""
+        """Check that its exponents are there."""
         self._entry(blocks)
 
     def rows_of(self, blocks: TensorEntry, stored: Tensor) -> QuantizedRows:

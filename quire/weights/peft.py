@@ -41,7 +41,7 @@ _CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(slots=True, frozen=True)
 class PeftAdapter:
-    """One that fits the model."""
+    """An adapter that fits the model."""
 
     digest: str  # of its files
     pairs: Mapping[str, LowRankPair]  # by module, as the decoder has them
@@ -186,7 +186,7 @@ def _scale(config: Mapping[str, Any], module: str, rank: int, file: Path) -> flo
 
 
 def _for_module(pattern: Any, module: str, default: Any) -> Any:
-    """Of a pattern's values that of the first key that the module's name ends with, as PEFT reads it."""
+    """A pattern's value for a module: that of the first key that its name ends with, as PEFT reads it."""
     for key, value in (pattern or {}).items() if isinstance(pattern, Mapping) else ():
         if re.fullmatch(rf"(.*\.)?({key})", module):
             return value

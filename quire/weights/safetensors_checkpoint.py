@@ -77,7 +77,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 )
 
     def _parts(self, entries: list[TensorEntry]) -> Iterator[TensorEntry]:
-        """Under the names that the decoder has for them; a fused tensor as one entry for each of its parts."""
+        """The tensors under the names that the decoder has for them; a fused one is an entry for each of its parts."""
         names = stored_names(self.config)
         if any(entry.stored_name.startswith(_BASE_MODULES) for entry in entries):
             # Saved without a head, so that nothing stands before the layers' names: embedding models often are.

@@ -14,7 +14,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "
 
 
 def test_masks_are_the_same_in_one_thread_and_in_many(compiler: GrammarCompiler) -> None:
-    """Of rows at other places of a grammar, with drafts and without, in a thought, after a failure."""
+    """Masks of rows at other places of a grammar, with drafts and without, in a thought, after a failure."""
     rows, chance = RowConstraints(compiler), random.Random(1)
     ids = {"begin_id": None, "end_id": None, "closing_ids": (7, 8)}
     thinking = ThinkingSpec(begin="<think>", end="</think>", is_open=True, budget=2, **ids)  # type: ignore[arg-type]

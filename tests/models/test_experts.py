@@ -144,7 +144,7 @@ def test_a_wrong_config_is_refused_by_its_key(change, complaint):
 
 @pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 def test_experts_in_mxfp4_stay_packed_and_exact(tmp_path):
-    """As gpt-oss is published: blocks of 32 numbers, two in a byte, and exponents beside them."""
+    """A checkpoint as gpt-oss is published: blocks of 32 numbers, two in a byte, and exponents beside them."""
     from safetensors.torch import load_file, save_file
 
     saved(tiny_model(EXPERTS["gpt-oss"]), tmp_path)

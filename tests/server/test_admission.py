@@ -220,7 +220,7 @@ def test_brownout_shortens_new_answers_visibly_and_then_takes_none() -> None:
 
 
 def test_a_thousand_prompts_at_once_all_wait_by_default() -> None:
-    """As vLLM's benchmark sends them at an infinite rate."""
+    """vLLM's benchmark sends them so at an infinite rate."""
 
     async def run() -> int:
         bench = Bench()

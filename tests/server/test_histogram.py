@@ -43,7 +43,7 @@ def test_bounds_rise(bounds: tuple[float, ...]) -> None:
 
 
 def test_vllms_bounds_are_among_ours() -> None:
-    """So that a dashboard's heat map or threshold at one of its bounds means the same."""
+    """A dashboard's heat map or threshold at one of its bounds means the same."""
     assert {0.001, 0.02, 0.06, 0.25, 0.75, 7.5, 160.0, 2560.0} <= set(FIRST_TOKEN_S)
     assert {0.01, 0.025, 0.05, 0.075, 0.15, 0.3, 0.4, 2.5, 80.0} <= set(INTER_TOKEN_S)
     assert {0.3, 0.8, 1.5, 15.0, 50.0, 120.0, 7680.0} <= set(REQUEST_S)

@@ -195,7 +195,7 @@ def test_what_is_no_http_is_a_400_in_the_shape_of_every_error(data: bytes) -> No
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
 def test_an_offer_of_another_protocol_is_passed_over(name: bytes) -> None:
-    """As java.net.http makes it with every request over plain HTTP."""
+    """java.net.http makes this offer with every request over plain HTTP."""
 
     async def use(client: Client) -> None:
         reader, writer = await client()

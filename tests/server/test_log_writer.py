@@ -43,7 +43,7 @@ def test_lines_come_out_in_order(pipe: tuple[int, int]) -> None:
 
 
 def fill(pipe: tuple[int, int]) -> int:
-    """As many bytes as it holds: whoever writes one more waits."""
+    """Fill it with as many bytes as it holds: whoever writes one more waits."""
     os.set_blocking(pipe[1], False)
     num_bytes = 0
     try:

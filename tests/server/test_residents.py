@@ -1,4 +1,4 @@
-"""Who is awake, and who makes room for whom: with engines that a test writes, and no process."""
+"""Which models are awake, and which make room for others: with engines that a test writes, and no process."""
 
 from __future__ import annotations
 

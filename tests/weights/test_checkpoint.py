@@ -55,7 +55,7 @@ WINDOW = {"gemma3.attention.sliding_window": 16}  # which that architecture must
 
 
 def open_small(path):
-    """As the engine opens a model, with a limit on the memory that this takes."""
+    """Open a model as the engine does, with a limit on the memory that this takes."""
     tracemalloc.start()
     try:
         checkpoint = open_checkpoint(path)
