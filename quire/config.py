@@ -374,20 +374,9 @@ class EngineConfig:
 
     def _check_numbers(self) -> None:
         for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_threads",
-            "data_parallel_size",
-            "long_prefill_token_threshold",
-            "kv_cache_memory_bytes",
-            "num_gpu_blocks_override",
-            "kv_disk_size",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "max_loras",
-            "max_lora_rank",
-            "max_cpu_loras",
+            *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads", "data_parallel_size"),
+            *("long_prefill_token_threshold", "kv_cache_memory_bytes", "num_gpu_blocks_override", "kv_disk_size"),
+            *("tensor_parallel_size", "pipeline_parallel_size", "max_loras", "max_lora_rank", "max_cpu_loras"),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

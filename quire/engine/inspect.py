@@ -204,17 +204,8 @@ def kv_changes(
 
 # Fields of a row of kv_changes, in this order: names would be sent 200 times, five times a second.
 ROW_FIELDS = (
-    "seq_id",
-    "request_id",
-    "index",
-    "state",
-    "num_prompt_tokens",
-    "num_computed_tokens",
-    "num_output_tokens",
-    "num_cached_tokens",
-    "cache_outcome",
-    "num_preemptions",
-    "priority",
+    *("seq_id", "request_id", "index", "state", "num_prompt_tokens", "num_computed_tokens", "num_output_tokens"),
+    *("num_cached_tokens", "cache_outcome", "num_preemptions", "priority"),
 )
 
 _INSPECTIONS = (kv_overview, kv_levels, kv_map, kv_tables, kv_tree, kv_tokens, kv_block, kv_changes)

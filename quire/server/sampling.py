@@ -23,30 +23,12 @@ _MAX_LISTED = 2**20
 _MAX_LOGPROBS = 2**19
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+# Fields that SamplingParams have under the same names.
 _PLAIN = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "seed",
-    "logit_bias",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "deterministic",
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop", "seed", "logit_bias", "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "bad_words", "deterministic"),
 )
-
-
 # Fields that only make sense without beams, or have no meaning for them that Quire serves.
 _NOT_FOR_BEAMS = (
     *("structured_outputs", "vllm_xargs", "tools", "functions", "prompt_logprobs", "thinking_token_budget"),

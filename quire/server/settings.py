@@ -185,24 +185,15 @@ class ServerSettings:
 
     def _check_positive(self) -> None:
         for name in (
-            "max_body_bytes",
-            "max_header_bytes",
-            "max_waiting_requests",
-            "max_waiting_tokens",
-            "brownout_max_tokens",
-            "batch_dir_bytes",
+            *("max_body_bytes", "max_header_bytes", "max_waiting_requests", "max_waiting_tokens"),
+            *("brownout_max_tokens", "batch_dir_bytes"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be a whole number >= 1, got {value}")
         for name in (
-            "header_timeout_s",
-            "body_timeout_s",
-            "keep_alive_s",
-            "default_timeout_s",
-            "max_timeout_s",
-            "step_timeout_s",
-            "wake_timeout_s",
+            *("header_timeout_s", "body_timeout_s", "keep_alive_s", "default_timeout_s", "max_timeout_s"),
+            *("step_timeout_s", "wake_timeout_s"),
         ):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1e9:
