@@ -24,8 +24,8 @@ import sim_engine
 from quire.agents import Dialect
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineLoad, EngineState
+from quire.engine.calls import INSPECTIONS
 from quire.engine.core import EngineCore
-from quire.engine.inspect import INSPECTIONS
 from quire.errors import EngineDeadError
 from quire.params import SamplingParams
 from quire.request import Request

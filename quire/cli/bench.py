@@ -243,8 +243,8 @@ def _collect(produced: Iterator[Any]) -> _Found:
 
 def _run_sweep(args: argparse.Namespace) -> int:
     from quire.bench.engines import EngineShelf
+    from quire.bench.jobs import parse_axes, point_arguments, points
     from quire.bench.report import RunReport
-    from quire.bench.sweep import parse_axes, point_arguments, points
 
     inner = Parser(prog="quire bench")
     commands = inner.add_subparsers(required=True)

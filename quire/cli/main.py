@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Modules of quire.cli, in the order of --help.
 _COMMANDS = (
-    *("generate", "chat", "serve", "router", "run_batch", "kv", "pull", "models", "bench", "plan", "sim", "lab"),
+    *("generate", "chat", "serve", "router", "run_batch", "kv", "models", "bench", "plan", "sim", "lab"),
     *("env", "completion"),
 )
 

@@ -34,7 +34,7 @@ from starlette.responses import Response, StreamingResponse
 
 import quire
 from quire.engine.api import EngineState, ServingEngine
-from quire.engine.inspect import ROW_FIELDS
+from quire.engine.calls import ROW_FIELDS
 from quire.errors import EngineDeadError
 from quire.params import for_chat
 from quire.server.errors import RETRY_SOON, ApiError, bad_request

@@ -18,7 +18,7 @@ from serve_fakes import running
 
 from quire.cli import serve
 from quire.cli.main import main
-from quire.cli.serve_flags import GROUPS, engine_names, help_of, settings_field
+from quire.cli.serve import GROUPS, engine_names, help_of, settings_field
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.settings import ServerSettings
