@@ -244,17 +244,14 @@ def test_a_message_that_cannot_be_taken_ends_it(run: Callable[..., None], monkey
     run(body, SimSettings(step_s=0.02))
 
 
-def test_nothing_is_taken_before_it_is_ready(tiny_model: Path) -> None:
-    async def body() -> None:
-        client = EngineClient(config(tiny_model), sim_options())
-        await client.start()
-        with pytest.raises(EngineDeadError, match="still starting"):
-            client.prepare("a", "hello", DELTA)
-        with pytest.raises(EngineDeadError, match="still starting"):
-            await client.metrics()
-        await client.close()
-
-    asyncio.run(body())
+async def test_nothing_is_taken_before_it_is_ready(tiny_model: Path) -> None:
+    client = EngineClient(config(tiny_model), sim_options())
+    await client.start()
+    with pytest.raises(EngineDeadError, match="still starting"):
+        client.prepare("a", "hello", DELTA)
+    with pytest.raises(EngineDeadError, match="still starting"):
+        await client.metrics()
+    await client.close()
 
 
 def test_calls_and_metrics(runner: asyncio.Runner, shared: EngineClient) -> None:
@@ -435,23 +432,20 @@ def test_a_stopped_process_is_stuck_too(run: Callable[..., None], tmp_path: Path
     run(body, step_timeout_s=0.3, dump_dir=str(tmp_path))
 
 
-def test_close_ends_what_runs_and_hurries_what_hangs(tiny_model: Path) -> None:
-    async def body() -> None:
-        client = EngineClient(config(tiny_model), sim_options(SimSettings(hang_s=3600)))
-        await start(client)
-        pid = client.pid
-        task = asyncio.create_task(collect(client, "a", [HANG], DELTA))
-        await asyncio.sleep(0.2)
-        await asyncio.wait_for(client.close(grace_s=0.3), 60)
-        assert not psutil.pid_exists(pid)
-        with pytest.raises(EngineDeadError, match="shut down"):
-            await task
-        with pytest.raises(EngineDeadError):
-            await collect(client, "b", "hello", DELTA)
-        await client.close()
-        assert client.health().state is EngineState.DEAD
-
-    asyncio.run(body())
+async def test_close_ends_what_runs_and_hurries_what_hangs(tiny_model: Path) -> None:
+    client = EngineClient(config(tiny_model), sim_options(SimSettings(hang_s=3600)))
+    await start(client)
+    pid = client.pid
+    task = asyncio.create_task(collect(client, "a", [HANG], DELTA))
+    await asyncio.sleep(0.2)
+    await asyncio.wait_for(client.close(grace_s=0.3), 60)
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await task
+    with pytest.raises(EngineDeadError):
+        await collect(client, "b", "hello", DELTA)
+    await client.close()
+    assert client.health().state is EngineState.DEAD
 
 
 @pytest.mark.parametrize(
@@ -464,48 +458,39 @@ def test_close_ends_what_runs_and_hurries_what_hangs(tiny_model: Path) -> None:
         ("exit", EngineDeadError, "status 3"),
     ],
 )
-def test_a_failed_start_says_what_offline_would(
+async def test_a_failed_start_says_what_offline_would(
     tiny_model: Path, start_error: str, kind: type[QuireError], words: str
 ) -> None:
-    async def body() -> None:
-        client = EngineClient(config(tiny_model), sim_options(SimSettings(start_error=start_error)))
-        died: list[str] = []
-        client.on_death(died.append)
-        await client.start()
-        assert client.health().state is EngineState.STARTING
-        with pytest.raises(kind, match=words):
-            await client.ready()
-        assert client.health().state is EngineState.DEAD
-        assert died == []  # ready() told it
-        await client.close()
-
-    asyncio.run(body())
+    client = EngineClient(config(tiny_model), sim_options(SimSettings(start_error=start_error)))
+    died: list[str] = []
+    client.on_death(died.append)
+    await client.start()
+    assert client.health().state is EngineState.STARTING
+    with pytest.raises(kind, match=words):
+        await client.ready()
+    assert client.health().state is EngineState.DEAD
+    assert died == []  # ready() told it
+    await client.close()
 
 
-def test_what_is_wrong_with_a_model_is_said_in_this_process(tmp_path: Path) -> None:
-    async def body() -> None:
-        client = EngineClient(config(tmp_path / "nothing"), sim_options())
-        await client.start()
-        with pytest.raises(ModelError, match="nothing"):
-            await client.ready()
-        with pytest.raises(ModelError, match="nothing"):
-            await client.ready()
-        await client.close()
-
-    asyncio.run(body())
+async def test_what_is_wrong_with_a_model_is_said_in_this_process(tmp_path: Path) -> None:
+    client = EngineClient(config(tmp_path / "nothing"), sim_options())
+    await client.start()
+    with pytest.raises(ModelError, match="nothing"):
+        await client.ready()
+    with pytest.raises(ModelError, match="nothing"):
+        await client.ready()
+    await client.close()
 
 
-def test_close_while_starting(tiny_model: Path) -> None:
-    async def body() -> None:
-        client = EngineClient(config(tiny_model), sim_options())
-        await client.close()  # before the start
-        client = EngineClient(config(tiny_model), sim_options())
-        await client.start()
-        await client.close()
-        with pytest.raises(EngineDeadError, match="shut down"):
-            await client.ready()
-
-    asyncio.run(body())
+async def test_close_while_starting(tiny_model: Path) -> None:
+    client = EngineClient(config(tiny_model), sim_options())
+    await client.close()  # before the start
+    client = EngineClient(config(tiny_model), sim_options())
+    await client.start()
+    await client.close()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await client.ready()
 
 
 def test_log_lines_come_out_of_this_process(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,20 +21,17 @@ def test_states_follow_each_other_and_death_is_final() -> None:
     assert life.death_reason == "out of memory"
 
 
-def test_idle_waits_for_what_is_under_way() -> None:
-    async def run() -> None:
-        life = ServerLife()
-        assert await life.idle(0.0)
+async def test_idle_waits_for_what_is_under_way() -> None:
+    life = ServerLife()
+    assert await life.idle(0.0)
+    with life.request():
         with life.request():
-            with life.request():
-                assert life.num_in_flight == 2
-            assert not await life.idle(0.01)
-            waiting = asyncio.create_task(life.idle(5.0))
-            await asyncio.sleep(0)
-        assert await waiting
-        assert life.num_in_flight == 0
-
-    asyncio.run(run())
+            assert life.num_in_flight == 2
+        assert not await life.idle(0.01)
+        waiting = asyncio.create_task(life.idle(5.0))
+        await asyncio.sleep(0)
+    assert await waiting
+    assert life.num_in_flight == 0
 
 
 def test_cut_reaches_only_what_still_runs() -> None:

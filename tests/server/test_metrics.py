@@ -320,16 +320,13 @@ def test_an_engine_that_dies_when_asked(metrics: ServerMetrics, engine: ToldEngi
     assert ("vllm:request_params_n_count", frozenset()) in read(metrics)
 
 
-def test_scrapes_close_together_share_a_reading(metrics: ServerMetrics, engine: ToldEngine, clock: Clock) -> None:
-    async def scrapes() -> None:
-        await asyncio.gather(*(metrics.scrape() for _ in range(5)))
-        await metrics.scrape()
-        assert engine.num_asked == 1
-        clock.now_s += 1
-        await metrics.scrape()
-        assert engine.num_asked == 2
-
-    asyncio.run(scrapes())
+async def test_scrapes_close_together_share_a_reading(metrics: ServerMetrics, engine: ToldEngine, clock: Clock) -> None:
+    await asyncio.gather(*(metrics.scrape() for _ in range(5)))
+    await metrics.scrape()
+    assert engine.num_asked == 1
+    clock.now_s += 1
+    await metrics.scrape()
+    assert engine.num_asked == 2
 
 
 def test_no_metric_says_what_is_not_there(metrics: ServerMetrics) -> None:

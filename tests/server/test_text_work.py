@@ -59,14 +59,11 @@ def run_with(main: Callable[[TextWork, threading.Event], Any]) -> None:
     asyncio.run(with_one_under_way())
 
 
-def test_short_texts_stay_on_the_loop_and_chats_never_do() -> None:
-    async def main() -> None:
-        work, deadline, here = TextWork(), Deadline(None, ServerLife()), threading.get_ident()
-        assert await work.run(exchange(), deadline, threading.get_ident, 10) == here
-        assert await work.run(exchange(), deadline, threading.get_ident, 10, is_chat=True) != here
-        assert await work.run(exchange(), deadline, threading.get_ident, LONG) != here
-
-    asyncio.run(main())
+async def test_short_texts_stay_on_the_loop_and_chats_never_do() -> None:
+    work, deadline, here = TextWork(), Deadline(None, ServerLife()), threading.get_ident()
+    assert await work.run(exchange(), deadline, threading.get_ident, 10) == here
+    assert await work.run(exchange(), deadline, threading.get_ident, 10, is_chat=True) != here
+    assert await work.run(exchange(), deadline, threading.get_ident, LONG) != here
 
 
 def test_nothing_queues_behind_a_long_text_but_long_ones() -> None:

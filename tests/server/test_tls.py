@@ -80,24 +80,21 @@ def test_https_is_served_and_client_certificates_can_be_required(pem: Path) -> N
     asyncio.run(run(needs_certificate=True))
 
 
-def test_a_handshake_has_as_long_as_headers_have(pem: Path) -> None:
-    async def run() -> None:
-        wanted = ServerSettings(
-            port=0, ssl_certfile=str(pem / "cert.pem"), ssl_keyfile=str(pem / "key.pem"), header_timeout_s=0.3
-        )
-        listener = open_socket(wanted)
-        http = HttpServer(Starlette(), wanted, make_ssl_context(wanted))
-        task = asyncio.create_task(http.run_on(listener))
-        try:
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
-            async with asyncio.timeout(20):  # a minute without the limit
-                assert await reader.read() == b""
-            writer.close()
-        finally:
-            http.stop()
-            await task
-
-    asyncio.run(run())
+async def test_a_handshake_has_as_long_as_headers_have(pem: Path) -> None:
+    wanted = ServerSettings(
+        port=0, ssl_certfile=str(pem / "cert.pem"), ssl_keyfile=str(pem / "key.pem"), header_timeout_s=0.3
+    )
+    listener = open_socket(wanted)
+    http = HttpServer(Starlette(), wanted, make_ssl_context(wanted))
+    task = asyncio.create_task(http.run_on(listener))
+    try:
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        async with asyncio.timeout(20):  # a minute without the limit
+            assert await reader.read() == b""
+        writer.close()
+    finally:
+        http.stop()
+        await task
 
 
 def test_a_key_under_a_password_needs_it(pem: Path) -> None:
