@@ -348,18 +348,14 @@ def describe(name: str, engine: ServingEngine) -> dict[str, Any]:
     """What a page has to know before the first line of the feed."""
     info = engine.info
     sampling = for_chat(engine.default_sampling)
+    told = (
+        *("device", "dtype", "block_size", "num_blocks", "num_host_blocks", "block_bytes", "max_model_len"),
+        *("max_num_seqs", "enable_prefix_caching"),
+    )
     return {
         "version": quire.__version__,
         "model": name,
-        "device": info.device,
-        "dtype": info.dtype,
-        "block_size": info.block_size,
-        "num_blocks": info.num_blocks,
-        "num_host_blocks": info.num_host_blocks,
-        "block_bytes": info.block_bytes,
-        "max_model_len": info.max_model_len,
-        "max_num_seqs": info.max_num_seqs,
-        "enable_prefix_caching": info.enable_prefix_caching,
+        **{field: getattr(info, field) for field in told},
         "chat": {"temperature": sampling.temperature, "top_p": sampling.top_p},
     }
 

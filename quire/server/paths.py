@@ -76,8 +76,7 @@ _SLEEP = (
     ("level", "query", "1: the weights go to host memory; 2: the engine's process ends."),
     ("keep_kv", "query", "true: cached prefixes are kept, in host memory."),
 )
-_MAP = (("first", "query", "The first block."), _LIMIT, *_WHICH)
-_TREE = (("node", "query", "Where to begin."), ("depth", "query", "How deep."), _OFFSET, _LIMIT, *_WHICH)
+_TREE = (("node", "query", "Where to begin."), ("depth", "query", "How deep."), _OFFSET, _LIMIT)
 _WITH_BODY = (400, 404, 408, 413, 415)
 _KEPT = (400, 404, 501)  # of files and batches
 _TEXT = "text/plain"
@@ -102,6 +101,13 @@ def _change(path: str, handler: AnyHandler, body: Body, what: str, *errors: int,
 
 def _pooled(*paths: str, handler: AnyHandler, body: Body, reply: Body) -> tuple[Operation, ...]:
     return tuple(_running(path, handler, body, reply) for path in paths)
+
+
+def _debug(
+    path: str, handler: Callable[[KVDebug, HttpRequest], Awaitable[Response]], *parameters: Parameter
+) -> Operation:
+    """A look into the KV cache of the model and the engine that a request names."""
+    return Operation("get", f"/debug/kv{path}", answers(handler), (*parameters, *_WHICH), errors=(400, 404))
 
 
 # By the sections of the document.
@@ -210,26 +216,12 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
     ),
     "Cache": (
         Operation("get", "/live", show_live, _WHICH, reply_type=MEDIA_TYPE, errors=(400, 404, 429)),
-        Operation(
-            "get",
-            "/debug/kv",
-            answers(KVDebug.index),
-            (("full", "query", "1: the first page of the rest too."), *_WHICH),
-            errors=(400, 404),
-        ),
-        Operation("get", "/debug/kv/map", answers(KVDebug.block_map), _MAP, errors=(400, 404)),
-        Operation(
-            "get", "/debug/kv/requests", answers(KVDebug.requests), (_OFFSET, _LIMIT, *_WHICH), errors=(400, 404)
-        ),
-        Operation("get", "/debug/kv/sharing", answers(KVDebug.sharing), (_LIMIT, *_WHICH), errors=(400, 404)),
-        Operation("get", "/debug/kv/tree", answers(KVDebug.tree), _TREE, errors=(400, 404)),
-        Operation(
-            "get",
-            "/debug/kv/blocks/{block}",
-            answers(KVDebug.block),
-            (("block", "path", "Its number."), *_WHICH),
-            errors=(400, 404),
-        ),
+        _debug("", KVDebug.index, ("full", "query", "1: the first page of the rest too.")),
+        _debug("/map", KVDebug.block_map, ("first", "query", "The first block."), _LIMIT),
+        _debug("/requests", KVDebug.requests, _OFFSET, _LIMIT),
+        _debug("/sharing", KVDebug.sharing, _LIMIT),
+        _debug("/tree", KVDebug.tree, *_TREE),
+        _debug("/blocks/{block}", KVDebug.block, ("block", "path", "Its number.")),
         Operation("get", "/debug/kv/levels", admin.show_levels, _WHICH, errors=(404,), for_admin=True),
         _change(
             "/debug/kv/levels",
