@@ -79,12 +79,8 @@ class EngineClient(TextFront):
             commands_address=self._link.commands_address,
             parent_pid=os.getpid(),
             dies_with_parent_thread=threading.current_thread() is threading.main_thread(),
-            step_timeout_s=self.options.step_timeout_s,
-            heartbeat_s=self.options.heartbeat_s,
-            dump_dir=self.options.dump_dir,
             log_level=get_logger().getEffectiveLevel(),
-            brownout=self.options.brownout,
-            publishes_cache=self.options.publishes_cache,
+            options=self.options,
         )
         self._child = EngineProcess(self.options, encode_launch(launch), self._on_exit)
         self._readying = asyncio.create_task(self._become_ready())

@@ -20,8 +20,8 @@ from sim_engine import SimSettings, sim_options
 
 from quire.child import read_launch
 from quire.config import EngineConfig
-from quire.engine.brownout import BrownoutSettings
 from quire.engine.client import EngineClient
+from quire.engine.launch import EngineProcessOptions
 from quire.engine.link import decode_launch, encode_launch
 from quire.engine.messages import Launch
 from quire.params import SamplingParams
@@ -124,11 +124,8 @@ def test_what_to_run_is_read_from_standard_input() -> None:
         commands_address="ipc:///b",
         parent_pid=1,
         dies_with_parent_thread=False,
-        step_timeout_s=1.0,
-        heartbeat_s=1.0,
-        dump_dir="/tmp",
         log_level=20,
-        brownout=BrownoutSettings(),
+        options=EngineProcessOptions(),
     )
     data = encode_launch(launch)
     assert decode_launch(read_launch(io.BytesIO(struct.pack("<Q", len(data)) + data + b"more"))) == launch

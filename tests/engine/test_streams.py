@@ -34,7 +34,7 @@ class Side:
         self.sent: list[Any] = []
         self.tokenizer = tokenizer
         self.streams = Streams(OutputProcessor(tokenizer, cached_block_size=4), self.sent.append, lambda: None)
-        self.inputs = InputProcessor(tokenizer, vocab_size=320, max_model_len=200, eos_token_ids=[], seed=0)
+        self.inputs = InputProcessor(tokenizer, vocab_size=320, max_model_len=200, eos_token_ids=frozenset(), seed=0)
 
     def open(self, params: SamplingParams = DELTA, name: str = "a") -> Stream:
         stream = self.streams.open(self.inputs.make_request(name, "hello", params, arrival_s=1.0))
