@@ -213,34 +213,37 @@ def _path(name: str, text: str, *, is_guard: bool = False) -> Flag:
     return Flag(name=name, help=text, metavar="PATH", is_guard=is_guard)
 
 
+def _several(name: str, metavar: str, text: str, **others: Any) -> Flag:
+    """A list, of which one flag takes several values."""
+    return Flag(name=name, help=text, metavar=metavar, is_list=True, takes_several=True, **others)
+
+
+def _repeated(name: str, metavar: str, text: str, **others: Any) -> Flag:
+    return Flag(name=name, help=f"{text}; may be repeated", metavar=metavar, is_list=True, **others)
+
+
+def _text(name: str, metavar: str, text: str) -> Flag:
+    return Flag(name=name, help=text, metavar=metavar)
+
+
+def _switch(name: str, text: str) -> Flag:
+    return Flag(name=name, help=text, is_switch=True)
+
+
 _MODEL = [
-    Flag(
-        name="model",
-        help="alias, directory, GGUF file or hub id, also owner/name:Q4_K_M (default smollm2)",
-        metavar="MODEL",
-    ),
-    Flag(
-        name="served_model_name",
-        help="names under which clients ask for it, or one a model (default: as given)",
-        metavar="NAME",
-        is_list=True,
-        takes_several=True,
-    ),
-    Flag(
-        name="lora_modules",
-        help="adapters as NAME=PATH or as JSON, each served under its name",
+    _text("model", "MODEL", "alias, directory, GGUF file or hub id, also owner/name:Q4_K_M (default smollm2)"),
+    _several("served_model_name", "NAME", "names under which clients ask for it, or one a model (default: as given)"),
+    _several(
+        "lora_modules",
+        "ADAPTER",
+        "adapters as NAME=PATH or as JSON, each served under its name",
         read=read_json_or_text,
-        metavar="ADAPTER",
-        is_list=True,
-        takes_several=True,
     ),
-    Flag(
-        name="memory_shares",
-        help="what each of several models takes while awake (default: by weights)",
+    _several(
+        "memory_shares",
+        "SHARE",
+        "what each of several models takes while awake (default: by weights)",
         read=read_number,
-        metavar="SHARE",
-        is_list=True,
-        takes_several=True,
     ),
     *_from_table(MODEL_FLAGS),
     Flag(name="hf_overrides", help="values over those of config.json, as JSON", read=read_json, metavar="JSON"),
@@ -254,26 +257,16 @@ _ENGINE = [
         metavar="N",
         aliases=("-dp",),
     ),
-    Flag(
-        name="roles",
-        help="of each of these engines: prefill, decode or both (default: all do both)",
-        metavar="ROLE",
-        aliases=("--role",),
-        is_list=True,
-        takes_several=True,
+    _several(
+        "roles", "ROLE", "of each of these engines: prefill, decode or both (default: all do both)", aliases=("--role",)
     ),
-    Flag(
-        name="pinned_prefixes",
-        help="text that is computed at start and never evicted; may be repeated",
-        metavar="TEXT",
-        is_list=True,
-    ),
-    *(Flag(name=name, help=text, is_switch=True) for name, text in ENGINE_SWITCHES.items()),
+    _repeated("pinned_prefixes", "TEXT", "text that is computed at start and never evicted"),
+    *(_switch(name, text) for name, text in ENGINE_SWITCHES.items()),
 ]
 _HTTP = [
-    Flag(name="host", help="address to listen on; 0.0.0.0 for every one", metavar="ADDRESS"),
-    Flag(name="port", help="port to listen on; 0 for any free one", read=read_count, metavar="N"),
-    Flag(name="uds", help="listen on this Unix socket instead", metavar="PATH"),
+    _text("host", "ADDRESS", "address to listen on; 0.0.0.0 for every one"),
+    _count("port", "port to listen on; 0 for any free one"),
+    _path("uds", "listen on this Unix socket instead"),
     _path("ssl_certfile", "certificate chain in PEM; makes it https", is_guard=True),
     _path("ssl_keyfile", "its private key, where the certificate's file does not hold it", is_guard=True),
     Flag(name="ssl_keyfile_password", help="the private key's password", metavar="TEXT", is_secret=True, is_guard=True),
@@ -281,26 +274,13 @@ _HTTP = [
     _seconds("keep_alive", "how long an idle connection stays open"),
 ]
 _GUARDING = [
-    Flag(
-        name="api_key",
-        help="a key that clients must send as Authorization: Bearer KEY; may be repeated",
-        metavar="KEY",
-        is_list=True,
-        is_secret=True,
-        is_guard=True,
+    _repeated(
+        "api_key", "KEY", "a key that clients must send as Authorization: Bearer KEY", is_secret=True, is_guard=True
     ),
     _path("api_key_file", "keys from a file, one a line, as KEY or NAME:KEY, and admin after it", is_guard=True),
-    Flag(
-        name="share_prefixes_across_keys",
-        help="keys find each other's prompts in the cache, and can tell (default: off)",
-        is_switch=True,
-    ),
-    Flag(
-        name="allowed_hosts",
-        help="names under which it answers, or * (default: localhost's on 127.0.0.1, else any)",
-        metavar="NAME",
-        is_list=True,
-        takes_several=True,
+    _switch("share_prefixes_across_keys", "keys find each other's prompts in the cache, and can tell (default: off)"),
+    _several(
+        "allowed_hosts", "NAME", "names under which it answers, or * (default: localhost's on 127.0.0.1, else any)"
     ),
     Flag(
         name="cors_origin",
@@ -319,7 +299,7 @@ _LOAD = [
     _seconds("wake_timeout", "for a model that sleeps to have its turn"),
     _seconds("default_timeout", "for requests that name none (default: no limit)"),
     _seconds("max_timeout", "the most that a request may name (default: no limit)"),
-    Flag(name="brownout", help="serve less, step by step, when KV memory runs out (default: on)", is_switch=True),
+    _switch("brownout", "serve less, step by step, when KV memory runs out (default: on)"),
     _count("brownout_max_tokens", "longest answer to new requests in a brownout"),
 ]
 _FILES = [
@@ -330,9 +310,9 @@ _LIFE = [
     _seconds("drain_timeout", "for running requests to finish after SIGTERM or Ctrl+C"),
     _seconds("step_timeout", "after which a step is stuck: /health says so, and a dump is written"),
     _path("dump_dir", "where such a dump goes (default: the system's temporary directory)"),
-    Flag(name="log_format", help="text or json", metavar="FORMAT"),
-    Flag(name="log_level", help="debug, info, warning or error", metavar="LEVEL"),
-    Flag(name="otlp_traces_endpoint", help="send a span a request to this OpenTelemetry collector", metavar="URL"),
+    _text("log_format", "FORMAT", "text or json"),
+    _text("log_level", "LEVEL", "debug, info, warning or error"),
+    _text("otlp_traces_endpoint", "URL", "send a span a request to this OpenTelemetry collector"),
 ]
 
 GROUPS: dict[str, list[Flag]] = {
@@ -345,10 +325,7 @@ GROUPS: dict[str, list[Flag]] = {
     "life and logs": _LIFE,
 }
 
-_SHORT = {
-    "compilation_config": ("-cc",),
-    "optimization_level": ("-O",),
-}
+_SHORT = {"compilation_config": ("-cc",), "optimization_level": ("-O",)}
 
 
 def _refused_flag(name: str, refusal: Refusal) -> Flag:
