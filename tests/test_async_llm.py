@@ -65,13 +65,9 @@ async def test_a_request_that_ended_needs_no_garbage_collector(engine: AsyncLLM)
         gc.enable()
 
 
-def test_vllms_other_arguments_are_refused_by_name(engine: AsyncLLM) -> None:
-    async def run() -> None:
-        async for _ in engine.generate("hello", LONG, lora_request=object()):
-            raise AssertionError
-
+async def test_vllms_other_arguments_are_refused_by_name(engine: AsyncLLM) -> None:
     with pytest.raises(BadRequestError, match="this engine has no adapters: make it with enable_lora=True"):
-        asyncio.run(run())
+        await anext(engine.generate("hello", LONG, lora_request=object()))
     with pytest.raises(BadRequestError, match="trace_headers"):
         engine.engine.add_request("id", "hello", LONG, trace_headers={"a": "b"})
 
@@ -129,21 +125,18 @@ def test_an_idle_engine_burns_nothing(engine: AsyncLLM) -> None:
     assert time.process_time() - before < 0.05
 
 
-def test_an_idle_engine_prepares_what_later_steps_need(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_engine_prepares_what_later_steps_need(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     left, core = [True, True, False], engine.engine.core
     monkeypatch.setattr(core.executor, "prepare_more", lambda: left.pop(0))
     core.can_prepare = True
-
-    async def run() -> None:
-        await collect(engine, "hello", LONG.clone(max_tokens=2))
+    await collect(engine, "hello", LONG.clone(max_tokens=2))
+    async with asyncio.timeout(30):
         while left:
             await asyncio.sleep(0.01)
-        assert (await collect(engine, "hello", LONG))[-1].finished
-
-    asyncio.run(asyncio.wait_for(run(), 30))
+    assert (await collect(engine, "hello", LONG))[-1].finished
 
 
-def test_a_step_is_planned_when_it_is_needed(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_is_planned_when_it_is_needed(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that arrives while the loop waits with a plan is in that plan."""
     core = engine.engine.core
     spare_s, num_waits = 60.0, 0
@@ -154,9 +147,7 @@ def test_a_step_is_planned_when_it_is_needed(engine: AsyncLLM, monkeypatch: pyte
         return spare_s if len(core.scheduler.requests) == 1 else 0.0
 
     monkeypatch.setattr(core, "spare_s", spare)
-
-    async def run() -> None:
-        nonlocal spare_s
+    async with asyncio.timeout(30):
         first = asyncio.create_task(collect(engine, "hello", LONG))
         while num_waits < 3:
             await asyncio.sleep(0.001)
@@ -166,9 +157,7 @@ def test_a_step_is_planned_when_it_is_needed(engine: AsyncLLM, monkeypatch: pyte
             await asyncio.sleep(0.001)
         spare_s = 0.0
         assert (await first)[-1].finished and (await second)[-1].finished
-        assert core.stats.num_steps < 2 * LONG.max_tokens  # both were in the first step
-
-    asyncio.run(asyncio.wait_for(run(), 30))
+    assert core.stats.num_steps < 2 * LONG.max_tokens  # both were in the first step
 
 
 def test_several_event_loops_share_an_engine(engine: AsyncLLM) -> None:
@@ -213,16 +202,13 @@ async def test_death_reaches_every_reader(engine: AsyncLLM, monkeypatch: pytest.
         await collect(engine, "hello", LONG)
 
 
-def test_shutdown_ends_streams(engine: AsyncLLM) -> None:
-    async def run() -> None:
-        stream = engine.generate("hello", LONG)
-        await anext(stream)
-        await asyncio.to_thread(engine.shutdown)
-        with pytest.raises(EngineDeadError, match="shut down"):
-            async for _ in stream:
-                pass
-
-    asyncio.run(run())
+async def test_shutdown_ends_streams(engine: AsyncLLM) -> None:
+    stream = engine.generate("hello", LONG)
+    await anext(stream)
+    await asyncio.to_thread(engine.shutdown)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        async for _ in stream:
+            pass
     engine.shutdown()
 
 

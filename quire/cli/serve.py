@@ -82,13 +82,13 @@ def read(
     found = gather((*(f for flags in GROUPS.values() for f in flags), *REFUSED_FLAGS), args, environ)
     for one in (found, *found.models):
         check_refused(one)
-    models = _several(found, args.positional_models, engine_names())
+    of_engine = engine_names()
+    models = _several(found, args.positional_models, of_engine)
     if not models:
         _take_positional(found, next(iter(args.positional_models), None))
     values = dict(found.values)
     if shares := values.pop("memory_shares", None):
         raise ConfigError(f"memory_shares divide the memory among several models: {shares} are given for one")
-    of_engine = engine_names()
     engine = {name: values.pop(name) for name in list(values) if name in of_engine}
     keys = _api_keys(values.pop("api_key", []), values.pop("api_key_file", None), found.sources.get("api_key", ""))
     server: dict[str, Any] = {
@@ -213,7 +213,7 @@ def _path(name: str, text: str, *, is_guard: bool = False) -> Flag:
     return Flag(name=name, help=text, metavar="PATH", is_guard=is_guard)
 
 
-def _several(name: str, metavar: str, text: str, **others: Any) -> Flag:
+def _listed(name: str, metavar: str, text: str, **others: Any) -> Flag:
     """A list, of which one flag takes several values."""
     return Flag(name=name, help=text, metavar=metavar, is_list=True, takes_several=True, **others)
 
@@ -232,14 +232,14 @@ def _switch(name: str, text: str) -> Flag:
 
 _MODEL = [
     _text("model", "MODEL", "alias, directory, GGUF file or hub id, also owner/name:Q4_K_M (default smollm2)"),
-    _several("served_model_name", "NAME", "names under which clients ask for it, or one a model (default: as given)"),
-    _several(
+    _listed("served_model_name", "NAME", "names under which clients ask for it, or one a model (default: as given)"),
+    _listed(
         "lora_modules",
         "ADAPTER",
         "adapters as NAME=PATH or as JSON, each served under its name",
         read=read_json_or_text,
     ),
-    _several(
+    _listed(
         "memory_shares",
         "SHARE",
         "what each of several models takes while awake (default: by weights)",
@@ -257,7 +257,7 @@ _ENGINE = [
         metavar="N",
         aliases=("-dp",),
     ),
-    _several(
+    _listed(
         "roles", "ROLE", "of each of these engines: prefill, decode or both (default: all do both)", aliases=("--role",)
     ),
     _repeated("pinned_prefixes", "TEXT", "text that is computed at start and never evicted"),
@@ -279,7 +279,7 @@ _GUARDING = [
     ),
     _path("api_key_file", "keys from a file, one a line, as KEY or NAME:KEY, and admin after it", is_guard=True),
     _switch("share_prefixes_across_keys", "keys find each other's prompts in the cache, and can tell (default: off)"),
-    _several(
+    _listed(
         "allowed_hosts", "NAME", "names under which it answers, or * (default: localhost's on 127.0.0.1, else any)"
     ),
     Flag(

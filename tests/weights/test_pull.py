@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -309,9 +310,7 @@ def test_progress_is_what_has_arrived_and_an_interrupt_ends_pip(published, work,
 
     watchdog = threading.Timer(30, lambda: processes[0].kill())
     watchdog.start()
-    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         pip_download(published, work, interrupt_at_half)
     watchdog.cancel()
-    assert processes[0].returncode is not None
-    assert time.monotonic() - started < 20
+    assert processes[0].returncode == -signal.SIGTERM  # the watchdog would have killed it
