@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -50,23 +51,24 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.fixture(autouse=True)
+def _logs_as_they_were() -> Iterator[None]:
+    """A server sets up its process's logs, and in some tests the process is the tests' own. What a test logs is seen
+    from INFO up."""
+    loggers = [logging.getLogger(name) for name in ("quire", "uvicorn")]
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    loggers[0].setLevel(logging.INFO)
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
 def _own_interrupts() -> Iterator[None]:
     """A server that ran in this thread leaves its loop's handler, and the next test's Ctrl-C would go nowhere."""
     yield
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(autouse=True)
-def _quiet_log() -> Iterator[None]:
-    """Start-up lines are for users; tests that want them read the logger through caplog."""
-    import logging
-
-    logger = logging.getLogger("quire")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    yield
-    logger.setLevel(level)
 
 
 # Files with minutes of work in few tests begin first: what begins last should be short, or one process works alone at

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,17 +18,6 @@ from quire.engine.api import EngineLoad, EngineState
 from quire.outputs import RequestMetrics
 from quire.server.logs import LogWriter, RequestLog, set_up_logs, watch_engines
 from quire.server.metrics import RequestSummary, ServerMetrics
-
-
-@pytest.fixture(autouse=True)
-def _loggers_as_before() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("quire", "uvicorn")]
-    before = [(logger, list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
-    yield
-    for logger, handlers, level, propagate in before:
-        logger.handlers[:] = handlers
-        logger.setLevel(level)
-        logger.propagate = propagate
 
 
 def a_summary(request_id: str = "cmpl-1", tenant: str = "team-a") -> RequestSummary:

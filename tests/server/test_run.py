@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,16 +19,6 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.run import loaded_model, ready_line, serve
 from quire.server.settings import ModelSettings, ServerSettings
-
-
-@pytest.fixture
-def _logs_as_they_were() -> Iterator[None]:
-    """`serve` sets up the process's logs; here the process is the test's."""
-    loggers = [logging.getLogger(name) for name in ("quire", "uvicorn")]
-    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
-    yield
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
 
 
 def test_health_says_starting_until_the_engine_is_ready_and_then_a_line_says_where() -> None:
@@ -137,7 +125,6 @@ def test_a_live_page_does_not_hold_up_the_exit() -> None:
         assert not any("Traceback" in line for line in server.lines)
 
 
-@pytest.mark.usefixtures("_logs_as_they_were")
 def test_an_engine_that_cannot_start_raises_its_own_error() -> None:
     def make(config: EngineConfig, settings: ServerSettings) -> serve_fakes.FakeEngine:
         return serve_fakes.FakeEngine(error=ConfigError("block_size is odd"))
