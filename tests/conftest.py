@@ -17,6 +17,8 @@ import hypothesis  # noqa: F401 - before an engine freezes what the collector lo
 import pytest
 import torch
 
+from quire.engine.launch import settle_for_serving
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which any test file may be the first to do
 
@@ -95,6 +97,12 @@ SLOW_FILES = (
     "server/test_page.py",
     "cli/test_serve.py",
 )
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, and what tests make seldom needs the garbage collector: it looks as seldom
+    as in a process that serves."""
+    settle_for_serving()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
