@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 TORCH ?= auto
 SOURCES := pyproject.toml setup.py constraints.txt scripts/install.py $(wildcard quire/kernels/cpu/native/*)
 
+# Tests start many processes, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests share nothing but the processors, so that they run in as many processes. A file's tests stay in one, and files
 # begin in the order that tests/conftest.py gives them.
 PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),logical) --maxprocesses 4 --dist loadfile --no-loadscope-reorder

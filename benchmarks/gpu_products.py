@@ -197,7 +197,7 @@ def run_rows(report: Report) -> None:
 
 
 def _multiply_layer(layer: dict[str, TritonLinear], x: Tensor, wide: Tensor, residual: Tensor) -> None:
-    """As the steps do."""
+    """Multiply as the steps do."""
     layer["qkv"].multiply(x)
     layer["o"].multiply_add_norm(x, residual, None)
     layer["gate_up"].multiply(x)

@@ -49,7 +49,7 @@ def peaked(rows: int) -> Tensor:
 
 
 def normal(rows: int) -> Tensor:
-    """As of random weights: the nucleus has tens of thousands of tokens."""
+    """Logits such as random weights give: the nucleus has tens of thousands of tokens."""
     return torch.randn(rows, VOCAB_SIZE, device="cuda") * 1.3
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import quire
 from quire import refusals
-from quire.cli import serve_flags
+from quire.cli import serve
 from quire.config import _SPELLINGS, EngineConfig
 from quire.engine.brownout import MAX_LEVEL, BrownoutSettings
 from quire.params import SamplingParams
@@ -129,20 +129,20 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def all_flags() -> dict[str, serve_flags.Flag]:
-    return {flag.name: flag for flags in serve_flags.GROUPS.values() for flag in flags}
+def all_flags() -> dict[str, serve.Flag]:
+    return {flag.name: flag for flags in serve.GROUPS.values() for flag in flags}
 
 
 def flags_shared() -> str:
     flags = all_flags()
     assert not set(VLLM_FLAGS) - set(flags), "a flag has gone"
-    rows = ([code(flags[name].option), serve_flags.help_of(flags[name]), note] for name, note in VLLM_FLAGS.items())
+    rows = ([code(flags[name].option), serve.help_of(flags[name]), note] for name, note in VLLM_FLAGS.items())
     return table(("flag", "meaning", "what differs"), rows)
 
 
 def flags_ours() -> str:
     rows = (
-        [code(f"{flag.option} {flag.metavar or ''}".strip()), serve_flags.help_of(flag)]
+        [code(f"{flag.option} {flag.metavar or ''}".strip()), serve.help_of(flag)]
         for name, flag in all_flags().items()
         if name not in VLLM_FLAGS
     )
@@ -165,7 +165,7 @@ def arguments_refused() -> str:
 
 
 def flags_refused() -> str:
-    own = {name: refusal for name, refusal in refusals.SERVER.items() if name in serve_flags.REFUSED}
+    own = {name: refusal for name, refusal in refusals.SERVER.items() if name in serve.REFUSED}
     return table(("flag of vLLM, and what is taken", "otherwise refused, because"), refused(own, option, json.dumps))
 
 

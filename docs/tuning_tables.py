@@ -66,7 +66,7 @@ def machine(report: LabReport) -> str:
 
 
 def probes(report: LabReport) -> list[float]:
-    """Of the same short run after each experiment: how much the machine's own speed changed."""
+    """The spread of the same short run after each experiment: how much the machine's own speed changed."""
     return [entry.probe_tok_s for entry in report.entries.values() if entry.probe_tok_s]
 
 
@@ -237,7 +237,7 @@ def documents_width(report: LabReport) -> int:
 
 
 def best_block_size(report: LabReport, kind: str) -> int:
-    """Of the sizes at which the cache runs nearly the most sequences, the one nearest to 16. By sequences, which are
+    """The size nearest to 16 among those at which the cache runs nearly the most sequences. By sequences, which are
     counted, and not by speed: where as many run, a difference in speed is the machine's."""
     data = data_of(report, "block-size")
     widths = [run["running_mean"] for run in data["measured"] if run["kind"] == kind]

@@ -32,37 +32,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "LLM": "quire.llm",
-    "AsyncLLM": "quire.async_llm",
-    "LLMEngine": "quire.engine.llm_engine",
-    "EngineConfig": "quire.config",
-    "SamplingParams": "quire.params",
-    "OutputKind": "quire.params",
-    "BatchUpdate": "quire.sampling",
-    "LogitsProcessor": "quire.sampling",
-    "MoveDirectionality": "quire.sampling",
-    "BeamSearchParams": "quire.beams",
-    "BeamSearchOutput": "quire.beams",
-    "BeamSearchSequence": "quire.beams",
-    "StructuredOutputsParams": "quire.structured",
-    "RequestOutput": "quire.outputs",
-    "CompletionOutput": "quire.outputs",
-    "Logprob": "quire.outputs",
-    "PoolingParams": "quire.pooling",
-    "PoolerConfig": "quire.pooling",
-    **dict.fromkeys(
-        ("PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput"), "quire.outputs"
-    ),
-    **dict.fromkeys(
-        ("ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
-        "quire.outputs",
-    ),
-    "TextPrompt": "quire.inputs",
-    "TokensPrompt": "quire.inputs",
-    "PromptType": "quire.inputs",
-    "QuireError": "quire.errors",
+_NAMES = {
+    "quire.llm": "LLM",
+    "quire.async_llm": "AsyncLLM",
+    "quire.engine.llm_engine": "LLMEngine",
+    "quire.config": "EngineConfig",
+    "quire.params": "SamplingParams OutputKind",
+    "quire.sampling": "BatchUpdate LogitsProcessor MoveDirectionality",
+    "quire.beams": "BeamSearchParams BeamSearchOutput BeamSearchSequence",
+    "quire.structured": "StructuredOutputsParams",
+    "quire.outputs": """RequestOutput CompletionOutput Logprob PoolingOutput PoolingRequestOutput EmbeddingOutput
+        EmbeddingRequestOutput ClassificationOutput ClassificationRequestOutput ScoringOutput ScoringRequestOutput""",
+    "quire.pooling": "PoolingParams PoolerConfig",
+    "quire.inputs": "TextPrompt TokensPrompt PromptType",
+    "quire.errors": "QuireError",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 # What vLLM's users call some of them.
 _ALIASES = {

@@ -161,7 +161,7 @@ class AsyncLLM:
             self._thread.join()
 
     def _streams_here(self) -> Streams:
-        """Those of the event loop that runs here. Each has its own: a program may have several, one after another."""
+        """The streams of the event loop that runs here. Each loop has its own: a program may have several in turn."""
         loop = asyncio.get_running_loop()
         if loop not in self._streams:
             for old in [other for other in self._streams if other.is_closed()]:
@@ -177,7 +177,7 @@ class AsyncLLM:
         return self._streams[loop]
 
     def _drop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """It is closed: nobody will read, so nothing should run."""
+        """Abort the requests of a loop that is closed: nobody will read them."""
         if (streams := self._streams.pop(loop, None)) is not None:
             streams.abort_all()
 

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import quire
 from quire.log import get_logger
@@ -44,13 +44,12 @@ class ChildProcess:
         """launch: what it reads first; environment: what it has beside ours."""
         self._name = name
         # A process group of its own: Ctrl-C in a terminal goes to the parent alone.
-        grouping: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=child_environment() | dict(environment or {}),
-            **grouping,
+            process_group=0,
         )
         self._on_exit = on_exit
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
@@ -83,7 +82,7 @@ class ChildProcess:
         return "\n".join(self._tail)
 
     def release(self) -> None:
-        """After the exit: close what is left open."""
+        """Close what is left open after the exit."""
         self._waiter.join()
         self._reader.join(timeout=1.0)  # a grandchild may still hold it open
         assert self._process.stdin is not None and self._process.stderr is not None

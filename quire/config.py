@@ -108,7 +108,7 @@ _SPECULATION = {"spec_method": "method", "spec_model": "model", "spec_tokens": "
 
 
 def _with_speculation(values: dict[str, Any]) -> dict[str, Any]:
-    """One speculative_config out of it and its short spellings."""
+    """Merge speculative_config and its short spellings into one."""
     short = {name: values.pop(name) for name in _SPECULATION if values.get(name) is not None}
     values = {name: value for name, value in values.items() if name not in _SPECULATION}
     given = values.get("speculative_config")
@@ -161,15 +161,15 @@ class EngineConfig:
     reasoning_parser: str | None = None
     allow_special_tokens_in_content: bool = False  # in messages of chats
     runner: str = "auto"  # generate, or pooling: embeddings, scores and classes; auto: as the model is made for
-    convert: str = "auto"  # of a pooling model: embed or classify
+    convert: str = "auto"  # what a pooling model gives: embed or classify
     pooler_config: PoolerConfig | None = None  # or a mapping with vLLM's keys
     max_model_len: int | None = None  # None: the longest that model and cache serve
     seed: int = 0
     # Where and how it runs
     device: str = "auto"
-    num_threads: int | None = None  # of each replica
+    num_threads: int | None = None  # threads that each replica has
     data_parallel_size: int = 1  # engines behind one server
-    roles: tuple[str, ...] = ()  # of each of them: prefill, decode or both; empty: all do both
+    roles: tuple[str, ...] = ()  # the role of each engine: prefill, decode or both; empty: all do both
     enforce_eager: bool = False
     enable_sleep_mode: bool = False  # on a GPU weights and cache can be given back for a while; a CPU always can
     batch_invariant: bool = False  # logits depend on nothing but the request; or VLLM_BATCH_INVARIANT=1
@@ -179,19 +179,19 @@ class EngineConfig:
     distributed_executor_backend: str | None = None  # mp: processes of this machine; ray: where Ray puts them
     # Adapters
     enable_lora: bool = False
-    max_loras: int = 1  # of them in one step
+    max_loras: int = 1  # adapters in one step
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None  # kept in host memory; None: as many as max_loras
     # The cache
     block_size: int = 16
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
-    calculate_kv_scales: bool = False  # of an 8-bit cache: measured on the first requests
-    quantization_param_path: str | None = None  # of an 8-bit cache: a JSON file with its scales
+    calculate_kv_scales: bool = False  # measure the scales of an 8-bit cache on the first requests
+    quantization_param_path: str | None = None  # a JSON file with the scales of an 8-bit cache
     kv_cache_memory_bytes: int | None = None  # or text such as 4GiB
     num_gpu_blocks_override: int | None = None  # the blocks of the KV cache, on any device
     gpu_memory_utilization: float = 0.92
-    memory_share: float | None = None  # of what Quire may use, the part for this model; None: all that is free
+    memory_share: float | None = None  # the part for this model of what Quire may use; None: all that is free
     swap_space_gb: float = 0.0
     kv_offloading_size: float = 0.0  # GiB of host memory for cached blocks; on a GPU
     kv_disk_path: str | None = None  # a directory for cached blocks
@@ -218,7 +218,7 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Among which the model is split."""
+        """The number of ranks that the model is split among."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -351,7 +351,7 @@ class EngineConfig:
             )
 
     def _check_roles(self) -> None:
-        """One for each engine, of which some compute prompts and some go on with them."""
+        """Check that each engine has a role, and that the roles work together."""
         given = self.roles.replace(",", " ").split() if isinstance(self.roles, str) else self.roles
         if not isinstance(given, (list, tuple)) or not all(isinstance(role, str) for role in given):
             raise ConfigError(f"roles are names such as prefill and decode, got {self.roles!r}")
@@ -374,20 +374,9 @@ class EngineConfig:
 
     def _check_numbers(self) -> None:
         for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_threads",
-            "data_parallel_size",
-            "long_prefill_token_threshold",
-            "kv_cache_memory_bytes",
-            "num_gpu_blocks_override",
-            "kv_disk_size",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "max_loras",
-            "max_lora_rank",
-            "max_cpu_loras",
+            *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads", "data_parallel_size"),
+            *("long_prefill_token_threshold", "kv_cache_memory_bytes", "num_gpu_blocks_override", "kv_disk_size"),
+            *("tensor_parallel_size", "pipeline_parallel_size", "max_loras", "max_lora_rank", "max_cpu_loras"),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

@@ -23,7 +23,7 @@ class StopFlag:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[StopFlag]:
-    """Only the main thread may take signals; elsewhere the flag is never set."""
+    """Take Ctrl-C as a flag. Only the main thread may take signals; elsewhere the flag is never set."""
     flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():
         yield flag

@@ -217,7 +217,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """With None for what is not given, as vLLM's; only max_tokens=None has a meaning of its own: no limit."""
+        """Parameters with None for what is not given, as in vLLM; only max_tokens=None has a meaning: no limit."""
         return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
 
     def clone(self, **changes: Any) -> SamplingParams:

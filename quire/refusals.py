@@ -363,7 +363,7 @@ def sift(
     *,
     error: Callable[[str, str], Exception] = lambda name, message: BadRequestError(message, param=name),
 ) -> dict[str, Any]:
-    """Those of the arguments that are known. A refused one, or one that nobody knows, raises `error(name, message)`."""
+    """The arguments that are known. A refused one, or one that nobody knows, raises `error(name, message)`."""
     left = {}
     for name, value in given.items():
         if name in known:

@@ -319,7 +319,7 @@ def _planning(has_prompts: bool) -> str:
 
 
 def _turnaround(num_decodes: int) -> str:
-    """It grows with the batch: about as in steps of half or twice the width."""
+    """The turnaround of a step, which grows with the batch: about as in steps of half or twice the width."""
     return f"turnaround of {1 << num_decodes.bit_length()}"
 
 

@@ -1,4 +1,4 @@
-"""As much of Helm's template language as our chart uses, so that it can be tested where there is no helm."""
+"""The part of Helm's template language that our chart uses, so that it can be tested where there is no helm."""
 
 from __future__ import annotations
 

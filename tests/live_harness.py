@@ -24,8 +24,8 @@ import sim_engine
 from quire.agents import Dialect
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineLoad, EngineState
+from quire.engine.calls import INSPECTIONS
 from quire.engine.core import EngineCore
-from quire.engine.inspect import INSPECTIONS
 from quire.errors import EngineDeadError
 from quire.params import SamplingParams
 from quire.request import Request
@@ -59,7 +59,7 @@ def run_to_end(core: EngineCore) -> None:
 
 
 class CoreEngine:
-    """As much of a ServingEngine as the feed and /debug need, over a core that the test steps itself."""
+    """The part of a ServingEngine that the feed and /debug need, over a core that the test steps itself."""
 
     def __init__(self, core: EngineCore, tokenizer: Any = None) -> None:
         self.core = core

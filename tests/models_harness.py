@@ -9,13 +9,15 @@ expected = [oracle_logits(model, s) for s in sequences]
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu import CpuOps, unavailable_reason
 from quire.kernels.interface import AttentionBatch, Ops
+from quire.kernels.reference import ReferenceOps
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
@@ -25,6 +27,13 @@ Step = list[tuple[int, int]]
 
 # What stands in block tables past a sequence's length: to use it is to crash.
 GARBAGE_BLOCK = 1_000_000_007
+
+
+def cpu_backends() -> Iterator[Ops]:
+    """The backends that a CPU has."""
+    yield ReferenceOps("cpu", torch.float32)
+    if unavailable_reason() is None:
+        yield CpuOps(num_threads=1)
 
 
 def load_decoder(

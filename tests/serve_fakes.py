@@ -236,7 +236,7 @@ class Server:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def exit_code(self, timeout_s: float = 10.0) -> int:
+    def exit_code(self, timeout_s: float = 20.0) -> int:
         code = self.process.wait(timeout_s)
         assert self.process.stderr is not None
         self.lines += self.process.stderr.readlines()

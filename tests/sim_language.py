@@ -47,7 +47,7 @@ class ToyLanguage:
         return TokenLogprobs(token, -float(rank), rank, top, [-float(i + 1) for i in range(num_top)])
 
     def likeliest(self, fingerprint: int, count: int) -> list[tuple[int, float]]:
-        """So many different tokens after a prefix, with logprobs that fall."""
+        """Different tokens after a prefix, as many as asked for, with logprobs that fall."""
         first, step = fingerprint % self.vocab_size, 0.2 + _mix(fingerprint) / 2**64
         return [((first + i) % self.vocab_size, -step * (i + 1)) for i in range(min(count, self.vocab_size))]
 

@@ -106,7 +106,7 @@ def test_fifty_copies_among_a_thousand_requests(tiny_model: Path) -> None:
 @pytest.mark.model
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_packed_weights(smollm2: Path, dtype: str) -> None:
-    """Of a quantized file: by activations in 8 bits, and exactly."""
+    """Products with a quantized file: by activations in 8 bits, and exactly."""
     prompts = [PROMPT[:n] for n in (1, 7, 30, 75)]
     settings: dict[str, Any] = {"device": "cpu", "batch_invariant": True, "kv_cache_memory_bytes": 64 << 20}
     llm = LLM("smollm2", dtype=dtype, max_num_batched_tokens=40, max_num_seqs=5, max_model_len=512, **settings)

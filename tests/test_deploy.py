@@ -174,7 +174,7 @@ def test_the_scrape_config_finds_the_rules() -> None:
 def test_the_example_configuration_is_one() -> None:
     import argparse
 
-    from quire.cli.serve_flags import GROUPS
+    from quire.cli.serve import GROUPS
     from quire.cli.settings_file import gather
 
     args = argparse.Namespace(config=str(DEPLOY / "quire.yaml"))

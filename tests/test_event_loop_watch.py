@@ -46,8 +46,5 @@ def test_collections_count() -> None:
     assert len(asyncio.run(run())) == 1
 
 
-def test_other_loops_are_left_alone() -> None:
-    async def run() -> None:
-        busy(2 * MAX_CALLBACK_S)
-
-    asyncio.run(run())
+async def test_other_loops_are_left_alone() -> None:
+    busy(2 * MAX_CALLBACK_S)

@@ -264,7 +264,7 @@ def test_a_checkpoint_in_8_bits_is_served_as_the_cpu_reads_it(weights: Path, tmp
 
 
 def logprobs(outputs: list[RequestOutput]) -> list[float]:
-    """Of the prompts' tokens."""
+    """Logprobs of the prompts' tokens."""
     found = []
     for output in outputs:
         assert output.prompt_logprobs is not None

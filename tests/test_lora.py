@@ -52,7 +52,7 @@ def tokens(outputs: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(files: Path) -> list[list[int]]:
-    """Of 16 prompts with none, a, b, c in turn: each alone with merged weights."""
+    """The answers to 16 prompts with none, a, b, c in turn: each alone with merged weights."""
     work, found = prompts(16), [[0]] * 16
     for kind, name in enumerate(("model", "merged-a", "merged-b", "merged-c")):
         found[kind::4] = tokens(make(files / name).generate(work[kind::4], GREEDY, use_tqdm=False))

@@ -225,35 +225,32 @@ def test_a_gpu_embeds_as_transformers_does(tmp_path: Path, name: str, kind: str)
         assert F.cosine_similarity(torch.tensor(output.outputs.embedding), expected, dim=0) > 0.9999
 
 
-def test_requests_of_an_async_engine(tmp_path: Path) -> None:
+async def test_requests_of_an_async_engine(tmp_path: Path) -> None:
     """Several at once, one aborted by leaving; priorities are taken."""
     fakes.save(tmp_path, "BertModel")
     expected = make(tmp_path).embed(TEXTS, use_tqdm=False)
 
-    async def run() -> None:
-        engine = AsyncLLM(str(tmp_path), device="cpu", dtype="float32", scheduling_policy="priority", max_num_seqs=2)
+    engine = AsyncLLM(str(tmp_path), device="cpu", dtype="float32", scheduling_policy="priority", max_num_seqs=2)
 
-        async def one(i: int) -> torch.Tensor:
-            async for output in engine.encode(TEXTS[i], PoolingParams(task="embed"), f"r{i}", priority=-i):
-                assert output.finished and output.request_id == f"r{i}"
-                found: torch.Tensor = output.outputs.data
-            return found
+    async def one(i: int) -> torch.Tensor:
+        async for output in engine.encode(TEXTS[i], PoolingParams(task="embed"), f"r{i}", priority=-i):
+            assert output.finished and output.request_id == f"r{i}"
+            found: torch.Tensor = output.outputs.data
+        return found
 
-        try:
-            left = engine.encode("the cat", request_id="left")
-            waiting = asyncio.ensure_future(anext(left))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            vectors = await asyncio.gather(*(one(i) for i in range(len(TEXTS))))
-            with pytest.raises(BadRequestError, match="generates no text"):
-                async for _ in engine.generate("a", SamplingParams()):
-                    pass
-        finally:
-            engine.shutdown()
-        for vector, output in zip(vectors, expected, strict=True):
-            torch.testing.assert_close(vector, torch.tensor(output.outputs.embedding), atol=1e-6, rtol=1e-5)
-
-    asyncio.run(run())
+    try:
+        left = engine.encode("the cat", request_id="left")
+        waiting = asyncio.ensure_future(anext(left))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        vectors = await asyncio.gather(*(one(i) for i in range(len(TEXTS))))
+        with pytest.raises(BadRequestError, match="generates no text"):
+            async for _ in engine.generate("a", SamplingParams()):
+                pass
+    finally:
+        engine.shutdown()
+    for vector, output in zip(vectors, expected, strict=True):
+        torch.testing.assert_close(vector, torch.tensor(output.outputs.embedding), atol=1e-6, rtol=1e-5)
 
 
 def test_a_preempted_row_is_pooled_from_its_beginning(tmp_path: Path) -> None:

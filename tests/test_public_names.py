@@ -33,7 +33,7 @@ def test_vllms_names_are_ours(theirs: str, ours: str) -> None:
 
 def test_prompt_types_are_what_the_engine_reads() -> None:
     assert set(TextPrompt.__annotations__) | set(TokensPrompt.__annotations__) == _PROMPT_KEYS
-    inputs = InputProcessor(None, vocab_size=9, max_model_len=9, eos_token_ids=(), seed=0)
+    inputs = InputProcessor(None, vocab_size=9, max_model_len=9, eos_token_ids=frozenset(), seed=0)
     prompt = TokensPrompt(prompt_token_ids=[1, 2], prompt="ab", cache_salt="mine")
     assert inputs.read_prompt(prompt) == ("ab", [1, 2], "mine")
     with pytest.raises(BadRequestError, match="skip_tokenizer_init"):  # read as text

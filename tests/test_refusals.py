@@ -16,7 +16,7 @@ import pytest
 import quire
 from quire import refusals
 from quire.cli import serve
-from quire.cli.serve_flags import GROUPS, REFUSED_FLAGS
+from quire.cli.serve import GROUPS, REFUSED_FLAGS
 from quire.config import EngineConfig
 from quire.errors import BadRequestError, ConfigError
 from quire.params import SamplingParams

@@ -95,7 +95,7 @@ def imports_of(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("room", sorted({room_of(path) for path in modules()} - {"__init__"}))
 def test_imports_go_downward(room: str) -> None:
-    """Of __init__, which has the public names and imports them when they are first used, nothing is said."""
+    """Nothing is said of __init__, which has the public names and imports them when they are first used."""
     for path, name in [(one, name) for one in modules() if room_of(one) == room for name in imports_of(one)]:
         parts = name.split(".")
         if parts[0] != "quire" or len(parts) < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,16 @@ def llm(smollm2: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def oracle(smollm2: Path) -> Any:
+    """Transformers reads the file twice, and its table of names once for each module: here once."""
+    import gguf
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        return AutoModelForCausalLM.from_pretrained(
+            smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
 
 @pytest.fixture(scope="module")

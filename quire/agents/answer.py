@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.agents.formats import ToolFormat
+from quire.agents.formats import ThinkingFormat, ToolFormat
 from quire.agents.readers import NotACall, Reading, until
-from quire.agents.thinking import ThinkingFormat
 
 
 @dataclass(slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from quire.agents.formats import FORMATS, ToolFormat, find_format
-from quire.agents.thinking import THINKING_FORMATS, ThinkingFormat, find_thinking
+from quire.agents.formats import FORMATS, THINKING_FORMATS, ThinkingFormat, ToolFormat, find_format, find_thinking
 from quire.errors import ConfigError
 
 _SWITCHES = {"tools", "enable_thinking", "thinking", "reasoning_effort"}

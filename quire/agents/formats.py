@@ -1,4 +1,5 @@
-"""The formats in which models call tools: each is data and a reader. Names are vLLM's."""
+"""The formats in which models call tools, each of which is data and a reader, and those in which they mark what they
+think before they answer. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -152,3 +153,30 @@ LISTED = ToolFormat(
 def find_format(template: str) -> ToolFormat | None:
     """The format that a chat template writes its calls in."""
     return next((one for one in FORMATS.values() if one.marks and all(mark in template for mark in one.marks)), None)
+
+
+@dataclass(slots=True, frozen=True)
+class ThinkingFormat:
+    name: str
+    begin: str
+    end: str
+    always_open: bool = False  # an answer begins inside a thought, though the prompt does not say so
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether a prompt ends inside a thought."""
+        return self.always_open or prompt.rstrip().endswith(self.begin)
+
+
+_THINK = ThinkingFormat("think", "<think>", "</think>")
+_MISTRAL = ThinkingFormat("mistral", "[THINK]", "[/THINK]")
+# vLLM's names of them.
+THINKING_FORMATS = {
+    **dict.fromkeys(("think", "qwen3", "glm45", "granite", "deepseek_v3", "hunyuan_a13b"), _THINK),
+    "deepseek_r1": ThinkingFormat("deepseek_r1", "<think>", "</think>", always_open=True),
+    "mistral": _MISTRAL,
+}
+
+
+def find_thinking(template: str) -> ThinkingFormat | None:
+    """The format whose closing marker a template writes or reads: other markers it may merely mention."""
+    return next((one for one in (_THINK, _MISTRAL) if one.end in template), None)

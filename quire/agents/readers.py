@@ -128,7 +128,7 @@ def json_call(calls: Calls, name_keys: tuple[str, ...], argument_keys: tuple[str
 def json_calls(
     calls: Calls, names: tuple[str, ...], arguments: tuple[str, ...], ends: tuple[str, ...] = (), first: str = ""
 ) -> Reading:
-    """One call or a list of them, and one of the markers after it. `first`: what has been read already."""
+    """Read one call or a list of them, and one of the markers after it. `first`: what has been read already."""
     char = first or (yield from skip_space())
     is_list = char == "["
     if is_list:

@@ -64,7 +64,7 @@ class Shape:
         return f'{start} cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{self.colour}">{title}</circle>'
 
     def paint(self, axes: Any, order: int) -> None:
-        """Likewise by matplotlib, over all that comes before it in the order."""
+        """Draw it by matplotlib, over all that comes before it in the order."""
         xs, ys = zip(*self.places, strict=True)
         fill = _WASTE if self.colour == "var(--waste)" else _SOFT
         if self.colour.startswith("var(--s"):

@@ -253,7 +253,8 @@ def _texts(args: argparse.Namespace, job: Job, encode: Any) -> list[ClientReques
 
 
 def _estimate(text: str) -> list[int]:
-    """Without a tokenizer: the bytes in fours, about as many as English has tokens. Only lengths are used of it."""
+    """Token ids where there is no tokenizer: a text's bytes in fours, about as many as English has tokens. Only their
+    number is used."""
     data = text.encode()
     return [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
 

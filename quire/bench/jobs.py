@@ -1,11 +1,13 @@
-"""From a command line to workloads: what to run, what to warm up with, and when requests arrive."""
+"""From a command line to workloads: what to run, what to warm up with, when requests arrive, and the points of a
+sweep."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,7 @@ def workload_names(args: argparse.Namespace) -> list[str]:
 
 
 def check_workload_flags(args: argparse.Namespace) -> None:
-    """Whatever can be found wrong without a model."""
+    """Refuse whatever can be found wrong without a model."""
     for name in workload_names(args):
         make_workload(name, 1000, **_parameters(args, name))
     if args.dataset is not None:
@@ -157,3 +159,52 @@ def _parameters(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "range_ratio": 0.0 if is_exact else args.range_ratio,
         "prefix": args.prefix_len,
     }
+
+
+# -- a sweep: any flag over a list of values, with any command inside
+
+# Switches have no value: what to write for on and for off.
+_SWITCHES = {
+    "enable-prefix-caching": ([], ["--no-enable-prefix-caching"]),
+    "enable-chunked-prefill": ([], ["--no-enable-chunked-prefill"]),
+    "enforce-eager": (["--enforce-eager"], []),
+    "ignore-eos": ([], ["--no-ignore-eos"]),
+}
+_ON, _OFF = {"on", "true", "yes", "1"}, {"off", "false", "no", "0"}
+
+Point = dict[str, str]
+
+
+def parse_axes(texts: Sequence[str]) -> dict[str, list[str]]:
+    """ "block-size=8,16" -> {"block-size": ["8", "16"]}; underscores and leading dashes are fine too."""
+    axes: dict[str, list[str]] = {}
+    for text in texts:
+        flag, equals, values = text.partition("=")
+        flag = flag.lstrip("-").replace("_", "-")
+        chosen = [value.strip() for value in values.split(",") if value.strip()]
+        if not equals or not flag or not chosen:
+            raise ConfigError(f"--vary {text!r}: write a flag and its values, as in block-size=8,16,32")
+        if flag in axes:
+            raise ConfigError(f"--vary names {flag} twice: give all its values at once")
+        axes[flag] = chosen
+    return axes
+
+
+def points(axes: dict[str, list[str]]) -> list[Point]:
+    """Every combination; the first flag changes slowest."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def point_arguments(point: Point) -> list[str]:
+    """What a point adds to the command line."""
+    arguments: list[str] = []
+    for flag, value in point.items():
+        if flag in _SWITCHES:
+            on, off = _SWITCHES[flag]
+            if value.lower() not in _ON | _OFF:
+                raise ConfigError(f"--vary {flag}={value}: it is a switch, its values are on and off")
+            arguments += on if value.lower() in _ON else off
+        else:
+            name = "dataset-name" if flag == "workload" else flag
+            arguments.append(f"--{name}={value}")
+    return arguments

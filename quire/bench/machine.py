@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import resource
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import quire
 if TYPE_CHECKING:
     from quire import LLMEngine
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -27,7 +28,7 @@ def describe_machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "quire": quire.__version__,
-        "torch": _version("torch"),
+        "torch": package_version("torch"),
     }
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -73,15 +74,11 @@ def rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """The most it ever was, since the process started."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -91,7 +88,7 @@ def _version(package: str) -> str | None:
 def _memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
-    except (AttributeError, ValueError, OSError):
+    except (ValueError, OSError):
         return None
 
 

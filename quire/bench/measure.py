@@ -111,8 +111,8 @@ def measure_repeats(
 
 
 def run_repeats(repeats: int, run: Callable[..., RunReport]) -> list[RunReport]:
-    """As many as there are before Ctrl-C; `run` is told as `repeat` what it is called. Where it has a warm-up of its
-    own, one that is interrupted leaves the repeats before it standing."""
+    """The reports of all repeats, or of those before Ctrl-C. `repeat` tells `run` its name. Where it has a warm-up of
+    its own, one that is interrupted leaves the repeats before it standing."""
     reports: list[RunReport] = []
     while len(reports) < repeats and not (reports and reports[-1].interrupted):
         try:

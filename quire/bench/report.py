@@ -27,7 +27,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Percentiles | None:
-        """None where there is nothing to take them of."""
+        """The percentiles of some values; None where there are no values."""
         import numpy as np
 
         array = np.asarray(values if hasattr(values, "__len__") else list(values), dtype=np.float64)

@@ -81,7 +81,7 @@ def run_serve(
 async def _run(
     load: Load, name: str, parameters: dict[str, Any], progress: RunProgress, repeat: str
 ) -> RunReport | None:
-    """None where Ctrl-C came before the load."""
+    """Send the load; None where Ctrl-C came before it."""
     target = replace(load.target, model=await find_model(load.target))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -61,7 +61,7 @@ class Scale:
 
 
 def linear_scale(values: Iterable[float], start: float, end: float, *, from_zero: bool, wanted: int = 5) -> Scale:
-    """Its ends are ticks, so that nothing sticks out of the grid."""
+    """A scale whose ends are ticks, so that nothing sticks out of the grid."""
     found = list(values)
     low, high = min(found, default=0.0), max(found, default=1.0)
     if from_zero:

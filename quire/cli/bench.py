@@ -243,8 +243,8 @@ def _collect(produced: Iterator[Any]) -> _Found:
 
 def _run_sweep(args: argparse.Namespace) -> int:
     from quire.bench.engines import EngineShelf
+    from quire.bench.jobs import parse_axes, point_arguments, points
     from quire.bench.report import RunReport
-    from quire.bench.sweep import parse_axes, point_arguments, points
 
     inner = Parser(prog="quire bench")
     commands = inner.add_subparsers(required=True)
@@ -299,7 +299,7 @@ def _run_compare(args: argparse.Namespace) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Before a long run: a chart that cannot be drawn or a folder that cannot be written to."""
+    """Refuse, before a long run, a chart that cannot be drawn or a file that cannot be written."""
     if args.plot:
         from quire.bench.plots import check_plot
 

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
 import platform
 import sys
 from typing import Any
 
 import quire
-from quire.bench.machine import cpu_name
+from quire.bench.machine import cpu_name, num_usable_cpus, package_version
 
 _PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "tokenizers",
-    "safetensors",
-    "huggingface_hub",
-    "gguf",
-    "jinja2",
+    *("torch", "triton", "numpy", "tokenizers", "safetensors", "huggingface_hub", "gguf", "jinja2"),
     "transformers",
 )
 
@@ -48,13 +39,9 @@ def collect() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
     }
-    for package in _PACKAGES:
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = None
+    facts |= {package: package_version(package) for package in _PACKAGES}
     facts["cpu"] = cpu_name()
-    facts["cpus usable"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts["cpus usable"] = num_usable_cpus()
     from quire.executor.memory import available_host_bytes
 
     free = available_host_bytes()

@@ -53,8 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from quire.lab.experiments import EXPERIMENTS, choose
-    from quire.lab.runner import run_lab
-    from quire.lab.store import HTML_NAME, open_report
+    from quire.lab.store import HTML_NAME, open_report, run_lab
 
     if args.list:
         for number, each in enumerate(EXPERIMENTS, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -11,6 +12,13 @@ from quire.errors import BadRequestError, ConfigError, QuireError
 
 if TYPE_CHECKING:
     from quire.cli.parser import Parser
+
+
+# Modules of quire.cli, in the order of --help.
+_COMMANDS = (
+    *("generate", "chat", "serve", "router", "run_batch", "kv", "models", "bench", "plan", "sim", "lab"),
+    *("env", "completion"),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,23 +57,7 @@ def open_closed_streams() -> None:
 
 
 def make_parser() -> Parser:
-    # Imported here, where main() takes Ctrl-C: they are nearly all of the time until a command runs.
-    from quire.cli import (
-        bench,
-        chat,
-        completion,
-        env,
-        generate,
-        kv,
-        lab,
-        models,
-        plan,
-        pull,
-        router,
-        run_batch,
-        serve,
-        sim,
-    )
+    # Commands are imported here, where main() takes Ctrl-C: they are nearly all of the time until a command runs.
     from quire.cli.parser import Parser
 
     parser = Parser(
@@ -73,8 +65,8 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, chat, serve, router, run_batch, kv, pull, models, bench, plan, sim, lab, env, completion):
-        command.add_parser(subparsers)
+    for name in _COMMANDS:
+        importlib.import_module(f"quire.cli.{name}").add_parser(subparsers)
     return parser
 
 

@@ -1,4 +1,5 @@
-"""`quire models`: what is on this machine, and which models there are by short name. `quire rm` removes one."""
+"""`quire models`: what is on this machine, and which models there are by short name. `quire pull` fetches one now, so
+that everything later works offline, and `quire rm` removes one."""
 
 from __future__ import annotations
 
@@ -8,18 +9,23 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from quire.errors import WeightsError
+from quire.log import get_logger
 from quire.nearest import did_you_mean
 from quire.weights.aliases import ALIASES, HUB_ALIASES
 from quire.weights.local import LocalModel, local_models, remove
-from quire.weights.progress import format_bytes
+from quire.weights.open import DEFAULT_MODEL, resolve_model
+from quire.weights.progress import ProgressBar, format_bytes
+from quire.weights.pull import pull_alias
 
 _SEE_HUB = "see hub"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    _add_pull(subparsers)
     parser = subparsers.add_parser(
         "models",
         help="list models",
@@ -87,7 +93,7 @@ def _by_other_name(name: str, models: Iterable[LocalModel]) -> LocalModel | None
     files = {model.name.partition(":")[2]: model for model in models if model.name.startswith(f"{repo}:")}
     if not files:
         return None
-    from quire.weights.hub_gguf import choose_gguf
+    from quire.weights.hub import choose_gguf
 
     return files[choose_gguf(files, wanted or None, repo)]
 
@@ -131,3 +137,43 @@ def _print_table(headings: tuple[str, ...], cells: Sequence[tuple[str, ...]]) ->
     for line in lines:
         padded = [cell.ljust(width) for cell, width in zip(line[:-1], widths, strict=True)]
         print("  ".join([*padded, line[-1]])[:columns])
+
+
+def _add_pull(subparsers: argparse._SubParsersAction[Any]) -> None:
+    parser = subparsers.add_parser(
+        "pull",
+        help="fetch a model",
+        description="Fetch a model, check it, and say where it lies. A model that is there already is checked again.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help=f"an alias (see quire models), owner/name, or owner/name:Q4_K_M for GGUF; default: {DEFAULT_MODEL}",
+    )
+    parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_pull)
+
+
+def run_pull(args: argparse.Namespace) -> int:
+    get_logger()  # from here on the log's lines are seen: what is fetched, and when another process is waited for
+    alias = ALIASES.get(args.model)
+    if alias is not None and args.revision is None:
+        with ProgressBar(f"pulling {args.model}") as bar:
+            path = pull_alias(alias, on_progress=bar, verify=True)
+    else:
+        path = resolve_model(args.model, revision=args.revision)
+    num_bytes = bytes_of(path)
+    if args.json:
+        print(json.dumps({"model": args.model, "path": str(path), "bytes": num_bytes}))
+    else:
+        print(f"{args.model}: {format_bytes(num_bytes)} in {path}")
+    return 0
+
+
+def bytes_of(path: Path) -> int:
+    """The size of a file, or of the files right in a directory."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=WideHelp,
     )
     parser.set_defaults(run=run)
-    from quire.cli.serve_flags import GROUPS
+    from quire.cli.serve import GROUPS
 
     parser.add_argument("positional_models", nargs="*", metavar="MODEL", help="the model; the same as --model")
     parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, one a line")

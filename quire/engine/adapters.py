@@ -49,7 +49,7 @@ class AdapterGate:
         return self._waiting.pop(request_id)[0]
 
     def take_ready(self) -> list[tuple[Request, str | None]]:
-        """Those that may run by now; and with the reason those that never will."""
+        """The requests that may run by now, and those that never will, with the reason."""
         wanted: dict[str, list[Request]] = {}
         for request, _ in self._waiting.values():
             wanted.setdefault(request.adapter or "", []).append(request)

@@ -52,14 +52,14 @@ class EngineInfo:
     block_bytes: int
     enable_prefix_caching: bool
     scheduling_policy: str = "priority"
-    pooling_labels: tuple[str, ...] | None = None  # of a model that pools: its classes, or none where it embeds
+    pooling_labels: tuple[str, ...] | None = None  # the classes of a model that pools; empty where it embeds
     ledger_summary: str
     blocks_line: str
     ready_s: float
     timeline_s: dict[str, float] = field(default_factory=dict)
     fingerprint: str = ""  # of its config and tensors: servers of other models have others
     kv_address: str | None = None  # where other engines of this model send it blocks
-    serves_determinism: bool = False  # of single requests
+    serves_determinism: bool = False  # whether single requests can be deterministic
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

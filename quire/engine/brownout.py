@@ -57,11 +57,7 @@ class BrownoutSettings:
 
     def __post_init__(self) -> None:
         for name in (
-            "window_s",
-            "rise_s",
-            "fall_s",
-            "preempted_share",
-            "preempted_per_finished",
+            *("window_s", "rise_s", "fall_s", "preempted_share", "preempted_per_finished"),
             "failures_per_preemption",
         ):
             if not getattr(self, name) > 0:

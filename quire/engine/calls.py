@@ -1,23 +1,32 @@
-"""Named inspections of a running engine: run between two steps, at a server's request.
+"""Named calls of a running engine: run between two steps, at a server's request.
 
 Each takes the core and keyword arguments, and gives builtins that msgpack can carry. It holds up the next step, so it
-should be quick; what takes longer gives a future, and is told when that is done. What it raises goes to who asked; the
+should be quick; what takes longer gives a future, and is told when that is done. What it raises goes to the caller; the
 engine goes on.
+
+Those that look inside (`kv_...`) are for what the live page and /debug/kv show. None of them looks at more than `limit`
+blocks or tables, whatever the pool's size. They give ids of tokens, never text: this side knows none. It is the server
+that decides who may see which request, and under which name a block's hash.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 
 from quire.engine.core import EngineCore
-from quire.engine.inspect import INSPECTIONS
 from quire.engine.stats import StepStats
 from quire.errors import BadRequestError
+from quire.kv import BlockState
+from quire.kv.blocks import Block
+from quire.kv.hashing import unpack_tokens
 from quire.kv.tiers import StoreLevel
+from quire.kv.watch import as_runs
 from quire.params import SamplingSpec
-from quire.request import Request
+from quire.request import Request, Sequence, SequenceState
 
 _PINNING = "pinned-prefix"
 
@@ -101,6 +110,287 @@ def wake_up(core: EngineCore) -> None:
     core.wake_up()
 
 
+# -- looking inside
+
+
+MAX_BLOCKS = 4_096  # that one call looks at
+MAX_TABLE_BLOCKS = 1_024  # of the tables that one look at the changes brings
+MAX_ROWS = 1_024
+MAX_TOKENS_OF = 256  # blocks whose tokens one call gives
+
+
+def kv_overview(core: EngineCore) -> dict[str, Any]:
+    """Every count of the KV manager and the scheduler."""
+    scheduler = core.scheduler
+    overview = asdict(core.kv.stats)
+    for name in ("prefix", "recompute"):
+        counters = overview[name]
+        counters["outcomes"] = {outcome.value: count for outcome, count in counters["outcomes"].items()}
+        counters["hit_rate"] = getattr(core.kv.stats, name).hit_rate
+    overview |= {
+        "enable_prefix_caching": core.kv.enable_prefix_caching,
+        "num_requests": len(core.scheduler.requests),
+        "num_running": scheduler.num_running,
+        "num_waiting": scheduler.num_waiting,
+        "num_swapped": scheduler.num_swapped,
+        "waiting_by_reason": scheduler.waiting_by_reason,
+        **asdict(scheduler.stats),
+        "num_preemptions": scheduler.stats.num_preemptions,
+    }
+    return overview
+
+
+def kv_levels(core: EngineCore) -> dict[str, Any]:
+    """The device and the levels below it: blocks, what moved, and what was found there."""
+    stats = core.kv.stats
+    device = {
+        "level": "device",
+        "num_blocks": stats.num_cached + stats.num_used + stats.num_in_transit,
+        "max_blocks": stats.num_blocks,
+        "num_hit_tokens": stats.prefix.num_hit_tokens,
+    }
+    tiers = core.kv.tiers
+    if tiers is None:
+        return {"levels": [device]}
+    device["num_hit_tokens"] = max(0, stats.prefix.num_hit_tokens - tiers.counters.num_hits)  # without what was loaded
+    counters = asdict(tiers.counters)
+    del counters["levels"]
+    return {"levels": [device, *tiers.usage()], "num_loading": core.scheduler.num_loading, **counters}
+
+
+def kv_map(core: EngineCore, first: int = 0, limit: int = MAX_BLOCKS) -> dict[str, Any]:
+    """Blocks [first, first + limit), in columns."""
+    first = max(0, first)
+    blocks = core.kv.pool.blocks[first : first + _bounded(limit, MAX_BLOCKS)]
+    return {
+        "first": first,
+        "states": [block.state.value for block in blocks],
+        "ref_counts": [block.ref_count for block in blocks],
+        "is_pinned": [block.num_pins > 0 for block in blocks],
+        "hashes": [block.block_hash for block in blocks],
+        "num_hits": [block.num_hits for block in blocks],
+    }
+
+
+def kv_tables(core: EngineCore, offset: int = 0, limit: int = 128, tenant: str | None = None) -> dict[str, Any]:
+    """Requests in order of arrival, each sequence with its block table as runs and why it hit or missed the cache.
+    Of one tenant, or of all."""
+    requests = [one for one in core.scheduler.requests.values() if tenant is None or one.tenant == tenant]
+    kv = core.kv
+    found = []
+    num_blocks = 0
+    num_requests = 0
+    for request in itertools.islice(requests, max(0, offset), None):
+        if num_requests == _bounded(limit, MAX_ROWS) or num_blocks >= 2 * MAX_BLOCKS:
+            break
+        num_requests += 1
+        for seq in request.sequences:
+            entry = _describe(seq)
+            table, swapped = kv.tables.get(seq.seq_id), kv.swapped.get(seq.seq_id)
+            if table is not None:
+                num_blocks += len(table.block_ids)
+                entry["blocks"] = as_runs(table.block_ids)
+                entry["num_committed_blocks"] = len(table.hashes)
+            if swapped is not None:
+                num_blocks += len(swapped.host_ids)
+                entry["host_blocks"] = as_runs(sorted(swapped.host_ids))
+            found.append(entry)
+    return {"offset": offset, "num_requests": num_requests, "num_requests_in_all": len(requests), "sequences": found}
+
+
+def kv_tree(core: EngineCore, first: int = 0, limit: int = MAX_BLOCKS) -> dict[str, Any]:
+    """The prefix cache's links, of blocks [first, first + limit) whose content is known. The reader puts them together:
+    that takes a look at all of them, which is not the engine's work."""
+    end = min(core.kv.num_blocks, max(0, first) + _bounded(limit, MAX_BLOCKS))
+    blocks = [block for block in core.kv.pool.blocks[max(0, first) : end] if block.block_hash is not None]
+    return {
+        "end": end,
+        "block_ids": [block.block_id for block in blocks],
+        "hashes": [block.block_hash for block in blocks],
+        "parents": [block.parent_hash for block in blocks],
+        "chain_indices": [block.chain_index for block in blocks],
+        "num_hits": [block.num_hits for block in blocks],
+        "ref_counts": [block.ref_count for block in blocks],
+        "is_pinned": [block.num_pins > 0 for block in blocks],
+    }
+
+
+def kv_tokens(core: EngineCore, block_ids: list[int]) -> list[list[int]]:
+    """The tokens of these blocks, [] where they are not known."""
+    blocks = core.kv.pool.blocks
+    return [
+        unpack_tokens(blocks[block_id].packed_tokens) if 0 <= block_id < len(blocks) else []
+        for block_id in block_ids[:MAX_TOKENS_OF]
+    ]
+
+
+def kv_block(core: EngineCore, block_id: int) -> dict[str, Any]:
+    """One block: its state, who uses it, and which tokens it holds."""
+    kv = core.kv
+    if not 0 <= block_id < kv.num_blocks:
+        raise BadRequestError(f"block must be between 0 and {kv.num_blocks - 1}, got {block_id}", param="block")
+    block = kv.pool.blocks[block_id]
+    users = []
+    token_ids: list[int] = unpack_tokens(block.packed_tokens)
+    chain_index = block.chain_index if block.block_hash is not None else None
+    for seq in _users(core, block):
+        index = kv.tables[seq.seq_id].index_of(block_id)
+        first = index * kv.block_size
+        # Tokens that steps under way will write count: the host does not know more exactly.
+        held = seq.token_ids[first : min(first + kv.block_size, seq.num_computed_tokens)]
+        users.append(_describe(seq) | {"table_index": index})
+        if chain_index is None:
+            chain_index = index
+        if len(held) > len(token_ids):
+            token_ids = held
+    return {
+        "block_id": block_id,
+        "state": block.state.value,
+        "ref_count": block.ref_count,
+        "num_pins": block.num_pins,
+        "num_transfers": block.num_transfers,
+        "hash": block.block_hash,
+        "parent": block.parent_hash,
+        "num_hits": block.num_hits,
+        "chain_index": chain_index,
+        "block_size": kv.block_size,
+        "token_ids": token_ids,
+        "users": users,
+    }
+
+
+def kv_changes(
+    core: EngineCore,
+    watch: int | None = None,
+    limit: int = 2_048,
+    max_rows: int = 200,
+    with_gauges: bool = True,
+    with_levels: bool = False,
+    tenants: list[str] | None = None,
+) -> dict[str, Any]:
+    """What changed since this watch last asked; None, or a watch that is not known any more, begins a new one.
+
+    A new watch first brings every block, `limit` at a time: `blocks.num_left` says how many more there are. Rows and
+    block tables are of these tenants, or of all.
+    """
+    kv = core.kv
+    is_new = watch is None or kv.watch is None or not kv.watch.has(watch)
+    if watch is None or is_new:
+        watch = kv.open_watch()
+    assert kv.watch is not None
+    changes = kv.watch.read_blocks(watch, _bounded(limit, MAX_BLOCKS))
+    all_seqs = (seq for seq in _sequences(core) if tenants is None or seq.request.tenant in tenants)
+    seqs = list(itertools.islice(all_seqs, _bounded(max_rows, MAX_ROWS) if max_rows else 0))
+    tables = kv.watch.read_tables(watch, (seq.seq_id for seq in seqs), MAX_TABLE_BLOCKS)
+    return {
+        "watch": watch,
+        "is_new": is_new,
+        "blocks": asdict(changes),
+        "rows": [_row(seq) for seq in seqs],
+        "row_tenants": [seq.request.tenant for seq in seqs],
+        "tables": [[seq_id, runs] for seq_id, runs in tables.items()],
+        "host_tables": [[seq_id, as_runs(sorted(one.host_ids))] for seq_id, one in _few_swapped(core)],
+        "gauges": _gauges(core) if with_gauges else None,
+        "levels": kv_levels(core) if with_levels and kv.tiers is not None else None,
+    }
+
+
+# Fields of a row of kv_changes, in this order: names would be sent 200 times, five times a second.
+ROW_FIELDS = (
+    *("seq_id", "request_id", "index", "state", "num_prompt_tokens", "num_computed_tokens", "num_output_tokens"),
+    *("num_cached_tokens", "cache_outcome", "num_preemptions", "priority"),
+)
+
+
+def _row(seq: Sequence) -> list[Any]:
+    request = seq.request
+    return [
+        seq.seq_id,
+        request.request_id,
+        seq.index,
+        _STATES[seq.state],
+        request.num_prompt_tokens,
+        seq.num_computed_tokens,
+        seq.num_output_tokens,
+        seq.num_cached_tokens,
+        None if seq.cache_outcome is None else seq.cache_outcome.value,
+        seq.num_preemptions,
+        request.priority,
+    ]
+
+
+def _describe(seq: Sequence) -> dict[str, Any]:
+    return dict(zip(ROW_FIELDS, _row(seq), strict=True)) | {"tenant": seq.request.tenant}
+
+
+def _gauges(core: EngineCore) -> dict[str, Any]:
+    """Numbers that charts follow. Totals stay totals: rates are the reader's to work out."""
+    stats, scheduler = core.kv.stats, core.scheduler
+    return {
+        "num_free": stats.num_free,
+        "num_cached": stats.num_cached,
+        "num_used": stats.num_used,
+        "num_in_transit": stats.num_in_transit,
+        "num_pinned": stats.num_pinned,
+        "num_host_used": stats.num_host_blocks - stats.num_host_free,
+        "occupancy": stats.occupancy,
+        "waste_percent": stats.waste_percent,
+        "num_query_tokens": stats.prefix.num_query_tokens,
+        "num_hit_tokens": stats.prefix.num_hit_tokens,
+        "num_evictions": stats.num_evictions,
+        "num_copies": stats.num_copies,
+        "num_requests": len(core.scheduler.requests),
+        "num_running": scheduler.num_running,
+        "num_waiting": scheduler.num_waiting,
+        "num_swapped": scheduler.num_swapped,
+        "num_steps": scheduler.stats.num_steps,
+        "num_preemptions": scheduler.stats.num_preemptions,
+        "num_prefill_tokens": scheduler.stats.num_prefill_tokens,
+        "num_decode_tokens": scheduler.stats.num_decode_tokens,
+    }
+
+
+def _sequences(core: EngineCore) -> Iterator[Sequence]:
+    for request in core.scheduler.requests.values():
+        for seq in request.sequences:
+            if seq.state is not SequenceState.FINISHED:
+                yield seq
+
+
+def _few_swapped(core: EngineCore) -> list[tuple[int, Any]]:
+    """Swapped sequences, as many as MAX_BLOCKS host blocks cover."""
+    found, num_blocks = [], 0
+    for seq_id, swapped in core.kv.swapped.items():
+        if num_blocks >= MAX_BLOCKS:
+            break
+        found.append((seq_id, swapped))
+        num_blocks += len(swapped.host_ids)
+    return found
+
+
+def _users(core: EngineCore, block: Block) -> list[Sequence]:
+    """Sequences whose table holds the block; it says itself how many there are."""
+    if block.state is not BlockState.IN_USE:
+        return []
+    found: list[Sequence] = []
+    for seq in _sequences(core):
+        table = core.kv.tables.get(seq.seq_id)
+        if table is not None and block.block_id in table.block_ids:
+            found.append(seq)
+            if len(found) == block.ref_count:
+                break
+    return found
+
+
+def _bounded(limit: int, most: int) -> int:
+    return max(1, min(limit, most))
+
+
+_STATES = {state: state.name.lower() for state in SequenceState}
+
+
+_INSPECTIONS = (kv_overview, kv_levels, kv_map, kv_tables, kv_tree, kv_tokens, kv_block, kv_changes)
+INSPECTIONS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _INSPECTIONS}
 _PREFIXES = (reset_prefix_cache, pin_prefix, unpin_prefix, pin_cached, expire_prefix, expire_unused, cache_changes)
 _CALLS = (*_PREFIXES, read_adapter, sleep, wake_up)
 CALLS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _CALLS} | INSPECTIONS

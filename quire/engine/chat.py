@@ -136,7 +136,7 @@ def prepare_chat(
 def _hold_to_tools(
     turn: ChatTurn, params: SamplingParams, form: ToolFormat | None, tokenizer: Tokenizer | None
 ) -> tuple[ToolFormat | None, SamplingParams]:
-    """Where calls are forced or strict: the format that they will have, and the grammar that holds answers to it."""
+    """The format that calls will have where they are forced or strict, and the grammar that holds answers to it."""
     assert tokenizer is not None
     special = {tokenizer.token(token): token for token in sorted(tokenizer.special_token_ids)}
     pattern = re.compile("|".join(re.escape(one) for one in sorted(special, key=len, reverse=True)) or r"(?!)")

@@ -79,12 +79,8 @@ class EngineClient(TextFront):
             commands_address=self._link.commands_address,
             parent_pid=os.getpid(),
             dies_with_parent_thread=threading.current_thread() is threading.main_thread(),
-            step_timeout_s=self.options.step_timeout_s,
-            heartbeat_s=self.options.heartbeat_s,
-            dump_dir=self.options.dump_dir,
             log_level=get_logger().getEffectiveLevel(),
-            brownout=self.options.brownout,
-            publishes_cache=self.options.publishes_cache,
+            options=self.options,
         )
         self._child = EngineProcess(self.options, encode_launch(launch), self._on_exit)
         self._readying = asyncio.create_task(self._become_ready())
@@ -119,7 +115,7 @@ class EngineClient(TextFront):
         self._tick = self._loop.call_later(_TICK_S, self._on_tick)
 
     async def _pin(self, token_ids: list[int], block_size: int) -> None:
-        """Once for each tenant that would not find another's."""
+        """Pin the configured prefixes, once for each tenant that would not find another's."""
         tenants = self.options.isolated_tenants or ("",)
         for tenant in tenants:
             if self._is_closing:
@@ -173,7 +169,7 @@ class EngineClient(TextFront):
 
     @property
     def streams(self) -> Streams:
-        """Its requests; once ready."""
+        """The streams of its requests; there are none before it is ready."""
         return self._streams
 
     def kill(self) -> None:

@@ -6,7 +6,7 @@ import random
 from array import array
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -43,44 +43,31 @@ SECOND_TEXT = "second_text"  # a key of prompts that are pairs, for models that 
 _NO_TEXT = SamplingParams(max_tokens=1, detokenize=False, output_kind=OutputKind.FINAL_ONLY)  # of a request that pools
 
 
+@dataclass(eq=False)
 class InputProcessor:
     """Tokenizes, checks against the model's limits, resolves strings to token ids and seeds to numbers."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        eos_token_ids: Iterable[int],
-        seed: int,
-        max_num_seqs: int | None = None,
-        has_plugins: bool = False,
-        is_split: bool = False,
-        is_batch_invariant: bool = False,
-        nondeterminism: str | None = None,
-        grammars: GrammarCompiler | None = None,
-        thinking: ThinkingFormat | None = None,
-        pooler: PoolerSpec | None = None,
-        hidden_size: int = 0,
-    ) -> None:
-        self.pooler = pooler
-        self.hidden_size = hidden_size
-        self.tokenizer = tokenizer
-        self.grammars = grammars
-        self.thinking = thinking
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.is_split = is_split  # the model, among ranks
-        self.has_plugins = has_plugins  # logits processors of the engine
-        self.is_batch_invariant = is_batch_invariant  # then every request is deterministic
-        self.nondeterminism = nondeterminism  # why none can be, if so
-        self.max_num_seqs = max_num_seqs  # where it is known here: what asks for more is refused before it costs
-        self.eos_token_ids = frozenset(eos_token_ids)
+    tokenizer: Tokenizer | None
+    _: KW_ONLY
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    seed: int
+    max_num_seqs: int | None = None  # where it is known here: what asks for more is refused before it costs
+    has_plugins: bool = False  # logits processors of the engine
+    is_split: bool = False  # the model, among ranks
+    is_batch_invariant: bool = False  # then every request is deterministic
+    nondeterminism: str | None = None  # why none can be, if so
+    grammars: GrammarCompiler | None = None
+    thinking: ThinkingFormat | None = None
+    pooler: PoolerSpec | None = None
+    hidden_size: int = 0
+
+    def __post_init__(self) -> None:
         # An application sends the same bad words with every request, and to tokenize many takes milliseconds.
         self._bad_words = lru_cache(_NUM_KEPT_LISTS)(self._tokenize_bad_words)
         self._lowered = lru_cache(_NUM_KEPT_LISTS)(lambda text: lower(StructuredOutputsParams.from_json(text)))
-        self._seeds = random.Random(seed)  # for requests that bring none: a run repeats when its requests do
+        self._seeds = random.Random(self.seed)  # for requests that bring none: a run repeats when its requests do
 
     def make_request(
         self,

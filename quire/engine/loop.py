@@ -10,39 +10,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from quire.engine import messages
 from quire.engine.api import EngineLoad
 from quire.engine.brownout import Brownout, PressureReading
 from quire.engine.calls import CALLS
 from quire.engine.core import EngineCore
-from quire.engine.messages import (
-    Abort,
-    Add,
-    CacheReport,
-    Call,
-    CallDone,
-    CallFailed,
-    Command,
-    Ended,
-    EngineMessage,
-    ErrorInfo,
-    Fetch,
-    Fetched,
-    Finish,
-    LoadReport,
-    Logprobs,
-    PooledResult,
-    Preempted,
-    Refused,
-    Send,
-    Sent,
-    Started,
-    StepOutputs,
-    Stop,
-)
 from quire.engine.metrics import step_metrics
 from quire.engine.stats import Metric
 from quire.engine.watchdog import Progress
-from quire.errors import BadRequestError, QuireError
+from quire.errors import BadRequestError, ErrorInfo, QuireError
 from quire.log import get_logger
 from quire.request import Request, Sequence
 from quire.scheduler import SequenceUpdate
@@ -62,7 +38,7 @@ _BROWNOUT = (
 )
 
 # Waits so many seconds for a command (None: until one comes); None where there is none.
-Receive = Callable[[float | None], Command | None]
+Receive = Callable[[float | None], messages.Command | None]
 
 
 class EngineLoop:
@@ -72,7 +48,7 @@ class EngineLoop:
         self,
         core: EngineCore,
         receive: Receive,
-        send: Callable[[EngineMessage], None],
+        send: Callable[[messages.EngineMessage], None],
         brownout: Brownout | None = None,
         *,
         publishes_cache: bool = False,
@@ -156,29 +132,29 @@ class EngineLoop:
             if (command := self._receive(min(spare_s, _LOOK_S))) is not None:
                 self._handle(command)
 
-    def _handle(self, command: Command) -> None:
+    def _handle(self, command: messages.Command) -> None:
         match command:
-            case Add():
+            case messages.Add():
                 self._add(command)
-            case Abort():
+            case messages.Abort():
                 self._abort(command.key)
-            case Finish():
+            case messages.Finish():
                 self._finish(command)
-            case Call():
+            case messages.Call():
                 self._call(command)
-            case Stop():
+            case messages.Stop():
                 self._is_stopping = True
-            case Send():
+            case messages.Send():
                 self._send_blocks(command)
-            case Fetch():
+            case messages.Fetch():
                 self.core.scheduler.traffic.fetch(command.fetch_id, command.token_ids, command.salt, command.adapter)
 
-    def _add(self, command: Add) -> None:
+    def _add(self, command: messages.Add) -> None:
         request = command.request
         try:
             self.core.add(request)
         except BadRequestError as error:
-            self._send(Refused(command.key, ErrorInfo.of(error)))
+            self._send(messages.Refused(command.key, ErrorInfo.of(error)))
             return
         self._requests[command.key] = request
         self._keys[request.request_id] = command.key
@@ -190,14 +166,14 @@ class EngineLoop:
         if updates := self.core.abort(request.request_id):
             self._send(self._step_outputs(updates))
 
-    def _finish(self, command: Finish) -> None:
+    def _finish(self, command: messages.Finish) -> None:
         request = self._requests.get(command.key)
         for seq in request.sequences if request is not None else ():
             if seq.index == command.index:
                 self.core.finish(seq, command.stop)
                 self._forget(seq)
 
-    def _call(self, command: Call) -> None:
+    def _call(self, command: messages.Call) -> None:
         try:
             if command.name == "metrics":
                 value: Any = self._metrics()
@@ -208,13 +184,13 @@ class EngineLoop:
             if isinstance(value, Future):
                 self._answers[command.call_id] = value
             else:
-                self._send(CallDone(command.call_id, value))  # in here: it may be something that cannot travel
+                self._send(messages.CallDone(command.call_id, value))  # in here: it may be something that cannot travel
         except Exception as error:
             if self.core.is_dead:
                 raise
             if not isinstance(error, QuireError):
                 get_logger().exception("the engine call %s failed", command.name)
-            self._send(CallFailed(command.call_id, ErrorInfo.of(error)))
+            self._send(messages.CallFailed(command.call_id, ErrorInfo.of(error)))
 
     def _send_answers(self) -> None:
         """Send the answers of those calls whose work is done by now."""
@@ -222,12 +198,14 @@ class EngineLoop:
             if work.done():
                 del self._answers[call_id]
                 error = work.exception()
-                done = CallDone(call_id, work.result()) if error is None else CallFailed(call_id, ErrorInfo.of(error))
-                self._send(done)
+                if error is None:
+                    self._send(messages.CallDone(call_id, work.result()))
+                else:
+                    self._send(messages.CallFailed(call_id, ErrorInfo.of(error)))
 
     # -- blocks to and from other engines
 
-    def _send_blocks(self, command: Send) -> None:
+    def _send_blocks(self, command: messages.Send) -> None:
         request = self._requests.get(command.key)
         if request is None:
             return  # it ended while the command was on its way
@@ -239,16 +217,16 @@ class EngineLoop:
     def _tell_traffic(self) -> None:
         for report in self.core.scheduler.traffic.take_reports():
             if not isinstance(report, SendReport):
-                self._send(Fetched(report.fetch_id, report.num_tokens))
+                self._send(messages.Fetched(report.fetch_id, report.num_tokens))
             elif (key := self._keys.get(report.request_id)) is not None:
-                self._send(Sent(key, report.num_tokens, report.has_failed))
+                self._send(messages.Sent(key, report.num_tokens, report.has_failed))
 
     # -- outputs
 
-    def _step_outputs(self, updates: list[SequenceUpdate]) -> StepOutputs:
+    def _step_outputs(self, updates: list[SequenceUpdate]) -> messages.StepOutputs:
         """The one place that runs for every sequence of every step."""
         seq_keys = self._seq_keys
-        outputs = StepOutputs(time.monotonic())
+        outputs = messages.StepOutputs(time.monotonic())
         # First tokens stand first: their readers are woken in this order, and hundreds take a while.
         first_keys: list[int] = []
         first_tokens: list[int] = []
@@ -263,15 +241,15 @@ class EngineLoop:
                 keys.append(key)
                 tokens.append(token)
             if update.logprobs is not None or update.prompt_logprobs is not None:
-                outputs.logprobs.append(Logprobs(key, update.logprobs, update.prompt_logprobs))
+                outputs.logprobs.append(messages.Logprobs(key, update.logprobs, update.prompt_logprobs))
             if update.pooled is not None:
-                outputs.pooled.append(PooledResult(key, update.pooled))
+                outputs.pooled.append(messages.PooledResult(key, update.pooled))
             if seq.num_preemptions:
                 self._tell_preemptions(key, seq, outputs)
             if update.finished:
                 assert seq.finish_reason is not None
-                drafted = seq.num_draft_tokens, seq.num_accepted_tokens
-                outputs.ended.append(Ended(key, seq.finish_reason.value, seq.stop_reason, update.error, *drafted))
+                drafted, reason = (seq.num_draft_tokens, seq.num_accepted_tokens), seq.finish_reason.value
+                outputs.ended.append(messages.Ended(key, reason, seq.stop_reason, update.error, *drafted))
         if first_keys:
             outputs.keys[:0], outputs.tokens[:0] = first_keys, first_tokens
         if outputs.ended:  # not before: a request's last sequences may end in one step
@@ -280,18 +258,18 @@ class EngineLoop:
                     self._forget(update.seq)
         return outputs
 
-    def _start(self, seq: Sequence, outputs: StepOutputs) -> int:
+    def _start(self, seq: Sequence, outputs: messages.StepOutputs) -> int:
         key = self._keys[seq.request.request_id] + seq.index
         self._seq_keys[seq.seq_id] = key
         outcome = None if seq.cache_outcome is None else seq.cache_outcome.value
-        outputs.started.append(Started(key, seq.index, seq.first_scheduled_s, seq.num_cached_tokens, outcome))
+        outputs.started.append(messages.Started(key, seq.index, seq.first_scheduled_s, seq.num_cached_tokens, outcome))
         return key
 
-    def _tell_preemptions(self, key: int, seq: Sequence, outputs: StepOutputs) -> None:
+    def _tell_preemptions(self, key: int, seq: Sequence, outputs: messages.StepOutputs) -> None:
         counts = (seq.num_preemptions, seq.num_recomputed_tokens)
         if self._preemptions.get(seq.seq_id) != counts:
             self._preemptions[seq.seq_id] = counts
-            outputs.preempted.append(Preempted(key, *counts))
+            outputs.preempted.append(messages.Preempted(key, *counts))
 
     def _forget(self, seq: Sequence) -> None:
         """A sequence has ended; with its last one, the request is gone."""
@@ -309,7 +287,7 @@ class EngineLoop:
         if self._cache_log is not None and self._cache_log.at != self._cache_told:
             change = self._cache_log.read(self._cache_told)
             self._cache_told = change.at
-            self._send(CacheReport(change.filled, change.evicted, change.is_snapshot))
+            self._send(messages.CacheReport(change.filled, change.evicted, change.is_snapshot))
 
     def _report(self) -> None:
         """Report the load between steps, a few times a second, and whenever the loop goes to sleep."""
@@ -320,7 +298,7 @@ class EngineLoop:
         load = self._load()
         if load != self._last_load:
             self._last_load = load
-            self._send(LoadReport(load))
+            self._send(messages.LoadReport(load))
 
     def _update_brownout(self, now_s: float) -> None:
         brownout, scheduler = self._brownout, self.core.scheduler

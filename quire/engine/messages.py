@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.api import EngineInfo, EngineLoad
-from quire.engine.brownout import BrownoutSettings
+from quire.engine.launch import EngineProcessOptions
 from quire.errors import ErrorInfo as ErrorInfo
 from quire.plan import TokenLogprobs
 from quire.pooling import Pooled
@@ -29,12 +29,8 @@ class Launch:
     commands_address: str  # where the engine shall listen
     parent_pid: int
     dies_with_parent_thread: bool  # the thread that started it is there as long as the parent is
-    step_timeout_s: float
-    heartbeat_s: float
-    dump_dir: str
     log_level: int
-    brownout: BrownoutSettings
-    publishes_cache: bool = False  # tells of every block that its prefix cache gains or loses
+    options: EngineProcessOptions
 
 
 # -- to the engine

@@ -76,8 +76,7 @@ def main(build: Callable[[Launch], tuple[EngineCore, EngineInfo]] = build_core) 
     # The server decides when the engine ends; Ctrl-C reaches the whole terminal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    if hasattr(signal, "SIGUSR1"):  # stacks on demand, even while a call holds the interpreter
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # stacks on demand, even while a call holds the interpreter
     launch = decode_launch(read_launch(sys.stdin.buffer))
     log_to_parent(launch.log_level)
     die_with_parent(launch.parent_pid, with_its_thread=launch.dies_with_parent_thread)
@@ -105,20 +104,21 @@ def main(build: Callable[[Launch], tuple[EngineCore, EngineInfo]] = build_core) 
 def _serve(
     core: EngineCore, info: EngineInfo, launch: Launch, commands: zmq.Socket[bytes], outputs: zmq.Socket[bytes]
 ) -> None:
+    options = launch.options
     loop = EngineLoop(
         core,
         receiver(commands),
         lambda message: outputs.send(message_codec.encode(message)),
-        Brownout(launch.brownout),
-        publishes_cache=launch.publishes_cache,
+        Brownout(options.brownout),
+        publishes_cache=options.publishes_cache,
     )
     beats = _connect(outputs.context, launch.outputs_address)  # the watchdog's thread alone uses it from here on
     watchdog = Watchdog(
         loop.progress,
         lambda heartbeat: beats.send(message_codec.encode(heartbeat)),
-        lambda num_steps, for_s: write_dump(core, loop.live_requests, launch.dump_dir, num_steps, for_s),
-        step_timeout_s=launch.step_timeout_s,
-        heartbeat_s=launch.heartbeat_s,
+        lambda num_steps, for_s: write_dump(core, loop.live_requests, options.dump_dir, num_steps, for_s),
+        step_timeout_s=options.step_timeout_s,
+        heartbeat_s=options.heartbeat_s,
     )
     settle_for_serving()
     # A supervisor may signal every process it finds; requests that drain need this one to go on.

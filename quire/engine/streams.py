@@ -14,25 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from quire.engine import messages
 from quire.engine.api import PreparedRequest
-from quire.engine.messages import (
-    Abort,
-    Add,
-    Call,
-    CallDone,
-    CallFailed,
-    Command,
-    Ended,
-    EngineMessage,
-    Fetch,
-    Fetched,
-    Finish,
-    Refused,
-    Send,
-    Sent,
-    Started,
-    StepOutputs,
-)
 from quire.engine.outputs import Job, Line, OutputProcessor
 from quire.engine.stats import RequestStats
 from quire.errors import QuireError
@@ -46,18 +29,8 @@ class Stream(Job):
     """One request, and the reader who waits for its outputs."""
 
     __slots__ = (
-        "_loop",
-        "_waiter",
-        "error",
-        "home",
-        "is_eager",
-        "is_finished",
-        "is_gone",
-        "is_patient",
-        "key",
-        "made",
-        "on_sent",
-        "on_start",
+        *("_loop", "_waiter", "error", "home", "is_eager", "is_finished", "is_gone", "is_patient", "key", "made"),
+        *("on_sent", "on_start"),
     )
 
     def __init__(self, prepared: PreparedRequest, key: int, home: Streams) -> None:
@@ -65,7 +38,7 @@ class Stream(Job):
         self.key = key
         self.home = home  # where it is now: it may go on with another engine
         self.on_start: Callable[[], None] | None = None  # called once it has its first token
-        self.on_sent: Callable[[Sent], None] | None = None  # told of its blocks that have arrived elsewhere
+        self.on_sent: Callable[[messages.Sent], None] | None = None  # told of its blocks that have arrived elsewhere
         self.made: deque[RequestOutput] = deque()  # outputs made before their reader came
         self.error: BaseException | None = None
         self.is_finished = False  # its reader has had the last output
@@ -119,7 +92,7 @@ class Streams:
     def __init__(
         self,
         outputs: OutputProcessor,
-        send: Callable[[Command], None],
+        send: Callable[[messages.Command], None],
         check: Callable[[], None],
         *,
         stats: RequestStats | None = None,
@@ -164,7 +137,7 @@ class Streams:
         """Hand a request to the engine. Whoever starts one closes it. The first output of one that goes on is what it
         goes on after."""
         stream = self.open(prepared)
-        self._send(Add(stream.key, prepared.request))
+        self._send(messages.Add(stream.key, prepared.request))
         for index, token_ids in prepared.request.continued.items():
             stream.lines[index].waiting.new_token_ids += token_ids
         self._make(stream)
@@ -175,7 +148,7 @@ class Streams:
         call_id = next(self._keys)
         self._calls[call_id] = future = asyncio.get_running_loop().create_future()
         try:
-            self._send(Call(call_id, name, arguments))
+            self._send(messages.Call(call_id, name, arguments))
             return await future
         finally:
             self._calls.pop(call_id, None)
@@ -184,12 +157,12 @@ class Streams:
         """End a request by its id; its reader gets a last output that says so. An unknown id is passed over."""
         for stream in list(self._streams.values()):  # at once: any thread may call this
             if stream.request.request_id == request_id:
-                self._send(Abort(stream.key))
+                self._send(messages.Abort(stream.key))
 
     def abort_all(self) -> None:
         """Abort every request, because their event loop is gone."""
         for key in self._streams:
-            self._send(Abort(key))
+            self._send(messages.Abort(key))
 
     def open(self, prepared: PreparedRequest) -> Stream:
         key = self._take_keys(prepared.request.n)
@@ -220,7 +193,7 @@ class Streams:
         if stream.request.request_id in self._outputs:
             self._outputs.discard(stream.request.request_id)
             if not stream.is_gone:
-                self._send(Abort(stream.key))
+                self._send(messages.Abort(stream.key))
                 self.stats.on_left(stream.request, [line.seq for line in stream.lines.values()])
         # Both lead back here: without this, only the garbage collector would free a request that has ended.
         stream.lines, stream.error = {}, None
@@ -242,7 +215,7 @@ class Streams:
             for index in open_indices:
                 del self._lines[key + index]
             if abort:
-                self._send(Abort(key))
+                self._send(messages.Abort(key))
         return open_indices
 
     def open_indices(self, stream: Stream) -> list[int]:
@@ -263,11 +236,11 @@ class Streams:
         if not request.continued:
             stream.lines[0].waiting.prompt_logprobs = None
             self._outputs.begin_prompt_logprobs(stream)
-        self._send(Add(stream.key, request))
+        self._send(messages.Add(stream.key, request))
 
     def send_blocks(self, stream: Stream, to: str | None, num_known: int = 0) -> None:
         """Have the engine give a request's blocks to another one; `stream.on_sent` is told. None: no longer."""
-        self._send(Send(stream.key, to, num_known))
+        self._send(messages.Send(stream.key, to, num_known))
 
     async def fetch(self, token_ids: list[int], salt: str | None, adapter: str | None) -> int:
         """Have the engine load a prefix from below its device; returns how many of the tokens are there then."""
@@ -275,7 +248,7 @@ class Streams:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._fetches[fetch_id] = future
         try:
-            self._send(Fetch(fetch_id, token_ids, salt, adapter))
+            self._send(messages.Fetch(fetch_id, token_ids, salt, adapter))
             return await future
         finally:
             self._fetches.pop(fetch_id, None)
@@ -298,32 +271,32 @@ class Streams:
 
     # -- from the engine
 
-    def on_message(self, message: EngineMessage) -> None:
+    def on_message(self, message: messages.EngineMessage) -> None:
         match message:
-            case StepOutputs():
+            case messages.StepOutputs():
                 self.on_step(message)
-            case Refused():
+            case messages.Refused():
                 if (stream := self._streams.get(message.key)) is not None:
                     stream.error, stream.is_gone = message.error.to_error(), True
                     stream.wake()
-            case Sent():
+            case messages.Sent():
                 stream = self._streams.get(message.key)
                 if stream is not None and stream.on_sent is not None:
                     stream.on_sent(message)
-            case Fetched():
+            case messages.Fetched():
                 fetched = self._fetches.get(message.fetch_id)
                 if fetched is not None and not fetched.done():
                     fetched.set_result(message.num_tokens)
-            case CallDone() | CallFailed():
+            case messages.CallDone() | messages.CallFailed():
                 future = self._calls.get(message.call_id)
                 if future is None or future.done():
                     return  # whoever asked has gone
-                if isinstance(message, CallDone):
+                if isinstance(message, messages.CallDone):
                     future.set_result(message.value)
                 else:
                     future.set_exception(message.error.to_error())
 
-    def on_step(self, outputs: StepOutputs) -> None:
+    def on_step(self, outputs: messages.StepOutputs) -> None:
         """The one place that runs for every token."""
         lines, now_s = self._lines, outputs.now_s
         eager: list[Stream] = []
@@ -387,7 +360,7 @@ class Streams:
                 stream.error = error
             stream.wake()
 
-    def _start(self, stream: Stream, started: Started) -> None:
+    def _start(self, stream: Stream, started: messages.Started) -> None:
         line = stream.lines.get(started.index) or self._add_line(stream, started.index)
         if stream.on_start is not None:
             stream.on_start()
@@ -415,14 +388,14 @@ class Streams:
             return
         for seq, stop in stopped:
             if self._lines.pop(stream.key + seq.index, None) is not None:
-                self._send(Finish(stream.key, seq.index, stop))
+                self._send(messages.Finish(stream.key, seq.index, stop))
         for output in outputs:
             if output.finished:
                 self.stats.on_finished(output)
             stream.made.append(output)
 
 
-def _end(line: Line, ended: Ended, now_s: float) -> None:
+def _end(line: Line, ended: messages.Ended, now_s: float) -> None:
     seq = line.seq
     seq.state, seq.finish_reason = SequenceState.FINISHED, FinishReason(ended.reason)
     seq.stop_reason, seq.finished_s = ended.stop_reason, now_s

@@ -51,7 +51,7 @@ class TextFront:
         self._text = text or SharedText(config)
 
     def raise_if_dead(self) -> None:
-        """Where it takes no requests."""
+        """Raise where the engine takes no requests."""
         raise NotImplementedError
 
     def _take_limits(self, info: EngineInfo) -> InputProcessor:

@@ -55,7 +55,7 @@ class TextSide:
         source = self.chat_template or (self.tokenizer.chat_template if self.tokenizer is not None else None)
         self.dialect = find_dialect(source, config.tool_call_parser, config.reasoning_parser)
         self.default_sampling = _default_sampling(opened.checkpoint.generation_config)
-        self.eos_token_ids = end_token_ids(opened.checkpoint, opened.spec, self.tokenizer)
+        self.eos_token_ids = frozenset(end_token_ids(opened.checkpoint, opened.spec, self.tokenizer))
         self.grammars = GrammarCompiler(lambda: (self.tokenizer, self.eos_token_ids), vocab_size=opened.spec.vocab_size)
         self._template = lru_cache(_NUM_KEPT_TEMPLATES)(self._compile)
 

@@ -4,8 +4,7 @@ token beside the sampler. llguidance does the parsing; nothing here knows torch.
 What follows tokens (`rows.py`, `constraint.py`) needs numpy and is not imported here: the server's process has none.
 """
 
-from quire.grammar.compiler import GrammarCompiler
+from quire.grammar.compiler import GrammarCompiler, end_token_ids, open_tokenizer
 from quire.grammar.lowering import NO_GRAMMAR, lower
-from quire.grammar.vocabulary import end_token_ids, open_tokenizer
 
 __all__ = ["NO_GRAMMAR", "GrammarCompiler", "end_token_ids", "lower", "open_tokenizer"]

@@ -60,7 +60,7 @@ class Constraint:
 
     @property
     def is_over(self) -> bool:
-        """Nothing will be forbidden any more."""
+        """Whether no token will be forbidden any more."""
         return self._stage is Stage.ANSWER and self._matcher is None
 
     def advance(self, tokens: Sequence[int]) -> None:

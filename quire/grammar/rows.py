@@ -35,7 +35,7 @@ class ConstrainedLine:
 
 
 class RowConstraints:
-    """By row, from admission or fork until release."""
+    """The constraint of each row, from its admission or fork until its release."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self.compiler = compiler

@@ -136,7 +136,7 @@ def _are_told_apart(branches: list[Any]) -> bool:
 
 
 def _check_depth(schema: Any, where: str) -> None:
-    """Without recursion: the whole point is that it may be deep."""
+    """Check how deep a schema is nested, without recursion: it may be deep."""
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
         level = [one for part in level for one in _parts(part)]

@@ -28,14 +28,14 @@ from quire.sim.traffic import SimRequest
 from quire.step_costs import StepLoad
 
 TENSOR_PARALLEL, PIPELINE_PARALLEL = (1, 2, 4, 8), (1, 2, 4)
-HEADROOM = 0.1  # of a replica's rate, left for bursts and for a replica that is missing
+HEADROOM = 0.1  # the share of a replica's rate that is left for bursts and for a replica that is missing
 _NUM_LENGTHS = 600  # that a simulation draws from
 _MIN_REQUESTS, _MAX_REQUESTS = 200, 4_000  # of one simulation, for each replica
 _OPTIMISM = 1.15
-_STABLE = 0.9  # of the requests that come in the second half, as many end in it; long ones are still under way
+_STABLE = 0.9  # the share of the requests of the second half that must end in it; long ones are still under way
 _NUM_TRIES = 6  # rates that are tried for a candidate
 _MAX_SIMULATED = 10  # candidates
-_CHECKED_REPLICAS = 4  # of the final answer, simulated together behind the router
+_CHECKED_REPLICAS = 4  # replicas of the final answer that are simulated together behind the router
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,8 +54,8 @@ class Candidate:
     tensor_parallel: int
     pipeline_parallel: int
     engine: SimulatedEngine
-    best_ttft_s: float  # of a mean prompt, alone
-    best_itl_s: float  # of a single sequence
+    best_ttft_s: float  # what a mean prompt takes alone
+    best_itl_s: float  # what a token of a single sequence takes
     bound: float  # no more than this by arithmetic; 0: the limits cannot be met even alone
     rate: float | None = None  # found by simulation
     ttft_s: float = 0.0  # at that rate
@@ -279,7 +279,7 @@ def _simulate(
     num_out = sum(one for _, one in lengths) / len(lengths)
     context = sum(num_in + num_out / 2 for num_in, num_out in lengths) / len(lengths)
     step_s = one.best_itl_s
-    for _ in range(20):  # as many run as come in a life, which is longer the more run
+    for _ in range(20):  # as many run at once as arrive while one runs, which takes longer the more run
         num = max(1, min(one.engine.config.scheduler.max_num_seqs, round(rate / num_replicas * num_out * step_s)))
         step_s = one.engine.cost.load_s(StepLoad(num_decodes=num, num_decode_kv_tokens=round(num * context)))
     half_s = max(2 * num_out * step_s, _MIN_REQUESTS / 2 / rate)
@@ -299,7 +299,7 @@ def _simulate(
 
 
 def _check(one: Candidate, rate: float, lengths: list[tuple[int, int]], seed: int) -> dict[str, float]:
-    """Some of the replicas together behind the router, at their share of the rate."""
+    """Simulate some of the replicas together behind the router, at their share of the rate."""
     num = min(one.replicas_for(rate), _CHECKED_REPLICAS)
     share = rate / one.replicas_for(rate) * num
     report = _simulate(one, num, share, lengths, seed + 1)[1]

@@ -71,9 +71,8 @@ class LabContext:
 
     settings: LabSettings
     say: Callable[[str], None]
-    results: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # the data of the experiments that are done, by key
+    # The data of the experiments that are done, by key.
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
     quick: bool = field(init=False)
     seed: int = field(init=False)
     _bench: EngineVariants | None = None

@@ -233,7 +233,7 @@ def _is_short(plan: Plan, device: DevicePlan) -> bool:
 
 
 def _recommend_more_room(plan: Plan, plan_with: PlanWith, config: EngineConfig, flags: list[Flag]) -> EngineConfig:
-    """Where the plan falls short: on a CPU more bytes, if the machine has them; else smaller ones."""
+    """What to change where the plan falls short: on a CPU a larger cache, if memory allows; else a smaller KV dtype."""
     device = plan_with(config)
     if not _is_short(plan, device):
         return config

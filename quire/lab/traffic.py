@@ -20,7 +20,7 @@ class Kind:
 
     @property
     def num_kv_tokens(self) -> int:
-        """At its end. The last token that is sampled needs no KV."""
+        """Tokens that have KV when a request ends. The last token that is sampled needs none."""
         return self.prompt_len + self.output_len - 1
 
     def blocks_at_end(self, block_size: int, windows: Windows = (None,)) -> int:

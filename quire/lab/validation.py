@@ -170,7 +170,7 @@ def measured_live(config: EngineConfig) -> list[Row]:
     vocab = usable_vocab(engine.spec.vocab_size)
 
     def learn(seed: int) -> list[SimRequest]:
-        """Some at once, and then prompts of all sizes, each alone."""
+        """Requests to learn from: some at once, and then prompts of all sizes, each alone."""
         together = from_workload(even_lengths(vocab, seed, 10, (16, 200), (8, 48)), None)
         alone = even_lengths(vocab, seed + 50, 6, (16, min(512, engine.max_model_len - 4)), (2, 4))
         return together + from_workload(alone, [1e6 * (i + 1) for i in range(len(alone))])

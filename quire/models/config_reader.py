@@ -23,7 +23,7 @@ class ConfigReader:
         self._keys = keys or {}
 
     def named(self, key: str) -> str:
-        """As the config calls it."""
+        """The name that the config has for it."""
         return self._keys.get(key, key)
 
     def error(self, message: str) -> UnsupportedModelError:
@@ -84,6 +84,6 @@ class ConfigReader:
 
 
 def shown(value: Any) -> str:
-    """As a message may hold it: a file can have a list of a million entries where a number belongs."""
+    """A value as a message may hold it: a file can have a list of a million entries where a number belongs."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

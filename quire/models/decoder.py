@@ -18,9 +18,8 @@ from quire.kernels.adapters import AdaptedLinear, AdapterBank, AdapterSite
 from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Normed, Ops, Rotary
 from quire.layers.rotary import pairs_order, rotary_table
 from quire.models.classifier import Classifier
-from quire.models.experts import ExpertsMlp
 from quire.models.kv_layout import KVLayout, kv_layout
-from quire.models.layer import DenseMlp, Layer, Mlp, PlainMlp, ReadRows, SelfAttention
+from quire.models.layer import DenseMlp, ExpertsMlp, Layer, Mlp, PlainMlp, ReadRows, SelfAttention
 from quire.models.share import Cut, ModelShare
 from quire.models.slots import WeightSlot, matrix_slots, norm_slots
 from quire.models.spec import ModelSpec, RopeSpec
@@ -160,7 +159,7 @@ class Decoder:
         return self.ops.normalize(hidden, self._final_norm)
 
     def gathered_logits(self, hidden: Tensor, indices: Tensor | None, out: Tensor | None = None) -> Tensor | None:
-        """As `logits`, over the whole vocabulary, on the rank that samples; None on the others."""
+        """Logits like those of `logits`, over the whole vocabulary, on the rank that samples; None on the others."""
         if not self.share.is_last:
             return None
         if self.share.words.is_whole or self._ranks is None:
@@ -187,15 +186,15 @@ class Decoder:
         )
 
     def finish_loading(self) -> None:
-        """After the last weight, before the first step."""
+        """Prepare the weights for steps, once the last of them is loaded."""
         if self.adapters is not None:
             self.adapters.allocate(self._adapter_sites())
         for layer in self._layers:
             layer.fold_norms()
 
     def multiply_once(self, num_tokens: int) -> None:
-        """With each of a layer's matrices, for what a library does when it is first called: in the way of the steps, as
-        it has other code for products that are added to something."""
+        """Multiply once by each of a layer's matrices, for what a library does when it is first called: in the way of
+        the steps, as it has other code for products that are added to something."""
         layer = self._layers[0]
         num_tokens = max(num_tokens, 64)  # few rows are multiplied by kernels that may not be compiled yet
         residual = torch.zeros((num_tokens, self.spec.hidden_size), dtype=self.dtype, device=self._device)
@@ -350,7 +349,7 @@ class Decoder:
     def _new_summed_matrix(
         self, out_features: int, in_features: int, *, bias: bool, is_sensitive: bool
     ) -> LinearWeight:
-        """One whose inputs are split among ranks, so that its products are parts of a sum."""
+        """A matrix whose inputs are split among ranks, so that its products are parts of a sum."""
         matrix = self._new_matrix(out_features, in_features, bias=bias, is_sensitive=is_sensitive)
         if self.share.tensor_size == 1:
             return matrix
@@ -358,7 +357,7 @@ class Decoder:
         return SummedLinear(matrix, self.ops, self._ranks, adds_bias=self.share.tensor_rank == 0)
 
     def _adapted(self, matrix: LinearWeight) -> LinearWeight:
-        """With adapters on top, where there may be any."""
+        """The matrix with adapters on top, where there may be any."""
         return matrix if self.adapters is None else self.ops.new_adapted(matrix, self.adapters)
 
     def _new_norm(self, width: int) -> Norm:

@@ -17,7 +17,7 @@ _MAX_EXPERTS = 4096
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Architecture:
-    """In what one architecture differs from Llama. None: the config's own key says."""
+    """What one architecture does otherwise than Llama. None: the config's own key says."""
 
     layer_types: Callable[[ConfigReader, int], LayerTypes]
     qkv_bias: bool | None = None  # attention_bias

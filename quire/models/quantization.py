@@ -157,7 +157,7 @@ def _block(reader: ConfigReader, key: str) -> tuple[int, int] | None:
 
 
 def _wide_modules(reader: ConfigReader, key: str, names: object) -> tuple[str, ...]:
-    """Of the modules that stay unquantized, those that could be quantized: no vocabulary, no norm."""
+    """The modules that stay unquantized and could be quantized: no vocabulary, no norm."""
     if names is None:
         return ()
     if isinstance(names, Mapping | str) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):

@@ -25,7 +25,7 @@ _WORD_UNIT = 64
 
 @dataclass(slots=True, frozen=True)
 class Cut:
-    """Those from `start` up to `stop`, out of `total`."""
+    """The rows, columns or heads from `start` up to `stop`, out of `total`."""
 
     start: int
     stop: int
@@ -113,7 +113,7 @@ class ModelShare:
         )
 
     def layout(self, layout: KVLayout) -> KVLayout:
-        """Where the layers of this rank lie in its part of a block. Groups are those of the whole model: all ranks have
+        """The places of this rank's layers in its part of a block. Groups are those of the whole model: all ranks have
         the same block tables."""
         if self.layers.is_whole:
             return layout

@@ -85,7 +85,7 @@ def _randomize_part(weight: LinearWeight, parts: Sequence[Cut], columns: Cut, st
 
 
 def _held_rows(parts: Sequence[Cut], start: int, count: int) -> Iterator[tuple[int, slice]]:
-    """Of rows start .. start + count of the whole fused matrix: where those that are held go, and which they are."""
+    """Where the rows start .. start + count of the whole fused matrix go that are held here, and which they are."""
     first_row = at = 0  # in the part, in the whole
     for rows in parts:
         low, high = max(start, at + rows.start), min(start + count, at + rows.stop)
@@ -116,7 +116,7 @@ def norm_slots(module: str, norm: Norm, *, offset: bool, scale: float = 1.0) -> 
 
 
 def vector_slot(name: str, parameter: Tensor, cut: Cut) -> WeightSlot:
-    """Of numbers that are neither a norm's nor a matrix's: dummy ones are 0."""
+    """A slot for numbers that are neither a norm's nor a matrix's; dummy ones are 0."""
 
     def load(tensor: Tensor) -> None:
         parameter.copy_(tensor)

@@ -28,7 +28,7 @@ class ExpertsSpec:
     intermediate_size: int  # of one expert
     normalizes: bool  # whether a token's weights are made to sum to 1 (the same as a softmax after the choice)
     has_bias: bool = False  # its router and its matrices (gpt-oss)
-    shared_intermediate_size: int | None = None  # of an expert that every token has beside those, weighed by a sigmoid
+    shared_intermediate_size: int | None = None  # the size of an expert that every token has beside those
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

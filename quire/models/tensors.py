@@ -37,7 +37,7 @@ def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def classifier_tensors(pooler: PoolerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """None for a model that embeds."""
+    """The tensors of a classifier's head; none for a model that embeds."""
     if not pooler.labels:
         return {}
     shapes: dict[str, tuple[int, ...]] = {"score.weight": (len(pooler.labels), hidden)}

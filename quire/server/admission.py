@@ -230,8 +230,8 @@ class Admission:
 
 
 def _caps(settings: ServerSettings) -> tuple[int, int]:
-    """By default as many wait as an eighth of the memory holds: a client that sends a thousand prompts at once is
-    answered a thousand times, as by other servers, and none can fill the machine."""
+    """How many may wait: by default as many as an eighth of the memory holds. So a client that sends a thousand prompts
+    at once is answered a thousand times, as by other servers, and none can fill the machine."""
     memory = _memory_bytes() // 8
     requests = settings.max_waiting_requests or max(memory // _WAITING_REQUEST_BYTES, 1_000)
     tokens = settings.max_waiting_tokens or max(memory // _WAITING_TOKEN_BYTES, 1_000_000)

@@ -13,10 +13,9 @@ from starlette.routing import Route
 
 from quire.errors import QuireError
 from quire.server import guards, page
-from quire.server.docs_page import docs_page
 from quire.server.endpoint import JsonEndpoint, check_json
 from quire.server.errors import ApiError, any_error, http_error
-from quire.server.openapi import openapi_document
+from quire.server.openapi import docs_page, openapi_document
 from quire.server.paths import OPERATIONS, Operation
 from quire.server.protocol import BodyDecoder
 

@@ -15,9 +15,9 @@ from quire.request import AdapterRef
 from quire.server.admission import Admission
 from quire.server.batches import Batches
 from quire.server.endpoint import JsonEndpoint
-from quire.server.errors import ApiError, shown
+from quire.server.errors import RETRY_SOON, ApiError, shown
 from quire.server.feed import LiveFeed, describe
-from quire.server.life import RETRY_AFTER_S, ServerLife
+from quire.server.life import ServerLife
 from quire.server.logs import RequestLog
 from quire.server.metrics import ServerMetrics
 from quire.server.residents import Residents
@@ -66,7 +66,7 @@ class ServedModel:
             raise ApiError(404, f"there is no engine {shown(name)}: there are {', '.join(engines)}", code="no_engine")
         if is_replicated(self.engine) and not _is_up(engines[name]):
             state = engines[name].health().state.value
-            raise ApiError(503, f"engine {name} is {state}", code=state, headers={"retry-after": str(RETRY_AFTER_S)})
+            raise ApiError(503, f"engine {name} is {state}", code=state, headers=RETRY_SOON)
         return name, engines[name]
 
     def feed_of(self, name: str | None = None, states: Callable[[], dict[str, str]] = dict) -> LiveFeed:

@@ -169,7 +169,7 @@ def check_json(content_type: str) -> None:
 
 
 def tenant_of(scope: Scope) -> str:
-    """The tenant that a request belongs to, as `auth.py` noted it."""
+    """The tenant that a request belongs to, as `guards.Auth` noted it."""
     return str(scope.get("state", {}).get("tenant", ""))
 
 

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,6 +35,8 @@ _TYPES = {
 }
 # OpenAI's clients send whatever got a 5xx again, twice, unless the answer has this.
 NO_RETRY = {"x-should-retry": "false"}
+# When a client that was turned away should ask again: a replacement is up in seconds.
+RETRY_SOON = {"retry-after": "5"}
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's; the page's chat knows it too
 # What a client wrote is cut before anything looks at it, sends it back or logs it.
 MAX_NAME_CHARS = 100
@@ -89,6 +91,16 @@ class ApiError(Exception):
         from starlette.responses import Response
 
         return Response(self.encode(), self.status, headers=self.headers, media_type="application/json")
+
+
+class UnavailableError(ApiError):
+    """A 503 after which a client should ask again. Its sentence is fixed: it tells no path and no traceback."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(503, message, type="service_unavailable", code=code, headers=RETRY_SOON)
+
+
+OnRefused = Callable[[ApiError, tuple[str, int] | None], None]  # is told what was turned away, and whom
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -34,10 +34,10 @@ from starlette.responses import Response, StreamingResponse
 
 import quire
 from quire.engine.api import EngineState, ServingEngine
-from quire.engine.inspect import ROW_FIELDS
+from quire.engine.calls import ROW_FIELDS
 from quire.errors import EngineDeadError
 from quire.params import for_chat
-from quire.server.errors import ApiError, bad_request
+from quire.server.errors import RETRY_SOON, ApiError, bad_request
 from quire.server.histogram import Rolling
 from quire.server.life import LifeState, ServerLife
 from quire.server.metrics import RequestSummary, ServerMetrics
@@ -111,10 +111,6 @@ class LiveFeed:
         self._levels_s = 0.0
         self._status: _Status = ("", "", [], {})
 
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
-
     async def view(self, sees: str | None = None, tenant: str = "") -> AsyncIterator[bytes]:
         """Lines for one viewer, until it leaves or the engine ends."""
         viewer = _Viewer(sees, tenant)
@@ -144,9 +140,7 @@ class LiveFeed:
         viewing = [viewer.tenant for viewer in self._viewers]
         share = MAX_VIEWERS / len({*viewing, tenant})
         if len(viewing) >= 2 * MAX_VIEWERS or (len(viewing) >= MAX_VIEWERS and viewing.count(tenant) >= share):
-            raise ApiError(
-                429, f"{MAX_VIEWERS} pages are open already", code="too_many_viewers", headers={"retry-after": "5"}
-            )
+            raise ApiError(429, f"{MAX_VIEWERS} pages are open already", code="too_many_viewers", headers=RETRY_SOON)
 
     # -- what the viewers are told
 
@@ -354,18 +348,14 @@ def describe(name: str, engine: ServingEngine) -> dict[str, Any]:
     """What a page has to know before the first line of the feed."""
     info = engine.info
     sampling = for_chat(engine.default_sampling)
+    told = (
+        *("device", "dtype", "block_size", "num_blocks", "num_host_blocks", "block_bytes", "max_model_len"),
+        *("max_num_seqs", "enable_prefix_caching"),
+    )
     return {
         "version": quire.__version__,
         "model": name,
-        "device": info.device,
-        "dtype": info.dtype,
-        "block_size": info.block_size,
-        "num_blocks": info.num_blocks,
-        "num_host_blocks": info.num_host_blocks,
-        "block_bytes": info.block_bytes,
-        "max_model_len": info.max_model_len,
-        "max_num_seqs": info.max_num_seqs,
-        "enable_prefix_caching": info.enable_prefix_caching,
+        **{field: getattr(info, field) for field in told},
         "chat": {"temperature": sampling.temperature, "top_p": sampling.top_p},
     }
 

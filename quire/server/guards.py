@@ -1,10 +1,14 @@
-"""What stands between a connection and the application, outermost first: the host's name, CORS, keys (`auth.py`), the
-gate, the body's limits (`limits.py`).
+"""What stands between a connection and the application, outermost first: the host's name, CORS, API keys, the gate, and
+the limits of a body.
 
 The host's name: a page of any site can make its own name point at 127.0.0.1 and then read what a server there says, as
 if it were its own (DNS rebinding); the Host header still tells the name that the browser used. So on loopback only the
 loopback's names are answered, and those of --allowed-hosts. Elsewhere any name may be right, and all are unless
 --allowed-hosts says which. A Unix socket is out of a page's reach.
+
+API keys: with at least one of them everything is guarded except `/health` and `/ping`, which a supervisor must reach,
+and the live page's own files (`/`, `/static/…`), which hold no data. Where keys have several names, each sees its own
+requests on the live page and under `/debug/kv`, and an admin's key sees all of them.
 
 The gate: while the server starts, drains or has lost its engine, requests are turned away with a 503.
 
@@ -12,25 +16,29 @@ The gate: while the server starts, drains or has lost its engine, requests are t
     draining         GETs still are, so that metrics and the page show the drain; new work is not taken
 
 Work is whatever is not a GET: those requests are counted, and a drain waits for them.
+
+A body that is too large is a 413, and one that trickles in is a 408. Both are enforced while the body arrives, so a
+chunked one without a length is no way around them. `http_server.py` limits headers, below ASGI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.server.admission import MAX_TOKENS_HEADER
-from quire.server.auth import Auth, OnRefused, is_open
-from quire.server.errors import ApiError, shown
-from quire.server.life import LifeState, ServerLife, UnavailableError
-from quire.server.limits import BodyLimits
-from quire.server.settings import ServerSettings
+from quire.server.errors import ApiError, OnRefused, shown
+from quire.server.life import LifeState, ServerLife, not_serving
+from quire.server.settings import ApiKey, ServerSettings
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from quire.server.context import ServerContext
 
@@ -112,6 +120,74 @@ def _name(host: bytes) -> str:
     return (text[:end] if end > 0 else text).removesuffix(".")
 
 
+def is_open(path: str, method: str) -> bool:
+    """What anyone may read."""
+    if path == "/ping":
+        return True
+    return method in ("GET", "HEAD") and (path in ("/health", "/", "/favicon.ico") or path.startswith("/static/"))
+
+
+class Auth:
+    """ASGI middleware: refuses what carries no known key, and notes in scope["state"] the `tenant`, and whose requests
+    it `sees`: that tenant's, or everybody's (None)."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], on_refused: OnRefused | None = None) -> None:
+        self._app = app
+        self._on_refused = on_refused
+        # Digests have one length, so that comparing them does not tell a key's.
+        self._digests = [(_digest(key.key.encode()), key) for key in keys]
+        self._has_tenants = len({key.tenant for key in keys}) > 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        tenant, sees = "", None
+        if self._digests and not is_open(scope["path"], scope["method"]):
+            given = _given_key(scope)
+            key = None if given is None else self.key_of(given)
+            if key is None:
+                missing = "no API key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
+                error = ApiError(
+                    401,
+                    "this API key is not known here" if given else missing,
+                    code="invalid_api_key",
+                    headers={"www-authenticate": 'Bearer realm="quire"'},
+                )
+                if self._on_refused is not None:
+                    self._on_refused(error, scope.get("client"))
+                await error.respond(send)
+                return
+            tenant = key.tenant
+            sees = tenant if self._has_tenants and not key.is_admin else None
+        scope.setdefault("state", {}).update(tenant=tenant, sees=sees)
+        await self._app(scope, receive, send)
+
+    def key_of(self, key: bytes) -> ApiKey | None:
+        """Which key it is. Every key is compared, whichever matches: the time taken tells nothing."""
+        digest = _digest(key)
+        found = None
+        for known, one in self._digests:
+            if hmac.compare_digest(known, digest):
+                found = one
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _given_key(scope: Scope) -> bytes | None:
+    """The key of the Authorization header, or of Anthropic's x-api-key; None without one. Two of a kind are as good as
+    none."""
+    bearers = [bytes(value) for name, value in scope["headers"] if name == b"authorization"]
+    keys = [bytes(value) for name, value in scope["headers"] if name == b"x-api-key"]
+    if len(bearers) == 1:
+        scheme, _, key = bearers[0].partition(b" ")
+        return key.strip() or None if scheme.lower() == b"bearer" else None
+    return keys[0].strip() or None if len(keys) == 1 and not bearers else None
+
+
 class Gate:
     """ASGI middleware. `on_refused` hears the state for which a request was turned away."""
 
@@ -135,6 +211,132 @@ class Gate:
             return
         if self._on_refused is not None:
             self._on_refused(state.value)
-        error = UnavailableError(state)
+        error = not_serving(state)
         error.headers["connection"] = "close"  # its next request should reach another server
         await error.respond(send)
+
+
+# After a 413 the rest is read and thrown away for a moment: closing at once would reset the connection, and most
+# clients would then report a broken pipe instead of our answer.
+_LINGER_S = 1.0
+_LINGER_BYTES = 64 << 20
+_CLOSE = {"connection": "close"}
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body is larger than {max_bytes} bytes, the most that this server takes (--max-body-bytes)"
+    return ApiError(413, message, code="body_too_large", headers=_CLOSE)
+
+
+class BodyLimits:
+    """ASGI middleware: counts and times the body as the application reads it.
+
+    A file that is uploaded may be larger (`max_file_bytes`), and then each piece of it has the time of a body.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: int, timeout_s: float, max_file_bytes: int | None = None
+    ) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._timeout_s = timeout_s
+        self._max_file_bytes = max_file_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        held = _HeldSend(send)
+        length = content_length(scope)
+        is_file = scope["path"] == "/v1/files" and self._max_file_bytes is not None
+        max_bytes = self._max_file_bytes if is_file and self._max_file_bytes is not None else self._max_body_bytes
+        if length is not None and length > max_bytes:
+            await _too_large(max_bytes).respond(held.hold())
+            await held.let_go(receive)
+            return
+        ends_s: float | None = None
+        num_bytes = 0
+        is_complete = False
+        refusal: ApiError | None = None
+
+        async def limited_receive() -> Message:
+            nonlocal ends_s, num_bytes, is_complete, refusal
+            if is_complete:
+                return await receive()  # only a hang-up can follow
+            if ends_s is None or is_file:
+                ends_s = asyncio.get_running_loop().time() + self._timeout_s
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    message = await receive()
+            except TimeoutError:
+                late = f"the body did not arrive within {self._timeout_s:g} s"
+                refusal = ApiError(408, late, type="timeout", code="body_timeout", headers=_CLOSE)
+                raise refusal from None
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                is_complete = not message.get("more_body", False)
+                if num_bytes > max_bytes:
+                    refusal = _too_large(max_bytes)
+                    held.hold()
+                    raise refusal
+            return message
+
+        try:
+            await self._app(scope, limited_receive, held)
+        except ApiError as error:
+            if error is not refusal or held.has_begun:
+                raise
+            await error.respond(held)
+        if refusal is not None and refusal.status == 413 and not is_complete:
+            await held.let_go(receive)
+        else:
+            await held.let_go()
+
+
+def content_length(scope: Scope) -> int | None:
+    """The length that the client announced; what is no number is the HTTP parser's to refuse."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and len(value) < 20:
+            return int(value)
+    return None
+
+
+class _HeldSend:
+    """ASGI's send, which can hold back the end of a response: the server closes the connection with it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._holds = False
+        self._is_ended = False
+        self.has_begun = False
+
+    async def __call__(self, message: Message) -> None:
+        self.has_begun = True
+        if self._holds and message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._is_ended = True
+            message = {**message, "more_body": True}
+        await self._send(message)
+
+    def hold(self) -> _HeldSend:
+        self._holds = True
+        return self
+
+    async def let_go(self, receive: Receive | None = None) -> None:
+        """End the response; with `receive`, after throwing away what the client still sends, for a moment."""
+        if receive is not None:
+            await _throw_away(receive)
+        if self._is_ended:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _throw_away(receive: Receive) -> None:
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(_LINGER_S):
+            while num_bytes < _LINGER_BYTES:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        pass

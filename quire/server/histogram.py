@@ -54,17 +54,13 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    @property
-    def num_observed(self) -> int:
-        return sum(self.counts)
-
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         names = [*map(floatToGoString, self.bounds), "+Inf"]
         family.add_metric(labels, list(zip(names, itertools.accumulate(self.counts), strict=True)), self.total)
 
 
 def quantile(bounds: Sequence[float], counts: Iterable[int], share: float) -> float | None:
-    """As Prometheus estimates it: linear inside the bucket, and the last bound for what lies above it.
+    """A quantile as Prometheus estimates it: linear inside the bucket, and the last bound for what lies above it.
 
     None where nothing was observed. `counts` may be a difference of two readings.
     """

@@ -14,10 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-from quire.server.errors import ApiError
-
-# When a client that was turned away should ask again: a replacement is up in seconds.
-RETRY_AFTER_S = 5
+from quire.server.errors import ApiError, UnavailableError
 
 
 class LifeState(StrEnum):
@@ -35,30 +32,13 @@ REASONS = {
 }
 
 
-class UnavailableError(ApiError):
-    """The server does not take requests now. The sentence is fixed: a reply tells no path and no traceback."""
-
-    def __init__(self, state: LifeState) -> None:
-        super().__init__(
-            503,
-            REASONS[state],
-            type="service_unavailable",
-            code=state.value,
-            headers={"retry-after": str(RETRY_AFTER_S)},
-        )
+def stopped() -> UnavailableError:
+    """The server does not wait for a request any longer."""
+    return UnavailableError("the server was stopped before this request finished: send it again", "stopped")
 
 
-class StoppedError(ApiError):
-    """The server does not wait for this request any longer."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            503,
-            "the server was stopped before this request finished: send it again",
-            type="service_unavailable",
-            code="stopped",
-            headers={"retry-after": str(RETRY_AFTER_S)},
-        )
+def not_serving(state: LifeState) -> UnavailableError:
+    return UnavailableError(REASONS[state], state.value)
 
 
 class ServerLife:
@@ -73,10 +53,6 @@ class ServerLife:
         self._idle = asyncio.Event()
         self._idle.set()
         self._on_cut: set[Callable[[ApiError], None]] = set()
-
-    @property
-    def takes_requests(self) -> bool:
-        return self.state is LifeState.SERVING
 
     def ready(self) -> None:
         if self.state is LifeState.STARTING:

@@ -1,9 +1,15 @@
-"""The OpenAPI 3.1 document: made from the table of paths and the very types that decode and encode the bodies, so that
-it cannot drift."""
+"""The API's description: the OpenAPI 3.1 document, and `/docs`, which shows it as one page of HTML.
+
+The document is made from the table of paths and the very types that decode and encode the bodies, so that it cannot
+drift. The page fetches nothing and runs no script.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from html import escape
 from typing import Any
 
 import msgspec
@@ -109,3 +115,156 @@ def _say_what_is_refused(type_: type[msgspec.Struct], schemas: dict[str, Any]) -
 
 def _ref(name: str) -> dict[str, str]:
     return {"$ref": _REF.format(name=name)}
+
+
+# -- the page
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1b1f; --soft: #5c5f66; --paper: #fdfdfc; --line: #dddcd8; --tint: #f3f2ee;
+  --get: #1f6f43; --post: #1d4f91; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e5e1; --soft: #a2a4a9; --paper: #17181b; --line: #34363b;
+  --tint: #202226; --get: #79c99b; --post: #8ab4f0; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.55 system-ui, sans-serif; }
+h1 { margin: 0; font-size: 1.7rem; } h2 { margin: 2.2rem 0 .6rem; font-size: 1.15rem; }
+h3 { margin: 1.2rem 0 .4rem; font-size: .95rem; }
+p { margin: .4rem 0; } .soft { color: var(--soft); } a { color: var(--post); }
+code, pre { font: .87em/1.5 ui-monospace, monospace; }
+pre { overflow-x: auto; padding: .8rem 1rem; background: var(--tint); border-radius: 6px; }
+details { border: 1px solid var(--line); border-radius: 8px; margin: .6rem 0; padding: 0 1rem; }
+details[open] { padding-bottom: 1rem; }
+summary { cursor: pointer; padding: .65rem 0; display: flex; gap: .8rem; flex-wrap: wrap; align-items: baseline; }
+summary:focus-visible { outline: 2px solid var(--post); outline-offset: 2px; }
+.get, .post { font: 700 .78rem ui-monospace, monospace; min-width: 2.8rem; }
+.get { color: var(--get); } .post { color: var(--post); }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .92rem; }
+th, td { text-align: left; vertical-align: top; padding: .35rem .8rem .35rem 0; border-top: 1px solid var(--line); }
+th { font-weight: 600; border-top: 0; } td:first-child { white-space: nowrap; }
+"""
+
+_WORD = 2**31 - 1
+_EXAMPLES: dict[str, Any] = {
+    "/v1/completions": {"prompt": "A quire is", "max_tokens": 32},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "What is a quire?"}], "stream": True},
+    "/tokenize": {"prompt": "A quire is"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}
+
+
+def docs_page(document: Mapping[str, Any]) -> str:
+    info, schemas = document["info"], document["components"]["schemas"]
+    by_tag: dict[str, list[str]] = {}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            by_tag.setdefault(operation["tags"][0], []).append(_operation_html(path, method, operation, schemas))
+    sections = "".join(f"<h2>{escape(tag)}</h2>{''.join(parts)}" for tag, parts in by_tag.items())
+    named = "".join(
+        f'<details id="{escape(name)}"><summary><code>{escape(name)}</code></summary>{_fields(schema)}</details>'
+        for name, schema in sorted(schemas.items())
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{escape(info["title"])} API</title><link rel="icon" href="data:,"><style>{_STYLE}</style></head><body>'
+        f"<h1>{escape(info['title'])} <span class=soft>{escape(info['version'])}</span></h1>"
+        f"<p>{escape(info['summary'])} The same as JSON: <a href='openapi.json'>openapi.json</a>.</p>"
+        f"{sections}<h2>Types</h2>{named}<h2>Errors</h2>{_errors(document)}</body></html>"
+    )
+
+
+def _operation_html(path: str, method: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+    parts = [
+        f'<details><summary><span class="{method}">{method.upper()}</span><code>{escape(path)}</code>'
+        f"<span class=soft>{_prose(operation['summary'])}</span></summary>"
+    ]
+    if path in _EXAMPLES:
+        body = json.dumps(_EXAMPLES[path])
+        parts.append(
+            f"<h3>Example</h3><pre>curl http://127.0.0.1:8000{escape(path)} \\\n"
+            f"  -H 'content-type: application/json' \\\n  -d '{escape(body, quote=False)}'</pre>"
+        )
+    if operation.get("parameters"):
+        rows = [(p["name"], p["in"], p["description"]) for p in operation["parameters"]]
+        parts.append("<h3>Headers and path</h3>" + _table(("name", "where", ""), rows))
+    if "requestBody" in operation:
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        parts.append("<h3>Body</h3>" + _fields(schemas[_name(schema)]))
+    answers = operation["responses"]["200"]["content"]
+    said = ", ".join(
+        f"<code>{escape(kind)}</code>" + (f": {_type(answer['schema'])}" if answer["schema"] else "")
+        for kind, answer in answers.items()
+    )
+    parts.append(f"<h3>Answer</h3><p>{said}</p><p class=soft>Errors: {_statuses(operation)}.</p></details>")
+    return "".join(parts)
+
+
+def _statuses(operation: Mapping[str, Any]) -> str:
+    return ", ".join(status for status in operation["responses"] if status != "200")
+
+
+def _fields(schema: Mapping[str, Any]) -> str:
+    """Fields as a table, those that are not supported in a line below it."""
+    required = set(schema.get("required", ()))
+    rows, refused = [], []
+    fields = schema.get("properties", {})
+    for name, field in sorted(fields.items(), key=lambda item: item[0] not in required):  # the sort keeps their order
+        if str(field.get("description", "")).startswith("Not supported"):
+            refused.append(f"<code>{escape(name)}</code>")
+            continue
+        shown = f"<b>{escape(name)}</b>" if name in required else escape(name)
+        kind = _type(field) if name in required else _type(field).removesuffix(" or null")
+        rows.append((f"<code>{shown}</code>", kind, _prose(field.get("description", ""))))
+    table = _table(("field", "type", ""), rows, is_html=True) if rows else ""
+    if rows and required and len(required) < len(fields):
+        table += "<p class=soft>What is not <b>bold</b> may be left out or null.</p>"
+    note = f"<p class=soft>Refused unless empty: {', '.join(refused)}.</p>" if refused else ""
+    return table + note
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        name = escape(_name(schema))
+        return f'<a href="#{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(f"<code>{escape(json.dumps(value))}</code>" for value in schema["enum"])
+    kind = str(schema.get("type", "anything"))
+    if kind == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    if kind == "object" and "additionalProperties" in schema:
+        return f"map to {_type(schema['additionalProperties'] or {})}"
+    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
+    # Limits that only keep a number in its machine word are no news.
+    low_said = low is not None and low > -_WORD
+    high_said = high is not None and high < _WORD
+    if low_said and high_said:
+        return f"{escape(kind)}, {'over ' if 'exclusiveMinimum' in schema else ''}{low:g} to {high:g}"
+    if low_said:
+        return f"{escape(kind)}, {low:g} or more"
+    return escape(kind) + (f", up to {high:g}" if high_said else "")
+
+
+def _errors(document: Mapping[str, Any]) -> str:
+    rows = [(status, answer["description"]) for status, answer in document["components"]["responses"].items()]
+    shape = '<pre>{"error": {"message": "...", "type": "...", "param": "..." or null, "code": "..." or null}}</pre>'
+    return shape + _table(("status", ""), rows)
+
+
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, is_html: bool = False) -> str:
+    head = "".join(f"<th scope=col>{escape(name)}</th>" for name in heads)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{cell if is_html else _prose(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _prose(text: str) -> str:
+    """Escaped, with `code` in backquotes."""
+    parts = escape(text).split("`")
+    return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
+
+
+def _name(schema: Mapping[str, Any]) -> str:
+    return str(schema["$ref"]).rsplit("/", 1)[1]

@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.server import adapters, batches, cache_hashes, kv_levels, messages, pooled, replicas, responses, sleeping
+from quire.server import admin, batches, cache_hashes, messages, pooled, responses
 from quire.server import pooled_bodies as pool
 from quire.server.chat import create_chat
 from quire.server.completions import create_completion
@@ -76,32 +76,38 @@ _SLEEP = (
     ("level", "query", "1: the weights go to host memory; 2: the engine's process ends."),
     ("keep_kv", "query", "true: cached prefixes are kept, in host memory."),
 )
-_MAP = (("first", "query", "The first block."), _LIMIT, *_WHICH)
-_TREE = (("node", "query", "Where to begin."), ("depth", "query", "How deep."), _OFFSET, _LIMIT, *_WHICH)
+_TREE = (("node", "query", "Where to begin."), ("depth", "query", "How deep."), _OFFSET, _LIMIT)
 _WITH_BODY = (400, 404, 408, 413, 415)
 _KEPT = (400, 404, 501)  # of files and batches
 _TEXT = "text/plain"
 
 
 def _endpoint(path: str, handler: AnyHandler, body: Body, reply: Body | None = None, **others: Any) -> Operation:
-    """It takes a body, and answers at once."""
+    """An operation that takes a body and answers at once."""
     others["errors"] = (*_WITH_BODY, *others.get("errors", ()))
     return Operation("post", path, handler, (_ID,), is_endpoint=True, body=body, reply=reply, **others)
 
 
 def _running(path: str, handler: AnyHandler, body: Body, reply: Body | None = None, **others: Any) -> Operation:
-    """It takes a body, and its answer needs the engine: it may have to wait, and has a timeout."""
+    """An operation that takes a body and needs the engine: it may have to wait, and has a timeout."""
     made = _endpoint(path, handler, body, reply, errors=(429, 504), **others)
     return replace(made, parameters=(_ID, _TIMEOUT))
 
 
 def _change(path: str, handler: AnyHandler, body: Body, what: str, *errors: int, **others: Any) -> Operation:
-    """It takes a body, and changes something of the server."""
+    """An operation that takes a body and changes something of the server."""
     return Operation("post", path, handler, body=body, changes=what, errors=(400, 404, 415, *errors), **others)
 
 
 def _pooled(*paths: str, handler: AnyHandler, body: Body, reply: Body) -> tuple[Operation, ...]:
     return tuple(_running(path, handler, body, reply) for path in paths)
+
+
+def _debug(
+    path: str, handler: Callable[[KVDebug, HttpRequest], Awaitable[Response]], *parameters: Parameter
+) -> Operation:
+    """A look into the KV cache of the model and the engine that a request names."""
+    return Operation("get", f"/debug/kv{path}", answers(handler), (*parameters, *_WHICH), errors=(400, 404))
 
 
 # By the sections of the document.
@@ -120,15 +126,15 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         _running("/v1/embeddings", pooled.create_embeddings, pool.EmbeddingBody, pool.Embeddings),
         _change(
             "/v1/load_lora_adapter",
-            adapters.load_lora_adapter,
-            adapters.LoadAdapterBody,
+            admin.load_lora_adapter,
+            admin.LoadAdapterBody,
             "adapters are loaded",
             reply_type=_TEXT,
         ),
         _change(
             "/v1/unload_lora_adapter",
-            adapters.unload_lora_adapter,
-            adapters.UnloadAdapterBody,
+            admin.unload_lora_adapter,
+            admin.UnloadAdapterBody,
             "adapters are loaded",
             reply_type=_TEXT,
         ),
@@ -201,40 +207,26 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         Operation("post", "/ping", show_health),
         Operation("get", "/version", show_version, reply=Version),
         Operation("get", "/load", show_load, (_MODEL,), errors=(404,)),
-        Operation("post", "/sleep", sleeping.sleep, _SLEEP, errors=(400, 404, 409), changes="models are put to sleep"),
-        Operation("post", "/wake_up", sleeping.wake_up, (_MODEL,), errors=(400, 404), changes="models are woken"),
-        Operation("get", "/is_sleeping", sleeping.is_sleeping, (_MODEL,), errors=(400, 404)),
-        _change("/v1/models/load", sleeping.load_model, sleeping.LoadBody, "models are loaded"),
-        _change("/v1/models/unload", sleeping.unload_model, sleeping.UnloadBody, "models are unloaded", 409),
+        Operation("post", "/sleep", admin.sleep, _SLEEP, errors=(400, 404, 409), changes="models are put to sleep"),
+        Operation("post", "/wake_up", admin.wake_up, (_MODEL,), errors=(400, 404), changes="models are woken"),
+        Operation("get", "/is_sleeping", admin.is_sleeping, (_MODEL,), errors=(400, 404)),
+        _change("/v1/models/load", admin.load_model, admin.LoadBody, "models are loaded"),
+        _change("/v1/models/unload", admin.unload_model, admin.UnloadBody, "models are unloaded", 409),
         Operation("get", "/metrics", show_metrics, reply_type=_TEXT),
     ),
     "Cache": (
         Operation("get", "/live", show_live, _WHICH, reply_type=MEDIA_TYPE, errors=(400, 404, 429)),
-        Operation(
-            "get",
-            "/debug/kv",
-            answers(KVDebug.index),
-            (("full", "query", "1: the first page of the rest too."), *_WHICH),
-            errors=(400, 404),
-        ),
-        Operation("get", "/debug/kv/map", answers(KVDebug.block_map), _MAP, errors=(400, 404)),
-        Operation(
-            "get", "/debug/kv/requests", answers(KVDebug.requests), (_OFFSET, _LIMIT, *_WHICH), errors=(400, 404)
-        ),
-        Operation("get", "/debug/kv/sharing", answers(KVDebug.sharing), (_LIMIT, *_WHICH), errors=(400, 404)),
-        Operation("get", "/debug/kv/tree", answers(KVDebug.tree), _TREE, errors=(400, 404)),
-        Operation(
-            "get",
-            "/debug/kv/blocks/{block}",
-            answers(KVDebug.block),
-            (("block", "path", "Its number."), *_WHICH),
-            errors=(400, 404),
-        ),
-        Operation("get", "/debug/kv/levels", kv_levels.show_levels, _WHICH, errors=(404,), for_admin=True),
+        _debug("", KVDebug.index, ("full", "query", "1: the first page of the rest too.")),
+        _debug("/map", KVDebug.block_map, ("first", "query", "The first block."), _LIMIT),
+        _debug("/requests", KVDebug.requests, _OFFSET, _LIMIT),
+        _debug("/sharing", KVDebug.sharing, _LIMIT),
+        _debug("/tree", KVDebug.tree, *_TREE),
+        _debug("/blocks/{block}", KVDebug.block, ("block", "path", "Its number.")),
+        Operation("get", "/debug/kv/levels", admin.show_levels, _WHICH, errors=(404,), for_admin=True),
         _change(
             "/debug/kv/levels",
-            kv_levels.change_levels,
-            kv_levels.LevelsBody,
+            admin.change_levels,
+            admin.LevelsBody,
             "the KV cache is changed",
             parameters=_WHICH,
         ),
@@ -253,7 +245,7 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
             cache_hashes.BlockHashes,
             errors=(429, 504),
         ),
-        Operation("get", "/debug/replicas", replicas.show_replicas, for_admin=True),
-        _change("/debug/replicas", replicas.change_replicas, replicas.ReplicasBody, "replicas are changed"),
+        Operation("get", "/debug/replicas", admin.show_replicas, for_admin=True),
+        _change("/debug/replicas", admin.change_replicas, admin.ReplicasBody, "replicas are changed"),
     ),
 }

@@ -32,11 +32,9 @@ from quire.log import get_logger
 from quire.router.policy import Prompt, Ticket
 from quire.router.servers import Question, Servers
 from quire.server.endpoint import REQUEST_ID_HEADER
-from quire.server.errors import ApiError, any_error, bad_request
-from quire.server.guards import Hosts, allowed_hosts
+from quire.server.errors import RETRY_SOON, ApiError, UnavailableError, any_error, bad_request
+from quire.server.guards import BodyLimits, Hosts, allowed_hosts
 from quire.server.http_server import HttpServer
-from quire.server.life import RETRY_AFTER_S
-from quire.server.limits import BodyLimits
 from quire.server.resuming import RESUMABLE_HEADER, RESUMABLE_PATHS, SEED_HEADER
 from quire.server.settings import ServerSettings
 from quire.server.sse import DONE
@@ -131,7 +129,7 @@ class Proxy(Collector):
             raise bad_request("the body must be a JSON object")
         servers = self._servers
         if not servers.num_up:
-            raise self._none_left()
+            raise _none_left()
         model = body.get("model")
         if isinstance(model, str) and model not in servers.models:
             known = " or ".join(map(repr, servers.models))
@@ -178,7 +176,7 @@ class Proxy(Collector):
             return _Answer(ticket, response, first)
         if refused is not None:
             return refused
-        raise self._none_left()
+        raise _none_left()
 
     async def get(self, request: HttpRequest) -> Response:
         """What every server answers alike."""
@@ -193,7 +191,7 @@ class Proxy(Collector):
                     return Response(await response.read(), response.status, _kept(response))
             except (aiohttp.ClientError, TimeoutError) as error:
                 self._servers.mark_down(upstream.url, str(error) or type(error).__name__)
-        raise self._none_left()
+        raise _none_left()
 
     async def health(self, _: HttpRequest) -> Response:
         found = [
@@ -201,7 +199,7 @@ class Proxy(Collector):
             for one in self._servers.all.values()
         ]
         num_up = self._servers.num_up
-        headers = {"cache-control": "no-store"} | ({} if num_up else {"retry-after": str(RETRY_AFTER_S)})
+        headers = {"cache-control": "no-store"} | ({} if num_up else RETRY_SOON)
         body = {"status": "ok" if num_up else "no server is up", "servers": found}
         return JSONResponse(body, 200 if num_up else 503, headers)
 
@@ -302,14 +300,9 @@ class Proxy(Collector):
         get_logger().warning("a stream of server %s goes on at %s", lost.ticket.replica, found.ticket.replica)
         return found
 
-    def _none_left(self) -> ApiError:
-        return ApiError(
-            503,
-            "no server is up: /health says why",
-            type="service_unavailable",
-            code="no_server",
-            headers={"retry-after": str(RETRY_AFTER_S)},
-        )
+
+def _none_left() -> ApiError:
+    return UnavailableError("no server is up: /health says why", "no_server")
 
 
 def _kept(response: aiohttp.ClientResponse) -> dict[str, str]:

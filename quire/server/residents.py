@@ -28,8 +28,7 @@ from quire.engine.text_side import num_weight_bytes
 from quire.errors import BadRequestError, EngineDeadError, MemoryBudgetError, QuireError
 from quire.log import get_logger
 from quire.outputs import RequestOutput
-from quire.server.errors import ApiError
-from quire.server.life import RETRY_AFTER_S
+from quire.server.errors import ApiError, UnavailableError
 
 _PATIENCE_S = 5.0  # for which a model that is busy is not asked to make room
 _FIRST_BACKOFF_S = 0.5
@@ -40,12 +39,9 @@ _LOOK_S = 1.0  # between two looks at whether an engine hangs
 _ROUNDING = 1e-6
 
 
-class ModelUnavailableError(ApiError):
+def _unavailable(message: str) -> UnavailableError:
     """A model takes no requests now; the others do."""
-
-    def __init__(self, message: str) -> None:
-        headers = {"retry-after": str(RETRY_AFTER_S)}
-        super().__init__(503, message, type="service_unavailable", code="model_unavailable", headers=headers)
+    return UnavailableError(message, "model_unavailable")
 
 
 class ResidentEngine(TextFront):
@@ -132,9 +128,10 @@ class ResidentEngine(TextFront):
         self.sleep_level = level
 
     async def wake_up(self) -> None:
-        """Out of its sleep, or as a new process. The residents call it, one at a time, when there is room."""
+        """Wake it out of its sleep, or start a new process. The residents call it, one at a time, when there is
+        room."""
         if self._is_closing:
-            raise ModelUnavailableError("this model is being unloaded")
+            raise _unavailable("this model is being unloaded")
         if self._client is not None:
             await self._client.call("wake_up")
         else:
@@ -153,7 +150,7 @@ class ResidentEngine(TextFront):
         self.last_used_s = self._ready_s = time.monotonic()
 
     async def _watch(self, client: EngineClient) -> None:
-        """One that hangs is ended, where it is started again then."""
+        """End an engine that hangs, where it is started again afterwards."""
         while client is self._client:
             if self._residents.restarts and client.health().state is EngineState.STUCK:
                 get_logger().error("%s hangs and is ended: %s", self.config.model, client.health().reason)
@@ -246,7 +243,7 @@ class ResidentEngine(TextFront):
         except EngineDeadError:
             if not self._residents.restarts:
                 raise
-            raise ModelUnavailableError(f"the engine of {self.config.model} stopped: send the request again") from None
+            raise _unavailable(f"the engine of {self.config.model} stopped: send the request again") from None
         finally:
             self.num_in_use -= 1
             self.last_used_s = time.monotonic()
@@ -267,7 +264,7 @@ class ResidentEngine(TextFront):
 
     def raise_if_dead(self) -> None:
         if self._is_closing:
-            raise ModelUnavailableError("this model is being unloaded")
+            raise _unavailable("this model is being unloaded")
         if self._death and not self._residents.restarts:
             raise EngineDeadError(self._death)
         if self._death:
@@ -275,7 +272,7 @@ class ResidentEngine(TextFront):
             tail = (
                 "has failed: it has to be loaded again" if is_lost else "stopped and is started again: try again soon"
             )
-            raise ModelUnavailableError(f"the engine of {self.config.model} {tail}")
+            raise _unavailable(f"the engine of {self.config.model} {tail}")
 
 
 class Residents:
@@ -307,7 +304,7 @@ class Residents:
             member.take_share(share)
 
     async def wake(self, engine: ResidentEngine) -> None:
-        """Until it is awake. Who asks may go away; the waking goes on."""
+        """Wait until an engine is awake. The caller may go away meanwhile; the waking goes on."""
         task = self._waking.get(engine)
         if task is None:
             task = self._waking[engine] = asyncio.create_task(self._wake(engine))
@@ -320,16 +317,16 @@ class Residents:
             await asyncio.wait([task])
 
     async def wait_for(self, engine: ResidentEngine) -> None:
-        """As `wake`, for a request."""
+        """Wake an engine for a request, which waits for a limited time."""
         try:
             async with asyncio.timeout(self.wait_s):
                 await self.wake(engine)
         except TimeoutError:
-            raise ModelUnavailableError(
+            raise _unavailable(
                 f"{engine.config.model} sleeps, and the memory for it did not become free in {self.wait_s:g} s"
             ) from None
         except MemoryBudgetError as error:
-            raise ModelUnavailableError(f"{engine.config.model} sleeps: {error}") from None
+            raise _unavailable(f"{engine.config.model} sleeps: {error}") from None
 
     async def _wake(self, engine: ResidentEngine) -> None:
         async with self._lock:
@@ -358,7 +355,7 @@ class Residents:
         return 1.0 - sum(other.share for other in self._awake_beside(engine))
 
     async def _least_recently_used(self, awake: list[ResidentEngine]) -> ResidentEngine:
-        """One that is idle, where there is one within a few seconds."""
+        """The engine to put to sleep: one that is idle, where there is one within a few seconds."""
         until_s = time.monotonic() + _PATIENCE_S
         while not (idle := [other for other in awake if not other.is_wanted or not other.is_awake]):
             self._change.clear()
@@ -370,7 +367,7 @@ class Residents:
         return min(idle or awake, key=lambda other: other.last_used_s)
 
     async def _put_to_sleep(self, engine: ResidentEngine, level: int = 1, *, keep_kv: bool = False) -> None:
-        """Once its requests have ended; new ones wait, and wake it again later."""
+        """Put an engine to sleep once its requests have ended; new ones wait, and wake it again later."""
         engine.is_leaving = True
         try:
             await engine.until_idle()
@@ -380,7 +377,7 @@ class Residents:
             engine.is_leaving = False
 
     async def sleep(self, engine: ResidentEngine, level: int, *, keep_kv: bool, within_s: float) -> None:
-        """As an operator asks for it."""
+        """Put an engine to sleep because an operator asks for it."""
         engine.raise_if_dead()
         try:
             async with asyncio.timeout(within_s), self._lock:

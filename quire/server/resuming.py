@@ -36,7 +36,7 @@ def why_not(body: GenerationBody, prepared: Sequence[PreparedRequest]) -> str | 
 
 
 def seed_of(prepared: PreparedRequest) -> str:
-    """As the body's `seed` has it, in 64 bits with a sign."""
+    """The seed as a body's `seed` has it: in 64 bits, with a sign."""
     seed = prepared.request.spec.seed
     return str(seed - (1 << 64) if seed >= 1 << 63 else seed)
 

@@ -28,12 +28,12 @@ from quire.engine.client import EngineClient
 from quire.engine.launch import EngineProcessOptions, settle_for_serving
 from quire.errors import ConfigError, EngineDeadError
 from quire.log import get_logger
-from quire.server.adapters import load_at_start
+from quire.server.admin import load_at_start
 from quire.server.app import create_app
 from quire.server.batches import Batches
 from quire.server.context import ServedModel, ServerContext
 from quire.server.http_server import HttpServer
-from quire.server.life import LifeState, ServerLife, StoppedError, UnavailableError
+from quire.server.life import LifeState, ServerLife, not_serving, stopped
 from quire.server.listen import address_of, make_ssl_context, open_socket, socket_file
 from quire.server.logs import ENGINE_READY, set_up_logs, watch_engines
 from quire.server.residents import ResidentEngine, Residents
@@ -213,14 +213,14 @@ class _Run:
         await _first_of(idle, self._stop_wanted, self._death)
         if self._stop_wanted.done():
             idle.cancel()
-            self._life.cut(StoppedError())
+            self._life.cut(stopped())
             await asyncio.sleep(0)  # so that those that can be told are
             return 130
         if self._death.done():
             idle.cancel()
             return await self._die(self._death.result())
         if not idle.result():
-            num_cut = self._life.cut(StoppedError())
+            num_cut = self._life.cut(stopped())
             self._log.warning("drain timeout of %g s is over: %d requests are cut off", timeout_s, num_cut)
             await self._life.idle(_CUT_S)
         return 0
@@ -231,7 +231,7 @@ class _Run:
         self._log.error("%d open requests get an error, then the server exits", self._life.num_in_flight)
         shown = asyncio.create_task(asyncio.sleep(_DEATH_SHOWN_S))
         if not await self._life.idle(_DEATH_S):
-            self._life.cut(UnavailableError(LifeState.DEAD))
+            self._life.cut(not_serving(LifeState.DEAD))
             await self._life.idle(1.0)
         await shown
         return 1

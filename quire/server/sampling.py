@@ -23,30 +23,12 @@ _MAX_LISTED = 2**20
 _MAX_LOGPROBS = 2**19
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+# Fields that SamplingParams have under the same names.
 _PLAIN = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "seed",
-    "logit_bias",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "deterministic",
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop", "seed", "logit_bias", "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "bad_words", "deterministic"),
 )
-
-
 # Fields that only make sense without beams, or have no meaning for them that Quire serves.
 _NOT_FOR_BEAMS = (
     *("structured_outputs", "vllm_xargs", "tools", "functions", "prompt_logprobs", "thinking_token_budget"),
@@ -192,7 +174,7 @@ def _check_lists(body: CompletionBody) -> None:
 def _beam_params(
     body: GenerationBody, *, max_tokens: int | None, width: int | None, logprobs: int | None
 ) -> BeamSearchParams:
-    """As vLLM has it, n is the number of beams. The model's own defaults are for sampling: they are not asked."""
+    """Parameters of a beam search. n is the number of beams, as in vLLM; the model's own defaults are for sampling."""
     n = body.n or 1
     if body.stream:
         raise bad_request("use_beam_search has no stream: which beam is the best is known at the end", "stream")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MIB = 1 << 20
 _HOST = re.compile(r"\*|[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
+_NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64}):(.+)")
+_KEY = re.compile(r"[\x21-\x7e]{1,512}")  # what a header can carry
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,6 +29,46 @@ class ApiKey:
     tenant: str
     key: str = field(repr=False)
     is_admin: bool = False  # sees every tenant's requests; their text is for nobody but their sender
+
+
+def make_key(key: str, *, name: str | None = None, is_admin: bool = False, source: str) -> ApiKey:
+    """A key that a header can carry. Without a name its tenant is a short hash, so that logs tell keys apart."""
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{source}: an API key must be 1 to 512 visible ASCII characters without spaces")
+    if name is None:
+        name = "key-" + hashlib.sha256(b"quire tenant\0" + key.encode()).hexdigest()[:8]
+    return ApiKey(name, key, is_admin)
+
+
+def read_key_file(path: str) -> list[ApiKey]:
+    """One key a line, as `key` or `name:key`, with ` admin` after it where it may see everybody's requests; empty lines
+    and lines that begin with # are skipped."""
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"api_key_file {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"api_key_file {path}: not a text file in UTF-8") from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        text, _, scope = line.partition(" ")
+        if is_admin := scope.strip() == "admin":
+            line = text
+        named = _NAMED.fullmatch(line)
+        source = f"api_key_file {path}, line {number}"  # never the line itself: it is a secret
+        if ":" in line and named is None:  # read as one key, `team:` would be a key that anyone can guess
+            raise ConfigError(
+                f"{source}: must be KEY or NAME:KEY, with a key after the colon and a name of 1 to 64 letters, digits, "
+                "'_', '.' or '-' before it"
+            )
+        name, key = (named[1], named[2]) if named else (None, line)
+        keys.append(make_key(key, name=name, is_admin=is_admin, source=source))
+    if not keys:
+        raise ConfigError(f"api_key_file {path} holds no key: the server would be open to anyone")
+    return keys
 
 
 @dataclass(slots=True, frozen=True)
@@ -142,24 +185,15 @@ class ServerSettings:
 
     def _check_positive(self) -> None:
         for name in (
-            "max_body_bytes",
-            "max_header_bytes",
-            "max_waiting_requests",
-            "max_waiting_tokens",
-            "brownout_max_tokens",
-            "batch_dir_bytes",
+            *("max_body_bytes", "max_header_bytes", "max_waiting_requests", "max_waiting_tokens"),
+            *("brownout_max_tokens", "batch_dir_bytes"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be a whole number >= 1, got {value}")
         for name in (
-            "header_timeout_s",
-            "body_timeout_s",
-            "keep_alive_s",
-            "default_timeout_s",
-            "max_timeout_s",
-            "step_timeout_s",
-            "wake_timeout_s",
+            *("header_timeout_s", "body_timeout_s", "keep_alive_s", "default_timeout_s", "max_timeout_s"),
+            *("step_timeout_s", "wake_timeout_s"),
         ):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1e9:
@@ -176,7 +210,7 @@ class ServerSettings:
 
     @property
     def isolated_tenants(self) -> tuple[str, ...]:
-        """Those that must not find each other's prefixes in the cache. One alone has nobody to hide from."""
+        """The tenants that must not find each other's prefixes in the cache. One alone has nobody to hide from."""
         return () if self.share_prefixes_across_keys or len(self.tenants) < 2 else self.tenants
 
     @property
@@ -185,7 +219,7 @@ class ServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Only this machine's users can reach it."""
+        """Whether only this machine's users can reach it."""
         return self.uds is not None or self.host in ("localhost", "::1") or self.host.startswith("127.")
 
 

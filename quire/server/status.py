@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 import quire
 from quire.engine.api import EngineState, ServingEngine
 from quire.server.endpoint import json_response
-from quire.server.life import REASONS, RETRY_AFTER_S, LifeState, ServerLife
+from quire.server.errors import RETRY_SOON
+from quire.server.life import REASONS, LifeState, ServerLife
 from quire.server.replies import Model, ModelList, Version
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ async def show_health(context: ServerContext, _: HttpRequest) -> Response:
     headers = {"cache-control": "no-store"}
     if status == "ok":
         return JSONResponse({"status": status}, headers=headers)
-    headers["retry-after"] = str(RETRY_AFTER_S)
-    return JSONResponse({"status": status, "reason": reason}, 503, headers)
+    return JSONResponse({"status": status, "reason": reason}, 503, headers | RETRY_SOON)
 
 
 def load_report(engine: ServingEngine, num_in_flight: int) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Text in, text out: tokenizer, chat template, incremental detokenizer, stop strings. Never imports torch."""
 
 from quire.text.chat_template import ChatTemplate, read_chat_template
-from quire.text.detokenizer import Detokenizer
+from quire.text.detokenizer import Detokenizer, StopMatch, StopStrings
 from quire.text.hf_facade import HFTokenizerFacade
-from quire.text.stop_strings import StopMatch, StopStrings
 from quire.text.tokenizer import Tokenizer
 
 __all__ = [

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import TokenizerError
-from quire.text.post_process import add_ends
+from quire.text.pretokenize import add_ends
 
 if TYPE_CHECKING:
     import tokenizers

@@ -9,8 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import TokenizerError
-from quire.text.post_process import add_ends
-from quire.text.pretokenize import pre_tokenizer, pretokenizing
+from quire.text.pretokenize import add_ends, pre_tokenizer, pretokenizing
 
 if TYPE_CHECKING:
     import tokenizers

@@ -58,6 +58,11 @@ class TokenizedText(dict[str, Any]):
             raise AttributeError(f"a tokenized text has {' and '.join(self)}, not {name}") from None
 
 
+def _of_tokenizer(name: str) -> Any:
+    """A property that the tokenizer has under the same name."""
+    return property(lambda self: getattr(self._tokenizer, name))
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class HFTokenizerFacade:
     """What `LLM.get_tokenizer()` returns. Equal to transformers' tokenizer of the same files, with its defaults:
@@ -116,7 +121,7 @@ class HFTokenizerFacade:
     # -- tokens and their ids
 
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> str | list[str | None] | None:
-        """As the vocabulary writes them (`Ġthe`); None where no token has the id."""
+        """Tokens as the vocabulary writes them (`Ġthe`); None where no token has the id."""
         if isinstance(ids, Integral):
             return self._tokenizer.token(int(ids)) or None
         hidden = frozenset(self.all_special_ids) if skip_special_tokens else frozenset[int]()
@@ -128,7 +133,7 @@ class HFTokenizerFacade:
 
     def _id_of(self, token: str) -> int | None:
         token_id = self._tokenizer.backend.token_to_id(token)
-        return self.unk_token_id if token_id is None else token_id
+        return self._tokenizer.unk_token_id if token_id is None else token_id
 
     def get_vocab(self) -> dict[str, int]:
         return self._tokenizer.backend.get_vocab(with_added_tokens=True)
@@ -146,7 +151,8 @@ class HFTokenizerFacade:
 
     @cached_property
     def all_special_tokens(self) -> list[str]:
-        """Those that the model's files name as such. Its vocabulary may have more, which decoding can skip too."""
+        """The special tokens that the model's files name as such. Its vocabulary may have more, which decoding can skip
+        too."""
         named = (self.bos_token, self.eos_token, self.unk_token, self.pad_token)
         found = dict.fromkeys((*named, *self._tokenizer.listed_special_tokens))
         return [token for token in found if token is not None]
@@ -156,37 +162,10 @@ class HFTokenizerFacade:
         ids = map(self._tokenizer.backend.token_to_id, self.all_special_tokens)
         return [token_id for token_id in ids if token_id is not None]
 
-    @property
-    def bos_token(self) -> str | None:
-        return self._tokenizer.bos_token
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._tokenizer.bos_token_id
-
-    @property
-    def eos_token(self) -> str | None:
-        return self._tokenizer.eos_token
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._tokenizer.eos_token_id
-
-    @property
-    def pad_token(self) -> str | None:
-        return self._tokenizer.pad_token
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._tokenizer.pad_token_id
-
-    @property
-    def unk_token(self) -> str | None:
-        return self._tokenizer.unk_token
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._tokenizer.unk_token_id
+    bos_token, bos_token_id = _of_tokenizer("bos_token"), _of_tokenizer("bos_token_id")
+    eos_token, eos_token_id = _of_tokenizer("eos_token"), _of_tokenizer("eos_token_id")
+    pad_token, pad_token_id = _of_tokenizer("pad_token"), _of_tokenizer("pad_token_id")
+    unk_token, unk_token_id = _of_tokenizer("unk_token"), _of_tokenizer("unk_token_id")
 
     # -- chats
 

@@ -42,6 +42,10 @@ class Tokenizer:
         self.eos_token_id = named_token_ids.get("eos")
         self.pad_token_id = named_token_ids.get("pad")
         self.unk_token_id = named_token_ids.get("unk")
+        named = (self.bos_token_id, self.eos_token_id, self.pad_token_id, self.unk_token_id)
+        self.bos_token, self.eos_token, self.pad_token, self.unk_token = (
+            None if token_id is None else self.token(token_id) for token_id in named
+        )
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # Those that the model's files list by name; a GGUF file lists none, so there they are all.
@@ -142,7 +146,7 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode`, for many texts in parallel."""
+        """Encode many texts in parallel."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
@@ -222,22 +226,6 @@ class Tokenizer:
     def backend(self) -> tokenizers.Tokenizer:
         """The library's tokenizer, for what only programs ask of it; shared, so nobody may change it."""
         return self._backend
-
-    @property
-    def bos_token(self) -> str | None:
-        return None if self.bos_token_id is None else self.token(self.bos_token_id)
-
-    @property
-    def eos_token(self) -> str | None:
-        return None if self.eos_token_id is None else self.token(self.eos_token_id)
-
-    @property
-    def pad_token(self) -> str | None:
-        return None if self.pad_token_id is None else self.token(self.pad_token_id)
-
-    @property
-    def unk_token(self) -> str | None:
-        return None if self.unk_token_id is None else self.token(self.unk_token_id)
 
     @property
     def chat_template(self) -> str | None:

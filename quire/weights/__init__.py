@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from quire.weights.aliases import quire_home
 from quire.weights.checkpoint import Checkpoint, ProgressFn
-from quire.weights.open import LOAD_FORMATS, open_checkpoint
+from quire.weights.open import DEFAULT_MODEL, LOAD_FORMATS, open_checkpoint, resolve_model
 from quire.weights.progress import ProgressBar
-from quire.weights.resolve import DEFAULT_MODEL, resolve_model
 
 __all__ = [
     "DEFAULT_MODEL",

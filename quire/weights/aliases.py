@@ -35,7 +35,7 @@ class Alias:
         return self.member.rsplit("/", 1)[-1]
 
     def path(self, home: Path | None = None) -> Path:
-        """Where the file lies once pulled."""
+        """The place of the file once it is pulled."""
         return (home or quire_home()) / "models" / self.name / self.file_name
 
     def is_cached(self, home: Path | None = None) -> bool:
@@ -114,6 +114,7 @@ def alias_names() -> list[str]:
 
 
 def quire_home() -> Path:
-    """Where Quire keeps what is its own: models that come as packages, the chat's history, what a GPU's start found.
-    QUIRE_HOME, or ~/.cache/quire. Models of the hub lie in the hub's own cache, which other programs share."""
+    """The folder where Quire keeps what is its own: models that come as packages, the chat's history, what a GPU's
+    start found. QUIRE_HOME, or ~/.cache/quire. Models of the hub lie in the hub's own cache, which other programs
+    share."""
     return Path(os.environ.get("QUIRE_HOME") or "~/.cache/quire").expanduser()

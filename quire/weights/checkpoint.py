@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,8 @@ class Checkpoint(ABC):
         """Every tensor of its files, from their headers; None where there are no files, only a config."""
 
     def check(self, spec: ModelSpec) -> None:
-        """That the tensors are those of `spec`, which a config alone has told: before memory is taken for them."""
+        """Check that the tensors are those of `spec`, which a config alone has told: before memory is taken for
+        them."""
         entries = self.tensors()
         if entries is not None:
             match_tensors(
@@ -70,7 +71,6 @@ class Checkpoint(ABC):
         """(k_scale, v_scale) of each layer, for a cache in 8 bits, where the files hold them."""
         return None
 
-    @abstractmethod
     def load_into(
         self,
         slots: Mapping[str, WeightSlot],
@@ -84,17 +84,17 @@ class Checkpoint(ABC):
         The tensor that a slot is handed may lie in the mapped file or in memory that the next one reuses: slots copy.
         `seed` matters to dummy weights only.
         """
+        shapes = {name: tuple(slot.shape) for name, slot in slots.items()}
+        entries = match_tensors(self.tensors() or (), shapes, is_ignored, source=self.path)
+        total_bytes, done_bytes = sum(entry.num_bytes for entry in entries), 0
+        for entry in self._fill(entries, slots):
+            done_bytes += entry.num_bytes
+            if progress is not None:
+                progress(done_bytes, total_bytes)
 
-
-def match_slots(
-    entries: Iterable[TensorEntry],
-    slots: Mapping[str, WeightSlot],
-    is_ignored: Callable[[str], bool],
-    *,
-    source: Path,
-) -> list[TensorEntry]:
-    """The entries to load, in their order; WeightsError unless they fill every slot once and nothing is left over."""
-    return match_tensors(entries, {name: tuple(slot.shape) for name, slot in slots.items()}, is_ignored, source=source)
+    @abstractmethod
+    def _fill(self, entries: list[TensorEntry], slots: Mapping[str, WeightSlot]) -> Iterator[TensorEntry]:
+        """Fill the slots of these tensors in the files' own order; yields each when it is loaded."""
 
 
 def match_tensors(
@@ -104,6 +104,7 @@ def match_tensors(
     *,
     source: Path,
 ) -> list[TensorEntry]:
+    """The entries to load, in their order; WeightsError unless they fill every shape once and nothing is left over."""
     wanted: dict[str, TensorEntry] = {}
     unexpected: list[str] = []
     for entry in entries:
@@ -137,7 +138,7 @@ def match_tensors(
 
 
 def check_apart(entries: Iterable[TensorEntry]) -> None:
-    """That no two tensors of a file share bytes. So what a model takes is in proportion to its file, whatever the
+    """Check that no two tensors of a file share bytes. So what a model takes is in proportion to its file, whatever the
     header says."""
     end, before = 0, ""
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):

@@ -28,7 +28,7 @@ _KV_SCALE = re.compile(
 
 
 def read_kv_scales(entries: Iterable[TensorEntry], num_layers: int) -> list[tuple[float, float]] | None:
-    """Of each layer of a checkpoint; None where it lacks some, or has a placeholder such as -1 in their place."""
+    """The scales of each layer; None where the checkpoint lacks some, or has a placeholder such as -1 instead."""
     from safetensors import safe_open
 
     found: dict[tuple[int, str], float] = {}
@@ -57,7 +57,7 @@ class Float8Scales:
         self._entries = {entry.stored_name: entry for entry in entries}
 
     def check(self, weight: TensorEntry) -> None:
-        """That its scales are there, in a shape that fits."""
+        """Check that its scales are there, in a shape that fits."""
         self._layout(weight)
 
     def rows_of(self, weight: TensorEntry, values: Tensor) -> Float8Rows:

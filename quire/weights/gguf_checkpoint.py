@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, match_slots
+from quire.weights.checkpoint import Checkpoint, TensorEntry
 from quire.weights.gguf_config import ROPE_FACTORS, config_from_gguf, generation_config_from_gguf
 from quire.weights.gguf_file import GGUFFile, read_gguf
 
@@ -81,28 +81,16 @@ class GGUFCheckpoint(Checkpoint):
             self._tensors = [entry for tensor in stored for entry in _entries(tensor, self._arch)]
         return self._tensors
 
-    def load_into(
-        self,
-        slots: Mapping[str, WeightSlot],
-        is_ignored: Callable[[str], bool],
-        *,
-        progress: ProgressFn | None = None,
-        seed: int = 0,
-    ) -> None:
+    def _fill(self, entries: list[TensorEntry], slots: Mapping[str, WeightSlot]) -> Iterator[TensorEntry]:
         from quire.weights.dequantize import Dequantizer
 
-        matched = match_slots(self.tensors(), slots, is_ignored, source=self.path)
-        entries = sorted(matched, key=lambda entry: entry.offset)
-        total_bytes = sum(entry.num_bytes for entry in entries)
-        done_bytes = 0
+        entries = sorted(entries, key=lambda entry: entry.offset)
         released_to = entries[0].offset if entries else 0
         with Dequantizer() as dequantizer:
             for entry in entries:
                 self._load(entry, slots[entry.name], dequantizer)
-                done_bytes += entry.num_bytes
                 released_to = self._release(released_to, entry.offset + entry.num_bytes)
-                if progress is not None:
-                    progress(done_bytes, total_bytes)
+                yield entry
 
     def _load(self, entry: TensorEntry, slot: WeightSlot, dequantizer: Dequantizer) -> None:
         raw, shape = self._raw(entry, slot.part[0] if slot.part else None)
@@ -147,7 +135,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def _release(self, start: int, end: int) -> int:
         """Tell the system that the bytes up to `end` were read; returns where to go on from."""
-        if end - start < _RELEASE_BYTES or not hasattr(mmap, "MADV_DONTNEED"):
+        if end - start < _RELEASE_BYTES:
             return start
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = end // mmap.PAGESIZE * mmap.PAGESIZE

@@ -16,7 +16,7 @@ from typing import Any
 
 from quire.errors import WeightsError
 from quire.weights.checkpoint import TensorEntry, check_apart
-from quire.weights.regular import open_regular
+from quire.weights.files import open_regular
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # equal to read; version 1 had 32-bit lengths

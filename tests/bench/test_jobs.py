@@ -6,8 +6,9 @@ import argparse
 
 import pytest
 
-from quire.bench.jobs import Job, add_workload_flags, make_jobs
+from quire.bench.jobs import Job, add_workload_flags, make_jobs, parse_axes, point_arguments, points
 from quire.bench.workloads import WORKLOADS
+from quire.errors import ConfigError
 
 
 def jobs(*flags: str, default: str = "random") -> list[Job]:
@@ -51,3 +52,33 @@ def test_without_lengths_the_workloads_are_what_they_were() -> None:
     assert (few.name, few.workload) == ("random", WORKLOADS["random"](1000, num=3))
     [lab] = jobs(default="lab16")
     assert (lab.name, lab.workload) == ("lab16", WORKLOADS["lab16"](1000))
+
+
+def test_every_combination() -> None:
+    axes = parse_axes(["block-size=8,16", "--max_num_seqs=4, 64"])
+    assert points(axes) == [
+        {"block-size": "8", "max-num-seqs": "4"},
+        {"block-size": "8", "max-num-seqs": "64"},
+        {"block-size": "16", "max-num-seqs": "4"},
+        {"block-size": "16", "max-num-seqs": "64"},
+    ]
+
+
+def test_arguments() -> None:
+    assert point_arguments({"block-size": "8", "workload": "lab16"}) == ["--block-size=8", "--dataset-name=lab16"]
+    assert point_arguments({"enable-prefix-caching": "off", "enforce-eager": "on"}) == [
+        "--no-enable-prefix-caching",
+        "--enforce-eager",
+    ]
+    assert point_arguments({"enable-chunked-prefill": "on"}) == []
+
+
+@pytest.mark.parametrize("texts", [["block-size"], ["block-size="], ["=4"], ["a=1", "a=2"]])
+def test_axes_that_are_none(texts: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        parse_axes(texts)
+
+
+def test_a_switch_is_on_or_off() -> None:
+    with pytest.raises(ConfigError, match="on and off"):
+        point_arguments({"enable-prefix-caching": "maybe"})

@@ -59,6 +59,7 @@ def test_a_failed_experiment_is_in_the_report(
     assert "The prefix cache brings" in page
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # such an interrupt, see below
 def test_ctrl_c_keeps_what_is_done(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.lab import pressure
 

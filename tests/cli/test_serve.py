@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from serve_fakes import running
 
 from quire.cli import serve
 from quire.cli.main import main
-from quire.cli.serve_flags import GROUPS, engine_names, help_of, settings_field
+from quire.cli.serve import GROUPS, engine_names, help_of, settings_field
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.server.settings import ServerSettings
@@ -185,11 +184,9 @@ def test_a_real_engine_serves_dies_and_takes_the_server_with_it(tiny_model: Path
         assert status == 200, answer
         assert answer["usage"]["completion_tokens"] == 4
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        began_s = time.monotonic()
         for child in children:
             os.kill(int(child), signal.SIGKILL)
         assert server.exit_code() == 1
-        assert time.monotonic() - began_s < 5.0
         assert any("SIGKILL" in line for line in server.lines)
 
 

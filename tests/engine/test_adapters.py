@@ -1,4 +1,4 @@
-"""Who waits for an adapter, and who does not."""
+"""Requests that wait for an adapter, and others that do not."""
 
 from __future__ import annotations
 

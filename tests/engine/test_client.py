@@ -8,7 +8,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from quire.params import OutputKind, SamplingParams
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
 DELTA = LONG.clone(output_kind=OutputKind.DELTA)
 ENDLESS = DELTA.clone(max_tokens=190)
+Run = Callable[..., AbstractAsyncContextManager[EngineClient]]
 
 
 def config(tiny_model: Path, **kwargs: Any) -> EngineConfig:
@@ -55,28 +57,23 @@ async def start(client: EngineClient) -> None:
 
 
 @pytest.fixture
-def run(tiny_model: Path) -> Callable[..., None]:
-    """Runs a test's body with an engine of its own."""
+def run(tiny_model: Path) -> Run:
+    """An engine of a test's own."""
 
-    def go(
-        body: Callable[[EngineClient], Coroutine[Any, Any, None]],
-        settings: SimSettings | None = None,
-        config_changes: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        async def whole() -> None:
-            client = EngineClient(config(tiny_model, **(config_changes or {})), sim_options(settings, **options))
-            try:
-                await start(client)
-                await body(client)
-            finally:
-                pid = client.pid
-                await client.close()
-                assert pid is None or not psutil.pid_exists(pid)
+    @asynccontextmanager
+    async def running(
+        settings: SimSettings | None = None, config_changes: dict[str, Any] | None = None, **options: Any
+    ) -> AsyncIterator[EngineClient]:
+        client = EngineClient(config(tiny_model, **(config_changes or {})), sim_options(settings, **options))
+        try:
+            await start(client)
+            yield client
+        finally:
+            pid = client.pid
+            await client.close()
+            assert pid is None or not psutil.pid_exists(pid)
 
-        asyncio.run(whole())
-
-    return go
+    return running
 
 
 async def collect(engine: ServingEngine, name: str, prompt: Any, params: SamplingParams) -> list[RequestOutput]:
@@ -109,10 +106,11 @@ async def num_cached(client: EngineClient, tenant: str, prompt: Any) -> int:
     return [output async for output in client.stream(prepared)][-1].num_cached_tokens
 
 
-def test_isolated_tenants_find_their_own_prefixes_and_pinned_ones(run: Callable[..., None]) -> None:
+async def test_isolated_tenants_find_their_own_prefixes_and_pinned_ones(run: Run) -> None:
     secret = "The door's code is 4711, and nobody else shall know."
 
-    async def body(client: EngineClient) -> None:
+    changes = {"pinned_prefixes": ("You are a librarian.",)}
+    async with run(config_changes=changes, isolated_tenants=("a", "b")) as client:
         assert await num_cached(client, "a", secret) == 0
         assert await num_cached(client, "b", secret) == 0  # a right guess looks like a wrong one
         assert await num_cached(client, "a", secret) > 40
@@ -122,37 +120,28 @@ def test_isolated_tenants_find_their_own_prefixes_and_pinned_ones(run: Callable[
         for tenant in ("a", "b"):  # each has its own copy of what the operator pins
             assert await num_cached(client, tenant, "You are a librarian. What is a quire?") == 20
 
-    changes = {"pinned_prefixes": ("You are a librarian.",)}
-    run(body, config_changes=changes, isolated_tenants=("a", "b"))
 
-
-def test_tenants_that_share_find_each_others_prefixes(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_tenants_that_share_find_each_others_prefixes(run: Run) -> None:
+    async with run() as client:
         assert await num_cached(client, "a", "a text that both of them send") == 0
         assert await num_cached(client, "b", "a text that both of them send") == 28
 
-    run(body)
 
-
-def test_pinned_prefixes_that_do_not_fit_for_every_tenant_end_the_start(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient) -> None:
-        raise AssertionError("it started")
-
+async def test_pinned_prefixes_that_do_not_fit_for_every_tenant_end_the_start(run: Run) -> None:
+    changes = {"pinned_prefixes": ("x" * 40,)}
     with pytest.raises(ConfigError, match="no room to pin a prefix of 40 tokens for each of 3 keys: pin less"):
-        changes = {"pinned_prefixes": ("x" * 40,)}
-        run(body, SimSettings(num_blocks=25), config_changes=changes, isolated_tenants=("a", "b", "c"))
+        async with run(SimSettings(num_blocks=25), config_changes=changes, isolated_tenants=("a", "b", "c")):
+            raise AssertionError("it started")
 
 
-def test_who_leaves_before_the_end_learns_what_was_made(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_who_leaves_before_the_end_learns_what_was_made(run: Run) -> None:
+    async with run(SimSettings(step_s=0.01)) as client:
         prepared = client.prepare("a", "hello", ENDLESS.clone(output_kind=OutputKind.FINAL_ONLY))
         stream = client.stream(prepared)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(stream), 0.5)
         await stream.aclose()
         assert 5 < prepared.num_made_tokens[0] < 190
-
-    run(body, SimSettings(step_s=0.01))
 
 
 def test_deltas_join_to_the_whole(runner: asyncio.Runner, shared: EngineClient) -> None:
@@ -220,8 +209,8 @@ def test_refusals_reach_their_own_stream(runner: asyncio.Runner, shared: EngineC
     runner.run(body())
 
 
-def test_what_can_never_fit_is_refused_by_the_scheduler(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_what_can_never_fit_is_refused_by_the_scheduler(run: Run) -> None:
+    async with run(SimSettings(num_blocks=20)) as client:
         good = asyncio.create_task(collect(client, "good", "hello", LONG))
         with pytest.raises(BadRequestError, match="the KV cache has 20: lower max_tokens") as caught:
             await collect(client, "large", "hello", ENDLESS)
@@ -229,11 +218,9 @@ def test_what_can_never_fit_is_refused_by_the_scheduler(run: Callable[..., None]
         assert (await good)[-1].finished
         assert await collect(client, "large", "hello", DELTA)  # its id is free again
 
-    run(body, SimSettings(num_blocks=20))
 
-
-def test_a_message_that_cannot_be_taken_ends_it(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_a_message_that_cannot_be_taken_ends_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run(SimSettings(step_s=0.02)) as client:
         stream = client.stream(client.prepare("a", "hello", ENDLESS))
         await anext(stream)
         monkeypatch.setattr(client._streams, "on_step", lambda outputs: 1 / 0)
@@ -241,20 +228,15 @@ def test_a_message_that_cannot_be_taken_ends_it(run: Callable[..., None], monkey
             async for _ in stream:
                 pass
 
-    run(body, SimSettings(step_s=0.02))
 
-
-def test_nothing_is_taken_before_it_is_ready(tiny_model: Path) -> None:
-    async def body() -> None:
-        client = EngineClient(config(tiny_model), sim_options())
-        await client.start()
-        with pytest.raises(EngineDeadError, match="still starting"):
-            client.prepare("a", "hello", DELTA)
-        with pytest.raises(EngineDeadError, match="still starting"):
-            await client.metrics()
-        await client.close()
-
-    asyncio.run(body())
+async def test_nothing_is_taken_before_it_is_ready(tiny_model: Path) -> None:
+    client = EngineClient(config(tiny_model), sim_options())
+    await client.start()
+    with pytest.raises(EngineDeadError, match="still starting"):
+        client.prepare("a", "hello", DELTA)
+    with pytest.raises(EngineDeadError, match="still starting"):
+        await client.metrics()
+    await client.close()
 
 
 def test_calls_and_metrics(runner: asyncio.Runner, shared: EngineClient) -> None:
@@ -279,8 +261,8 @@ def test_calls_and_metrics(runner: asyncio.Runner, shared: EngineClient) -> None
     runner.run(body())
 
 
-def test_leaving_frees_the_blocks_within_a_step(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_leaving_frees_the_blocks_within_a_step(run: Run) -> None:
+    async with run(SimSettings(step_s=0.02)) as client:
         other = asyncio.create_task(collect(client, "other", "other", DELTA))
         for leave in ("close", "cancel"):
             if leave == "close":
@@ -297,11 +279,9 @@ def test_leaving_frees_the_blocks_within_a_step(run: Callable[..., None]) -> Non
         assert (await other)[-1].finished
         assert await used_blocks(client) == 0
 
-    run(body, SimSettings(step_s=0.02))
 
-
-def test_a_slow_reader_slows_nobody(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_a_slow_reader_slows_nobody(run: Run) -> None:
+    async with run(SimSettings(step_s=0.002)) as client:
         slow = client.stream(client.prepare("slow", "hello", ENDLESS))
         first = await anext(slow)
         quick = await collect(client, "quick", "hello", ENDLESS)
@@ -312,33 +292,27 @@ def test_a_slow_reader_slows_nobody(run: Callable[..., None]) -> None:
         assert text == "".join(o.outputs[0].text for o in quick)
         assert len(quick) > 20
 
-    run(body, SimSettings(step_s=0.002))
 
-
-def test_preemptions_are_counted_per_request(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_preemptions_are_counted_per_request(run: Run) -> None:
+    async with run(SimSettings(num_blocks=40)) as client:
         done = await asyncio.gather(*(collect(client, str(i), [i] * 8, LONG) for i in range(4)))
         metrics = [outputs[-1].metrics for outputs in done]
         told = sum(m.num_preemptions for m in metrics if m is not None)
         values = {m.name: m.value for m in await client.metrics()}
         assert told == values["vllm:num_preemptions_total"] > 0
 
-    run(body, SimSettings(num_blocks=40))
 
-
-def test_pinned_prefixes_are_warm_at_the_start(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_pinned_prefixes_are_warm_at_the_start(run: Run) -> None:
+    async with run(config_changes={"pinned_prefixes": ["long head", tuple(range(12))]}) as client:
         assert (await client.call("kv_overview"))["num_pinned"] == 2 + 3
         values = {m.name: m.value for m in await client.metrics()}
         assert values["vllm:generation_tokens_total"] == 0  # nobody's request
         outputs = await collect(client, "a", "long head and more", DELTA)
         assert outputs[-1].num_cached_tokens == 8
 
-    run(body, config_changes={"pinned_prefixes": ["long head", tuple(range(12))]})
 
-
-def test_readers_that_come_and_go_leave_nothing_behind(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_readers_that_come_and_go_leave_nothing_behind(run: Run) -> None:
+    async with run(SimSettings(num_blocks=80, depth=2)) as client:
         rng = random.Random(7)
 
         async def reader(i: int) -> None:
@@ -360,14 +334,12 @@ def test_readers_that_come_and_go_leave_nothing_behind(run: Callable[..., None])
         assert len(client._streams) == 0
         assert not client._streams._lines and not client._streams._outputs._jobs
 
-    run(body, SimSettings(num_blocks=80, depth=2))
-
 
 # -- ends
 
 
-def test_kill_9(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_kill_9(run: Run) -> None:
+    async with run(SimSettings(step_s=0.02)) as client:
         reasons: list[str] = []
         client.on_death(reasons.append)
         tasks = [asyncio.create_task(collect(client, str(i), "hello", ENDLESS)) for i in range(8)]
@@ -383,28 +355,22 @@ def test_kill_9(run: Callable[..., None]) -> None:
         with pytest.raises(EngineDeadError):
             await client.metrics()
 
-    run(body, SimSettings(step_s=0.02))
 
-
-def test_a_failed_step_and_a_crash_say_why(run: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
-    async def failed(client: EngineClient) -> None:
+async def test_a_failed_step_and_a_crash_say_why(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async with run() as client:
         pending = asyncio.create_task(collect(client, "other", "hello", ENDLESS))
         with pytest.raises(EngineDeadError, match="boom"):
             await collect(client, "bad", [BREAK], DELTA)
         with pytest.raises(EngineDeadError, match="boom"):
             await pending
-
-    async def crashed(client: EngineClient) -> None:
+    async with run() as client:
         with pytest.raises(EngineDeadError, match=r"(?s)SIGSEGV.*submit"):  # with the stack that it left behind
             await collect(client, "bad", [CRASH], DELTA)
-
-    run(failed)
-    run(crashed)
     assert "submit" in caplog.text
 
 
-def test_a_stuck_step_is_seen_and_written_down(run: Callable[..., None], tmp_path: Path) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_a_stuck_step_is_seen_and_written_down(run: Run, tmp_path: Path) -> None:
+    async with run(SimSettings(hang_s=1.5), step_timeout_s=0.3, dump_dir=str(tmp_path)) as client:
         task = asyncio.create_task(collect(client, "stuck-one", [HANG, 17, 18, 19], LONG.clone(max_tokens=2)))
         await until(lambda: client.health().state is EngineState.STUCK)
         reason = client.health().reason
@@ -419,11 +385,9 @@ def test_a_stuck_step_is_seen_and_written_down(run: Callable[..., None], tmp_pat
         await until(lambda: client.health().state is EngineState.READY)
         assert len(list(tmp_path.glob("*.txt"))) == 1
 
-    run(body, SimSettings(hang_s=1.5), step_timeout_s=0.3, dump_dir=str(tmp_path))
 
-
-def test_a_stopped_process_is_stuck_too(run: Callable[..., None], tmp_path: Path) -> None:
-    async def body(client: EngineClient) -> None:
+async def test_a_stopped_process_is_stuck_too(run: Run, tmp_path: Path) -> None:
+    async with run(step_timeout_s=0.3, dump_dir=str(tmp_path)) as client:
         assert client.pid is not None
         os.kill(client.pid, signal.SIGSTOP)
         await until(lambda: client.health().state is EngineState.STUCK)
@@ -432,26 +396,21 @@ def test_a_stopped_process_is_stuck_too(run: Callable[..., None], tmp_path: Path
         await until(lambda: client.health().state is EngineState.READY)
         assert (await collect(client, "a", "hello", DELTA))[-1].finished
 
-    run(body, step_timeout_s=0.3, dump_dir=str(tmp_path))
 
-
-def test_close_ends_what_runs_and_hurries_what_hangs(tiny_model: Path) -> None:
-    async def body() -> None:
-        client = EngineClient(config(tiny_model), sim_options(SimSettings(hang_s=3600)))
-        await start(client)
-        pid = client.pid
-        task = asyncio.create_task(collect(client, "a", [HANG], DELTA))
-        await asyncio.sleep(0.2)
-        await asyncio.wait_for(client.close(grace_s=0.3), 60)
-        assert not psutil.pid_exists(pid)
-        with pytest.raises(EngineDeadError, match="shut down"):
-            await task
-        with pytest.raises(EngineDeadError):
-            await collect(client, "b", "hello", DELTA)
-        await client.close()
-        assert client.health().state is EngineState.DEAD
-
-    asyncio.run(body())
+async def test_close_ends_what_runs_and_hurries_what_hangs(tiny_model: Path) -> None:
+    client = EngineClient(config(tiny_model), sim_options(SimSettings(hang_s=3600)))
+    await start(client)
+    pid = client.pid
+    task = asyncio.create_task(collect(client, "a", [HANG], DELTA))
+    await asyncio.sleep(0.2)
+    await asyncio.wait_for(client.close(grace_s=0.3), 60)
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await task
+    with pytest.raises(EngineDeadError):
+        await collect(client, "b", "hello", DELTA)
+    await client.close()
+    assert client.health().state is EngineState.DEAD
 
 
 @pytest.mark.parametrize(
@@ -464,48 +423,39 @@ def test_close_ends_what_runs_and_hurries_what_hangs(tiny_model: Path) -> None:
         ("exit", EngineDeadError, "status 3"),
     ],
 )
-def test_a_failed_start_says_what_offline_would(
+async def test_a_failed_start_says_what_offline_would(
     tiny_model: Path, start_error: str, kind: type[QuireError], words: str
 ) -> None:
-    async def body() -> None:
-        client = EngineClient(config(tiny_model), sim_options(SimSettings(start_error=start_error)))
-        died: list[str] = []
-        client.on_death(died.append)
-        await client.start()
-        assert client.health().state is EngineState.STARTING
-        with pytest.raises(kind, match=words):
-            await client.ready()
-        assert client.health().state is EngineState.DEAD
-        assert died == []  # ready() told it
-        await client.close()
-
-    asyncio.run(body())
+    client = EngineClient(config(tiny_model), sim_options(SimSettings(start_error=start_error)))
+    died: list[str] = []
+    client.on_death(died.append)
+    await client.start()
+    assert client.health().state is EngineState.STARTING
+    with pytest.raises(kind, match=words):
+        await client.ready()
+    assert client.health().state is EngineState.DEAD
+    assert died == []  # ready() told it
+    await client.close()
 
 
-def test_what_is_wrong_with_a_model_is_said_in_this_process(tmp_path: Path) -> None:
-    async def body() -> None:
-        client = EngineClient(config(tmp_path / "nothing"), sim_options())
-        await client.start()
-        with pytest.raises(ModelError, match="nothing"):
-            await client.ready()
-        with pytest.raises(ModelError, match="nothing"):
-            await client.ready()
-        await client.close()
-
-    asyncio.run(body())
+async def test_what_is_wrong_with_a_model_is_said_in_this_process(tmp_path: Path) -> None:
+    client = EngineClient(config(tmp_path / "nothing"), sim_options())
+    await client.start()
+    with pytest.raises(ModelError, match="nothing"):
+        await client.ready()
+    with pytest.raises(ModelError, match="nothing"):
+        await client.ready()
+    await client.close()
 
 
-def test_close_while_starting(tiny_model: Path) -> None:
-    async def body() -> None:
-        client = EngineClient(config(tiny_model), sim_options())
-        await client.close()  # before the start
-        client = EngineClient(config(tiny_model), sim_options())
-        await client.start()
-        await client.close()
-        with pytest.raises(EngineDeadError, match="shut down"):
-            await client.ready()
-
-    asyncio.run(body())
+async def test_close_while_starting(tiny_model: Path) -> None:
+    client = EngineClient(config(tiny_model), sim_options())
+    await client.close()  # before the start
+    client = EngineClient(config(tiny_model), sim_options())
+    await client.start()
+    await client.close()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await client.ready()
 
 
 def test_log_lines_come_out_of_this_process(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 def make(tokenizer: Tokenizer | None = None, **limits: Any) -> InputProcessor:
     values: dict[str, Any] = {"vocab_size": 320, "max_model_len": 100, "max_num_seqs": 8, "seed": 0}
-    return InputProcessor(tokenizer, eos_token_ids=[EOS], **values | limits)
+    return InputProcessor(tokenizer, eos_token_ids=frozenset([EOS]), **values | limits)
 
 
 def request_of(inputs: InputProcessor, prompt: Any = (1, 2, 3), **params: Any) -> Request:

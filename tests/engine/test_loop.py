@@ -35,7 +35,7 @@ from quire.params import SamplingParams
 from quire.request import Request, Sequence
 
 LONG = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
-INPUTS = InputProcessor(None, vocab_size=320, max_model_len=1000, eos_token_ids=[], seed=0)
+INPUTS = InputProcessor(None, vocab_size=320, max_model_len=1000, eos_token_ids=frozenset(), seed=0)
 
 
 class Driver:

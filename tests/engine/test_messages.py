@@ -16,6 +16,7 @@ from quire import errors
 from quire.config import EngineConfig
 from quire.engine.brownout import BrownoutSettings
 from quire.engine.inputs import InputProcessor
+from quire.engine.launch import EngineProcessOptions
 from quire.engine.link import commands, decode_launch, encode_launch, messages
 from quire.engine.messages import Abort, Add, Call, Ended, ErrorInfo, Finish, Launch, Logprobs, StepOutputs, Stop
 from quire.errors import BadRequestError, MemoryBudgetError, QuireError, WeightsError
@@ -34,11 +35,8 @@ def test_a_config_arrives_whole() -> None:
         commands_address="b",
         parent_pid=1,
         dies_with_parent_thread=True,
-        step_timeout_s=1.5,
-        heartbeat_s=1.0,
-        dump_dir="/d",
         log_level=20,
-        brownout=BrownoutSettings(enabled=False),
+        options=EngineProcessOptions(step_timeout_s=1.5, dump_dir="/d", brownout=BrownoutSettings(enabled=False)),
     )
     back = decode_launch(encode_launch(launch))
     assert back == launch
@@ -46,7 +44,7 @@ def test_a_config_arrives_whole() -> None:
 
 
 def test_numbers_of_numpy_and_tensors_cross_as_pythons() -> None:
-    inputs = InputProcessor(None, vocab_size=1000, max_model_len=100, eos_token_ids=[7, 8], seed=0)
+    inputs = InputProcessor(None, vocab_size=1000, max_model_len=100, eos_token_ids=frozenset([7, 8]), seed=0)
     ints = ("n", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "top_k")
     params = SamplingParams(
         **{name: np.int64(2) for name in ints},
@@ -66,7 +64,7 @@ def test_numbers_of_numpy_and_tensors_cross_as_pythons() -> None:
 
 
 def test_a_request_arrives_as_it_was_made() -> None:
-    inputs = InputProcessor(None, vocab_size=1000, max_model_len=100, eos_token_ids=[7, 8], seed=0)
+    inputs = InputProcessor(None, vocab_size=1000, max_model_len=100, eos_token_ids=frozenset([7, 8]), seed=0)
     params = SamplingParams(
         n=3,
         seed=2**64 - 1,

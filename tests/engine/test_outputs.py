@@ -31,7 +31,7 @@ class Side:
     def __init__(self, tokenizer: Tokenizer, **params: Any) -> None:
         self.tokenizer = tokenizer
         self.outputs = OutputProcessor(tokenizer, cached_block_size=4)
-        inputs = InputProcessor(tokenizer, vocab_size=320, max_model_len=200, eos_token_ids=[7], seed=0)
+        inputs = InputProcessor(tokenizer, vocab_size=320, max_model_len=200, eos_token_ids=frozenset([7]), seed=0)
         self.prepared = inputs.make_request("a", "hello", SamplingParams(max_tokens=50, **params), arrival_s=1.0)
         self.outputs.add(Job(self.prepared))
         self.seqs = [Sequence(self.prepared.request, i, []) for i in range(self.prepared.request.n)]

@@ -121,7 +121,7 @@ def _at_most(cpu_s: float) -> Iterator[None]:
 
 
 def _peak_bytes(*, starts_anew: bool = False) -> int:
-    """Of the process so far. Linux can forget an old peak, and then also shows one that is lower."""
+    """The peak memory of the process so far. Linux can forget an old peak, and then also shows one that is lower."""
     if _FORGET_PEAK.exists():
         if starts_anew:
             _FORGET_PEAK.write_text("5")

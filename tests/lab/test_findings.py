@@ -56,7 +56,7 @@ def tell(module: Any, data: dict[str, Any], context: LabContext) -> Result:
 
 
 def holds(told: Result) -> list[bool | None]:
-    """Of each finding; and that there are words for it."""
+    """Whether each finding holds; each must have words."""
     texts = [*told.explanation, *(finding.observed for finding in told.findings), told.headline]
     assert all(texts)
     return [finding.holds for finding in told.findings]

@@ -169,7 +169,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def tiny_model(entry: tuple[str, str, dict[str, Any]]) -> Any:
-    """As the harness makes them, with routers that decide."""
+    """Weights as the harness makes them, with routers that decide."""
     harness.TINY_MODELS["here"] = entry
     try:
         model = harness.tiny_model("here")

@@ -10,7 +10,6 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, UnsupportedModelError, WeightsError
 from quire.executor.device import choose_backend
 from quire.executor.sizing import weight_bytes
-from quire.kernels.cpu import CpuOps, unavailable_reason
 from quire.kernels.reference import ReferenceOps
 from quire.layers.rotary import pairs_order
 from quire.models.architectures import spec_from_config
@@ -23,20 +22,14 @@ from tests.models.families import EXPERTS, FAMILIES, saved, tiny_model
 LENGTHS = (29, 9, 1)
 
 
-def _backends():
-    yield ReferenceOps("cpu", torch.float32)
-    if unavailable_reason() is None:
-        yield CpuOps(num_threads=1)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | EXPERTS)
 def test_logits_are_those_of_transformers(name, tmp_path):
-    model = tiny_model(FAMILIES[name])
+    model = tiny_model((FAMILIES | EXPERTS)[name])
     spec, tensors = saved(model, tmp_path)
     sequences = harness.random_sequences(spec.vocab_size, LENGTHS)
     expected = [harness.oracle_logits(model, sequence) for sequence in sequences]
     assert expected[0].std() > 0.3, "logits near zero would prove little"
-    for ops in _backends():
+    for ops in harness.cpu_backends():
         for steps in (harness.whole(LENGTHS), harness.mixed(LENGTHS)):
             logits = harness.run_paged(spec, tensors, ops, sequences, steps, 16)
             for got, want in zip(logits, expected, strict=True):

@@ -210,18 +210,15 @@ def test_metrics_count_what_was_asked_and_refused(server: Server) -> None:
     assert "unknown_field" in text
 
 
-def test_a_mailbox_tells_what_came_before_the_failure() -> None:
-    async def main() -> None:
-        box = Mailbox()
-        output = RequestOutput("r", None, [1], [CompletionOutput(0, "x", [1])], False)
-        waiting = asyncio.create_task(box.take())
-        await asyncio.sleep(0)
-        box.put(0, output)
-        box.put(1, output)
-        box.fail(ApiError(503, "gone"))
-        box.fail(ClientGone())
-        assert await waiting == [(0, output), (1, output)]
-        with pytest.raises(ApiError):
-            await box.take()
-
-    asyncio.run(main())
+async def test_a_mailbox_tells_what_came_before_the_failure() -> None:
+    box = Mailbox()
+    output = RequestOutput("r", None, [1], [CompletionOutput(0, "x", [1])], False)
+    waiting = asyncio.create_task(box.take())
+    await asyncio.sleep(0)
+    box.put(0, output)
+    box.put(1, output)
+    box.fail(ApiError(503, "gone"))
+    box.fail(ClientGone())
+    assert await waiting == [(0, output), (1, output)]
+    with pytest.raises(ApiError):
+        await box.take()

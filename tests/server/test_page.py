@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -583,9 +582,7 @@ def test_with_the_default_model(driver: Any, smollm2: Path) -> None:
             eventually(lambda chat=chat: len(page.answer(chat)) > 10)
             page.script(f"document.querySelector('#chat-{chat} .stop').click()")  # it may have ended by itself
             page.wait_until_done(chat)
-        started = time.monotonic()
         eventually(lambda: page.text("#chart-rate") != "–" and page.text("#chart-inter") != "–")
-        assert time.monotonic() - started < 10
         assert page.log() == []
         driver.get("about:blank")
 

@@ -1,9 +1,10 @@
-"""Who is awake, and who makes room for whom: with engines that a test writes, and no process."""
+"""Which models are awake, and which make room for others: with engines that a test writes, and no process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from quire.errors import BadRequestError, EngineDeadError, MemoryBudgetError
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.server import residents as module
-from quire.server.errors import ApiError
-from quire.server.residents import ModelUnavailableError, ResidentEngine, Residents, divide
+from quire.server.errors import ApiError, UnavailableError
+from quire.server.residents import ResidentEngine, Residents, divide
 
 
 class FakeClient:
@@ -89,24 +90,25 @@ class Setting:
         return engine
 
 
+Run = Callable[..., AbstractAsyncContextManager[Setting]]
+
+
 async def ask(engine: ResidentEngine) -> str:
     prepared = engine.prepare("r", [1, 2], SamplingParams(max_tokens=1))
     return "".join([output.outputs[0].text async for output in engine.stream(prepared)])
 
 
 @pytest.fixture
-def run(tiny_model: Path) -> Callable[..., None]:
-    def running(test: Callable[[Setting], Awaitable[None]], **options: Any) -> None:
-        async def whole() -> None:
-            FakeClient.made = []
-            setting = Setting(tiny_model, **options)
-            try:
-                await test(setting)
-            finally:
-                for member in list(setting.residents.members):
-                    await member.close(0.0)
-
-        asyncio.run(whole())
+def run(tiny_model: Path) -> Run:
+    @asynccontextmanager
+    async def running(**options: Any) -> AsyncIterator[Setting]:
+        FakeClient.made = []
+        setting = Setting(tiny_model, **options)
+        try:
+            yield setting
+        finally:
+            for member in list(setting.residents.members):
+                await member.close(0.0)
 
     return running
 
@@ -116,18 +118,16 @@ def client_of(engine: ResidentEngine) -> FakeClient:
     return engine._client
 
 
-def test_models_that_fit_are_all_awake(run: Callable[..., None]) -> None:
-    async def test(setting: Setting) -> None:
+async def test_models_that_fit_are_all_awake(run: Run) -> None:
+    async with run() as setting:
         a, b = await setting.add(0.6), await setting.add(0.4)
         assert await ask(a) == await ask(b) == "x"
         assert a.is_awake and b.is_awake
         assert not client_of(a).calls and not client_of(b).calls
 
-    run(test)
 
-
-def test_the_least_recently_used_makes_room(run: Callable[..., None]) -> None:
-    async def test(setting: Setting) -> None:
+async def test_the_least_recently_used_makes_room(run: Run) -> None:
+    async with run() as setting:
         a, b, c = await setting.add(0.5), await setting.add(0.5), await setting.add(0.5)
         assert (a.is_awake, b.is_awake, c.is_awake) == (False, True, True)
         assert a.health().state is EngineState.SLEEPING
@@ -136,21 +136,17 @@ def test_the_least_recently_used_makes_room(run: Callable[..., None]) -> None:
         assert (a.is_awake, b.is_awake, c.is_awake) == (True, True, False)
         assert client_of(a).calls == ["sleep", "wake_up"] and len(FakeClient.made) == 3
 
-    run(test)
 
-
-def test_one_that_cannot_sleep_makes_room_by_ending(run: Callable[..., None]) -> None:
-    async def test(setting: Setting) -> None:
+async def test_one_that_cannot_sleep_makes_room_by_ending(run: Run) -> None:
+    async with run() as setting:
         a = await setting.add(1.0, seed=7)
         await setting.add(1.0)
         assert a.sleep_level == 2 and FakeClient.made[0].is_closed
         assert await ask(a) == "x"
 
-    run(test)
 
-
-def test_a_busy_model_is_not_disturbed_while_another_is_idle(run: Callable[..., None]) -> None:
-    async def test(setting: Setting) -> None:
+async def test_a_busy_model_is_not_disturbed_while_another_is_idle(run: Run) -> None:
+    async with run() as setting:
         a, b, c = await setting.add(0.5), await setting.add(0.5), await setting.add(0.5)
         client_of(b).hold.clear()
         held = asyncio.create_task(ask(b))
@@ -160,15 +156,11 @@ def test_a_busy_model_is_not_disturbed_while_another_is_idle(run: Callable[..., 
         client_of(b).hold.set()
         assert await held == "x"
 
-    run(test)
 
-
-def test_under_load_models_take_turns_and_nothing_is_lost(
-    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_under_load_models_take_turns_and_nothing_is_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
 
-    async def test(setting: Setting) -> None:
+    async with run() as setting:
         a, b = await setting.add(1.0), await setting.add(1.0)
         for client in FakeClient.made:
             client.hold.clear()
@@ -184,52 +176,46 @@ def test_under_load_models_take_turns_and_nothing_is_lost(
         assert await asyncio.gather(running, *waiting, late) == ["x"] * 5
         assert b.is_awake and not a.is_awake
 
-    run(test)
 
-
-def test_a_request_waits_with_a_limit(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_waits_with_a_limit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
 
-    async def test(setting: Setting) -> None:
+    async with run(wait_s=0.05) as setting:
         a, b = await setting.add(1.0), await setting.add(1.0)
         client_of(b).hold.clear()
         held = asyncio.create_task(ask(b))
         await asyncio.sleep(0)
-        with pytest.raises(ModelUnavailableError, match=r"did not become free in 0\.05 s"):
+        with pytest.raises(UnavailableError, match=r"did not become free in 0\.05 s"):
             await ask(a)
         client_of(b).hold.set()
         assert await held == "x"
 
-    run(test, wait_s=0.05)
 
-
-def test_one_that_dies_is_started_again_and_the_other_serves_on(
-    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+async def test_one_that_dies_is_started_again_and_the_other_serves_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_FIRST_BACKOFF_S", 0.05)
 
-    async def test(setting: Setting) -> None:
+    async with run() as setting:
         a, b = await setting.add(0.5), await setting.add(0.5)
         client_of(a).hold.clear()
         lost = asyncio.create_task(ask(a))
         await asyncio.sleep(0.01)
         client_of(a).die()
-        with pytest.raises(ModelUnavailableError, match="send the request again"):
+        with pytest.raises(UnavailableError, match="send the request again"):
             await lost
-        with pytest.raises(ModelUnavailableError, match="started again"):
+        with pytest.raises(UnavailableError, match="started again"):
             await ask(a)
         assert await ask(b) == "x"
         while not a.is_awake:
             await asyncio.sleep(0.01)
         assert await ask(a) == "x" and len(FakeClient.made) == 3
 
-    run(test)
 
-
-def test_one_that_keeps_failing_is_left_alone(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_keeps_failing_is_left_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FIRST_BACKOFF_S", 0.001)
 
-    async def test(setting: Setting) -> None:
+    async with run() as setting:
         a = await setting.add(0.5)
         given_up: list[str] = []
         a.on_death(given_up.append)
@@ -238,14 +224,12 @@ def test_one_that_keeps_failing_is_left_alone(run: Callable[..., None], monkeypa
         while not given_up:
             await asyncio.sleep(0.01)
         assert "needs 9 GiB" in given_up[0] and a.health().state is EngineState.DEAD
-        with pytest.raises(ModelUnavailableError, match="loaded again"):
+        with pytest.raises(UnavailableError, match="loaded again"):
             await ask(a)
 
-    run(test)
 
-
-def test_levels_of_sleep(run: Callable[..., None]) -> None:
-    async def test(setting: Setting) -> None:
+async def test_levels_of_sleep(run: Run) -> None:
+    async with run() as setting:
         a = await setting.add(1.0)
         first = client_of(a)
         await setting.residents.sleep(a, 1, keep_kv=True, within_s=1.0)
@@ -262,27 +246,21 @@ def test_levels_of_sleep(run: Callable[..., None]) -> None:
         client_of(a).hold.set()
         assert await held == "x" and a.is_awake
 
-    run(test)
 
-
-def test_one_that_dies_in_its_sleep_starts_when_it_is_wanted(run: Callable[..., None]) -> None:
-    async def test(setting: Setting) -> None:
+async def test_one_that_dies_in_its_sleep_starts_when_it_is_wanted(run: Run) -> None:
+    async with run() as setting:
         a = await setting.add(1.0)
         await setting.residents.sleep(a, 1, keep_kv=False, within_s=1.0)
         client_of(a).die()
         assert a.health().state is EngineState.SLEEPING
         assert await ask(a) == "x" and len(FakeClient.made) == 2
 
-    run(test)
 
-
-def test_who_does_not_fit_is_refused_with_the_numbers(run: Callable[..., None]) -> None:
-    async def test(setting: Setting) -> None:
+async def test_who_does_not_fit_is_refused_with_the_numbers(run: Run) -> None:
+    async with run() as setting:
         with pytest.raises(MemoryBudgetError, match="needs 9 GiB, and 2 GiB are free"):
             await setting.add(0.5, seed=13)
         assert FakeClient.made[0].is_closed
-
-    run(test)
 
 
 def test_memory_is_divided_by_shares_or_by_weights() -> None:

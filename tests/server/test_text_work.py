@@ -16,7 +16,8 @@ from server_harness import ScriptedEngine, Server, running
 
 from quire.server.deadline import Deadline, DeadlineError
 from quire.server.endpoint import ClientGone, Exchange
-from quire.server.life import ServerLife, StoppedError
+from quire.server.errors import UnavailableError
+from quire.server.life import ServerLife, stopped
 from quire.server.text_work import TextWork
 
 LONG = 1_000_000
@@ -58,14 +59,11 @@ def run_with(main: Callable[[TextWork, threading.Event], Any]) -> None:
     asyncio.run(with_one_under_way())
 
 
-def test_short_texts_stay_on_the_loop_and_chats_never_do() -> None:
-    async def main() -> None:
-        work, deadline, here = TextWork(), Deadline(None, ServerLife()), threading.get_ident()
-        assert await work.run(exchange(), deadline, threading.get_ident, 10) == here
-        assert await work.run(exchange(), deadline, threading.get_ident, 10, is_chat=True) != here
-        assert await work.run(exchange(), deadline, threading.get_ident, LONG) != here
-
-    asyncio.run(main())
+async def test_short_texts_stay_on_the_loop_and_chats_never_do() -> None:
+    work, deadline, here = TextWork(), Deadline(None, ServerLife()), threading.get_ident()
+    assert await work.run(exchange(), deadline, threading.get_ident, 10) == here
+    assert await work.run(exchange(), deadline, threading.get_ident, 10, is_chat=True) != here
+    assert await work.run(exchange(), deadline, threading.get_ident, LONG) != here
 
 
 def test_nothing_queues_behind_a_long_text_but_long_ones() -> None:
@@ -95,8 +93,8 @@ def test_what_waits_is_ended_by_its_deadline_its_client_and_the_servers_stop() -
         await refused(DeadlineError, Deadline(5.0, life, arrived_s=loop.time() - 5), exchange())
         loop.call_later(0.01, gone.set)
         await refused(ClientGone, Deadline(None, life), exchange(gone))
-        loop.call_later(0.01, life.cut, StoppedError())
-        await refused(StoppedError, Deadline(None, life), exchange())
+        loop.call_later(0.01, life.cut, stopped())
+        await refused(UnavailableError, Deadline(None, life), exchange())
 
     run_with(main)
     assert not begun

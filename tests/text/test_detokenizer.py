@@ -3,10 +3,10 @@ from __future__ import annotations
 from codecs import utf_8_decode
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quire.text import Detokenizer, Tokenizer
+from quire.text import Detokenizer, StopMatch, StopStrings, Tokenizer
 
 MIXED = ["hello ", "你好", "😀", "👩‍👩‍👧‍👦", "e\u0301", "한", " ", "\n", "2024", "<|im_end|>", "</s>", "नमस्ते", "👍🏽"]
 TEXTS = st.one_of(st.text(max_size=30), st.lists(st.sampled_from(MIXED), max_size=12).map("".join))
@@ -112,3 +112,109 @@ def test_special_tokens_are_shown_or_not(byte_level: Tokenizer, skip: bool) -> N
     ids = byte_level.encode("hello<|im_end|>")
     detokenizer = Detokenizer(byte_level, prompt_token_ids=[], skip_special_tokens=skip)
     assert detokenizer.push(ids) == ("hello" if skip else "hello<|im_end|>")
+
+
+def stop_stream(pieces: list[str], stops: list[str], **options: bool) -> tuple[list[str], str | None]:
+    stop_strings = StopStrings(stops, **options)
+    shown = []
+    for piece in pieces:
+        match = stop_strings.push(piece)
+        shown.append(match.text)
+        if match.stop is not None:
+            return shown, match.stop
+    return [*shown, stop_strings.flush()], None
+
+
+def oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """Read character by character; the first end at which a stop string stands decides, the longest on a tie."""
+    for end in range(len(text) + 1):
+        standing = [stop for stop in stops if text[:end].endswith(stop)]
+        if standing:
+            stop = max(standing, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+def splits(text: str) -> st.SearchStrategy[list[str]]:
+    cuts = st.lists(st.integers(0, len(text)), max_size=6).map(sorted)
+    return cuts.map(lambda c: [text[a:b] for a, b in zip([0, *c], [*c, len(text)], strict=True)])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, list[str], list[str]]:
+    """A text, stop strings of which many are in it, and a split of the text."""
+    text = draw(st.text("abcd", max_size=20))
+    inside = st.tuples(st.integers(0, 20), st.integers(1, 6)).map(lambda at: text[at[0] : at[0] + at[1]])
+    stops = draw(st.lists(st.one_of(inside.filter(bool), st.text("abcd", min_size=1, max_size=6)), max_size=4))
+    return text, stops, draw(splits(text))
+
+
+@given(cases(), st.booleans())
+@example(("aab", ["ab"], ["a", "a", "b"]), False)
+def test_any_split_gives_what_the_whole_text_gives(case: tuple[str, list[str], list[str]], include: bool) -> None:
+    text, stops, pieces = case
+    shown, stop = stop_stream(pieces, stops, include_in_output=include)
+    assert ("".join(shown), stop) == oracle(text, stops, include)
+
+
+@given(cases())
+def test_only_what_may_begin_a_stop_string_is_held_back(case: tuple[str, list[str], list[str]]) -> None:
+    _, stops, pieces = case
+    stop_strings = StopStrings(stops)
+    seen = shown = ""
+    for piece in pieces:
+        match = stop_strings.push(piece)
+        seen, shown = seen + piece, shown + match.text
+        if match.stop is not None:
+            return
+        held = seen[len(shown) :]
+        assert shown + held == seen
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_the_first_to_complete_wins_not_the_first_in_the_list() -> None:
+    assert stop_stream(["one two three"], ["three", "two"]) == (["one "], "two")
+
+
+def test_one_that_completes_inside_a_longer_one_wins() -> None:
+    assert stop_stream(["x", "abcd"], ["abcd", "b"]) == (["x", "a"], "b")
+
+
+def test_a_longer_one_that_completes_with_a_shorter_one_wins() -> None:
+    assert stop_stream(["say hello"], ["lo", "hello"]) == (["say "], "hello")
+
+
+def test_a_stop_string_over_three_pieces_is_never_shown() -> None:
+    assert stop_stream(["text\n", "\nUs", "er: more"], ["\n\nUser:"]) == (["text", "", ""], "\n\nUser:")
+
+
+def test_held_text_comes_when_it_turns_out_harmless() -> None:
+    assert stop_stream(["a<", "/", "b"], ["</s>"]) == (["a", "", "</b", ""], None)
+
+
+def test_held_text_comes_at_the_end() -> None:
+    assert stop_stream(["a</"], ["</s>"]) == (["a", "</"], None)
+
+
+def test_included_stop_string_holds_nothing_back() -> None:
+    assert stop_stream(["a<", "/s> rest"], ["</s>"], include_in_output=True) == (["a<", "/s>"], "</s>")
+
+
+def test_text_before_min_tokens_is_no_part_of_a_stop_string() -> None:
+    stop_strings = StopStrings(["stop"])
+    assert stop_strings.push("stop st", may_stop=False) == StopMatch("stop st", None)
+    assert stop_strings.push("op") == StopMatch("op", None)
+    assert stop_strings.push("stop") == StopMatch("", "stop")
+
+
+def test_held_text_comes_when_it_can_no_longer_stop() -> None:
+    stop_strings = StopStrings(["stop"])
+    assert stop_strings.push("st") == StopMatch("", None)
+    assert stop_strings.push("op", may_stop=False) == StopMatch("stop", None)
+
+
+def test_nothing_may_follow_the_stop() -> None:
+    stop_strings = StopStrings(["x"])
+    stop_strings.push("x")
+    with pytest.raises(AssertionError):
+        stop_strings.push("y")

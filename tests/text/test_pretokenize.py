@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
+from tokenizers import models
 
 from quire.errors import TokenizerError
-from quire.text.pretokenize import PRETOKENIZING, pre_tokenizer, pretokenizing
+from quire.text.pretokenize import PRETOKENIZING, add_ends, pre_tokenizer, pretokenizing
 
 
 def cut(name: str, text: str) -> list[str]:
@@ -36,3 +38,11 @@ def test_no_text_is_lost(name: str) -> None:
 def test_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(TokenizerError, match=r"file\.gguf.*'deepseek-llm'.*llama-bpe.*tokenizer=DIRECTORY"):
         pretokenizing("deepseek-llm", "file.gguf")
+
+
+def test_tokens_with_template_characters_are_added_as_they_are() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "$b:1 x": 1, "": 2}, unk_token="a"))
+    add_ends(backend, bos_token_id=1, eos_token_id=2)
+    assert backend.encode("a").ids == [1, 0, 2]
+    add_ends(backend, bos_token_id=None, eos_token_id=None)
+    assert backend.encode("a").ids == [0]

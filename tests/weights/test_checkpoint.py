@@ -11,7 +11,7 @@ from quire.errors import ModelError, WeightsError
 from quire.models.architectures import spec_from_config
 from quire.models.tensors import checkpoint_tensors
 from quire.weights import open_checkpoint
-from quire.weights.checkpoint import TensorEntry, match_slots
+from quire.weights.checkpoint import TensorEntry, match_tensors
 
 FILE = Path("model.safetensors")
 
@@ -20,32 +20,32 @@ def entry(name, shape=(2,), file=FILE):
     return TensorEntry(name, name, shape, "F32", file, 0, 8)
 
 
-def match(entries, slots, ignored=()):
-    return match_slots(entries, slots, lambda name: name in ignored, source=FILE)
+def match(entries, shapes, ignored=()):
+    return match_tensors(entries, shapes, lambda name: name in ignored, source=FILE)
 
 
-def test_keeps_the_order_and_drops_what_is_ignored(recorder):
-    slots = recorder({"a": (2,), "b": (2,)}).slots
+def test_keeps_the_order_and_drops_what_is_ignored():
+    shapes = {"a": (2,), "b": (2,)}
     entries = [entry("b"), entry("rotary"), entry("a")]
-    assert [e.name for e in match(entries, slots, ignored={"rotary"})] == ["b", "a"]
+    assert [e.name for e in match(entries, shapes, ignored={"rotary"})] == ["b", "a"]
 
 
-def test_missing_unexpected_twice_misshapen(recorder):
-    slots = recorder({"a": (2,), "b": (2,)}).slots
+def test_missing_unexpected_twice_misshapen():
+    shapes = {"a": (2,), "b": (2,)}
     with pytest.raises(WeightsError, match="1 tensor of the model missing: b"):
-        match([entry("a")], slots)
+        match([entry("a")], shapes)
     with pytest.raises(WeightsError, match="1 tensor that the model has no place for: c"):
-        match([entry("a"), entry("b"), entry("c")], slots)
+        match([entry("a"), entry("b"), entry("c")], shapes)
     with pytest.raises(WeightsError, match=r"tensor a stands in both model.safetensors and other.safetensors"):
-        match([entry("a"), entry("a", file=Path("other.safetensors")), entry("b")], slots)
+        match([entry("a"), entry("a", file=Path("other.safetensors")), entry("b")], shapes)
     with pytest.raises(WeightsError, match=r"tensor b has shape \[3\], the model's config asks for \[2\]"):
-        match([entry("a"), entry("b", (3,))], slots)
+        match([entry("a"), entry("b", (3,))], shapes)
 
 
-def test_long_lists_are_cut(recorder):
-    slots = recorder({f"t{i}": (2,) for i in range(9)}).slots
+def test_long_lists_are_cut():
+    shapes = {f"t{i}": (2,) for i in range(9)}
     with pytest.raises(WeightsError, match="9 tensors of the model missing: t0, t1, t2, t3, t4 and 4 more"):
-        match([], slots)
+        match([], shapes)
 
 
 # What a header or a config may claim, and what would be believed if nobody counted. All of it is refused in no time and
@@ -55,7 +55,7 @@ WINDOW = {"gemma3.attention.sliding_window": 16}  # which that architecture must
 
 
 def open_small(path):
-    """As the engine opens a model, with a limit on the memory that this takes."""
+    """Open a model as the engine does, with a limit on the memory that this takes."""
     tracemalloc.start()
     try:
         checkpoint = open_checkpoint(path)

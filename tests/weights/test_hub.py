@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import fakes
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
+from weights import fake_hub
 
+from quire.cli.main import main
 from quire.errors import DownloadError
-from quire.weights.hub import fetch_from_hub
+from quire.weights.hub import choose_gguf, fetch_from_hub
 
 
 @pytest.fixture
@@ -175,3 +179,124 @@ def test_bars_of_the_library_are_off_in_a_pipe_and_on_again_after(hub, monkeypat
     fetch_from_hub("owner/name")
     assert seen == [True]
     assert are_progress_bars_disabled() == before
+
+
+QWEN = [f"qwen2.5-0.5b-instruct-{q}.gguf" for q in ("fp16", "q2_k", "q4_0", "q4_k_m", "q8_0")]
+BARTOWSKI = [
+    "README.md",
+    "Llama-3.2-1B-Instruct-IQ4_XS.gguf",
+    "Llama-3.2-1B-Instruct-Q4_K_L.gguf",
+    "Llama-3.2-1B-Instruct-Q4_K_M.gguf",
+    "Llama-3.2-1B-Instruct-Q8_0.gguf",
+    "mmproj-Q4_K_M.gguf",
+    "imatrix.gguf",
+    "BF16/Llama-3.2-1B-Instruct-BF16-00001-of-00002.gguf",
+    "BF16/Llama-3.2-1B-Instruct-BF16-00002-of-00002.gguf",
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "chosen"),
+    [
+        (QWEN, "Q4_K_M", "qwen2.5-0.5b-instruct-q4_k_m.gguf"),
+        (QWEN, "q8_0", "qwen2.5-0.5b-instruct-q8_0.gguf"),
+        (QWEN, None, "qwen2.5-0.5b-instruct-q4_k_m.gguf"),
+        (QWEN, "qwen2.5-0.5b-instruct-q2_k.gguf", "qwen2.5-0.5b-instruct-q2_k.gguf"),
+        (QWEN[:3], None, "qwen2.5-0.5b-instruct-fp16.gguf"),
+        (BARTOWSKI, None, "Llama-3.2-1B-Instruct-Q4_K_M.gguf"),
+        (BARTOWSKI, "Q4_K_M", "Llama-3.2-1B-Instruct-Q4_K_M.gguf"),
+        (["Meta-Llama-3-8B.Q5_K_M.gguf"], "q5_k_m", "Meta-Llama-3-8B.Q5_K_M.gguf"),
+        (["Q6_K/model.gguf"], "Q6_K", "Q6_K/model.gguf"),
+        (["a-IQ2_M.gguf", "b-Q8_0.gguf"], None, "b-Q8_0.gguf"),
+    ],
+)
+def test_the_file_that_is_meant(names, wanted, chosen):
+    assert choose_gguf(names, wanted, "owner/name") == chosen
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "says"),
+    [
+        ([], None, "neither safetensors nor GGUF"),
+        (["pytorch_model.bin"], "Q4_K_M", "neither safetensors nor GGUF"),
+        (QWEN, "Q4_K", "no GGUF file that is quantized as Q4_K: use owner/name:qwen2.5-0.5b-instruct-fp16.gguf, "),
+        (QWEN, "other.gguf", "no file 'other.gguf'"),
+        (BARTOWSKI, "NVFP4", "quantized in a way that Quire does not read"),
+        (BARTOWSKI, "BF16", "is a part of a file.*--merge"),
+        (
+            ["a-Q8_0.gguf", "b-Q8_0.gguf"],
+            "Q8_0",
+            "2 files for Q8_0: use owner/name:a-Q8_0.gguf, owner/name:b-Q8_0.gguf",
+        ),
+        ([f"m{i}-Q2_K.gguf" for i in range(30)], "Q8_0", "or one of 18 more"),
+    ],
+)
+def test_refusals_name_what_there_is(names, wanted, says):
+    with pytest.raises(DownloadError, match=says):
+        choose_gguf(names, wanted, "owner/name")
+
+
+GGUF = "tiny-q4_k_m.gguf"
+
+
+@pytest.fixture
+def use_hub(tmp_path, monkeypatch):
+    """From now on, the hub is at this address."""
+
+    def use(address: str) -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    return use
+
+
+@pytest.fixture
+def quire(capsys):
+    def run(*arguments: str, fails: bool = False) -> str:
+        assert (main(list(arguments)) != 0) is fails
+        out, err = capsys.readouterr()
+        return err if fails else out
+
+    return run
+
+
+def here(quire) -> list[dict]:
+    return [row for row in json.loads(quire("models", "--json")) if row["cached"]]
+
+
+def test_a_gguf_file_by_its_quantization_from_pull_to_rm(quire, use_hub, tmp_path, write_gguf):
+    content = write_gguf().read_bytes()
+    files = {GGUF: content, "tiny-q8_0.gguf": b"x" * 1000, "README.md": b"text"}
+    with fake_hub.serve({"owner/tiny-GGUF": files}) as (address, asked):
+        use_hub(address)
+        pulled = json.loads(quire("pull", "owner/tiny-GGUF:Q4_K_M", "--json"))
+        assert pulled["path"].endswith(GGUF) and pulled["bytes"] == len(content)
+        assert not any("q8_0" in path for path in asked)
+        assert "no GGUF file that is quantized as Q5_0" in quire("pull", "owner/tiny-GGUF:Q5_0", fails=True)
+        assert "does not exist or is private" in quire("pull", "owner/absent:Q4_0", fails=True)
+    # The hub is gone: what is here is still found by the same name, and without one.
+    use_hub("http://127.0.0.1:1")
+    for model in ("owner/tiny-GGUF:q4_k_m", "owner/tiny-GGUF"):
+        assert json.loads(quire("pull", model, "--json"))["path"] == pulled["path"]
+    assert "hub cannot be reached" in quire("pull", "owner/other:Q4_0", fails=True)
+    (row,) = here(quire)
+    assert (row["model"], row["bytes"]) == (f"owner/tiny-GGUF:{GGUF}", len(content))
+    assert "removed owner/tiny-GGUF" in quire("rm", "owner/tiny-GGUF:Q4_K_M")
+    assert not list((tmp_path / "hub").glob("models--*"))
+
+
+def test_safetensors_by_an_alias(quire, use_hub, tmp_path):
+    files = {"config.json": json.dumps(fakes.TINY_LLAMA).encode(), "model.safetensors": b"1" * 100, "x.bin": b"2"}
+    with fake_hub.serve({"Qwen/Qwen3-0.6B": files}) as (address, asked):
+        use_hub(address)
+        pulled = json.loads(quire("pull", "qwen3-0.6b", "--json"))
+    assert pulled["bytes"] == 100 + len(files["config.json"])
+    assert not any("x.bin" in path for path in asked)
+    (row,) = here(quire)
+    assert (row["model"], row["licence"], row["bytes"]) == ("qwen3-0.6b", "Apache-2.0", pulled["bytes"])
+    quire("rm", "Qwen/Qwen3-0.6B")
+    assert not list((tmp_path / "hub").glob("models--*"))

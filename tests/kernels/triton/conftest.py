@@ -1,10 +1,14 @@
 """Without a CUDA device the kernels run through Triton's interpreter; with one they run compiled.
 
 TRITON_INTERPRET must be set before any module imports Triton, so tests/conftest.py sets it. Triton's interpreter gets
-four things wrong that the kernels need; they are put right here, so that what is tested is what a GPU computes.
+four things wrong that the kernels need; they are put right here, so that what is tested is what a GPU computes. And two
+things that it does at every launch, or operation, for nothing are left out.
 """
 
 from __future__ import annotations
+
+import functools
+import inspect
 
 import pytest
 import torch
@@ -57,6 +61,21 @@ if not torch.cuda.is_available():
         return values.view(target_integers).numpy().view(target_words).reshape(data.shape)
 
     interpreter._convert_float = _convert_by_torch
+
+    # It computes whether integers overflow, and without debug=True asserts nothing of it.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+    # It looks for what to replace in Triton's modules at every launch: the names are always the same.
+    @functools.cache
+    def _builtins_of(pkg):
+        return [name for name, member in inspect.getmembers(pkg) if tl.core.is_builtin(member)]
+
+    def _patch_builtin(pkg, builder, scope):
+        for name in _builtins_of(pkg):
+            if tl.core.is_builtin(member := getattr(pkg, name)):
+                interpreter._patch_attr(pkg, name, member, builder, scope)
+
+    interpreter._patch_builtin = _patch_builtin
 
 
 def pytest_collection_modifyitems(items):

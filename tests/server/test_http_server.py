@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -23,12 +24,11 @@ _PATHS = ("/", "/slow", "/echo", "/until-gone", "/long", "/pieces")
 Client = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-def served(
-    use: Callable[[Client], Awaitable[None]], refused: list[tuple[Any, Any]] | None = None, **settings: Any
-) -> None:
-    """Run `use` against a server that answers with the number of its request's headers, or as a path says. A client's
-    `gone` is set when the server has noticed that it left."""
-    gone: asyncio.Event
+@asynccontextmanager
+async def served(refused: list[tuple[Any, Any]] | None = None, **settings: Any) -> AsyncIterator[Client]:
+    """A way to connect to a server that answers with the number of its request's headers, or as a path says. A
+    client's `gone` is set when the server has noticed that it left."""
+    gone = asyncio.Event()
 
     async def answer(request: Request) -> Response:
         body = await request.body()
@@ -54,32 +54,28 @@ def served(
         finally:
             gone.set()
 
-    async def run() -> None:
-        nonlocal gone
-        gone = asyncio.Event()
-        wanted = ServerSettings(port=0, **settings)
-        app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"]) for path in _PATHS])
-        listener = open_socket(wanted)
-        port = listener.getsockname()[1]
-        http = HttpServer(app, wanted, None, lambda *what: None if refused is None else refused.append(what))
-        task = asyncio.create_task(http.run_on(listener))
-        writers = []
+    writers = []
 
-        async def client() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writers.append(writer)
-            return reader, writer
+    async def client() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writers.append(writer)
+        return reader, writer
 
-        try:
-            client.gone = gone  # type: ignore[attr-defined]
-            await asyncio.wait_for(use(client), 10)
-        finally:
-            for writer in writers:
-                writer.close()
-            http.stop()
-            await task
-
-    asyncio.run(run())
+    wanted = ServerSettings(port=0, **settings)
+    app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"]) for path in _PATHS])
+    listener = open_socket(wanted)
+    port = listener.getsockname()[1]
+    http = HttpServer(app, wanted, None, lambda *what: None if refused is None else refused.append(what))
+    task = asyncio.create_task(http.run_on(listener))
+    client.gone = gone  # type: ignore[attr-defined]
+    try:
+        async with asyncio.timeout(10):
+            yield client
+    finally:
+        for writer in writers:
+            writer.close()
+        http.stop()
+        await task
 
 
 async def answer_to(client: Client, data: bytes) -> tuple[int, Any]:
@@ -91,16 +87,14 @@ async def answer_to(client: Client, data: bytes) -> tuple[int, Any]:
     return int(head.split()[1]), json.loads(body)
 
 
-def test_a_plain_request_passes_and_the_server_does_not_name_itself() -> None:
-    async def use(client: Client) -> None:
+async def test_a_plain_request_passes_and_the_server_does_not_name_itself() -> None:
+    async with served() as client:
         reader, writer = await client()
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
         assert b"uvicorn" not in head
         assert re.search(rb"date: \w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT\r\n", head)
-
-    served(use)
 
 
 @pytest.mark.parametrize(
@@ -112,17 +106,15 @@ def test_a_plain_request_passes_and_the_server_does_not_name_itself() -> None:
         b"GET / HTTP/1.1\r\nx: " + b"a" * 300_000,  # never ends
     ],
 )
-def test_headers_over_the_limit_are_a_431(data: bytes) -> None:
-    async def use(client: Client) -> None:
+async def test_headers_over_the_limit_are_a_431(data: bytes) -> None:
+    async with served(max_header_bytes=2048) as client:
         status, body = await answer_to(client, data)
         assert status == 431
         assert body["error"]["code"] == "headers_too_large"
 
-    served(use, max_header_bytes=2048)
 
-
-def test_the_limit_is_for_one_request_and_not_for_a_connections_sum() -> None:
-    async def use(client: Client) -> None:
+async def test_the_limit_is_for_one_request_and_not_for_a_connections_sum() -> None:
+    async with served(max_header_bytes=1024) as client:
         reader, writer = await client()
         for _ in range(10):
             head = b"POST / HTTP/1.1\r\nx: " + b"a" * 800 + b"\r\ncontent-length: 3000\r\n\r\n"
@@ -133,11 +125,9 @@ def test_the_limit_is_for_one_request_and_not_for_a_connections_sum() -> None:
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
             await reader.readexactly(1)
 
-    served(use, max_header_bytes=1024)
 
-
-def test_headers_that_trickle_in_are_a_408_and_silence_is_closed() -> None:
-    async def use(client: Client) -> None:
+async def test_headers_that_trickle_in_are_a_408_and_silence_is_closed() -> None:
+    async with served(header_timeout_s=0.2) as client:
         reader, writer = await client()
         silent, _ = await client()
 
@@ -151,27 +141,21 @@ def test_headers_that_trickle_in_are_a_408_and_silence_is_closed() -> None:
         dripping.cancel()
         assert await silent.read() == b""
 
-    served(use, header_timeout_s=0.2)
 
-
-def test_a_next_request_has_a_deadline_of_its_own_that_a_running_one_does_not_lose_to() -> None:
-    async def use(client: Client) -> None:
+async def test_a_next_request_has_a_deadline_of_its_own_that_a_running_one_does_not_lose_to() -> None:
+    async with served(header_timeout_s=0.15) as client:
         reader, writer = await client()
         writer.write(b"GET /slow HTTP/1.1\r\n\r\nGET / HT")
         reply = await reader.read()
         assert reply.startswith(b"HTTP/1.1 200")
         assert reply.count(b"HTTP/1.1 408") == 1
 
-    served(use, header_timeout_s=0.15)
 
-
-def test_an_idle_connection_is_closed_after_keep_alive() -> None:
-    async def use(client: Client) -> None:
+async def test_an_idle_connection_is_closed_after_keep_alive() -> None:
+    async with served(keep_alive_s=0.1, header_timeout_s=60.0) as client:
         reader, writer = await client()
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         assert (await asyncio.wait_for(reader.read(), 3)).startswith(b"HTTP/1.1 200")
-
-    served(use, keep_alive_s=0.1, header_timeout_s=60.0)
 
 
 @pytest.mark.parametrize(
@@ -184,28 +168,24 @@ def test_an_idle_connection_is_closed_after_keep_alive() -> None:
         b"GET /\xff HTTP/1.1\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_a_400_in_the_shape_of_every_error(data: bytes) -> None:
-    async def use(client: Client) -> None:
+async def test_what_is_no_http_is_a_400_in_the_shape_of_every_error(data: bytes) -> None:
+    async with served() as client:
         status, body = await answer_to(client, data)
         assert status == 400
         assert body["error"]["code"] == "invalid_http"
 
-    served(use)
-
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
-def test_an_offer_of_another_protocol_is_passed_over(name: bytes) -> None:
-    """As java.net.http makes it with every request over plain HTTP."""
+async def test_an_offer_of_another_protocol_is_passed_over(name: bytes) -> None:
+    """java.net.http makes this offer with every request over plain HTTP."""
 
-    async def use(client: Client) -> None:
+    async with served() as client:
         reader, writer = await client()
         head = b"POST /echo HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n" + name + b": h2c\r\n"
         for _ in range(2):  # and the connection goes on as it was
             writer.write(head + b"HTTP2-Settings: AAMAAABk\r\ncontent-length: 9\r\n\r\n\r\nUpgrade")
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
             assert await reader.readexactly(9) == b"\r\nUpgrade"
-
-    served(use)
 
 
 _OFFER = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 4\r\n\r\nbody"
@@ -216,8 +196,8 @@ async def read_echo(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(4)
 
 
-def test_an_offer_that_comes_in_pieces_keeps_its_body() -> None:
-    async def use(client: Client) -> None:
+async def test_an_offer_that_comes_in_pieces_keeps_its_body() -> None:
+    async with served() as client:
         for cut in range(1, len(_OFFER)):
             reader, writer = await client()
             writer.write(_OFFER[:cut])
@@ -226,31 +206,25 @@ def test_an_offer_that_comes_in_pieces_keeps_its_body() -> None:
             assert await read_echo(reader) == b"body"
             writer.close()
 
-    served(use)
 
-
-def test_pipelined_offers_keep_their_bodies() -> None:
-    async def use(client: Client) -> None:
+async def test_pipelined_offers_keep_their_bodies() -> None:
+    async with served() as client:
         reader, writer = await client()
         plain = _OFFER.replace(b"Upgrade: h2c\r\n", b"").replace(b"body", b"none")
         writer.write(_OFFER + plain + _OFFER * 2)
         assert [await read_echo(reader) for _ in range(4)] == [b"body", b"none", b"body", b"body"]
 
-    served(use)
 
-
-def test_a_proxys_method_is_refused() -> None:
-    async def use(client: Client) -> None:
+async def test_a_proxys_method_is_refused() -> None:
+    async with served() as client:
         status, body = await answer_to(client, b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org\r\n\r\n")
         assert status == 405
         assert "CONNECT" in body["error"]["message"]
 
-    served(use)
-
 
 @pytest.mark.parametrize("path", [b"/", b"/slow", b"/pieces"])
-def test_a_client_that_has_said_all_gets_its_answer(path: bytes) -> None:
-    async def use(client: Client) -> None:
+async def test_a_client_that_has_said_all_gets_its_answer(path: bytes) -> None:
+    async with served() as client:
         reader, writer = await client()
         writer.write(b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n")
         writer.write_eof()
@@ -258,34 +232,28 @@ def test_a_client_that_has_said_all_gets_its_answer(path: bytes) -> None:
         assert answer.startswith(b"HTTP/1.1 200")
         assert answer.endswith(b"0\r\n\r\n" if path == b"/pieces" else b"1")
 
-    served(use)
 
-
-def test_a_client_that_has_said_all_of_several_requests_gets_every_answer() -> None:
-    async def use(client: Client) -> None:
+async def test_a_client_that_has_said_all_of_several_requests_gets_every_answer() -> None:
+    async with served() as client:
         reader, writer = await client()
         writer.write(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
         writer.write_eof()
         assert (await reader.read()).count(b"HTTP/1.1 200") == 3
 
-    served(use)
 
-
-def test_a_client_that_leaves_within_a_request_is_not_waited_for() -> None:
-    async def use(client: Client) -> None:
+async def test_a_client_that_leaves_within_a_request_is_not_waited_for() -> None:
+    async with served() as client:
         reader, writer = await client()
         writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nhalf")
         writer.write_eof()
         assert await reader.read() == b""
 
-    served(use)
 
-
-def test_connections_over_the_limit_of_open_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_over_the_limit_of_open_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "max_connections", lambda: 2)
     refused: list[Any] = []
 
-    async def use(client: Client) -> None:
+    async with served(refused) as client:
         kept = [await client() for _ in range(2)]
         for _, writer in kept:
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -298,15 +266,13 @@ def test_connections_over_the_limit_of_open_files_are_told(monkeypatch: pytest.M
         kept[0][1].close()
         await asyncio.sleep(0.05)
         assert (await answer_to(client, b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n"))[0] == 200
-
-    served(use, refused)
-    ((error, client),) = refused
-    assert (error.code, client[0]) == ("too_many_connections", "127.0.0.1")
+    ((error, address),) = refused
+    assert (error.code, address[0]) == ("too_many_connections", "127.0.0.1")
 
 
 @pytest.mark.parametrize(("path", "body"), [(b"/pieces", b"one two"), (b"/", b"1")])
-def test_an_answer_to_http_1_0_has_no_chunks_and_ends_with_its_connection(path: bytes, body: bytes) -> None:
-    async def use(client: Client) -> None:
+async def test_an_answer_to_http_1_0_has_no_chunks_and_ends_with_its_connection(path: bytes, body: bytes) -> None:
+    async with served() as client:
         for method, wanted in ((b"GET", body), (b"HEAD", b"")):
             reader, writer = await client()
             writer.write(method + b" " + path + b" HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
@@ -317,24 +283,20 @@ def test_an_answer_to_http_1_0_has_no_chunks_and_ends_with_its_connection(path: 
             assert (b"content-length: 1" in head) == (path == b"/")
             writer.close()
 
-    served(use)
 
-
-def test_a_client_that_sent_its_next_request_early_is_seen_to_leave() -> None:
-    async def use(client: Client) -> None:
+async def test_a_client_that_sent_its_next_request_early_is_seen_to_leave() -> None:
+    async with served() as client:
         _, writer = await client()
         writer.write(b"GET /until-gone HTTP/1.1\r\n\r\n" + b"GET / HTTP/1.1\r\n\r\n" * 2)
         await asyncio.sleep(0.1)
         writer.close()
         await asyncio.wait_for(client.gone.wait(), 2)  # type: ignore[attr-defined]
 
-    served(use)
 
+async def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.http_server._UNREAD_S", 0.3)
 
-def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.connection._UNREAD_S", 0.3)
-
-    async def use(client: Client) -> None:
+    async with served() as client:
         reader, writer = await client()
         writer.write(b"GET /long HTTP/1.1\r\n\r\n")
         for _ in range(20):  # a slow reader is no such client
@@ -343,5 +305,3 @@ def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch
         assert not client.gone.is_set()  # type: ignore[attr-defined]
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         await asyncio.wait_for(client.gone.wait(), 5)  # type: ignore[attr-defined]
-
-    served(use)

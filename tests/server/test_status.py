@@ -4,13 +4,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from observing_fakes import ToldEngine
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from quire.engine.api import EngineHealth, EngineState
+from quire.engine.api import EngineHealth, EngineLoad, EngineState
 from quire.server.app import make_route
 from quire.server.life import ServerLife
-from quire.server.paths import OPERATIONS
+from quire.server.paths import OPERATIONS, Operation
+from quire.server.status import show_load
 
 
 def client(state: EngineState, life: ServerLife) -> TestClient:
@@ -56,3 +58,22 @@ def test_503_while_starting_draining_and_after_death() -> None:
         seen.append((answer.status_code, answer.json()["status"]))
         assert "/path" not in answer.text
     assert seen == [(503, "starting"), (200, "ok"), (503, "draining"), (503, "dead")]
+
+
+def test_load_says_how_busy_server_and_engine_are() -> None:
+    engine = ToldEngine()
+    engine.now_load = EngineLoad(num_running=3, num_waiting=2, num_waiting_tokens=90, kv_usage=0.25, brownout_level=1)
+    served = SimpleNamespace(engine=engine)
+    context = SimpleNamespace(models=[served], choose=lambda _: served, life=SimpleNamespace(num_in_flight=5))
+    route = make_route(Operation("get", "/load", show_load), context)  # type: ignore[arg-type]
+    with TestClient(Starlette(routes=[route])) as client:
+        assert client.get("/load").json() == {
+            "server_load": 5,
+            "state": "ready",
+            "num_running": 3,
+            "num_waiting": 2,
+            "num_waiting_tokens": 90,
+            "kv_usage": 0.25,
+            "tokens_per_s": 0.0,
+            "brownout_level": 1,
+        }

@@ -1,20 +1,36 @@
-"""Opening a model's files: only what is a file, since a pipe would be waited for and a device never ends."""
+"""Files of a model: only what is a file is opened, since a pipe would be waited for and a device never ends; and errors
+name the file."""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from quire.errors import WeightsError
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; WeightsError if it is missing or holds something else."""
+    with open_regular(path) as file:
+        text = file.read()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise WeightsError(f"{path}: not valid JSON ({why}): fetch it again") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path}: holds a {type(value).__name__}, expected an object: fetch it again")
+    return value
 
 
 def open_regular(path: Path) -> BinaryIO:
     """The file for reading; WeightsError if it cannot be read or is none."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for somebody to write to it. It changes nothing for a file.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return os.fdopen(descriptor, "rb")
         os.close(descriptor)

@@ -15,7 +15,7 @@ import pytest
 
 from quire.bench.charts import Chart, Series
 from quire.errors import ConfigError
-from quire.lab import experiments, runner
+from quire.lab import experiments, store
 from quire.lab.context import LabContext, LabSettings, SkippedError
 from quire.lab.experiment import Experiment, Finding, Result, Table
 from quire.lab.experiments import EXPERIMENTS
@@ -72,15 +72,15 @@ def test_results_are_saved_and_not_made_again(tmp_path: Path) -> None:
 
     chosen = [counting("baseline"), counting("batching")]
     log = Log()
-    assert runner.run_lab(open_report(tmp_path, SETTINGS, fresh=False), tmp_path, chosen[:1], log)
+    assert store.run_lab(open_report(tmp_path, SETTINGS, fresh=False), tmp_path, chosen[:1], log)
     assert ("baseline", "half way") in log.lines
     assert read_report(tmp_path / JSON_NAME).is_done("baseline")
     report = open_report(tmp_path, SETTINGS, fresh=False)
-    assert runner.run_lab(report, tmp_path, chosen, log)
+    assert store.run_lab(report, tmp_path, chosen, log)
     assert num_runs == {"baseline": 1, "batching": 1}
     assert ("baseline", "done before") in log.lines
     assert list(report.entries) == ["baseline", "batching"]
-    assert runner.run_lab(report, tmp_path, chosen[1:], log, fresh=True)
+    assert store.run_lab(report, tmp_path, chosen[1:], log, fresh=True)
     assert num_runs == {"baseline": 1, "batching": 2}
 
 
@@ -98,7 +98,7 @@ def test_one_that_fails_leaves_the_others(tmp_path: Path) -> None:
     chosen = [experiment(k, r) for k, r in zip(keys, (broken, refused, missing, None), strict=False)]
     report = LabReport(SETTINGS)
     log = Log()
-    assert runner.run_lab(report, tmp_path, chosen, log)
+    assert store.run_lab(report, tmp_path, chosen, log)
     assert [entry.status for entry in report.entries.values()] == ["failed", "failed", "skipped", "done"]
     assert report.entries[keys[0]].error == "ZeroDivisionError: by <nothing>"
     assert "Traceback" in report.entries[keys[0]].details
@@ -117,7 +117,7 @@ def test_an_interruption_keeps_what_is_there(tmp_path: Path) -> None:
 
     chosen = [experiment("baseline"), experiment("batching", stopped), experiment("pressure")]
     report = LabReport(SETTINGS)
-    assert not runner.run_lab(report, tmp_path, chosen, Log())
+    assert not store.run_lab(report, tmp_path, chosen, Log())
     assert {key: entry.status for key, entry in report.entries.items()} == {
         "baseline": "done",
         "batching": "interrupted",
@@ -126,7 +126,7 @@ def test_an_interruption_keeps_what_is_there(tmp_path: Path) -> None:
     assert "The headline of baseline." in page and "stopped by the user" in page
     report = open_report(tmp_path, SETTINGS, fresh=False)
     chosen[1] = experiment("batching")
-    assert runner.run_lab(report, tmp_path, chosen, Log())
+    assert store.run_lab(report, tmp_path, chosen, Log())
     assert all(entry.status == "done" for entry in report.entries.values())
 
 
@@ -139,9 +139,9 @@ def test_who_looks_at_the_others_comes_last_and_again(tmp_path: Path) -> None:
 
     report = LabReport(SETTINGS)
     last = experiment("memory", look, is_last=True)
-    assert runner.run_lab(report, tmp_path, [last, experiment("batching")], Log())
-    assert runner.run_lab(report, tmp_path, [last, experiment("batching")], Log())  # nothing is missing
-    assert runner.run_lab(report, tmp_path, [last, experiment("batching"), experiment("pressure")], Log())
+    assert store.run_lab(report, tmp_path, [last, experiment("batching")], Log())
+    assert store.run_lab(report, tmp_path, [last, experiment("batching")], Log())  # nothing is missing
+    assert store.run_lab(report, tmp_path, [last, experiment("batching"), experiment("pressure")], Log())
     assert seen == [["batching"], ["batching", "memory", "pressure"]]
 
 

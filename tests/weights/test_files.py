@@ -9,7 +9,7 @@ import pytest
 
 from quire.errors import WeightsError
 from quire.weights import open_checkpoint
-from quire.weights.regular import open_regular
+from quire.weights.files import open_regular
 from quire.weights.safetensors_checkpoint import list_tensors
 
 
