@@ -421,6 +421,7 @@ def test_documents_name_real_flags_metrics_and_anchors(file: str) -> None:
         "--target",
         "--set",
         "--build-arg",
+        "--shape",  # of a benchmark
     }
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", re.sub(r"<!--.*?-->", "", text))) - other_programs
     assert flags <= known_options(), flags - known_options()
