@@ -266,7 +266,6 @@ class SamplingSpec:
     logits_processors: tuple[Any, ...] = ()  # callables: these alone do not cross to another process
     extra_args: dict[str, Any] | None = None
     thinking: ThinkingSpec | None = None
-    is_deterministic: bool = False  # its tokens are computed in one order of summation, whatever runs beside them
 
     @property
     def is_constrained(self) -> bool:

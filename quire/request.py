@@ -51,18 +51,15 @@ class CacheOutcome(StrEnum):
 _next_seq_id = itertools.count(1)
 
 
-def cache_scope(cache_salt: str | None, tenant: str = "", *, is_deterministic: bool = False) -> str | None:
+def cache_scope(cache_salt: str | None, tenant: str = "") -> str | None:
     """The salt of a request's block hashes: a digest, so that nothing keeps what a client sent, however long it was.
 
     `tenant`: whose cached prefixes the request may find; empty where everybody shares them.
-    `is_deterministic`: it finds only what such requests computed, since the last bits of others' KV vary.
     """
-    if cache_salt is None and not tenant and not is_deterministic:
+    if cache_salt is None and not tenant:
         return None
     # The tenant's length comes first, so that no salt of one tenant can spell another's name.
     text = f"{len(tenant)}:{tenant}" + ("" if cache_salt is None else f"+{cache_salt}")
-    if is_deterministic:
-        text = f"deterministic {text}"
     # surrogatepass: a salt comes from a user's JSON, which may hold a lone surrogate.
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from drafting.test_engine import free_drafts
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kernels.cpu import CpuOps, unavailable_reason
-from quire.kernels.interface import AttentionBatch, AttentionSpec
+from quire.kernels.cpu import unavailable_reason
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="the native kernels are not built")
 
@@ -152,40 +150,6 @@ def test_sliding_windows(tmp_path: Path) -> None:
         llm = make(model, dtype="float32", max_num_batched_tokens=budget, max_num_seqs=4)
         outputs = llm.generate([PROMPT, PROMPT[:30], PROMPT], [GREEDY] * 3, use_tqdm=False)
         assert numbers(outputs[0]) == numbers(outputs[2]) == numbers(alone)
-
-
-@pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (10, 1)])
-def test_prompts_are_summed_as_decodes(heads: tuple[int, int], window: int | None) -> None:
-    """Over several chunks of keys: bitwise the decode kernel's numbers, and near the prefill kernel's."""
-    generator = torch.Generator().manual_seed(0)
-    num_heads, num_kv_heads = heads
-    dim, block_size, length, new = 32, 16, 700, 70
-    kv = torch.randn((60, 2, num_kv_heads, block_size, dim), generator=generator)
-    q = torch.randn((new, num_heads * dim), generator=generator)
-    tables = torch.randperm(60, generator=generator)[None].to(torch.int32)
-    spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=dim, scale=dim**-0.5, window=window)
-
-    def attend(ops: CpuOps, queries: torch.Tensor, kv_lens: list[int], starts: list[int]) -> torch.Tensor:
-        batch = AttentionBatch(
-            positions=torch.zeros(len(queries), dtype=torch.int64),
-            slots=torch.zeros(len(queries), dtype=torch.int64),
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-            kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
-            block_tables=tables.expand(len(kv_lens), -1).contiguous(),
-            max_query_len=max(b - a for a, b in itertools.pairwise(starts)),
-            max_kv_len=max(kv_lens),
-            num_decodes=0,
-        )
-        return ops.attention(queries.contiguous(), kv, batch, spec)
-
-    invariant, plain = CpuOps(num_threads=2, batch_invariant=True), CpuOps(num_threads=2)
-    ends = [length - new + i + 1 for i in range(new)]
-    as_decodes = attend(plain, q, ends, list(range(new + 1)))
-    for cuts in ([0, new], [0, 1, 33, new], [0, 64, 65, new]):
-        lens = [ends[cut - 1] for cut in cuts[1:]]
-        assert torch.equal(attend(invariant, q, lens, cuts), as_decodes)
-    torch.testing.assert_close(attend(plain, q, [length], [0, new]), as_decodes, rtol=1e-4, atol=1e-5)
 
 
 def test_the_variable_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,6 @@ class InputProcessor:
     max_num_seqs: int | None = None  # where it is known here: what asks for more is refused before it costs
     has_plugins: bool = False  # logits processors of the engine
     is_split: bool = False  # the model, among ranks
-    is_batch_invariant: bool = False  # then every request is deterministic
     nondeterminism: str | None = None  # why none can be, if so
     grammars: GrammarCompiler | None = None
     thinking: ThinkingFormat | None = None
@@ -121,7 +120,7 @@ class InputProcessor:
             beams=beams,
             priority=self._priority(priority),
             arrival_s=arrival_s,
-            salt=cache_scope(salt, cache_tenant, is_deterministic=self._is_apart(params)),
+            salt=cache_scope(salt, cache_tenant),
             tenant=tenant,
             adapter=None if adapter is None else adapter.key,
             adapter_path="" if adapter is None else adapter.path,
@@ -306,12 +305,7 @@ class InputProcessor:
             extra_args=params.extra_args,
             grammar=self._grammar(params),
             thinking=thinking,
-            is_deterministic=self._is_apart(params),
         )
-
-    def _is_apart(self, params: SamplingParams) -> bool:
-        """Whether it is computed otherwise than the requests beside it."""
-        return params.deterministic and not self.is_batch_invariant
 
     def _thinking(
         self, params: SamplingParams, prompt: Prompt, text: str | None, token_ids: list[int]

@@ -72,7 +72,6 @@ class TextSide:
             max_num_seqs=max_num_seqs,
             has_plugins=bool(self.config.logits_processors),
             is_split=self.config.num_ranks > 1,
-            is_batch_invariant=self.config.batch_invariant,
             nondeterminism=_nondeterminism(self.config, serves_determinism),
             grammars=self.grammars,
             thinking=self.dialect.thinking,

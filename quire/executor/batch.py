@@ -71,7 +71,6 @@ class PersistentBatch:
         self.num_computed = np.zeros(num_rows, dtype=np.int64)
         self.bank = bank
         self.adapter_slots = np.full(num_rows, -1, dtype=np.int64)  # of the bank; -1: the sequence has no adapter
-        self.is_deterministic = np.zeros(num_rows, dtype=bool)
         self._occupants = [0] * num_rows  # changes when another sequence takes the row
         self._is_held = [False] * num_rows
 
@@ -98,11 +97,9 @@ class PersistentBatch:
         num_computed: int,
         tables: Sequence[tuple[int, list[int]]],
         adapter_slot: int = -1,
-        is_deterministic: bool = False,
     ) -> None:
         """tables: see Admission."""
         self._take(row)
-        self.is_deterministic[row] = is_deterministic
         self.adapter_slots[row] = adapter_slot
         self.tokens[row, : len(token_ids)] = to_device(np.array(token_ids, dtype=np.int64), self.device)
         self.num_computed[row] = num_computed
@@ -118,7 +115,6 @@ class PersistentBatch:
         self.tokens[row].copy_(self.tokens[source])
         self.num_computed[row] = self.num_computed[source]
         self.adapter_slots[row] = self.adapter_slots[source]
-        self.is_deterministic[row] = self.is_deterministic[source]
         self.block_tables[:, row] = self.block_tables[:, source]
         self.host_tables[:, row] = self.host_tables[:, source]
         for lengths in self.table_lengths:
@@ -226,14 +222,6 @@ class PersistentBatch:
             num_decodes=num_decodes,
         )
         read = None
-        # Drafts leave the bits of plain decoding so. A decode has one order in any case, and joins the runs beside it.
-        as_decodes = self.is_deterministic[rows]
-        if spans.drafts:
-            as_decodes |= np.isin(rows, list(spans.drafts))
-        if (as_decodes & (counts > 1)).any():
-            runs = invariant_runs(as_decodes | (counts == 1))
-            for group in attention:
-                group.invariant_runs = runs
         if self.have_adapters(spans.rows):
             assert self.bank is not None
             packed = self.bank.pack_rows(np.repeat(self.adapter_slots[rows], counts))
@@ -338,12 +326,6 @@ def _alone(
         num_decodes=len(indices),
     )
     return ReadRows(indices, batch)
-
-
-def invariant_runs(invariant: npt.NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    """Where runs of true entries begin, and where they end."""
-    edges = np.flatnonzero(np.diff(invariant, prepend=False, append=False)).tolist()
-    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _sampled(plan: StepPlan, query_starts: Ints, ends: Ints) -> tuple[Ints, list[int]]:

@@ -135,7 +135,6 @@ def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
             weight_dtype=weight_dtype,
             num_threads=_num_threads(config),
             exact=exact,
-            batch_invariant=config.batch_invariant,
         )
         kernels = f"native {ops.isa} kernels on {ops.num_threads} threads"
         return Backend(device, ops, torch.float32, kv_dtype, weight_dtype, kernels)

@@ -127,9 +127,7 @@ class Worker:
         self.cache.copy(plan.copies)
         for new in plan.admitted:
             slot = -1 if new.adapter is None or self.adapters is None else self.adapters.slot_of(new.adapter)
-            self.batch.admit(
-                new.row, new.token_ids, new.num_computed_tokens, new.tables, slot, new.sampling.is_deterministic
-            )
+            self.batch.admit(new.row, new.token_ids, new.num_computed_tokens, new.tables, slot)
             if self.pools is not None:
                 self.pools.admit(new)
                 continue

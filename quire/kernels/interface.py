@@ -7,7 +7,8 @@ Activations are [tokens, features]. The KV cache of one layer is one tensor
     kv: [num_blocks, 2, num_kv_heads, block_size, head_dim]        (index 0 of dim 1 is K, 1 is V)
 
 so that one KV head's part of a block is one contiguous tile, and one block of one layer is one contiguous run of
-bytes: what swap and copy-on-write move.
+bytes: what swap and copy-on-write move. How the numbers of a tile lie in it is the backend's own (kernels/cpu: keys
+side by side, native/kv.h).
 """
 
 from __future__ import annotations
@@ -115,8 +116,6 @@ class AttentionBatch:
     num_decodes: int  # leading sequences with exactly one new token
     shared: SharedPrefixes | None = None
     adapters: AdapterRows | None = None  # None: no token has one
-    # Runs of sequences, from a first to before an end, each of whose tokens is summed as if it were decoded.
-    invariant_runs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True, frozen=True)

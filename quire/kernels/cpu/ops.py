@@ -35,7 +35,6 @@ class _NativeSpec(ctypes.Structure):
         ("kv_kind", ctypes.c_int64),
         ("block_stride", ctypes.c_int64),
         ("window", ctypes.c_int64),
-        ("invariant", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("slopes", ctypes.c_void_p),
@@ -48,8 +47,9 @@ class CpuOps(ComposedOps):
     """One engine's kernels and threads. `isa` is for tests and benchmarks; the default is the best of this machine.
 
     `exact`: weights packed in 8 bits or fewer are multiplied by float32 activations, not by activations in 8 bits.
-    `batch_invariant`: attention sums a token's keys in the same order whether it is decoded or part of a prompt. All
-    else sums a row in one order anyway, whatever rows are beside it.
+
+    Every operation sums a row in one order, whatever rows are beside it, and attention a token's keys in one order,
+    whether it is decoded or part of a prompt: so a request's bits do not depend on the steps that it ran in.
     """
 
     name = "cpu"
@@ -60,7 +60,6 @@ class CpuOps(ComposedOps):
         num_threads: int | None = None,
         *,
         exact: bool = False,
-        batch_invariant: bool = False,
         isa: str | None = None,
     ) -> None:
         if weight_dtype not in WEIGHT_DTYPES:
@@ -73,7 +72,6 @@ class CpuOps(ComposedOps):
         self.isa = self.functions.isa
         self.weight_dtype = weight_dtype
         self.exact = exact
-        self.batch_invariant = batch_invariant
         self.num_threads = num_threads or default_num_threads()
         self._threads = ThreadPool(library, self.num_threads)
         self.pool = self._threads.address
@@ -165,26 +163,12 @@ class CpuOps(ComposedOps):
         assert batch.kv_lens.dtype is torch.int32 and batch.kv_lens.is_contiguous()
         assert tables.dtype is torch.int32 and tables.stride(1) == 1
         out = torch.empty_like(q)
-        for first, end, is_invariant in self._runs(batch):
-            # A run's tokens are counted from the step's first one, so that only what is by sequence moves on.
-            skipped = 4 * first
-            self.functions.attention(
-                self.pool, self.native_spec(spec, kv, is_invariant), kv.data_ptr(), q.data_ptr(), out.data_ptr(),
-                batch.query_starts.data_ptr() + skipped, batch.kv_lens.data_ptr() + skipped,
-                tables.data_ptr() + skipped * tables.stride(0), tables.stride(0), end - first,
-            )  # fmt: skip
+        self.functions.attention(
+            self.pool, self.native_spec(spec, kv), kv.data_ptr(), q.data_ptr(), out.data_ptr(),
+            batch.query_starts.data_ptr(), batch.kv_lens.data_ptr(), tables.data_ptr(), tables.stride(0),
+            len(batch.kv_lens),
+        )  # fmt: skip
         return out
-
-    def _runs(self, batch: AttentionBatch) -> list[tuple[int, int, bool]]:
-        """A batch's sequences in runs of one order of summation: first, end, and whether it is that of decodes."""
-        num_seqs = len(batch.kv_lens)
-        if self.batch_invariant or not batch.invariant_runs:
-            return [(0, num_seqs, self.batch_invariant)]
-        found, done = [], 0
-        for first, end in batch.invariant_runs:
-            found += [(done, first, False), (first, end, True)]
-            done = end
-        return [run for run in (*found, (done, num_seqs, False)) if run[0] < run[1]]
 
     @staticmethod
     def rope_arguments(rotary: Rotary, kv: Tensor, batch: AttentionBatch, q: Tensor) -> tuple[int | float | None, ...]:
@@ -209,17 +193,17 @@ class CpuOps(ComposedOps):
             self._scratch_buffer = torch.empty(num_floats)
         return self._scratch_buffer.data_ptr()
 
-    def native_spec(self, spec: AttentionSpec, kv: Tensor, is_invariant: bool = False) -> int:
+    def native_spec(self, spec: AttentionSpec, kv: Tensor) -> int:
         """The address of what does not change from step to step, made once for each kind of layer and cache."""
         sinks = None if spec.sinks is None else spec.sinks.data_ptr()
-        key = (spec, sinks, kv.dtype, kv.stride(), is_invariant)
+        key = (spec, sinks, kv.dtype, kv.stride())
         native = self._specs.get(key)
         if native is None:
-            native = self._specs[key] = _make_native_spec(spec, kv, is_invariant)
+            native = self._specs[key] = _make_native_spec(spec, kv)
         return ctypes.addressof(native)
 
 
-def _make_native_spec(spec: AttentionSpec, kv: Tensor, is_invariant: bool) -> _NativeSpec:
+def _make_native_spec(spec: AttentionSpec, kv: Tensor) -> _NativeSpec:
     _, two, num_kv_heads, block_size, head_dim = kv.shape
     tile = block_size * head_dim
     assert kv.stride()[1:] == (num_kv_heads * tile, tile, head_dim, 1), "a block of one layer must be contiguous"
@@ -238,7 +222,6 @@ def _make_native_spec(spec: AttentionSpec, kv: Tensor, is_invariant: bool) -> _N
         _KV_KINDS[kv.dtype],
         kv.stride(0),
         spec.window or 0,
-        is_invariant,
         spec.scale,
         spec.softcap or 0.0,
         None if slopes is None else ctypes.addressof(slopes),

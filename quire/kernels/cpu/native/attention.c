@@ -1,31 +1,32 @@
-/* Causal attention over paged KV, read in place through the block tables.
+/* Causal attention over paged KV (kv.h), read in place through the block tables.
  *
- *     kv[block][2][kv_heads][block_size][head_dim]
- *
- * One new token (decode): an item is one KV head over DECODE_CHUNK keys; the query heads that share it go together, so K
- * and V are read once. A longer sequence has several chunks, merged at the end; their bounds depend on nothing but the
- * sequence, so neither does its result.
- * Several new tokens (prefill): an item is one KV head and a tile of queries; keys pass by in tiles that are transposed
- * into a buffer once and used by all rows, with the running maximum and sum of an online softmax. That sums in another
- * order than a decode; where results must not depend on who was computed with whom, and of drafts, each token is summed as a
- * decode. */
+ * One new token (decode), or a few: an item is one KV head over a chunk of keys; the query heads that share it go together, so
+ * K and V are read once. A longer sequence has several chunks, merged at the end.
+ * Many new tokens (prefill): an item is one KV head and a tile of queries; the chunks pass by in turn, each widened into a
+ * buffer once for all rows.
+ * A token's result is the same in both, bit for bit (attention.h): whether it was decoded, part of a prompt, or drafted, and
+ * where its prompt was cut. */
 #include "attention_decode.h"
 #include "attention_prefill.h"
 #include "pool.h"
 
-enum { INLINE_WORK = 1 << 15 }; /* multiply-adds; less is not worth waking a thread for */
+enum {
+    INLINE_WORK = 1 << 15, /* multiply-adds; less is not worth waking a thread for */
+    FEW_ROWS = 32,         /* query tokens x heads of one group that are attended to as decodes are */
+};
+
+static int is_decode(const attention_job *job, long seq) { return new_tokens(job, seq) == 1 || new_tokens(job, seq) * job->group <= FEW_ROWS; }
 
 static void attend(void *context, long index) {
     const attention_job *job = context;
     const item *work = &job->items[index];
-    if (job->query_starts[work->seq + 1] - job->query_starts[work->seq] == 1) decode_item(job, work);
-    else if (job->spec.invariant) invariant_item(job, work);
+    if (is_decode(job, work->seq)) decode_item(job, work);
     else prefill_item(job, work);
 }
 
 static void merge(void *context, long index) {
     const attention_job *job = context;
-    if (job->items[index].num_partials > 0) merge_chunks(job, &job->items[index]);
+    if (job->items[index].num_chunks > 0) merge_chunks(job, &job->items[index]);
 }
 
 /* Lists the items, the longest first; with items NULL only counts them. */
@@ -35,28 +36,29 @@ static long list_items(const attention_job *job, long num_seqs, item *items, lon
     long count = 0;
     *num_partials = *work = 0;
     for (long seq = 0; seq < num_seqs; seq++) {
-        const long new_tokens = job->query_starts[seq + 1] - job->query_starts[seq];
-        if (new_tokens <= 1) continue;
-        for (long begin = (new_tokens - 1) / tile_tokens * tile_tokens; begin >= 0; begin -= tile_tokens)
+        const long tokens = new_tokens(job, seq);
+        if (tokens == 0 || is_decode(job, seq)) continue;
+        for (long begin = (tokens - 1) / tile_tokens * tile_tokens; begin >= 0; begin -= tile_tokens)
             for (long h = 0; h < s->num_kv_heads; h++, count++)
-                if (items) items[count] = (item){seq, h, begin, MIN(begin + tile_tokens, new_tokens), -1, 0};
-        *work += new_tokens * job->kv_lens[seq] * s->num_heads * job->dim;
+                if (items) items[count] = (item){seq, h, begin, MIN(begin + tile_tokens, tokens), -1, 0};
+        *work += tokens * job->kv_lens[seq] * s->num_heads * job->dim;
     }
     for (long seq = 0; seq < num_seqs; seq++) {
-        if (job->query_starts[seq + 1] - job->query_starts[seq] != 1) continue;
-        const long end = job->kv_lens[seq], first = s->window ? MAX(0, end - s->window) : 0;
-        const long chunks = (end - 1) / DECODE_CHUNK - first / DECODE_CHUNK + 1;
+        const long tokens = new_tokens(job, seq);
+        if (tokens == 0 || !is_decode(job, seq)) continue;
+        const long end = job->kv_lens[seq], first = s->window ? MAX(0, end - tokens + 1 - s->window) : 0;
+        const long chunks = (end - 1) / CHUNK - first / CHUNK + 1;
         for (long h = 0; h < s->num_kv_heads; h++)
             for (long c = 0; c < chunks; c++, count++) {
                 if (items) {
-                    const long begin = (first / DECODE_CHUNK + c) * DECODE_CHUNK;
-                    items[count] = (item){seq, h, MAX(begin, first), MIN(begin + DECODE_CHUNK, end), -1, 0};
+                    const long begin = (first / CHUNK + c) * CHUNK;
+                    items[count] = (item){seq, h, MAX(begin, first), MIN(begin + CHUNK, end), -1, 0};
                     if (chunks > 1) items[count].partial = *num_partials;
-                    if (chunks > 1 && c == 0) items[count].num_partials = chunks;
+                    if (chunks > 1 && c == 0) items[count].num_chunks = chunks;
                 }
-                *num_partials += chunks > 1;
+                if (chunks > 1) *num_partials += tokens * job->group;
             }
-        *work += (end - first) * s->num_heads * job->dim;
+        *work += tokens * (end - first) * s->num_heads * job->dim;
     }
     return count;
 }
@@ -66,11 +68,12 @@ void EXPORT(attention)(quire_pool *pool, const attention_spec *spec, const void 
                        int64_t num_seqs) {
     attention_job job = {.spec = *spec, .kv = kv, .q = q, .out = out, .query_starts = query_starts, .kv_lens = kv_lens,
                          .tables = tables, .table_width = table_width, .dim = spec->head_dim, .group = spec->num_heads / spec->num_kv_heads};
-    job.partial_floats = job.dim + 2;
+    job.wide_dim = (job.dim + NR - 1) / NR * NR;
+    job.row_floats = job.wide_dim + TOTALS;
     long num_partials, work;
     const long count = list_items(&job, num_seqs, NULL, &num_partials, &work);
     item *items = malloc((size_t)(count + 1) * sizeof(item));
-    float *partials = malloc((size_t)(num_partials * job.group * job.partial_floats + 1) * sizeof(float));
+    float *partials = malloc((size_t)(num_partials * job.row_floats + 1) * sizeof(float));
     if (!items || !partials) abort(); /* a few kilobytes: the process is past saving */
     list_items(&job, num_seqs, items, &num_partials, &work);
     job.items = items;

@@ -1,4 +1,4 @@
-/* Several new tokens: a tile of queries against tiles of keys, by the linear layers' inner loop. */
+/* Many new tokens: a tile of queries against tiles of keys, by the linear layers' inner loop. */
 #ifndef QUIRE_ATTENTION_PREFILL_H
 #define QUIRE_ATTENTION_PREFILL_H
 
@@ -6,92 +6,55 @@
 
 #include <stdlib.h>
 
-/* Keys [first, first + count) of one KV head: K as panels [count / NR][dim][NR], V as rows [count][wide_dim]. */
-static void gather_keys(const attention_job *job, const item *work, long first, long count, float *k_panels, float *v_rows,
-                        long wide_dim) {
+enum { KEY_TILE = 64 }; /* keys that are in L1 while the rows pass over them */
+
+/* Values of keys [begin, end) as rows of float32. */
+static void widen_values(const attention_job *job, const item *work, long begin, long end, float *to) {
     const long dim = job->dim;
-    const int kind = (int)job->spec.kv_kind;
-    _Alignas(64) float wide[MAX_DIM];
-    for (long j = 0; j < count; j++) {
-        const char *k = kv_tile(job, work->seq, work->kv_head, first + j, 0);
-        const char *v = kv_tile(job, work->seq, work->kv_head, first + j, 1);
-        float *to = k_panels + j / NR * dim * NR + j % NR, *row = v_rows + j * wide_dim;
-        const float *from = (const float *)k;
-        if (kind == F32) {
-            memcpy(row, v, (size_t)dim * sizeof(float));
-        } else {
-            for (long d = 0; d < dim; d += VL) {
-                store(wide + d, kind == BF16 ? load_wide(BF16, k, d) : load_wide(F16, k, d));
-                store(row + d, kind == BF16 ? load_wide(BF16, v, d) : load_wide(F16, v, d));
-            }
-            from = wide;
-        }
-        for (long d = 0; d < dim; d++) to[d * NR] = from[d];
+    for (long key = begin; key < end; key++, to += job->wide_dim) {
+        const char *v = kv_from(job, work->seq, work->kv_head, key, 1);
+        FOR_KIND((int)job->spec.kv_kind, for (long d = 0; d < dim; d += VL) store(to + d, load_wide(kind, v, d)))
     }
 }
 
-typedef struct {
-    _Alignas(64) float q[PREFILL_ROWS * MAX_DIM], out[PREFILL_ROWS * MAX_DIM], scores[PREFILL_ROWS * PREFILL_KEYS];
-    float k[PREFILL_KEYS * MAX_DIM], v[PREFILL_KEYS * MAX_DIM];
-    float maximum[PREFILL_ROWS], sum[PREFILL_ROWS];
-} prefill_buffers;
-
 static void prefill_item(const attention_job *job, const item *work) {
     const attention_spec *s = &job->spec;
-    const long dim = job->dim, wide_dim = (dim + NR - 1) / NR * NR, group = job->group;
-    const long rows = (work->end - work->begin) * group, first_token = job->query_starts[work->seq] + work->begin;
-    const long new_tokens = job->query_starts[work->seq + 1] - job->query_starts[work->seq];
-    const long first_position = job->kv_lens[work->seq] - new_tokens + work->begin;
-    const long last_position = first_position + (work->end - work->begin) - 1;
-    prefill_buffers *b; /* too large for some systems' thread stacks */
-    if (posix_memalign((void **)&b, 64, sizeof *b) != 0) abort();
+    const long dim = job->dim, wide_dim = job->wide_dim, row_floats = job->row_floats, group = job->group;
+    const long tokens = work->end - work->begin, rows = tokens * group, first_head = work->kv_head * group;
+    const long first_token = job->query_starts[work->seq] + work->begin;
+    const long first_position = job->kv_lens[work->seq] - new_tokens(job, work->seq) + work->begin, last_key = first_position + tokens;
+    float *q; /* too large for some systems' thread stacks */
+    const long floats = rows * (dim + CHUNK_STRIDE + 2 * row_floats) + KEY_TILE * (dim + wide_dim);
+    if (posix_memalign((void **)&q, 64, (size_t)floats * sizeof(float)) != 0) abort();
+    float *scores = q + rows * dim, *sums = scores + rows * CHUNK_STRIDE, *part = sums + rows * row_floats;
+    float *k = part + rows * row_floats, *v = k + KEY_TILE * dim;
+    memset(k, 0, (size_t)(KEY_TILE * (dim + wide_dim)) * sizeof(float)); /* what lies beside keys and values must be finite */
+    for (long r = 0; r < rows; r++) scale_query(job, first_token + r / group, first_head + r % group, q + r * dim);
 
-    for (long r = 0; r < rows; r++) {
-        const float *from = job->q + ((first_token + r / group) * s->num_heads + work->kv_head * group + r % group) * dim;
-        for (long d = 0; d < dim; d++) b->q[r * dim + d] = from[d] * s->scale;
-        b->maximum[r] = s->sinks ? s->sinks[work->kv_head * group + r % group] : -INFINITY;
-        b->sum[r] = s->sinks ? 1.0f : 0.0f;
-    }
-    memset(b->out, 0, (size_t)(rows * wide_dim) * sizeof(float));
-    memset(b->v, 0, sizeof b->v); /* the padding columns must stay finite */
-    memset(b->k, 0, sizeof b->k);
-
-    const long first_key = s->window ? MAX(0, first_position - s->window + 1) : 0;
-    for (long key = first_key; key <= last_position; key += PREFILL_KEYS) {
-        const long count = MIN(PREFILL_KEYS, last_position + 1 - key);
-        gather_keys(job, work, key, count, b->k, b->v, wide_dim);
-        multiply((tile){.a = b->q, .a_stride = dim, .b = b->k, .b_stride = NR, .panel_stride = dim * NR, .c = b->scores,
-                        .c_stride = PREFILL_KEYS, .depth = dim}, rows, (count + NR - 1) / NR);
-        for (long r = 0; r < rows; r++) {
-            float *scores = b->scores + r * PREFILL_KEYS;
-            const long position = first_position + r / group;
-            const long end = MIN(count, position + 1 - key);
-            const long begin = s->window ? MIN(MAX(0, position + 1 - s->window - key), count) : 0;
-            if (begin >= end) {
-                memset(scores, 0, (size_t)count * sizeof(float));
-                continue;
-            }
-            if (s->slopes) add_slope(scores, count, s->slopes[work->kv_head * group + r % group], key, position);
-            const float before = b->maximum[r];
-            const float sum = exponentials(scores, begin, end, s->softcap, &b->maximum[r]);
-            memset(scores, 0, (size_t)begin * sizeof(float));
-            memset(scores + end, 0, (size_t)(count - end) * sizeof(float));
-            if (b->maximum[r] > before) {
-                const float factor = expf(before - b->maximum[r]);
-                b->sum[r] *= factor;
-                for (long d = 0; d < dim; d++) b->out[r * wide_dim + d] *= factor;
-            }
-            b->sum[r] += sum;
+    const long first_key = s->window ? MAX(0, first_position + 1 - s->window) : 0, unit = panel_keys(s->block_size);
+    const long first_chunk = first_key / CHUNK * CHUNK;
+    for (long chunk = first_chunk; chunk < last_key; chunk += CHUNK) {
+        const long end = MIN(chunk + CHUNK, last_key), begin = MAX(chunk, first_key) / KEY_TILE * KEY_TILE;
+        float *into = chunk == first_chunk ? sums : part;
+        for (long key = begin; key < end; key += KEY_TILE) {
+            const long count = MIN(KEY_TILE, end - key);
+            widen_keys(job, work, key, MAX(key, first_key / unit * unit), key + count, k, NR);
+            multiply((tile){.a = q, .a_stride = dim, .b = k, .b_stride = NR, .panel_stride = dim * NR,
+                            .c = scores + (key - chunk), .c_stride = CHUNK_STRIDE, .depth = dim}, rows, (count + NR - 1) / NR);
         }
-        multiply((tile){.a = b->scores, .a_stride = PREFILL_KEYS, .b = b->v, .b_stride = wide_dim, .panel_stride = NR,
-                        .c = b->out, .c_stride = wide_dim, .depth = count, .accumulate = 1}, rows, wide_dim / NR);
+        for (long r = 0; r < rows; r++)
+            weights_of_row(job, scores + r * CHUNK_STRIDE, first_head + r % group, first_position + r / group, chunk, begin - chunk,
+                           end - chunk, into + r * row_floats + wide_dim);
+        for (long key = begin; key < end; key += KEY_TILE) {
+            const long count = MIN(KEY_TILE, end - key), known = MAX(key, first_key);
+            widen_values(job, work, known, key + count, v + (known - key) * wide_dim);
+            multiply((tile){.a = scores + (key - chunk), .a_stride = CHUNK_STRIDE, .b = v, .b_stride = wide_dim, .panel_stride = NR,
+                            .c = into, .c_stride = row_floats, .depth = count, .accumulate = key > begin}, rows, wide_dim / NR);
+        }
+        for (long r = 0; r < rows && into == part; r++) add_chunk(sums + r * row_floats, part + r * row_floats, wide_dim);
     }
-    for (long r = 0; r < rows; r++) {
-        float *out = job->out + ((first_token + r / group) * s->num_heads + work->kv_head * group + r % group) * dim;
-        const float inverse = 1.0f / b->sum[r];
-        for (long d = 0; d < dim; d++) out[d] = b->out[r * wide_dim + d] * inverse;
-    }
-    free(b);
+    for (long r = 0; r < rows; r++) finish_row(job, sums + r * row_floats, first_token + r / group, first_head + r % group);
+    free(q);
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* Norms, activations, rotary embedding with the KV write, and soft capping. Rows are independent; many of them are split
  * over threads, few of them are not worth waking one. */
+#include "kv.h"
 #include "pool.h"
-#include "simd.h"
 
 enum { ITEM_FLOATS = 16 * 1024 }; /* a few microseconds of work: less is cheaper done than handed out */
 
@@ -138,12 +138,14 @@ INLINE void rotate_head(const float *restrict from, float *restrict to, const fl
     }
 }
 
-INLINE void store_kv(int kind, char *kv, long at, const float *x, long dim) {
-    if (kind == F32) memcpy(kv + at * 4, x, (size_t)dim * 4);
+/* x[0 .. dim) to every step-th number from `at` on. */
+INLINE void store_kv(int kind, char *kv, long at, long step, const float *x, long dim) {
+    if (kind == F32)
+        for (long i = 0; i < dim; i++) ((float *)kv)[at + i * step] = x[i];
     else if (kind == BF16)
-        for (long i = 0; i < dim; i++) ((uint16_t *)kv)[at + i] = float_to_bf16(x[i]);
+        for (long i = 0; i < dim; i++) ((uint16_t *)kv)[at + i * step] = float_to_bf16(x[i]);
     else
-        for (long i = 0; i < dim; i++) ((uint16_t *)kv)[at + i] = float_to_half(x[i]);
+        for (long i = 0; i < dim; i++) ((uint16_t *)kv)[at + i * step] = float_to_half(x[i]);
 }
 
 static void rope_item(void *context, long item) {
@@ -158,12 +160,12 @@ static void rope_item(void *context, long item) {
         for (long h = 0; h < s->num_heads; h++, from += dim)
             rotate_head(from, q + h * dim, cos_sin, job->q_norm, job->eps, dim);
         const long block = job->slots[t] / s->block_size, offset = job->slots[t] % s->block_size;
-        const long tile = s->block_size * dim, k_at = block * s->block_stride + offset * dim;
+        const long tile = s->block_size * dim, at = block * s->block_stride, k_at = key_at(s->block_size, dim, offset);
         for (long h = 0; h < s->num_kv_heads; h++, from += dim) {
             const float *v = from + s->num_kv_heads * dim;
             rotate_head(from, head, cos_sin, job->k_norm, job->eps, dim);
-            store_kv((int)s->kv_kind, job->kv, k_at + h * tile, head, dim);
-            store_kv((int)s->kv_kind, job->kv, k_at + (s->num_kv_heads + h) * tile, v, dim);
+            store_kv((int)s->kv_kind, job->kv, at + h * tile + k_at, panel_keys(s->block_size), head, dim);
+            store_kv((int)s->kv_kind, job->kv, at + (s->num_kv_heads + h) * tile + offset * dim, 1, v, dim);
         }
     }
 }

@@ -102,6 +102,15 @@ INLINE vf load_wide(int kind, const void *p, long at) {
 #endif
 }
 
+INLINE float load_one(int kind, const void *p, long at) {
+    if (kind == F32) return ((const float *)p)[at];
+    if (kind == F16) return half_to_float(((const uint16_t *)p)[at]);
+    const uint32_t bits = (uint32_t)((const uint16_t *)p)[at] << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
 INLINE uint16_t float_to_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
