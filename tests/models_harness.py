@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import CpuOps, unavailable_reason
-from quire.kernels.interface import AttentionBatch, Ops
+from quire.kernels.interface import AdapterRows, AttentionBatch, Ops
 from quire.kernels.reference import ReferenceOps
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
@@ -60,7 +60,10 @@ def load_decoder(
 
 
 class PagedRun:
-    """Sequences over one KV cache whose blocks are handed out in shuffled order and start as NaN."""
+    """Sequences over one KV cache whose blocks start as NaN. They are handed out in shuffled order, in each KV group in
+    another one."""
+
+    adapters: AdapterRows | None = None  # of the next step
 
     def __init__(
         self,
@@ -82,14 +85,17 @@ class PagedRun:
         shared_prefix = shared_prefix or {}
         lengths = [-(-len(sequence) // block_size) for sequence in self.sequences]
         num_blocks = sum(lengths) + 3
-        free = random.Random(seed).sample(range(num_blocks), num_blocks)
-        self.tables = [[free.pop() for _ in range(length)] for length in lengths]
+        self.tables: list[list[list[int]]] = []  # of each group, of each sequence
+        for group in range(len(decoder.layout.windows)):
+            free = random.Random(seed + group).sample(range(num_blocks), num_blocks)
+            self.tables.append([[free.pop() for _ in range(length)] for length in lengths])
         self.num_computed = [0] * len(self.sequences)
         for sequence, (other, num_shared) in shared_prefix.items():
             assert (
                 self.sequences[sequence][: num_shared * block_size] == self.sequences[other][: num_shared * block_size]
             )
-            self.tables[sequence][:num_shared] = self.tables[other][:num_shared]
+            for tables in self.tables:
+                tables[sequence][:num_shared] = tables[other][:num_shared]
             self.num_computed[sequence] = num_shared * block_size
         shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
         self.kv = [
@@ -99,12 +105,13 @@ class PagedRun:
     def step(self, step: Step) -> dict[int, Tensor]:
         """Runs one step; the logits of each sequence's new tokens, by sequence."""
         order = sorted(step, key=lambda item: item[1] != 1)  # decodes first
-        batch, token_ids = self._batch(order)
+        token_ids = self._token_ids(order)
+        batches = [self._batch(order, tables) for tables in self.tables]
         with torch.inference_mode():
-            hidden = self.decoder.forward(token_ids, [batch] * len(self.decoder.layout.windows), self.kv)
+            hidden = self.decoder.forward(token_ids, batches, self.kv)
             indices = torch.arange(len(token_ids), device=self.device)
             logits = self.decoder.gathered_logits(hidden, indices)
-        starts = batch.query_starts.tolist()
+        starts = batches[0].query_starts.tolist()
         for sequence, num_tokens in order:
             self.num_computed[sequence] += num_tokens
         if logits is None:
@@ -112,28 +119,31 @@ class PagedRun:
         logits = logits.cpu()
         return {sequence: logits[starts[i] : starts[i + 1]] for i, (sequence, _) in enumerate(order)}
 
-    def _batch(self, order: Step) -> tuple[AttentionBatch, Tensor]:
-        token_ids: list[int] = []
+    def _token_ids(self, order: Step) -> Tensor:
+        spans = [(self.sequences[sequence], self.num_computed[sequence], count) for sequence, count in order]
+        token_ids = [token for tokens, first, count in spans for token in tokens[first : first + count]]
+        return torch.tensor(token_ids, device=self.device)
+
+    def _batch(self, order: Step, sequence_tables: list[list[int]]) -> AttentionBatch:
         positions: list[int] = []
         slots: list[int] = []
         starts, kv_lens = [0], []
         for sequence, num_tokens in order:
             first = self.num_computed[sequence]
             assert num_tokens > 0 and first + num_tokens <= len(self.sequences[sequence])
-            token_ids += self.sequences[sequence][first : first + num_tokens]
             for position in range(first, first + num_tokens):
                 positions.append(position)
-                block = self.tables[sequence][position // self.block_size]
+                block = sequence_tables[sequence][position // self.block_size]
                 slots.append(block * self.block_size + position % self.block_size)
-            starts.append(len(token_ids))
+            starts.append(len(positions))
             kv_lens.append(first + num_tokens)
-        width = max(len(table) for table in self.tables) + 2
+        width = max(len(table) for table in sequence_tables) + 2
         tables = torch.full((len(order), width), GARBAGE_BLOCK, dtype=torch.int32)
         for i, (sequence, _) in enumerate(order):
-            used = self.tables[sequence][: -(-kv_lens[i] // self.block_size)]
+            used = sequence_tables[sequence][: -(-kv_lens[i] // self.block_size)]
             tables[i, : len(used)] = torch.tensor(used, dtype=torch.int32)
         query_lens = [num_tokens for _, num_tokens in order]
-        batch = AttentionBatch(
+        return AttentionBatch(
             positions=torch.tensor(positions, device=self.device),
             slots=torch.tensor(slots, device=self.device),
             query_starts=torch.tensor(starts, dtype=torch.int32, device=self.device),
@@ -142,8 +152,8 @@ class PagedRun:
             max_query_len=max(query_lens),
             max_kv_len=max(kv_lens),
             num_decodes=query_lens.count(1),
+            adapters=self.adapters,
         )
-        return batch, torch.tensor(token_ids, device=self.device)
 
 
 def run_paged(

@@ -66,6 +66,7 @@ def _timed_operations(decoder: Any) -> Iterator[defaultdict[str, float]]:
 
         return call
 
+    stack, decoder.stack = decoder.stack, None  # inside one call for all layers nothing could be told apart
     watched = [(type(decoder.ops), "attention", "attention")]
     watched += [(kind, name, "products") for kind in {type(m) for m in decoder._matrices} for name in _PRODUCTS]
     originals = [(kind, name, getattr(kind, name), name in vars(kind)) for kind, name, _ in watched]
@@ -74,6 +75,7 @@ def _timed_operations(decoder: Any) -> Iterator[defaultdict[str, float]]:
     try:
         yield seconds
     finally:
+        decoder.stack = stack
         for kind, name, method, is_own in originals:
             if is_own:
                 setattr(kind, name, method)

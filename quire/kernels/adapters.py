@@ -311,5 +311,9 @@ class AdaptedLinear(ComposedLinear):
         raise AssertionError("load_rows hands everything on")
 
 
+def without_adapters(matrix: LinearWeight) -> LinearWeight:
+    return matrix.base if isinstance(matrix, AdaptedLinear) else matrix
+
+
 def _aligned(num_tokens: int) -> int:
     return -(-num_tokens // 4) * 4

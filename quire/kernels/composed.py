@@ -15,12 +15,14 @@ from quire.kernels.interface import (
     AttentionBatch,
     AttentionSpec,
     Experts,
+    LayerStack,
     LinearWeight,
     Norm,
     Normed,
     Ops,
     PackedBatch,
     PlacedDecodes,
+    PlainLayer,
     Rotary,
     SharedExpert,
     StoredRows,
@@ -40,6 +42,9 @@ class ComposedOps:
         return AdaptedLinear(self, matrix, bank)
 
     def adapter_tile(self, num_tokens: int) -> int | None:
+        return None
+
+    def new_stack(self, layers: Sequence[PlainLayer]) -> LayerStack | None:
         return None
 
     def norm(self: Ops, residual: Tensor, norm: Norm) -> Normed:

@@ -415,6 +415,32 @@ class Experts(Protocol):
         """add_norm(multiply(x, shared), residual, norm)"""
 
 
+@dataclass(slots=True, frozen=True)
+class PlainLayer:
+    """A decoder's layer of five operations: queries, keys and values; attention; its output; and the two products of a
+    gated MLP. A norm stands before attention and before the MLP."""
+
+    attention: AttentionSpec
+    group: int  # KV group, through whose block tables it reads and writes
+    rotary: Rotary
+    qkv: LinearWeight
+    output: LinearWeight
+    mlp_norm: Norm
+    gate_up: LinearWeight
+    down: LinearWeight
+    activation: str
+    next_norm: Norm  # of the layer after it
+
+
+class LayerStack(Protocol):
+    """Layers that run in one call."""
+
+    def run(self, x: Normed, residual: Tensor, kv: Sequence[Tensor], batches: Sequence[AttentionBatch]) -> Normed:
+        """x: what the first layer's norm left -> what the norm after the last layer leaves. The residual stream is
+        changed in place, and x may be overwritten. kv: each layer's cache, and perhaps those of later layers; a list
+        that was given before must still hold the same caches."""
+
+
 class PlacedDecodes(NamedTuple):
     """Where the tokens of a decode-only step stand, one of each sequence: see AttentionBatch."""
 
@@ -458,6 +484,10 @@ class Ops(Protocol):
         """So many MLPs with `inner` columns each. A token has the top_k with the largest weights, which are a softmax
         over all experts' logits; normalizes: made to sum to 1; is_sensitive: as `new_linear` has it; bias: of the
         router and of every matrix."""
+
+    def new_stack(self, layers: Sequence[PlainLayer]) -> LayerStack | None:
+        """These layers in one call, with the very bits of their operations one by one; None where the backend would
+        gain nothing, or does not have one of the operations."""
 
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm of each row. A folded norm's weight is ones."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quire.kernels.adapters import AdaptedLinear, AdapterBank, AdapterSite
-from quire.kernels.interface import AttentionBatch, AttentionSpec, LinearWeight, Norm, Normed, Ops, Rotary
+from quire.kernels.interface import AttentionBatch, AttentionSpec, LayerStack, LinearWeight, Norm, Normed, Ops, Rotary
 from quire.layers.rotary import pairs_order, rotary_table
 from quire.models.classifier import Classifier
 from quire.models.kv_layout import KVLayout, kv_layout
@@ -28,6 +29,11 @@ from quire.parallel.linear import SummedLinear
 
 if TYPE_CHECKING:
     from quire.parallel.ranks import Ranks
+
+
+# Up to so many tokens, layers run in one call. What lies between calls is much of a step of few tokens, and little of
+# one of many, which would only be deaf to interrupts for longer.
+_STACKED_TOKENS = 64
 
 
 class Decoder:
@@ -82,6 +88,8 @@ class Decoder:
             self._final_norm = self._new_norm(spec.hidden_size)
         first = self.share.layers.start
         self._layers = [self._new_layer(first + index, group) for index, group in enumerate(self.layout.groups)]
+        # All layers but the last, without adapters, where the backend has them in one call.
+        self.stack: LayerStack | None = None
         # Gemma multiplies by the factor as rounded to the activations' dtype, and was trained so.
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
@@ -105,10 +113,12 @@ class Decoder:
         if self._embedding_norm is not None:
             residual = ops.normalize(residual, self._embedding_norm)
         x = self._first_norm(residual)
-        next_norms = [layer.attention_norm for layer in layers[1:]]
-        for layer, next_norm, layer_kv in zip(layers[:-1], next_norms, kv[:-1], strict=True):
-            x, residual = layer.attend(ops, x, residual, layer_kv, batches)
-            x = layer.mlp.run(x, residual, next_norm)
+        if self.stack is not None and len(residual) <= _STACKED_TOKENS and batches[0].adapters is None:
+            x = self.stack.run(x, residual, kv, batches)
+        else:
+            for layer, following, layer_kv in zip(layers[:-1], layers[1:], kv[:-1], strict=True):
+                x, residual = layer.attend(ops, x, residual, layer_kv, batches)
+                x = layer.mlp.run(x, residual, following.attention_norm)
         x, residual = layers[-1].attend(ops, x, residual, kv[-1], batches, read)
         if len(residual):
             layers[-1].mlp.run(x, residual, None)
@@ -141,7 +151,7 @@ class Decoder:
         kinds = self.spec.layers[self.share.layers.start : self.share.layers.stop]
         kept = sorted({kinds.index(kind) for kind in kinds} | {len(kinds) - 1})
         excerpt = copy(self)
-        excerpt._layers = [self._layers[index] for index in kept]
+        excerpt._layers, excerpt.stack = [self._layers[index] for index in kept], None
         return excerpt, kept
 
     def logits(self, hidden: Tensor, indices: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -191,6 +201,9 @@ class Decoder:
             self.adapters.allocate(self._adapter_sites())
         for layer in self._layers:
             layer.fold_norms()
+        plain = [layer.plain(following.attention_norm) for layer, following in pairwise(self._layers)]
+        if plain and None not in plain:
+            self.stack = self.ops.new_stack([layer for layer in plain if layer is not None])
 
     def multiply_once(self, num_tokens: int) -> None:
         """Multiply once by each of a layer's matrices, for what a library does when it is first called: in the way of

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from quire.kernels.adapters import without_adapters
 from quire.kernels.interface import (
     AttentionBatch,
     AttentionSpec,
@@ -20,6 +21,7 @@ from quire.kernels.interface import (
     Norm,
     Normed,
     Ops,
+    PlainLayer,
     Rotary,
     SharedExpert,
 )
@@ -196,6 +198,26 @@ class Layer:
         mlp_norm = self.mlp_norm if for_mlp is None else None
         x = attention.output.multiply_add_norm(attended, residual, mlp_norm, attention.branch_norm)
         return x if for_mlp is None else for_mlp, residual
+
+    def plain(self, next_norm: Norm | None) -> PlainLayer | None:
+        """The layer without adapters, as a backend may run it together with others; None where it has other parts."""
+        attention, mlp, mlp_norm = self.attention, self.mlp, self.mlp_norm
+        if not isinstance(mlp, DenseMlp) or mlp_norm is None or next_norm is None or self.is_parallel:
+            return None
+        if attention.wide_norms is not None or attention.branch_norm is not None or mlp.branch_norm is not None:
+            return None
+        return PlainLayer(
+            attention=attention.spec,
+            group=attention.group,
+            rotary=attention.rotary,
+            qkv=without_adapters(attention.qkv),
+            output=without_adapters(attention.output),
+            mlp_norm=mlp_norm,
+            gate_up=without_adapters(mlp.gate_up),
+            down=without_adapters(mlp.down),
+            activation=mlp.activation,
+            next_norm=next_norm,
+        )
 
     def fold_norms(self) -> None:
         """See LinearWeight.fold_norm. A branch's own norm stands between its product and the residual stream: with

@@ -19,7 +19,7 @@ SOURCE_DIR = Path(__file__).parent / "native"
 LIBRARY_NAME = "libquire_cpu.so"  # loaded with ctypes, which does not mind the suffix on macOS
 
 SOURCES_ONCE = ("drafting.c", "exchange.c", "isa.c", "memory.c", "pool.c")
-SOURCES_PER_ISA = ("attention.c", "elementwise.c", "encoder.c", "linear.c", "load.c", "paired.c")
+SOURCES_PER_ISA = ("attention.c", "elementwise.c", "encoder.c", "linear.c", "load.c", "paired.c", "stack.c")
 ISA_FLAGS: dict[str, tuple[str, ...]] = {"generic": ()}
 if platform.machine().lower() in ("x86_64", "amd64"):
     ISA_FLAGS["avx2"] = ("-mavx2", "-mfma", "-mf16c")

@@ -1,12 +1,14 @@
 """The operations of kernels/interface.py on the native CPU library.
 
 Activations are float32; weights and KV may be narrower.
-A step makes about 250 of these calls, so they do little besides passing addresses: the native side owns the threads.
+An operation does little besides passing addresses, since a step has many of them: the native side owns the threads.
+In a step of few tokens, most layers are one call (stack.py).
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +17,10 @@ from quire.errors import ConfigError
 from quire.kernels.composed import ComposedOps
 from quire.kernels.cpu.library import load_functions, load_library
 from quire.kernels.cpu.memory import Arena
+from quire.kernels.cpu.stack import CpuStack
 from quire.kernels.cpu.threads import ThreadPool, default_num_threads
 from quire.kernels.cpu.weight import ACTIVATIONS, WEIGHT_DTYPES, CpuLinear
-from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, PackedBatch, Rotary
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, PackedBatch, PlainLayer, Rotary
 
 _KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum kind of native/simd.h
 _MAX_HEAD_DIM = 256
@@ -89,6 +92,9 @@ class CpuOps(ComposedOps):
     ) -> CpuLinear:
         return CpuLinear(self, out_features, in_features, bias=bias)
 
+    def new_stack(self, layers: Sequence[PlainLayer]) -> CpuStack | None:
+        return CpuStack.of(self, layers)
+
     def normalize(self, x: Tensor, norm: Norm) -> Tensor:
         assert x.dtype is torch.float32 and norm.weight.dtype is torch.float32 and norm.weight.is_contiguous()
         x = x.contiguous()
@@ -157,18 +163,22 @@ class CpuOps(ComposedOps):
         return q
 
     def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
-        tables = batch.block_tables
         assert q.dtype is torch.float32 and q.is_contiguous()
-        assert batch.query_starts.dtype is torch.int32 and batch.query_starts.is_contiguous()
-        assert batch.kv_lens.dtype is torch.int32 and batch.kv_lens.is_contiguous()
-        assert tables.dtype is torch.int32 and tables.stride(1) == 1
-        out = torch.empty_like(q)
+        self.check_batch(batch)
+        tables, out = batch.block_tables, torch.empty_like(q)
         self.functions.attention(
             self.pool, self.native_spec(spec, kv), kv.data_ptr(), q.data_ptr(), out.data_ptr(),
             batch.query_starts.data_ptr(), batch.kv_lens.data_ptr(), tables.data_ptr(), tables.stride(0),
             len(batch.kv_lens),
         )  # fmt: skip
         return out
+
+    @staticmethod
+    def check_batch(batch: AttentionBatch) -> None:
+        assert batch.positions.dtype is batch.slots.dtype is torch.int64
+        assert batch.query_starts.dtype is batch.kv_lens.dtype is batch.block_tables.dtype is torch.int32
+        contiguous = (batch.positions, batch.slots, batch.query_starts, batch.kv_lens)
+        assert all(each.is_contiguous() for each in contiguous) and batch.block_tables.stride(1) == 1
 
     @staticmethod
     def rope_arguments(rotary: Rotary, kv: Tensor, batch: AttentionBatch, q: Tensor) -> tuple[int | float | None, ...]:

@@ -19,7 +19,6 @@ enum {
     ROW_BLOCK = 96,                     /* rows whose activations stay in L2 while the panels pass */
     QUANTIZED_ROW_BLOCK = 192,          /* likewise in 8 bits: more, since each block of rows unpacks the panels again */
     STREAM_AHEAD = 4096,                /* bytes between a single row's reads and its prefetches */
-    PACKED_AHEAD = 8192,                /* likewise of packed weights */
     MAX_SPANS = 64,
     PAIR_ROWS = 3, /* up to so many rows run over two panels at once */
 };
@@ -177,7 +176,7 @@ INLINE void quantized_rows(int kind, const linear_job *job, const char *panel, c
         quantized_row x[QUANTIZED_ROWS];
         for (long i = 0; i < row1 - row0; i++) x[i] = row_at(job->quantized_x, k_end, row0 + i);
         switch (row1 - row0) {
-#define CASE(n) case n: few_rows_quantized(kind, n, panel, x, k_end, PACKED_AHEAD, bias, out, out_stride); return;
+#define CASE(n) case n: few_rows_quantized(kind, n, panel, x, k_end, bias, out, out_stride); return;
             CASE(1) CASE(2)
 #if defined(__AVX512F__) || defined(__aarch64__)
             CASE(3)

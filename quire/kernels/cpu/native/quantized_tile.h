@@ -124,17 +124,20 @@ INLINE void store_with_bias(float *to, vf sum, const float *bias) {
 }
 
 /* `rows` (a constant) over one panel, straight from its packed blocks: nearly all of the work is reading and unpacking them,
- * once for all rows. */
-INLINE void few_rows_quantized(int kind, int rows, const char *block, const quantized_row *x, long k, long ahead,
-                               const float *bias, float *out, long out_stride) {
-    const int groups = kind_sub(kind) / GROUP;
+ * once for all rows. What lies ahead is called into L2, a share with each run, since a burst out of memory would fill all
+ * buffers. One or two rows of large blocks wait for memory alone: there the next block is called on into L1, in a burst. */
+INLINE void few_rows_quantized(int kind, int rows, const char *block, const quantized_row *x, long k, const float *bias, float *out,
+                               long out_stride) {
+    const int groups = kind_sub(kind) / GROUP, calls_into_l1 = rows <= 2 && kind_block(kind) == 256;
+    const long ahead = calls_into_l1 ? 4 * block_bytes(kind) : 8192;
     vf acc[QUANTIZED_ROWS][NV];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < NV; j++) acc[r][j] = (vf){0};
     for (long at = 0; at < k; at += kind_block(kind), block += block_bytes(kind)) {
+        for (long line = 0; line < block_bytes(kind) && calls_into_l1; line += 64) __builtin_prefetch(block + block_bytes(kind) + line);
         for (long run = 0; run < kind_block(kind) / RUN; run++) {
-            const long share = block_bytes(kind) / (kind_block(kind) / RUN); /* a burst would fill all buffers */
+            const long share = block_bytes(kind) / (kind_block(kind) / RUN);
             for (long line = 0; line < share; line += 64) __builtin_prefetch(block + ahead + run * share + line, 0, 2);
             const uint32_t *codes = block_codes(kind, block, run);
 #pragma GCC unroll 2
