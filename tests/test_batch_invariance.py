@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16 KV": {"dtype": "float32", "kv_cache_dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
 }
+BLOOM = {"architectures": ["BloomForCausalLM"], "n_layer": 2, "n_head": 4, "layer_norm_epsilon": 1e-5}
 
 
 def make(model: Path, **settings: Any) -> LLM:
@@ -169,6 +170,7 @@ def test_the_variable_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "a KV cache in the activations' dtype"),
         ({"dtype": "bfloat16", "quantization": "fp8"}, "not quantized"),
         ({"dtype": "bfloat16"}, "compute capability 9.0"),
+        ({"dtype": "bfloat16", "hf_overrides": BLOOM}, "ALiBi"),
     ],
     ids=str,
 )

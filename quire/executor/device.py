@@ -49,8 +49,6 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
     device = _device(config.device)
     dtype = activation_dtype(config, spec, device.type)
     kv_dtype = _kv_dtype(config, dtype, device)
-    if device.type == "cuda" and spec.cpu_only is not None:
-        raise ConfigError(f"{spec.architecture}: {spec.cpu_only} is served on a CPU only: use device='cpu'")
     if spec.is_encoder and device.type == "cuda":  # its operations are torch's own, in half precision
         if config.batch_invariant:
             raise ConfigError(
@@ -203,6 +201,7 @@ def _check_invariant(
         "weights that are not quantized": weight_quantization(config, spec, "cuda"),
         "a KV cache in the activations' dtype": kv_dtype != _TORCH_DTYPES[dtype],
         "a model without experts": spec.experts is not None,
+        "a model without attention biases (ALiBi) and sinks": spec.alibi_slopes is not None or spec.sinks,
         "a GPU of compute capability 9.0 (Hopper)": capability != (9, 0),
     }
     for needed, is_missing in obstacles.items():

@@ -288,13 +288,13 @@ def _experts_values(spec: ModelSpec) -> int:
 
 
 def num_norm_values(spec: ModelSpec) -> int:
-    """Numbers in the norms, and in sinks, which stay in float32."""
+    """Numbers in the norms, and in sinks and slopes, which stay in float32."""
     layer = (1 if spec.shared_norm else 2) * spec.hidden_size * spec.entry_norms + 2 * spec.head_dim * spec.qk_norm
     layer += 2 * spec.hidden_size * spec.sandwich_norms
     layer += (spec.num_heads + spec.num_kv_heads) * spec.head_dim * spec.wide_qk_norm
     ends = spec.hidden_size * (1 + spec.embedding_norm)
-    sinks = spec.num_layers * spec.num_heads * spec.sinks
-    return (ends + spec.num_layers * layer) * (2 if spec.layer_norms else 1) + sinks
+    by_head = spec.num_heads * (spec.num_layers * spec.sinks + (spec.alibi_slopes is not None))
+    return (ends + spec.num_layers * layer) * (2 if spec.layer_norms else 1) + by_head
 
 
 def rotary_table_bytes(spec: ModelSpec, max_position: int) -> int:
@@ -316,15 +316,15 @@ def _bytes_beside_fp8(spec: ModelSpec) -> int:
     for layer in spec.layers:
         total += spec.qkv_bias * qkv_rows + spec.output_bias * hidden
         total += attention if layer.wide_attention else 4 * (qkv_rows + hidden)
-        mlps = [spec.intermediate_size]
+        mlps, has_bias = [spec.intermediate_size], spec.mlp_bias
         if layer.has_experts and experts is not None:
             mlps, shared = [experts.intermediate_size] * experts.num_experts, experts.shared_intermediate_size
-            total += hidden * experts.num_experts + (0 if shared is None else hidden)
+            has_bias |= experts.has_bias
+            total += (hidden + experts.has_bias) * experts.num_experts + (0 if shared is None else hidden)
             mlps += [] if shared is None else [shared]
         for inner in mlps:
             rows = (2 if spec.gated_mlp else 1) * inner + hidden
-            bias = spec.mlp_bias * rows
-            total += _mlp_values(spec, inner) if layer.wide_mlp else 4 * rows + bias
+            total += _mlp_values(spec, inner, has_bias) if layer.wide_mlp else 4 * rows + has_bias * rows
     return total
 
 

@@ -140,8 +140,9 @@ class AttentionSpec:
     scale: float
     window: int | None = None  # a token sees itself and the window - 1 before it
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
-    slopes: tuple[float, ...] | None = None  # by head: logits fall by so much a token of distance (ALiBi)
-    # [num_heads] float32: a logit of each head that no key has, which takes a share of the softmax (gpt-oss)
+    # [num_heads] float32: a head's logits fall by so much a token of distance (ALiBi)
+    slopes: Tensor | None = field(default=None, compare=False)
+    # likewise: a logit of each head that no key has, which takes a share of the softmax (gpt-oss)
     sinks: Tensor | None = field(default=None, compare=False)
     k_scale: float = 1.0  # an 8-bit cache holds k / k_scale and v / v_scale; 1 where the cache is as wide as k and v
     v_scale: float = 1.0

@@ -86,6 +86,12 @@ class Decoder:
             is_tied = spec.tie_embeddings and self._embedding is not None
             self._head = self._embedding if is_tied else self._new_matrix(words, spec.hidden_size, is_sensitive=True)
             self._final_norm = self._new_norm(spec.hidden_size)
+        self._slopes = None
+        if spec.alibi_slopes is not None:
+            slopes = spec.alibi_slopes[self.share.heads.slice]
+            self._slopes = torch.empty(len(slopes), device=self._device, dtype=self._norm_dtype)
+            self._slopes.copy_(torch.tensor(slopes))
+            self._norms.append(self._slopes)
         first = self.share.layers.start
         self._layers = [self._new_layer(first + index, group) for index, group in enumerate(self.layout.groups)]
         # All layers but the last, without adapters, where the backend has them in one call.
@@ -277,7 +283,7 @@ class Decoder:
                 window=kind.window,
                 softcap=spec.attention_softcap,
                 leaves_wide=kind.wide_attention,
-                slopes=None if spec.alibi_slopes is None else spec.alibi_slopes[share.heads.slice],
+                slopes=self._slopes,
                 sinks=sinks,
             ),
             group,

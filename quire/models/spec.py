@@ -143,16 +143,6 @@ class ModelSpec:
     extras: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def cpu_only(self) -> str | None:
-        """What of it no GPU kernel has yet; None if all is there."""
-        features = {
-            "ALiBi": self.alibi_slopes is not None,
-            "a softmax with sinks": self.sinks,
-            "a mixture of experts with biases": self.experts is not None and self.experts.has_bias,
-        }
-        return next((name for name, is_there in features.items() if is_there), None)
-
-    @property
     def pooling_labels(self) -> tuple[str, ...] | None:
         """The classes of a model that pools, none where it embeds; None: it generates."""
         return None if self.pooler is None else self.pooler.labels

@@ -117,20 +117,21 @@ class SafetensorsCheckpoint(Checkpoint):
             try:
                 with safe_open(file, framework="pt", device="cpu") as opened:
                     for entry in sorted(in_file, key=lambda entry: entry.offset):  # the disk's own order
-                        part, name = slots[entry.name].part, entry.stored_name
+                        slot, name = slots[entry.name], entry.stored_name
                         tensor: Any
                         if is_mxfp4(entry):
-                            tensor = exponents.rows_of(entry, opened.get_tensor(name))
+                            read = exponents.rows_of if slot.keeps_quantized else exponents.values_of
+                            tensor = read(entry, opened.get_tensor(name))
                         elif entry.dtype == INTEGERS:
                             assert self._integers is not None
                             tensor = _viewed(entry, self._integers.rows_of(entry))
                         elif entry.dtype == _FP8:
                             tensor = _viewed(entry, scales.rows_of(entry, opened.get_tensor(name)))
-                        elif entry.view is None and part is not None:
+                        elif entry.view is None and slot.part is not None:
                             tensor = opened.get_slice(name)  # of which only the part is read
                         else:
                             tensor = entry.of(opened.get_tensor(name))
-                        slots[entry.name].load(tensor if part is None else tensor[part])
+                        slot.load(tensor if slot.part is None else tensor[slot.part])
                         yield entry
             except SafetensorError as error:  # the library refuses what our reading of the header let pass
                 raise WeightsError(f"{file}: the library cannot read it ({error}): fetch it again") from error

@@ -78,8 +78,8 @@ def test_a_dry_run_without_torch_shows_the_kernels_that_one_with_torch_does(tmp_
     specs["experts"] = replace(experts, experts=replace(experts.experts, num_experts=16))
     integers = IntegerFormat(layout="gptq", bits=4, group=32, has_zeros=True)
     specs["packed"] = replace(specs["wide llama"], integers=integers, hidden_size=128, intermediate_size=128)
-    for name in ("gpt2", "olmo2"):
-        specs[name], _ = saved(tiny_model(FAMILIES[name]), tmp_path / name)
+    for name in ("gpt2", "mpt", "olmo2", "gpt-oss"):
+        specs[name], _ = saved(tiny_model((FAMILIES | EXPERTS)[name]), tmp_path / name)
     specs |= {name: harness.spec_of(harness.tiny_model(name)) for name in MODELS}
     given = pickle.dumps(specs)
     real = run(tmp_path, given, without_torch=False)

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from quire.errors import UnsupportedModelError
+from quire.executor.sizing import weight_bytes
 from quire.kernels.cpu import CpuOps, unavailable_reason
 from quire.kernels.reference import ReferenceOps
+from quire.kernels.triton import TritonOps
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
 from quire.models.tensors import checkpoint_tensors
@@ -42,6 +44,14 @@ def test_checkpoint_tensors_are_the_decoders_slots(name, tmp_path):
     slots = {name: slot.shape for name, slot in decoder.weight_slots().items()}
     assert checkpoint_tensors(spec) == slots
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == slots
+
+
+@pytest.mark.parametrize(("quantization", "name"), [(None, "bfloat16"), ("fp8", "fp8")])
+def test_the_planner_knows_the_bytes_of_biases_and_sinks(quantization, name, tmp_path):
+    spec, _ = saved(tiny_model(EXPERTS["gpt-oss"]), tmp_path)
+    ops = TritonOps("cpu", torch.bfloat16, quantization=quantization)
+    decoder = Decoder(spec, ops, device="cpu", dtype=torch.bfloat16, max_position=64)
+    assert decoder.weight_bytes == weight_bytes(spec, name, 64)
 
 
 def test_a_dense_model_made_into_equal_experts_stays_itself():
@@ -89,11 +99,9 @@ def test_a_token_does_not_depend_on_its_batch(tmp_path):
         assert torch.equal(together[1], alone[0])
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe-dense-layer", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["qwen2-moe-dense-layer", "qwen3-moe", "gpt-oss"])
 def test_triton_kernels_give_the_logits_of_transformers(name, tmp_path):
     """Interpreted where there is no GPU."""
-    from quire.kernels.triton import TritonOps
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny_model(EXPERTS[name])
     spec, tensors = saved(model, tmp_path)
@@ -125,7 +133,8 @@ def test_a_wrong_config_is_refused_by_its_key(change, complaint):
 
 @pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 def test_experts_in_mxfp4_stay_packed_and_exact(tmp_path):
-    """A checkpoint as gpt-oss is published: blocks of 32 numbers, two in a byte, and exponents beside them."""
+    """As gpt-oss is published: blocks of 32 numbers, two in a byte, and exponents beside them. On a GPU they are
+    unpacked to the same numbers."""
     from safetensors.torch import load_file, save_file
 
     saved(tiny_model(EXPERTS["gpt-oss"]), tmp_path)
@@ -146,6 +155,11 @@ def test_experts_in_mxfp4_stay_packed_and_exact(tmp_path):
     decoder = Decoder(spec, CpuOps(num_threads=1), device="cpu", dtype=torch.float32, max_position=64)
     checkpoint.load_into(decoder.weight_slots(), decoder.is_ignored_weight)
     experts = decoder._layers[1].mlp.experts
+    ops = TritonOps("cpu", torch.bfloat16)  # which has 16 bits for each of their numbers
+    dense = Decoder(spec, ops, device="cpu", dtype=torch.bfloat16, max_position=64)
+    checkpoint.load_into(dense.weight_slots(), dense.is_ignored_weight)
+    for kept, other in zip(experts.downs, dense._layers[1].mlp.experts.downs, strict=True):
+        assert torch.equal(kept.embed(torch.arange(kept.out_features)), other.weight.float())
     for number, (gate_up, down) in enumerate(zip(experts.gate_ups, experts.downs, strict=True)):
         assert set(gate_up.kinds) == set(down.kinds) == {"Q5_0"}
         both = wide["model.layers.1.mlp.experts.gate_up_proj"][number]

@@ -6,9 +6,7 @@ import models_harness as harness
 import pytest
 import torch
 
-from quire.config import EngineConfig
 from quire.errors import ConfigError, UnsupportedModelError, WeightsError
-from quire.executor.device import choose_backend
 from quire.executor.sizing import weight_bytes
 from quire.kernels.reference import ReferenceOps
 from quire.layers.rotary import pairs_order
@@ -45,14 +43,6 @@ def test_checkpoint_and_sizes_are_the_decoders(name, tmp_path):
     assert checkpoint_tensors(spec) == {name: slot.shape for name, slot in slots.items()}
     open_checkpoint(tmp_path).load_into(slots, decoder.is_ignored_weight)
     assert decoder.weight_bytes == weight_bytes(spec, "float32", 64)
-
-
-@pytest.mark.parametrize(("entry", "feature"), [(FAMILIES["mpt"], "ALiBi"), (EXPERTS["gpt-oss"], "a softmax with")])
-def test_a_gpu_refuses_what_it_has_no_kernel_for(entry, feature, monkeypatch, tmp_path):
-    spec, _ = saved(tiny_model(entry), tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match=f"{spec.architecture}: {feature}.* is served on a CPU only"):
-        choose_backend(EngineConfig(device="cuda"), spec)
 
 
 def test_ranks_cannot_divide_a_norm_over_all_heads(tmp_path):

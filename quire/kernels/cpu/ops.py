@@ -205,8 +205,8 @@ class CpuOps(ComposedOps):
 
     def native_spec(self, spec: AttentionSpec, kv: Tensor) -> int:
         """The address of what does not change from step to step, made once for each kind of layer and cache."""
-        sinks = None if spec.sinks is None else spec.sinks.data_ptr()
-        key = (spec, sinks, kv.dtype, kv.stride())
+        of_heads = tuple(None if each is None else each.data_ptr() for each in (spec.slopes, spec.sinks))
+        key = (spec, of_heads, kv.dtype, kv.stride())
         native = self._specs.get(key)
         if native is None:
             native = self._specs[key] = _make_native_spec(spec, kv)
@@ -223,7 +223,6 @@ def _make_native_spec(spec: AttentionSpec, kv: Tensor) -> _NativeSpec:
     assert spec.k_scale == spec.v_scale == 1.0, "scales are for 8-bit caches"
     if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
         raise ConfigError(f"more than {_MAX_GROUP} query heads a KV head")
-    slopes = None if spec.slopes is None else (ctypes.c_float * spec.num_heads)(*spec.slopes)
     native = _NativeSpec(
         spec.num_heads,
         spec.num_kv_heads,
@@ -234,8 +233,8 @@ def _make_native_spec(spec: AttentionSpec, kv: Tensor) -> _NativeSpec:
         spec.window or 0,
         spec.scale,
         spec.softcap or 0.0,
-        None if slopes is None else ctypes.addressof(slopes),
+        None if spec.slopes is None else spec.slopes.data_ptr(),
         None if spec.sinks is None else spec.sinks.data_ptr(),
     )
-    native.held = (slopes, spec.sinks)
+    native.held = (spec.slopes, spec.sinks)
     return native

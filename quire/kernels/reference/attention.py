@@ -86,7 +86,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, distances: Tensor,
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     by_head = (spec.num_kv_heads, group, 1, 1)
     if spec.slopes is not None:
-        scores = scores + torch.tensor(spec.slopes, dtype=q.dtype, device=q.device).view(by_head) * distances
+        scores = scores + spec.slopes.to(q.dtype).view(by_head) * distances
     scores = scores.masked_fill(~visible, float("-inf"))
     if spec.sinks is None:
         probabilities = torch.softmax(scores, dim=-1)

@@ -19,7 +19,7 @@ from quire.kernels.triton.configs import (
     prefill_config,
     prefix_config,
 )
-from quire.kernels.triton.decode import AttentionScratch, decode_attention
+from quire.kernels.triton.decode import AttentionScratch, can_share, decode_attention
 from quire.kernels.triton.prefill import prefill_attention
 from quire.kernels.triton.prefix import prefix_attention
 from quire.kernels.triton.widening import widen_prompts
@@ -44,7 +44,7 @@ def attention(
     num_seqs = batch.kv_lens.shape[0]
     if batch.num_decodes:
         found = None
-        if batch.shared is not None and spec.window is None:
+        if batch.shared is not None and can_share(spec):
             found = prefix_attention(
                 q, kv, batch.block_tables, batch.shared, spec,
                 prefix or prefix_config(spec.head_dim, group, kv.element_size()), num_seqs=batch.num_decodes,
@@ -105,9 +105,15 @@ def widens_prompts(q: Tensor, kv: Tensor, batch: AttentionBatch, spec: Attention
     )
 
 
-@cache
 def hopper_serves(spec: AttentionSpec, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
-    """Whether prefill_hopper takes the prompts of such a layer. Asked once: neither layer nor device changes."""
+    """Whether prefill_hopper takes the prompts of such a layer."""
+    # Specs are compared without these two.
+    return spec.slopes is None and spec.sinks is None and _hopper_serves(spec, block_size, dtype, kv_dtype)
+
+
+@cache
+def _hopper_serves(spec: AttentionSpec, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+    """Asked once: neither layer nor device changes."""
     return (
         HAS_GLUON
         and not INTERPRETED

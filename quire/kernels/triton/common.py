@@ -97,6 +97,21 @@ def scaled_scores(s, qk_scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def add_sink(acc, top, weight_sum, sinks_ptr, head, exists):
+    """One more logit of each head in a softmax's state, with a value of zeros."""
+    sink = tl.load(sinks_ptr + head, mask=exists, other=0.0) * 1.4426950408889634
+    new_top = tl.maximum(top, sink)
+    rescale = tl.exp2(top - new_top)
+    return acc * rescale[:, None], new_top, weight_sum * rescale + tl.exp2(sink - new_top)
+
+
+@triton.jit
+def load_slopes(slopes_ptr, head, exists):
+    """What heads' scores, in units of log 2, fall by with each token of distance."""
+    return tl.load(slopes_ptr + head, mask=exists, other=0.0) * 1.4426950408889634
+
+
+@triton.jit
 def tile_blocks(table_ptr, first, kv_len, TILE_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Block ids of the tile of keys from `first` on: one for each token, or a single one where a block spans the tile.
 

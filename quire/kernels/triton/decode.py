@@ -25,7 +25,9 @@ from torch import Tensor
 from quire.kernels.interface import AttentionSpec
 from quire.kernels.triton.common import (
     LOG2E,
+    add_sink,
     compute_dtype,
+    load_slopes,
     next_power_of_2,
     padded_seqs,
     scaled_scores,
@@ -135,7 +137,7 @@ def _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_pieces, kv_head, out_r
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "wanted_items"])
 def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, tables_ptr, kv_lens_ptr, prefix,
-                  num_seqs, table_stride, wanted_items, qk_scale, softcap, v_scale,
+                  slopes_ptr, sinks_ptr, num_seqs, table_stride, wanted_items, qk_scale, softcap, v_scale,
                   KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_LOW: tl.constexpr, GROUP_PAD: tl.constexpr,
                   HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr,
                   WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SEQS_PAD: tl.constexpr,
@@ -171,6 +173,9 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
     head_mask = (heads < GROUP)[:, None] & in_head
     q = tl.load(q_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=head_mask, other=0.0).to(COMPUTE)
 
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = load_slopes(slopes_ptr, kv_head * GROUP + heads, heads < GROUP)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     weight_sum = tl.zeros([GROUP_PAD], tl.float32)
@@ -204,6 +209,8 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
             k = tl.load(kv_ptr + offsets, mask=seen[:, None] & in_head, other=0.0).to(COMPUTE)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
         s = scaled_scores(s, qk_scale, softcap, SOFTCAP)
+        if slopes is not None:
+            s += slopes[:, None] * (first + steps - kv_len + 1)[None, :]
         s = tl.where(seen[None, :], s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, axis=1))
         p = tl.exp2(s - new_top[:, None])
@@ -221,6 +228,9 @@ def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, ta
         top = new_top
     if PAIRED:
         acc = tl.reshape(tl.join(acc_low, acc_high), [GROUP_PAD, DIM_PAD])
+    if sinks_ptr is not None:  # noqa: SIM102 - decided when the kernel is compiled
+        if piece == 0:  # once for all pieces
+            acc, top, weight_sum = add_sink(acc, top, weight_sum, sinks_ptr, kv_head * GROUP + heads, heads < GROUP)
     # Each tile of a piece holds a visible token, so weight_sum is 0 only where there was no tile at all.
     acc = acc * (v_scale / tl.where(weight_sum > 0.0, weight_sum, 1.0))[:, None]
 
@@ -272,7 +282,7 @@ def decode_attention(
     group_low = next_power_of_2(group)
     group_pad = max(16, group_low)
     assert group_pad <= 128, f"{group} query heads share a KV head: a decode tile holds 128"
-    assert prefix is None or spec.window is None
+    assert prefix is None or can_share(spec)
     dim_pad = padded_head_dim(spec.head_dim)
     visible = max_kv_len if spec.window is None else min(max_kv_len, spec.window + config.tile_tokens)
     max_tiles = -(-visible // config.tile_tokens)
@@ -286,7 +296,7 @@ def decode_attention(
     lse = torch.empty(entries, dtype=torch.float32, device=q.device)
     assert scratch.arrivals.numel() >= num_seqs * spec.num_kv_heads
     decode_kernel[(spec.num_kv_heads, max_items)](
-        q, kv, out, partial, lse, scratch.arrivals, block_tables, kv_lens, prefix,
+        q, kv, out, partial, lse, scratch.arrivals, block_tables, kv_lens, prefix, spec.slopes, spec.sinks,
         num_seqs, block_tables.stride(0), wanted_items, qk_scale(spec), spec.softcap or 0.0, spec.v_scale,
         KV_HEADS=spec.num_kv_heads, GROUP=group, GROUP_LOW=group_low, GROUP_PAD=group_pad, HEAD_DIM=spec.head_dim,
         DIM_PAD=dim_pad, BLOCK_SIZE=kv.shape[3], TILE_TOKENS=config.tile_tokens, WINDOW=spec.window or 0,
@@ -294,6 +304,12 @@ def decode_attention(
         MIN_TILES=config.min_tiles_per_split, PREFIX_ROWS=0 if prefix is None else prefix.lse.shape[2],
         STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
+
+
+def can_share(spec: AttentionSpec) -> bool:
+    """Whether prefix.py takes what decodes share. A window moves away from a prefix, and slopes make a prefix's scores
+    differ with the sequences' lengths."""
+    return spec.window is None and spec.slopes is None
 
 
 def qk_scale(spec: AttentionSpec) -> float:

@@ -6,6 +6,8 @@ bytes are read, which is what most steps' time goes to.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,9 @@ class _ExpertMatrix(TritonLinear):
 
     __slots__ = ()
 
-    def __init__(self, ops: TritonOps, weight: Tensor) -> None:
+    def __init__(self, ops: TritonOps, weight: Tensor, bias: Tensor | None) -> None:
         ComposedLinear.__init__(self, ops, weight.shape[0], weight.shape[1])
-        self.weight, self.bias, self._scratch = weight, None, ops.skinny_scratch
+        self.weight, self.bias, self._scratch = weight, bias, ops.skinny_scratch
 
 
 class _Fp8ExpertMatrix(Fp8Linear):
@@ -34,9 +36,37 @@ class _Fp8ExpertMatrix(Fp8Linear):
 
     __slots__ = ()
 
-    def __init__(self, ops: TritonOps, weight: Tensor, scales: Tensor) -> None:
+    def __init__(self, ops: TritonOps, weight: Tensor, bias: Tensor | None, scales: Tensor) -> None:
         ComposedLinear.__init__(self, ops, weight.shape[0], weight.shape[1])
-        self.weight, self.scales, self.bias, self._scratch = weight, scales, None, ops.skinny_scratch
+        self.weight, self.scales, self.bias, self._scratch = weight, scales, bias, ops.skinny_scratch
+
+
+@dataclass(slots=True, frozen=True)
+class _Stacked:
+    """One matrix of every expert."""
+
+    weight: Tensor  # [experts, rows, columns]
+    scales: Tensor | None  # [experts, rows] float32: of one in 8-bit floats
+    bias: Tensor | None  # [experts, rows]
+
+    @staticmethod
+    def empty(ops: TritonOps, experts: int, rows: int, columns: int, *, is_fp8: bool, has_bias: bool) -> _Stacked:
+        dtype = torch.float8_e4m3fn if is_fp8 else ops.dtype
+        return _Stacked(
+            torch.empty((experts, rows, columns), dtype=dtype, device=ops.device),
+            torch.empty((experts, rows), dtype=torch.float32, device=ops.device) if is_fp8 else None,
+            torch.empty((experts, rows), dtype=ops.dtype, device=ops.device) if has_bias else None,
+        )
+
+    def matrices(self, ops: TritonOps) -> list[TritonLinear]:
+        made: list[TritonLinear] = []
+        for index, weight in enumerate(self.weight):
+            bias = None if self.bias is None else self.bias[index]
+            if self.scales is None:
+                made.append(_ExpertMatrix(ops, weight, bias))
+            else:
+                made.append(_Fp8ExpertMatrix(ops, weight, bias, self.scales[index]))
+        return made
 
 
 def _rows_of(x: Normed) -> Tensor:
@@ -56,38 +86,25 @@ class TritonExperts(ComposedExperts):
         normalizes: bool,
         activation: str,
         is_fp8: bool = False,
+        bias: bool = False,
     ) -> None:
-        gate_up, down = (
-            torch.empty(
-                (num_experts, rows, columns), dtype=torch.float8_e4m3fn if is_fp8 else ops.dtype, device=ops.device
-            )
+        self._gate_up, self._down = (
+            _Stacked.empty(ops, num_experts, rows, columns, is_fp8=is_fp8, has_bias=bias)
             for rows, columns in ((2 * inner, hidden), (hidden, inner))
         )
-        self._gate_up, self._down = gate_up, down
-        self._gate_up_scales = self._down_scales = None
-        if is_fp8:
-            self._gate_up_scales, self._down_scales = (
-                torch.empty((num_experts, rows), dtype=torch.float32, device=ops.device) for rows in (2 * inner, hidden)
-            )
         self._scratch = ops.routing_scratch(num_experts)
-        router = ops.new_linear(num_experts, hidden, is_sensitive=True)
+        router = ops.new_linear(num_experts, hidden, bias=bias, is_sensitive=True)
         assert isinstance(router, TritonLinear)
         self._router = router
         super().__init__(
             ops,
             self._router,
-            self._matrices(ops, gate_up, self._gate_up_scales),
-            self._matrices(ops, down, self._down_scales),
+            self._gate_up.matrices(ops),
+            self._down.matrices(ops),
             top_k=top_k,
             normalizes=normalizes,
             activation=activation,
         )
-
-    @staticmethod
-    def _matrices(ops: TritonOps, weights: Tensor, scales: Tensor | None) -> list[TritonLinear]:
-        if scales is None:
-            return [_ExpertMatrix(ops, weight) for weight in weights]
-        return [_Fp8ExpertMatrix(ops, *each) for each in zip(weights, scales, strict=True)]
 
     def multiply(self, x: Normed, shared: SharedExpert | None = None) -> Tensor:
         plain = _rows_of(x)
@@ -112,12 +129,12 @@ class TritonExperts(ComposedExperts):
         self, x: Normed, shared: SharedExpert | None, residual: Tensor | None, norm: Norm | None, out: Tensor | None
     ) -> None:
         plain = _rows_of(x)
-        num_experts, hidden, inner = self._down.shape
+        num_experts, hidden, inner = self._down.weight.shape
         picks = plain.shape[0] * self.top_k
         if not picks:
             return
         gate_up_config, down_config = (
-            experts_config(picks, num_experts, n, k, self._down.element_size(), is_gated=is_gated)
+            experts_config(picks, num_experts, n, k, self._down.weight.element_size(), is_gated=is_gated)
             for n, k, is_gated in ((inner, hidden, True), (hidden, inner, False))
         )
         is_grouped = isinstance(gate_up_config, GroupedConfig)
@@ -126,6 +143,7 @@ class TritonExperts(ComposedExperts):
             x if isinstance(x, Unscaled) else plain,
             self._router.weight,
             self._scratch,
+            bias=self._router.bias,
             top_k=self.top_k,
             normalizes=self.normalizes,
             is_grouped=is_grouped,
@@ -134,8 +152,8 @@ class TritonExperts(ComposedExperts):
             torch.empty((picks, width), dtype=plain.dtype, device=plain.device) for width in (inner, hidden)
         )
         router.launch()
-        self._multiply(plain, self._gate_up, self._gate_up_scales, inside, router, gate_up_config, self.activation)
-        self._multiply(inside, self._down, self._down_scales, parts, router, down_config, None)
+        self._multiply(plain, self._gate_up, inside, router, gate_up_config, self.activation)
+        self._multiply(inside, self._down, parts, router, down_config, None)
         combine(
             parts,
             self._scratch.counts if is_grouped else None,
@@ -150,14 +168,13 @@ class TritonExperts(ComposedExperts):
     def _multiply(
         self,
         x: Tensor,
-        weight: Tensor,
-        scales: Tensor | None,
+        matrices: _Stacked,
         out: Tensor,
         router: Router,
         config: GroupedConfig | PickedConfig,
         activation: str | None,
     ) -> None:
         multiply_picks(
-            x, weight, out, router.routing, self._scratch.counts, config, top_k=self.top_k, activation=activation,
-            weight_scales=scales,
+            x, matrices.weight, out, router.routing, self._scratch.counts, config, top_k=self.top_k,
+            activation=activation, weight_scales=matrices.scales, bias=matrices.bias,
         )  # fmt: skip

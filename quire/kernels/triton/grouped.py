@@ -19,28 +19,37 @@ from quire.kernels.triton.common import next_power_of_2, widened
 from quire.kernels.triton.configs import GroupedConfig, PickedConfig
 from quire.kernels.triton.routing import Routing
 
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_silu": 2}
+
 
 @triton.jit
-def _gated(gate, up, SILU: tl.constexpr):
-    if SILU:
+def _gated(gate, up, ACTIVATION: tl.constexpr):
+    """ACTIVATION: one of _ACTIVATIONS."""
+    if ACTIVATION == 0:
         gate = gate * tl.sigmoid(gate)
-    else:
+    elif ACTIVATION == 1:
         # 0.5 * (1 + tanh(u)) is sigmoid(2 * u), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
         gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        gate = tl.minimum(gate, 7.0)
+        gate = gate * tl.sigmoid(1.702 * gate)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
     return gate * up
 
 
 @triton.jit
-def _row_scales(w_scales_ptr, expert, rows, first, N: tl.constexpr, GATED: tl.constexpr):
-    """Of rows `first + rows` of an expert's matrix in 8-bit floats, which has N rows, or GATED twice as many."""
+def _of_rows(pointer, expert, rows, first, N: tl.constexpr, GATED: tl.constexpr):
+    """What rows `first + rows` of an expert's matrix have one number each of: scales in 8-bit floats, or biases. The
+    matrix has N rows, or GATED twice as many."""
     NUM_ROWS: tl.constexpr = 2 * N if GATED else N
-    return tl.load(w_scales_ptr + expert * NUM_ROWS + first + rows, mask=rows < N, other=0.0)
+    return tl.load(pointer + expert * NUM_ROWS + first + rows, mask=rows < N, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def picked_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, factors_ptr, weights_ptr, chosen_ptr, N: tl.constexpr,
-                  K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr,
-                  TILE_N: tl.constexpr, TILE_K: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+def picked_kernel(x_ptr, w_ptr, w_scales_ptr, bias_ptr, out_ptr, factors_ptr, weights_ptr, chosen_ptr,
+                  N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
+                  ACTIVATION: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+                  UNROLL: tl.constexpr):  # fmt: skip
     """One pick with TILE_N rows of its expert's matrix; GATED: with those of gate and those of up."""
     pick = tl.program_id(1)
     rows = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
@@ -67,17 +76,22 @@ def picked_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, factors_ptr, weights_ptr,
             )
     sums = tl.sum(acc, axis=1)
     if w_scales_ptr is not None:
-        sums *= _row_scales(w_scales_ptr, expert, rows, 0, N, GATED)
+        sums *= _of_rows(w_scales_ptr, expert, rows, 0, N, GATED)
     if GATED:
         up_sums = tl.sum(up, axis=1)
         if w_scales_ptr is not None:
-            up_sums *= _row_scales(w_scales_ptr, expert, rows, N, N, GATED)
+            up_sums *= _of_rows(w_scales_ptr, expert, rows, N, N, GATED)
         if factors_ptr is not None:
             factor = tl.load(factors_ptr + row)
             sums *= factor
             up_sums *= factor
-        sums = _gated(sums, up_sums, SILU)
+        if bias_ptr is not None:
+            sums += _of_rows(bias_ptr, expert, rows, 0, N, GATED)
+            up_sums += _of_rows(bias_ptr, expert, rows, N, N, GATED)
+        sums = _gated(sums, up_sums, ACTIVATION)
     else:
+        if bias_ptr is not None:
+            sums += _of_rows(bias_ptr, expert, rows, 0, N, GATED)
         sums *= tl.load(weights_ptr + pick).to(tl.float32)
     tl.store(out_ptr + pick.to(tl.int64) * N + rows, sums.to(out_ptr.dtype.element_ty), mask=rows < N)
 
@@ -95,9 +109,9 @@ def _load_tile(w_ptr, rows, k, N: tl.constexpr, K: tl.constexpr, TILE_N: tl.cons
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def grouped_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, factors_ptr, weights_ptr, members_ptr, counts_ptr,
+def grouped_kernel(x_ptr, w_ptr, w_scales_ptr, bias_ptr, out_ptr, factors_ptr, weights_ptr, members_ptr, counts_ptr,
                    num_tokens, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
-                   TOP_K: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, TILE_M: tl.constexpr,
+                   TOP_K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, TILE_M: tl.constexpr,
                    TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """A block of one expert's picks with TILE_N rows of its matrix; GATED: with those of gate and those of up."""
     TILES: tl.constexpr = (N + TILE_N - 1) // TILE_N
@@ -136,16 +150,21 @@ def grouped_kernel(x_ptr, w_ptr, w_scales_ptr, out_ptr, factors_ptr, weights_ptr
                 w = _load_tile(w_ptr + N * K, rows, k, N, K, TILE_N, TILE_K, STREAMS)
                 up = tl.dot(widened(w, x.dtype), x, up, input_precision="ieee")
         if w_scales_ptr is not None:
-            acc *= _row_scales(w_scales_ptr, expert, rows, 0, N, GATED)[:, None]
+            acc *= _of_rows(w_scales_ptr, expert, rows, 0, N, GATED)[:, None]
             if GATED:
-                up *= _row_scales(w_scales_ptr, expert, rows, N, N, GATED)[:, None]
+                up *= _of_rows(w_scales_ptr, expert, rows, N, N, GATED)[:, None]
         if GATED:
             if factors_ptr is not None:
                 factors = tl.load(factors_ptr + sources, mask=exists, other=0.0)[None, :]
                 acc *= factors
                 up *= factors
-            acc = _gated(acc, up, SILU)
+            if bias_ptr is not None:
+                acc += _of_rows(bias_ptr, expert, rows, 0, N, GATED)[:, None]
+                up += _of_rows(bias_ptr, expert, rows, N, N, GATED)[:, None]
+            acc = _gated(acc, up, ACTIVATION)
         else:
+            if bias_ptr is not None:
+                acc += _of_rows(bias_ptr, expert, rows, 0, N, GATED)[:, None]
             acc *= tl.load(weights_ptr + picks, mask=exists, other=0.0).to(tl.float32)[None, :]
         target = out_ptr + picks[None, :].to(tl.int64) * N + rows[:, None]
         tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=exists[None, :] & (rows < N)[:, None])
@@ -194,6 +213,7 @@ def multiply_picks(
     top_k: int,
     activation: str | None,  # of gate and up; None for down, which multiplies by the picks' weights instead
     weight_scales: Tensor | None = None,  # [experts, 2 * n or n] float32: what the matrices' rows are multiplied by
+    bias: Tensor | None = None,  # [experts, 2 * n or n]
 ) -> None:
     (picks, n), k, experts = out.shape, x.shape[1], weight.shape[0]
     tokens = picks // top_k
@@ -202,7 +222,7 @@ def multiply_picks(
         "K": k,
         "TOP_K": top_k,
         "GATED": activation is not None,
-        "SILU": activation == "silu",
+        "ACTIVATION": 0 if activation is None else _ACTIVATIONS[activation],
         "TILE_N": config.tile_n,
         "TILE_K": config.tile_k,
         "num_warps": config.num_warps,
@@ -211,11 +231,11 @@ def multiply_picks(
     tiles = -(-n // config.tile_n)
     if isinstance(config, PickedConfig):
         picked_kernel[(tiles, picks)](
-            x, weight, weight_scales, out, factors, weights, routing.chosen, UNROLL=config.unroll, **constants
+            x, weight, weight_scales, bias, out, factors, weights, routing.chosen, UNROLL=config.unroll, **constants
         )
         return
     grouped_kernel[(tiles * config.max_blocks(picks, tokens, experts),)](
-        x, weight, weight_scales, out, factors, weights, routing.members, counts, tokens, EXPERTS=experts,
+        x, weight, weight_scales, bias, out, factors, weights, routing.members, counts, tokens, EXPERTS=experts,
         EXPERTS_PAD=next_power_of_2(experts), TILE_M=config.tile_m, STAGES=config.num_stages, **constants,
     )  # fmt: skip
 

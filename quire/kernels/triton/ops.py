@@ -140,7 +140,6 @@ class TritonOps(ComposedOps):
     ) -> TritonExperts:
         from quire.kernels.triton.experts import TritonExperts
 
-        assert not bias, "experts with biases are served on a CPU only"
         return TritonExperts(
             self,
             num_experts,
@@ -150,6 +149,7 @@ class TritonOps(ComposedOps):
             normalizes=normalizes,
             activation=activation,
             is_fp8=self.is_fp8 and not is_sensitive,
+            bias=bias,
         )
 
     def routing_scratch(self, num_experts: int) -> RoutingScratch:

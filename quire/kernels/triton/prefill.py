@@ -14,7 +14,9 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionSpec
 from quire.kernels.triton.common import (
+    add_sink,
     compute_dtype,
+    load_slopes,
     padded_seqs,
     scaled_scores,
     store_narrowed,
@@ -29,8 +31,8 @@ from quire.kernels.triton.decode import qk_scale
 def attend(acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, tile_end, kv_len, row_position, kv_head, scale,
            softcap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
            TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
-           MASKED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Online softmax over tiles tile_begin .. tile_end - 1, with or without a mask."""
+           MASKED: tl.constexpr, STAGES: tl.constexpr, slopes=None):  # fmt: skip
+    """Online softmax over tiles tile_begin .. tile_end - 1, with or without a mask. slopes: of each row, or None."""
     dims = tl.arange(0, DIM_PAD)
     steps = tl.arange(0, TILE_TOKENS)
     in_head = (dims < HEAD_DIM)[None, :]
@@ -56,8 +58,11 @@ def attend(acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, tile_end, kv_
         if SOFTCAP:
             s = scaled_scores(s, scale, softcap, SOFTCAP)
             factor = 1.0
+        key = (first + steps)[None, :]
+        if slopes is not None:
+            s = s * factor + slopes[:, None] * (key - row_position[:, None])
+            factor = 1.0
         if MASKED:
-            key = (first + steps)[None, :]
             seen = key <= row_position[:, None]
             if WINDOW > 0:
                 seen = seen & (key > row_position[:, None] - WINDOW)
@@ -101,8 +106,8 @@ def prompt_tile(query_starts_ptr, num_seqs, QUERIES: tl.constexpr, SEQS_PAD: tl.
 
 
 @triton.jit(do_not_specialize=["first_seq", "num_seqs", "table_stride"])
-def prefill_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_ptr, tables_ptr, first_seq, num_seqs,
-                   table_stride, scale, softcap, v_scale,
+def prefill_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_ptr, tables_ptr, slopes_ptr, sinks_ptr,
+                   first_seq, num_seqs, table_stride, scale, softcap, v_scale,
                    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr,
                    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SEQS_PAD: tl.constexpr,
@@ -125,6 +130,10 @@ def prefill_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_ptr, tables
     mask = row_exists[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + offsets, mask=mask, other=0.0).to(COMPUTE)
     table_ptr = tables_ptr + (first_seq + seq).to(tl.int64) * table_stride
+    head = kv_head * GROUP + rows % GROUP
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = load_slopes(slopes_ptr, head, row_exists)
 
     first_position = context_len + first_query
     last_position = tl.minimum(first_position + QUERIES, kv_len) - 1
@@ -143,15 +152,19 @@ def prefill_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_ptr, tables
         acc, top, weight_sum = attend(
             acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, full_begin, kv_len, row_position, kv_head, scale,
             softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, WINDOW, SOFTCAP, COMPUTE, True, STAGES,
+            slopes,
         )  # fmt: skip
     acc, top, weight_sum = attend(
         acc, top, weight_sum, q, kv_ptr, table_ptr, full_begin, full_end, kv_len, row_position, kv_head, scale,
-        softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, 0, SOFTCAP, COMPUTE, False, STAGES,
+        softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, 0, SOFTCAP, COMPUTE, False, STAGES, slopes,
     )  # fmt: skip
     acc, top, weight_sum = attend(
         acc, top, weight_sum, q, kv_ptr, table_ptr, full_end, tile_end, kv_len, row_position, kv_head, scale,
         softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, WINDOW, SOFTCAP, COMPUTE, True, STAGES,
+        slopes,
     )  # fmt: skip
+    if sinks_ptr is not None:
+        acc, top, weight_sum = add_sink(acc, top, weight_sum, sinks_ptr, head, row_exists)
     acc = acc * (v_scale / tl.where(weight_sum > 0.0, weight_sum, 1.0))[:, None]
     store_narrowed(out_ptr + offsets, acc, mask)
 
@@ -175,8 +188,8 @@ def prefill_attention(
     assert group <= config.tile_rows, f"{group} query heads share a KV head, but a tile has {config.tile_rows} rows"
     max_items = num_tokens // (config.tile_rows // group) + num_seqs
     prefill_kernel[(spec.num_kv_heads, max_items)](
-        q, kv, out, query_starts, kv_lens, block_tables, first_seq, num_seqs, block_tables.stride(0),
-        qk_scale(spec), spec.softcap or 0.0, spec.v_scale,
+        q, kv, out, query_starts, kv_lens, block_tables, spec.slopes, spec.sinks, first_seq, num_seqs,
+        block_tables.stride(0), qk_scale(spec), spec.softcap or 0.0, spec.v_scale,
         KV_HEADS=spec.num_kv_heads, GROUP=group, HEAD_DIM=spec.head_dim, DIM_PAD=padded_head_dim(spec.head_dim),
         BLOCK_SIZE=kv.shape[3], TILE_ROWS=config.tile_rows, TILE_TOKENS=config.tile_tokens, WINDOW=spec.window or 0,
         SOFTCAP=spec.softcap is not None, COMPUTE=compute_dtype(q.dtype, kv.dtype), SEQS_PAD=padded_seqs(num_seqs),

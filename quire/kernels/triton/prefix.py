@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels.interface import PREFIX_ALIGN, AttentionSpec, SharedPrefixes
 from quire.kernels.triton.common import compute_dtype, next_power_of_2
 from quire.kernels.triton.configs import NUM_SMS, PrefixConfig, padded_head_dim
-from quire.kernels.triton.decode import PrefixResults, qk_scale
+from quire.kernels.triton.decode import PrefixResults, can_share, qk_scale
 from quire.kernels.triton.prefill import attend
 
 
@@ -93,7 +93,7 @@ def prefix_attention(
 ) -> PrefixResults:
     """Attention of the grouped sequences' rows to their groups' prefixes."""
     group = spec.num_heads // spec.num_kv_heads
-    assert spec.window is None, "a window moves away from a prefix"
+    assert can_share(spec)
     assert PREFIX_ALIGN % config.tile_tokens == 0 and PREFIX_ALIGN % kv.shape[3] == 0
     assert group <= config.tile_rows, f"{group} query heads share a KV head, but a tile has {config.tile_rows} rows"
     num_groups = shared.group_lens.shape[0]

@@ -24,11 +24,11 @@ _MANY_TOKENS = 1024  # more fill the chip without dividing the router, and tiles
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def route_kernel(x_ptr, router_ptr, scale, chosen_ptr, weights_ptr, factors_ptr, members_ptr, counts_ptr, partial_ptr,
-                 arrivals_ptr, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
-                 TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, NORMALIZES: tl.constexpr, TILE_M: tl.constexpr,
-                 TILE_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
-                 PARTS_PAD: tl.constexpr):  # fmt: skip
+def route_kernel(x_ptr, router_ptr, bias_ptr, scale, chosen_ptr, weights_ptr, factors_ptr, members_ptr, counts_ptr,
+                 partial_ptr, arrivals_ptr, num_tokens, K: tl.constexpr, EXPERTS: tl.constexpr,
+                 EXPERTS_PAD: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, NORMALIZES: tl.constexpr,
+                 TILE_M: tl.constexpr, TILE_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+                 PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
     m = tile * TILE_M + tl.arange(0, TILE_M)
@@ -63,6 +63,8 @@ def route_kernel(x_ptr, router_ptr, scale, chosen_ptr, weights_ptr, factors_ptr,
             factors = tl.rsqrt(tl.sum(squares, axis=0) / K + scale.eps)
             logits = logits * factors[:, None]
             tl.store(factors_ptr + m, factors, mask=exists)
+        if bias_ptr is not None:
+            logits += tl.load(bias_ptr + experts, mask=experts < EXPERTS, other=0.0).to(tl.float32)[None, :]
         logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)  # as a product of its own would leave them
         # What is not a number loses against everything, but is not chosen twice: no list gets more than all tokens.
         logits = tl.where(logits > -1e30, logits, -1e30)
@@ -124,6 +126,7 @@ class Router:
         router: Tensor,  # [experts, k], contiguous
         scratch: RoutingScratch,
         *,
+        bias: Tensor | None = None,  # [experts]
         top_k: int,
         normalizes: bool,
         is_grouped: bool,
@@ -151,7 +154,7 @@ class Router:
         partial = torch.empty(split_k * tokens * experts_pad, dtype=torch.float32, device=x.device)
         self._grid = (tiles, split_k)
         self._args = (
-            x, router, scale, chosen, weights, factors, members, scratch.counts if is_grouped else None, partial,
+            x, router, bias, scale, chosen, weights, factors, members, scratch.counts if is_grouped else None, partial,
             scratch.arrivals, tokens,
         )  # fmt: skip
         self._constants = {

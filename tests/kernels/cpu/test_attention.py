@@ -108,7 +108,7 @@ def test_softcap_alone_and_large_scores(ops):
 def test_slopes_and_sinks(ops, window):
     """A sink above all logits, one below, and one beside them."""
     spec = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=64, scale=0.125, window=window)
-    sloped = replace(spec, slopes=tuple(2.0**-i for i in range(6)))
+    sloped = replace(spec, slopes=torch.tensor([2.0**-i for i in range(6)]))
     sunk = replace(spec, sinks=torch.tensor([-90.0, 0.0, 90.0, 1.0, -1.0, 3.0]))
     for each in (sloped, sunk):
         for sequences in (DECODES, MIXED):
@@ -121,7 +121,11 @@ SPECS = [
     (AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125), 16, torch.bfloat16),
     (AttentionSpec(num_heads=4, num_kv_heads=4, head_dim=80, scale=0.1, window=300), 16, torch.float32),
     (AttentionSpec(num_heads=5, num_kv_heads=1, head_dim=128, scale=0.1, window=20, softcap=2.0), 4, torch.float16),
-    (AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=48, scale=0.1, slopes=(0.5, 0.01)), 8, torch.float16),
+    (
+        AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=48, scale=0.1, slopes=torch.tensor([0.5, 0.01])),
+        8,
+        torch.float16,
+    ),
     (
         AttentionSpec(num_heads=14, num_kv_heads=2, head_dim=32, scale=0.2, sinks=torch.linspace(-3, 3, 14)),
         128,

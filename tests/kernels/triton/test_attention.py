@@ -92,6 +92,28 @@ def test_softcap(device):
     check([50, 3, 40], [1, 1, 30], replace(SPEC, softcap=0.7, scale=1.0), 16, device)
 
 
+@pytest.mark.parametrize("window", [None, 17])
+def test_slopes_and_sinks(window, device):
+    """A sink above all logits, one below, one beside them; sequences in several pieces have it once."""
+    spec = replace(SPEC, window=window)
+    slopes, sinks = torch.tensor([0.5, 0.25, 2.0, 1 / 64]), torch.tensor([-90.0, 0.0, 12.0, 3.0])
+    for each in (
+        replace(spec, slopes=slopes.to(device)),
+        replace(spec, sinks=sinks.to(device)),
+        replace(spec, slopes=slopes.to(device), sinks=sinks.to(device), softcap=2.0),
+    ):
+        check([1, 50, 70, 5, 40, 37], [1] * 4 + [30, 37], each, 16, device)
+    check([50, 3, 40], [1, 1, 30], each, 16, device, kv_dtype=torch.float8_e4m3fn)
+
+
+def test_a_row_that_only_pads_the_batch_gives_zeros_beside_a_sink(device):
+    q, kv, batch = make_inputs([20, 20], [1, 1], SPEC, 16, device)
+    batch.kv_lens[1] = 0
+    spec = replace(SPEC, sinks=torch.tensor([-90.0, 0.0, 90.0, 1.0], device=device))
+    out = attention(q, kv, batch, spec, AttentionScratch.allocate(2, 2, device), decode=SPLIT)
+    assert torch.isfinite(out[0]).all() and not out[1].any()
+
+
 def test_large_scores_do_not_overflow(device):
     check([50, 3, 40], [1, 1, 30], replace(SPEC, scale=40.0), 16, device)
 

@@ -28,6 +28,8 @@ def pair(device, dtype, num_experts, inner, hidden, **kwargs):
     ):
         ours.randomize(0.3, seed)
         theirs.load_rows(0, ours.weight)
+        if ours.has_bias:
+            theirs.load_bias(0, ours.bias)
     return ops, made, twin
 
 
@@ -56,6 +58,17 @@ def test_the_mixture_of_plain_torch(config, normalizes, tokens, num_experts, top
         assert close(made.multiply(x), expected, 1e-5)
         scratch = ops.routing_scratch(num_experts)
         assert not scratch.counts.any() and not scratch.arrivals.any()
+
+
+def test_biases_and_a_clamped_activation(config, device):
+    """gpt-oss's: half of the gates and ups lie outside of the clamps."""
+    _, made, twin = pair(
+        device, torch.float32, 6, 20, 48, top_k=3, normalizes=True, activation="clamped_silu", bias=True
+    )
+    x = torch.randn(9, 48, device=device) * 4
+    assert close(made.multiply(x), twin.multiply(x.double()), 1e-5)
+    squares, scale = x.square().sum(1)[None], x.square().mean(1, keepdim=True).add(1e-5).rsqrt()
+    assert close(made.multiply(Unscaled(x, squares, 1e-5)), twin.multiply((x * scale).double()), 1e-5)
 
 
 def test_a_shared_expert_the_residual_stream_and_the_next_norm(config, device):

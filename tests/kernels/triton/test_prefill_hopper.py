@@ -63,14 +63,14 @@ def on(monkeypatch: pytest.MonkeyPatch):
         target = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", arch, 32)))
         monkeypatch.setattr(attention, "driver", target)
         monkeypatch.setattr(attention, "INTERPRETED", False)
-        attention.hopper_serves.cache_clear()
+        attention._hopper_serves.cache_clear()
         q = torch.empty((8, spec.num_heads * spec.head_dim), dtype=dtype, device="meta")
         shape = (4, 2, spec.num_kv_heads, block_size, spec.head_dim)
         kv = torch.empty(shape, dtype=kv_dtype, device="meta")
         return type(attention.prompt_config(q, kv, spec, queries, prompts))
 
     yield choose
-    attention.hopper_serves.cache_clear()
+    attention._hopper_serves.cache_clear()
 
 
 @needs_gluon
@@ -84,6 +84,7 @@ def test_a_hopper_gets_its_own_kernel_and_others_do_not(on) -> None:
     {"spec": replace(LLAMA, window=100)}, {"spec": replace(LLAMA, softcap=5.0)}, {"spec": replace(LLAMA, head_dim=96)},
     {"spec": replace(LLAMA, num_heads=65, num_kv_heads=1)}, {"block_size": 8}, {"kv_dtype": FP8},
     {"dtype": torch.float32, "kv_dtype": torch.float32}, {"queries": 16}, {"prompts": 129},
+    {"spec": replace(LLAMA, slopes=torch.ones(32))}, {"spec": replace(LLAMA, sinks=torch.ones(32))},
 ])  # fmt: skip
 def test_what_it_does_not_serve_is_for_the_portable_kernel(unserved, on) -> None:
     assert on(90, **unserved) is PrefillConfig

@@ -104,6 +104,12 @@ def test_a_layer_with_a_window_reads_for_itself(device):
     check([([0, 1, 2, 3], 128)], [5, 1, 64, 40], replace(SPEC, window=50), 16, device)
 
 
+def test_slopes_read_for_themselves_and_a_sink_counts_once(device):
+    slopes, sinks = torch.tensor([0.5, 0.01, 2.0, 0.1]), torch.tensor([-90.0, 0.0, 9.0, 3.0])
+    for of_heads in ({"slopes": slopes.to(device)}, {"sinks": sinks.to(device)}):
+        check([([0, 1, 2, 3], 128)], [5, 1, 64, 40], replace(SPEC, **of_heads), 16, device)
+
+
 @pytest.mark.parametrize(("dtype", "kv_dtype", "tolerance"), [
     (torch.float16, torch.float16, 1e-2), (torch.bfloat16, torch.float8_e4m3fn, 1e-2),
     (torch.float32, torch.float32, 1e-6),
