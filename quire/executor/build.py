@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from quire.config import GIB, EngineConfig
 from quire.errors import ConfigError, MemoryBudgetError
@@ -24,7 +22,7 @@ from quire.executor.draft_model import DraftModel, open_draft
 from quire.executor.encoder import build_encoder
 from quire.executor.gpu_record import GpuRecord, record_key, remember_gpu
 from quire.executor.kv_cache import KVCache
-from quire.executor.kv_scales import known_kv_scales
+from quire.executor.kv_scales import fit_cache, known_kv_scales
 from quire.executor.local import LocalExecutor
 from quire.executor.memory import (
     MemoryLedger,
@@ -40,7 +38,6 @@ from quire.executor.memory import (
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.precompile import PROMPTS, START, Precompile
 from quire.executor.profile import (
-    calibrate_kv_scales,
     hold_activation_memory,
     let_go_of_held_memory,
     measure_activation_bytes,
@@ -128,7 +125,9 @@ def build_executor(
         captures_now=not config.calculate_kv_scales,
     )
     if config.calculate_kv_scales:
-        executor.worker.measure_scales = partial(_widen_kv_scales, loaded)
+        executor.worker.measure_scales = lambda token_ids: fit_cache(
+            loaded.decoder, backend, block_size=config.block_size, token_ids=token_ids
+        )
     if executor.worker.graphs is not None:
         timeline.mark("graphs")
     adapters = None
@@ -228,17 +227,10 @@ def load_model(
     with torch.inference_mode():
         if backend.kv_dtype.itemsize == 1:
             known = known_kv_scales(config, checkpoint, spec.num_layers)
-            if known is not None:
-                decoder.set_kv_scales(known[share.layers.start : share.layers.stop])
-            for each in [*([decoder] if known is None else []), *([] if draft is None else [draft])]:
-                scales = calibrate_kv_scales(
-                    each,
-                    each.share.spec(each.spec),
-                    device=backend.device,
-                    dtype=backend.activation_dtype,
-                    block_size=config.block_size,
-                )
-                each.set_kv_scales(scales if ranks is None else ranks.largest(scales))
+            mine = None if known is None else known[share.layers.slice]
+            fit_cache(decoder, backend, block_size=config.block_size, known=mine, ranks=ranks)
+            if draft is not None:
+                fit_cache(draft, backend, block_size=config.block_size)
         ledger = _plan(
             config,
             held,
@@ -281,22 +273,6 @@ def make_bank(config: EngineConfig, backend: Backend) -> AdapterBank | None:
 
 def _lying_in(memory: SleepingMemory | None, *, is_kept: bool) -> AbstractContextManager[None]:
     return nullcontext() if memory is None else memory.holding(is_kept=is_kept)
-
-
-def _widen_kv_scales(loaded: LoadedModel, token_ids: Tensor) -> None:
-    """Where these tokens have larger K or V than those that were measured at start. Smaller ones change nothing: an
-    8-bit float is as precise for them."""
-    decoder, backend = loaded.decoder, loaded.backend
-    measured = calibrate_kv_scales(
-        decoder,
-        decoder.spec,
-        device=backend.device,
-        dtype=backend.activation_dtype,
-        block_size=loaded.config.block_size,
-        token_ids=token_ids,
-    )
-    pairs = zip(measured, decoder.kv_scales, strict=True)
-    decoder.set_kv_scales([(max(k, old_k), max(v, old_v)) for (k, v), (old_k, old_v) in pairs])
 
 
 def make_cache(loaded: LoadedModel, ledger: MemoryLedger, draft: Decoder | None = None) -> KVCache:

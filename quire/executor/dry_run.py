@@ -118,6 +118,11 @@ class DryRun:
         shape = (self.max_tokens // config.block_size + 1, 2, spec.num_kv_heads, config.block_size, spec.head_dim)
         self.wide_cache = torch.empty(shape, dtype=dtype, device=_META)
         self.cache = torch.empty(shape, dtype=_DTYPES[kv_dtype(config, name)], device=_META)
+        self.offsets = None
+        if self.cache.element_size() == 1 and spec.ignores_key_shifts:
+            of_heads = (len(kept), spec.num_kv_heads, spec.head_dim)
+            self.offsets = torch.empty(of_heads, dtype=torch.float32, device=_META)
+            self.decoder.set_kv_offsets(self.offsets)
 
     def prompts(self, length: int, *, adapted: bool = False) -> None:
         """As many prompts of a length as a step takes."""
@@ -125,8 +130,10 @@ class DryRun:
         num_seqs = -(-self.max_tokens // length)
         self._run(self._batch(self.max_tokens, num_seqs, length), self.cache, adapted)
         self.logits(self.max_num_seqs)  # the start-up measures them for as many rows as there may be
-        if self.cache.element_size() == 1:  # its scales are found with a cache that needs none
+        if self.cache.element_size() == 1:  # its scales and offsets are found with a cache that needs none
+            self.decoder.set_kv_offsets(None)
             self._run(self._batch(self.max_tokens, num_seqs, length), self.wide_cache)
+            self.decoder.set_kv_offsets(self.offsets)
 
     def mixed(self, num_decodes: int, num_tokens: int, *, adapted: bool) -> None:
         """Decodes beside one chunk of a prompt."""

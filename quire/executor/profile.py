@@ -72,39 +72,6 @@ def let_go_of_held_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-# An 8-bit float keeps its precision over many powers of two, so this only has to be far from both ends of its range.
-_FP8_TARGET = 448.0 / 4
-_CALIBRATION_TOKENS = 1024
-
-
-def calibrate_kv_scales(
-    decoder: Decoder,
-    spec: ModelSpec,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    block_size: int,
-    token_ids: Tensor | None = None,
-) -> list[tuple[float, float]]:
-    """Scales for an 8-bit cache: the largest K and V of each layer, over these tokens, or over some that are spread
-    through the vocabulary."""
-    num_tokens = min(_CALIBRATION_TOKENS, decoder.max_position)
-    if token_ids is not None:
-        num_tokens = min(num_tokens, len(token_ids))
-    inputs, num_blocks = prompts_step(decoder, device, block_size, num_tokens, num_tokens)
-    shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
-    kv = torch.zeros(shape, dtype=dtype, device=device)
-    if token_ids is None:
-        token_ids = torch.arange(num_tokens, device=device) * 7919 % decoder.spec.vocab_size  # on every rank the same
-    decoder.forward(token_ids[:num_tokens], inputs.attention, list(kv.unbind(0)))
-    largest = kv.abs().amax(dim=(1, 3, 4, 5)).float().clamp_(min=1e-4)  # [layers, 2]
-    # They were written divided by the scales that the decoder has already.
-    return [
-        (k * old_k / _FP8_TARGET, v * old_v / _FP8_TARGET)
-        for (k, v), (old_k, old_v) in zip(largest.tolist(), decoder.kv_scales, strict=True)
-    ]
-
-
 def _sampling_scratch(logits: Tensor) -> Tensor:
     """Sampling holds the weights of a part of the rows at a time beside the logits."""
     return torch.empty_like(logits[: max(1, len(logits) // 8)])

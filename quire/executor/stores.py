@@ -27,6 +27,7 @@ def describe_blocks(
 ) -> str:
     """Everything that makes a block's bytes what they are, beside its tokens: equal text, equal bytes."""
     weights, files = weights_fingerprint(checkpoint, config.seed)
+    offsets = decoder.kv_offsets
     parts = {
         "quire": __version__,
         "model": config.model,
@@ -38,6 +39,7 @@ def describe_blocks(
         "weight dtype": backend.weight_dtype,
         "KV": str(backend.kv_dtype),
         "KV scales": repr(decoder.kv_scales),
+        "KV offsets": None if offsets is None else hashlib.sha256(offsets.cpu().numpy().tobytes()).hexdigest(),
         "kernels": f"{backend.device.type} {type(backend.ops).__name__}",
         "block size": config.block_size,
         "layout": repr(decoder.layout),

@@ -144,8 +144,10 @@ class AttentionSpec:
     slopes: Tensor | None = field(default=None, compare=False)
     # likewise: a logit of each head that no key has, which takes a share of the softmax (gpt-oss)
     sinks: Tensor | None = field(default=None, compare=False)
-    k_scale: float = 1.0  # an 8-bit cache holds k / k_scale and v / v_scale; 1 where the cache is as wide as k and v
+    # An 8-bit cache holds (k - k_offset) / k_scale and v / v_scale; nothing of this where it is as wide as k and v.
+    k_scale: float = 1.0
     v_scale: float = 1.0
+    k_offset: Tensor | None = field(default=None, compare=False)  # [num_kv_heads, head_dim] float32
     leaves_wide: bool = False  # the product after it takes rows in the activations' dtype, in 8 bits never
 
 

@@ -64,6 +64,7 @@ class Decoder:
         self._ranks = ranks
         self.layout = layout or kv_layout(spec, max_position)
         self.max_position = max_position
+        self.kv_offsets: Tensor | None = None
         self.ops = ops
         self._device = torch.device(device)
         self.dtype = dtype
@@ -234,6 +235,15 @@ class Decoder:
     def kv_scales(self) -> list[tuple[float, float]]:
         """(k_scale, v_scale) of each layer."""
         return [(layer.attention.spec.k_scale, layer.attention.spec.v_scale) for layer in self._layers]
+
+    def set_kv_offsets(self, offsets: Tensor | None) -> None:
+        """[layers, kv_heads, head_dim] float32: what each layer's keys lose before they go into an 8-bit cache. None:
+        nothing. Before the first step, too."""
+        assert offsets is None or self.spec.ignores_key_shifts
+        self.kv_offsets = offsets
+        for index, layer in enumerate(self._layers):
+            offset = None if offsets is None else offsets[index]
+            layer.attention.spec = replace(layer.attention.spec, k_offset=offset)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """A slot for every tensor that the checkpoint must hold, by its name there."""

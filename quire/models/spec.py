@@ -148,6 +148,12 @@ class ModelSpec:
         return None if self.pooler is None else self.pooler.labels
 
     @property
+    def ignores_key_shifts(self) -> bool:
+        """Whether keys may all lose the same vector: a query's logits are all lower by one number then, which a softmax
+        does not see, but a cap and a sink do."""
+        return self.attention_softcap is None and not self.sinks
+
+    @property
     def kv_values_per_layer(self) -> int:
         """Numbers that one token's K and V take in one layer."""
         return 2 * self.num_kv_heads * self.head_dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import models_harness as harness
@@ -13,9 +14,11 @@ from safetensors.torch import save_file
 from quire.config import EngineConfig
 from quire.errors import ConfigError, WeightsError
 from quire.executor.batch import PersistentBatch
-from quire.executor.build import _widen_kv_scales
 from quire.executor.clock import StepClock
-from quire.executor.kv_scales import known_kv_scales, read_scales
+from quire.executor.device import Backend
+from quire.executor.kv_scales import fit_cache, known_kv_scales, read_scales
+from quire.executor.profile import prompts_step
+from quire.executor.stores import describe_blocks
 from quire.executor.worker import ElsewhereSampled, Worker
 from quire.kernels.reference import ReferenceOps
 from quire.plan import StepPlan
@@ -114,9 +117,7 @@ def test_the_first_step_measures_before_it_writes():
     kv = [torch.zeros(8, 2, spec.num_kv_heads, 4, spec.head_dim, dtype=FP8) for _ in range(spec.num_layers)]
     cache = SimpleNamespace(layers=kv, device_blocks=kv[0], start_moves=lambda: None)
     worker = Worker(decoder, cache, batch, ElsewhereSampled())
-    backend = SimpleNamespace(device=torch.device("cpu"), activation_dtype=torch.float32)
-    loaded = SimpleNamespace(decoder=decoder, backend=backend, config=EngineConfig(block_size=4))
-    worker.measure_scales = lambda token_ids: _widen_kv_scales(loaded, token_ids)
+    worker.measure_scales = lambda token_ids: fit_cache(decoder, BACKEND, block_size=4, token_ids=token_ids)
     assert not worker.capture_more()
     seen = []
     for row in range(2):
@@ -129,3 +130,80 @@ def test_the_first_step_measures_before_it_writes():
     assert worker.measure_scales is None
     written = torch.stack([layer.float() for layer in kv])[:, :1, 0]
     assert written.isfinite().all() and 0 < written.abs().max() < 448  # none is past the range
+
+
+def _decoder(name="llama", **changes):
+    model = harness.tiny_model(name)
+    spec = replace(harness.spec_of(model), **changes)
+    return harness.load_decoder(spec, model.state_dict(), ReferenceOps("cpu", torch.float32))
+
+
+BACKEND = Backend(torch.device("cpu"), ReferenceOps("cpu", torch.float32), torch.float32, FP8, "float32", "plain")
+
+
+def _states(decoder, kv_dtype, num_tokens=40):
+    """Hidden states of a prompt that is read through a cache, and what that holds of the layers' keys and values."""
+    inputs, num_blocks = prompts_step(decoder, torch.device("cpu"), 4, num_tokens, num_tokens)
+    spec = decoder.spec
+    kv = torch.zeros(spec.num_layers, num_blocks, 2, spec.num_kv_heads, 4, spec.head_dim).to(kv_dtype)
+    token_ids = torch.arange(num_tokens) * 3 % spec.vocab_size
+    return decoder.forward(token_ids, inputs.attention, list(kv.unbind(0))), kv
+
+
+def test_scales_bring_the_largest_value_into_range():
+    decoder = _decoder()
+    fit_cache(decoder, BACKEND, block_size=16)
+    scales, offsets = decoder.kv_scales, decoder.kv_offsets
+    assert all(0 < k < 448 and 0 < v < 448 for k, v in scales)
+    fit_cache(decoder, BACKEND, block_size=4)  # it depends neither on what is there already nor on blocks
+    torch.testing.assert_close(torch.tensor(decoder.kv_scales), torch.tensor(scales), rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(decoder.kv_offsets, offsets)
+    fit_cache(decoder, BACKEND, block_size=16, known=[(7.0, 1e-9)] * len(scales))
+    assert decoder.kv_scales == [(7.0, 1e-9)] * len(scales)
+    fit_cache(decoder, BACKEND, block_size=16, known=[(1e-9, 3.0)] * len(scales))
+    assert all(k > 1e-4 and v == 3.0 for k, v in decoder.kv_scales)  # keys less an offset would not fit
+
+
+def test_offsets_change_nothing_but_the_rounding():
+    decoder = _decoder("llama-biases")
+    for layer in decoder._layers:  # as Qwen2.5's: one number that all keys have, far larger than the rest
+        first = layer.attention.spec.num_heads * layer.attention.spec.head_dim
+        layer.attention.qkv.bias[first + layer.attention.spec.head_dim // 2 - 1] = 60.0
+    expected, plain = _states(decoder, torch.float32)
+    fit_cache(decoder, BACKEND, block_size=4)
+    offsets = decoder.kv_offsets
+    rounded, _ = _states(decoder, FP8)
+    decoder.set_kv_scales([(1.0, 1.0)] * decoder.spec.num_layers)
+    shifted, kv = _states(decoder, torch.float32)  # nothing is rounded here
+    assert offsets.dtype == torch.float32 and (shifted - expected).abs().max() <= 1e-3 * expected.abs().max()
+    assert kv[:, :, 0].square().mean() < 0.5 * plain[:, :, 0].square().mean()
+    fit_cache(decoder, BACKEND, block_size=4, with_offsets=False)
+    assert decoder.kv_offsets is None
+    without, _ = _states(decoder, FP8)
+    assert (rounded - expected).norm() < 0.75 * (without - expected).norm()
+
+
+def test_the_first_tokens_key_is_a_number_of_the_format():
+    decoder = _decoder(bos_token_id=0)
+    fit_cache(decoder, BACKEND, block_size=4)
+    _, kv = _states(decoder, torch.float32)  # token 0 at position 0, as in what was measured
+    first = kv[:, 0, 0, :, 0]
+    torch.testing.assert_close(first.to(FP8).float(), first, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cap_and_a_sink_see_a_shift():
+    decoder = _decoder(attention_softcap=20.0)
+    fit_cache(decoder, BACKEND, block_size=4)
+    assert decoder.kv_offsets is None
+    assert not replace(decoder.spec, attention_softcap=None, sinks=True).ignores_key_shifts
+
+
+def test_what_blocks_are_made_with_is_in_their_identity(monkeypatch):
+    monkeypatch.setattr("quire.executor.stores.weights_fingerprint", lambda checkpoint, seed: ("", ""))
+    decoder = _decoder()
+    seen = set()
+    for shift in (None, 0.0, 1e-3):
+        fit_cache(decoder, BACKEND, block_size=4)
+        decoder.set_kv_offsets(None if shift is None else decoder.kv_offsets + shift)
+        seen.add(describe_blocks(EngineConfig(), None, BACKEND, decoder))
+    assert len(seen) == 3

@@ -220,7 +220,7 @@ def _make_native_spec(spec: AttentionSpec, kv: Tensor) -> _NativeSpec:
     assert (two, num_kv_heads, head_dim) == (2, spec.num_kv_heads, spec.head_dim)
     if kv.dtype not in _KV_KINDS:
         raise ConfigError(f"KV dtype {kv.dtype} on a CPU: choose float32, bfloat16 or float16")
-    assert spec.k_scale == spec.v_scale == 1.0, "scales are for 8-bit caches"
+    assert spec.k_scale == spec.v_scale == 1.0 and spec.k_offset is None, "scales and offsets are for 8-bit caches"
     if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
         raise ConfigError(f"more than {_MAX_GROUP} query heads a KV head")
     native = _NativeSpec(

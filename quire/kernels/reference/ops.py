@@ -63,6 +63,8 @@ class ReferenceOps(ComposedOps):
         block_size = kv.shape[3]
         blocks = torch.div(batch.slots, block_size, rounding_mode="floor")
         offsets = batch.slots % block_size
+        if spec.k_offset is not None:
+            k = k - spec.k_offset
         kv[blocks, 0, :, offsets] = (k / spec.k_scale).to(kv.dtype)
         kv[blocks, 1, :, offsets] = (widened(v) / spec.v_scale).to(kv.dtype)
         return q.to(qkv.dtype).reshape(-1, num_heads * head_dim)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Rotary
 from quire.kernels.triton.common import store_narrowed
 
 STORE = tl.constexpr(0)
@@ -41,6 +42,13 @@ class Rope(NamedTuple):
     slots: Tensor
     k_inverse: float  # 1 / k_scale
     v_inverse: float
+    k_offset: Tensor | None = None
+
+    @staticmethod
+    def of(rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Rope:
+        return Rope(
+            rotary.cos_sin, kv, batch.positions, batch.slots, 1.0 / spec.k_scale, 1.0 / spec.v_scale, spec.k_offset
+        )
 
 
 @triton.jit
@@ -127,6 +135,11 @@ def rope(q_ptr, to, low, high, tile, m, num_rows, STRIP: tl.constexpr, HEADS: tl
         inverse = to.k_inverse
         if head >= HEADS + KV_HEADS:
             inverse = to.v_inverse
+        if to.k_offset is not None:
+            k_offsets = to.k_offset + (head - HEADS) * HEAD_DIM + dims
+            is_key = (head < HEADS + KV_HEADS) & (dims >= 0)
+            low -= tl.load(k_offsets, mask=is_key, other=0.0)[:, None]
+            high -= tl.load(k_offsets + HALF_DIM, mask=is_key, other=0.0)[:, None]
         target = to.kv + slot // BLOCK_SIZE * (2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM) + slot % BLOCK_SIZE * HEAD_DIM
         target = target + (head - HEADS) * (BLOCK_SIZE * HEAD_DIM) + dims[:, None]
         mask = exists & (slot >= 0)  # a negative slot belongs to a row that only pads the batch

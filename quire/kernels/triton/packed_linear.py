@@ -176,7 +176,7 @@ class PackedLinear(ComposedLinear):
         if config is None or has_norms or spec.head_dim % config.tile_n:
             return super().multiply_rope_write(x, rotary, kv, batch, spec)
         out = self._empty(x, spec.num_heads * spec.head_dim)
-        to = Rope(rotary.cos_sin, kv, batch.positions, batch.slots, 1.0 / spec.k_scale, 1.0 / spec.v_scale)
+        to = Rope.of(rotary, kv, batch, spec)
         self._launch(x, out, to, config, mode=ROPE.value, spec=spec, block_size=kv.shape[3])
         return out
 

@@ -17,8 +17,8 @@ from quire.kernels.triton.norm import ROWS_OF_SEVERAL_PROGRAMS, row_factor, stre
 
 @triton.jit
 def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
-                bias_ptr, stream_ptr, stream_eps, row_scales_ptr, row_scale, column_scales_ptr, eps, k_inverse,
-                v_inverse, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                bias_ptr, stream_ptr, stream_eps, row_scales_ptr, row_scale, column_scales_ptr, eps, k_offset_ptr,
+                k_inverse, v_inverse, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
                 HALF_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, TILES_EACH: tl.constexpr,
                 Q_NORM: tl.constexpr, K_NORM: tl.constexpr, STREAM: tl.constexpr,
                 STREAM_PAD: tl.constexpr):  # fmt: skip
@@ -78,6 +78,11 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
         tl.store(q_out, r_low.to(q_out_ptr.dtype.element_ty), mask=q_mask)
         tl.store(q_out + HALF, r_high.to(q_out_ptr.dtype.element_ty), mask=q_mask)
 
+        if k_offset_ptr is not None:
+            of_keys = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None] & in_half
+            k_offsets = k_offset_ptr + (head - HEADS)[:, None] * HEAD_DIM + dims[None, :]
+            r_low -= tl.load(k_offsets, mask=of_keys, other=0.0)
+            r_high -= tl.load(k_offsets + HALF, mask=of_keys, other=0.0)
         # A negative slot belongs to a row that only pads the batch.
         kv_mask = mask & (head >= HEADS)[:, None] & (slot >= 0)
         kv_head = head - HEADS  # k's heads, then v's: as they lie in a block
@@ -133,8 +138,8 @@ def rope_and_write(
     config = config or rope_config(tokens, total_heads, has_stream=stream is not None)
     rope_kernel[(tokens * -(-total_heads // (config.tile_heads * config.tiles_each)),)](
         qkv, rotary.cos_sin, kv, q_out, batch.positions, batch.slots, rotary.q_norm, rotary.k_norm,
-        bias, stream, stream_eps, row_scales, row_scale, column_scales, rotary.eps, 1.0 / spec.k_scale,
-        1.0 / spec.v_scale,
+        bias, stream, stream_eps, row_scales, row_scale, column_scales, rotary.eps, spec.k_offset,
+        1.0 / spec.k_scale, 1.0 / spec.v_scale,
         HEADS=spec.num_heads, KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
         HALF_PAD=next_power_of_2(spec.head_dim // 2), BLOCK_SIZE=kv.shape[3],
         TILE_HEADS=config.tile_heads, TILES_EACH=config.tiles_each,

@@ -260,7 +260,7 @@ def skinny_rope_write(
     assert can_rope(spec, config)
     plain = x.x if isinstance(x, Unscaled) else x
     out = torch.empty((plain.shape[0], spec.num_heads * spec.head_dim), dtype=plain.dtype, device=plain.device)
-    to = Rope(rotary.cos_sin, kv, batch.positions, batch.slots, 1.0 / spec.k_scale, 1.0 / spec.v_scale)
+    to = Rope.of(rotary, kv, batch, spec)
     _launch(x, weight, bias, out, to, config, scratch, mode=ROPE.value, spec=spec, block_size=kv.shape[3],
             weight_scales=weight_scales, adapter=adapter)  # fmt: skip
     return out

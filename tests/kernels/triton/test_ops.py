@@ -146,7 +146,10 @@ def test_rope_cut_in_any_way_writes_the_same(config, device):
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_rope_and_write(tokens, kv_dtype, has_norms, ops, oracle, device):
-    spec = replace(SPEC, k_scale=0.5, v_scale=0.25) if kv_dtype == torch.float8_e4m3fn else SPEC
+    spec = SPEC
+    if kv_dtype.itemsize == 1:
+        offset = torch.randn(spec.num_kv_heads, spec.head_dim, device=device) * 3
+        spec = replace(SPEC, k_scale=0.125, v_scale=0.0625, k_offset=offset)
     num_blocks, block_size = 24, 4
     batch = prompt_batch(
         torch.randint(0, 100, (tokens,), device=device),

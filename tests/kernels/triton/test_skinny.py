@@ -135,7 +135,9 @@ def test_gating(rows, config, is_scaled, activation, half, device):
 @cases_and_one_row
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_rotation_and_kv_write(rows, config, is_scaled, kv_dtype, device):
-    scales = {"k_scale": 0.5, "v_scale": 2.0} if kv_dtype == torch.float8_e4m3fn else {}
+    scales = {}
+    if kv_dtype.itemsize == 1:
+        scales = {"k_scale": 0.125, "v_scale": 0.25, "k_offset": torch.randn(2, 32, device=device)}
     spec = AttentionSpec(num_heads=3, num_kv_heads=2, head_dim=32, scale=1.0, **scales)
     slots = torch.randperm(24, device=device)[:rows]
     if rows > 2:
