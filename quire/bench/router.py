@@ -1,8 +1,9 @@
 """Routing against its alternatives: the same servers, the same traffic, one way of choosing after another.
 
 Servers of a small model with random weights run on this machine, each with a KV cache that holds a part of what the
-traffic would like to have cached. In front of them stand in turn: `quire router`; four simple policies, chosen in the
-client itself; and, where its Python is given, sglang-router, a peer's program. Every run has prompts of its own.
+traffic would like to have cached. In front of them stand in turn: `quire router`; the policies of `alternatives.py`,
+chosen in the client itself; and, where its Python is given, sglang-router, a peer's program. Every run has prompts of
+its own. `sim/router_bench.py` has the same with simulated servers.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quire.bench.alternatives import ALTERNATIVES, AlternativeRouter
 from quire.bench.charts import Chart, bar_chart
 from quire.bench.client import ClientRequest, Target, send
 from quire.bench.report import Percentiles
 from quire.bench.units import table
 from quire.errors import ConfigError, QuireError, install_hint
-from quire.router.hashes import text_hashes
-from quire.router.policy import Prompt, Replica, Router, Ticket
+from quire.router.hashes import text_pieces
+from quire.router.policy import Prompt, Router
 
-TRAFFICS = ("prefix", "turns", "skewed", "bursty")
+TRAFFICS = ("prefix", "turns", "skewed", "bursty", "unshared")
 OURS, PEER = "quire router", "sglang-router"
 BLOCK_SIZE = 16
 NUM_BLOCKS = 112  # of each server's cache: about five of sixteen prefixes beside what runs
 MAX_LEN = 352
+MAX_NUM_SEQS = 16
 _READY_S = 300.0
 # About 15 million parameters.
 _SHAPE = {
@@ -58,53 +61,6 @@ _SHAPE = {
     "eos_token_id": 257,
     "torch_dtype": "float32",
 }
-
-Pick = Callable[[Sequence[Replica], Prompt, int], Replica]
-
-
-# -- the alternatives: pure functions of the replicas, the prompt, and how many were routed before
-
-
-def round_robin(among: Sequence[Replica], prompt: Prompt, nth: int) -> Replica:
-    return among[nth % len(among)]
-
-
-def pick_random(among: Sequence[Replica], prompt: Prompt, nth: int) -> Replica:
-    return random.Random(nth).choice(among)
-
-
-def least_loaded(among: Sequence[Replica], prompt: Prompt, nth: int) -> Replica:
-    first = nth % len(among)
-    return min([*among[first:], *among[:first]], key=lambda replica: replica.num_sequences)
-
-
-def consistent_hash(among: Sequence[Replica], prompt: Prompt, nth: int) -> Replica:
-    """By how the prompt begins: the same beginning, the same replica, however busy that is."""
-    key = prompt.hashes[min(3, len(prompt.hashes) - 1)] if prompt.hashes else b""
-    return max(among, key=lambda replica: random.Random(key + replica.name.encode()).random())
-
-
-POLICIES: dict[str, Pick] = {
-    "round robin": round_robin,
-    "random": pick_random,
-    "least loaded": least_loaded,
-    "consistent hash": consistent_hash,
-}
-
-
-class SimpleRouter(Router):
-    """The books of `Router`, with another choice."""
-
-    def __init__(self, pick: Pick) -> None:
-        super().__init__(BLOCK_SIZE)
-        self._pick = pick
-
-    def choose(self, prompt: Prompt, *, excluding: Any = ()) -> Ticket | None:
-        among = [one for one in self.replicas.values() if one.is_open and one.name not in set(excluding)]
-        if not among:
-            return None
-        return Ticket(self._pick(among, prompt, self._num_routed), prompt, 0, 0.0, self._clock())
-
 
 # -- traffic
 
@@ -128,6 +84,8 @@ def make_traffic(kind: str, scale: float, seed: int) -> list[Session]:
         # Conversations outgrow a cache together, and each grows.
         return [Session([text(112), *(text(40) for _ in range(4))]) for _ in range(max(4, int(16 * scale)))]
     num = max(8, int(112 * scale))
+    if kind == "unshared":
+        return [Session([text(216)]) for _ in range(num)]
     prefixes = [text(192) for _ in range(16)]
     if kind == "prefix":
         return [Session([rng.choice(prefixes) + text(24)]) for _ in range(num)]
@@ -203,14 +161,14 @@ class Client:
         self._places = asyncio.Semaphore(concurrency)
         self._num_out = num_out
 
-    async def run(self, traffic: str, front: str, sessions: list[Session], url: str | SimpleRouter) -> FrontRun:
+    async def run(self, traffic: str, front: str, sessions: list[Session], url: str | Router) -> FrontRun:
         run = FrontRun(traffic, front)
         started_s = time.perf_counter()
         await asyncio.gather(*(self._talk(one, url, run, started_s) for one in sessions))
         run.seconds = time.perf_counter() - started_s
         return run
 
-    async def _talk(self, session: Session, url: str | SimpleRouter, run: FrontRun, started_s: float) -> None:
+    async def _talk(self, session: Session, url: str | Router, run: FrontRun, started_s: float) -> None:
         await asyncio.sleep(max(0.0, started_s + session.at_s - time.perf_counter()))
         said = ""
         for turn in session.turns:
@@ -219,7 +177,7 @@ class Client:
                 if isinstance(url, str):
                     said += await self._ask(url, said, run, None)
                     continue
-                ticket = url.route(Prompt(len(said), text_hashes(said, BLOCK_SIZE // 4)))
+                ticket = url.route(Prompt(len(said), text_pieces(said)))
                 assert ticket is not None
                 try:
                     said += await self._ask(ticket.replica, said, run, partial(url.on_first_token, ticket))
@@ -338,7 +296,7 @@ async def measure(
         stack.callback(processes.end)
         for url in urls:
             flags = ["--load-format", "dummy", "--num-gpu-blocks-override", str(NUM_BLOCKS), "--device", "cpu"]
-            flags += ["--max-model-len", str(MAX_LEN), "--num-threads", "1", "--max-num-seqs", "16"]
+            flags += ["--max-model-len", str(MAX_LEN), "--num-threads", "1", "--max-num-seqs", str(MAX_NUM_SEQS)]
             flags += ["--served-model-name", "bench", "--port", url.rsplit(":", 1)[1], "--log-level", "error"]
             processes.start(url, sys.executable, "-m", "quire", "serve", str(model), *flags)
         for url in urls:
@@ -354,8 +312,8 @@ async def measure(
             processes.start(peer, peer_python, "-m", "sglang_router.launch_router", "--worker-urls", *urls, *flags)
             await processes.ready(peer)
             fronts[PEER] = lambda: peer
-        for name, pick in POLICIES.items():
-            fronts[name] = lambda pick=pick: _simple(pick, urls)  # type: ignore[misc]
+        for name in ALTERNATIVES:
+            fronts[name] = partial(AlternativeRouter, name, urls, BLOCK_SIZE)
         for nth, (repeat, kind) in enumerate(itertools.product(range(repeats), traffics)):
             order = list(fronts)
             random.Random(nth).shuffle(order)  # nobody always comes first
@@ -372,13 +330,6 @@ async def measure(
                 tell(f"{kind}, {front}: {rate}, first token {ttft}")
                 found.append(outcome)
     return found
-
-
-def _simple(pick: Pick, urls: Sequence[str]) -> SimpleRouter:
-    router = SimpleRouter(pick)
-    for url in urls:
-        router.add(url, is_exact=False)
-    return router
 
 
 # -- what came of it
@@ -399,23 +350,25 @@ def summarize(found: Sequence[FrontRun]) -> list[dict[str, Any]]:
                     "tokens_per_s": statistics.median(run.tokens_per_s for run in runs),
                     "times_round_robin": statistics.median(ratios),
                     "hit_rate": statistics.median(run.hit_rate for run in runs),
+                    "ttft_mean_s": statistics.median(run.ttft_s("mean") for run in runs),
                     "ttft_p50_s": statistics.median(run.ttft_s("p50") for run in runs),
                     "ttft_p99_s": statistics.median(run.ttft_s("p99") for run in runs),
                     "requests": runs[0].num_requests,
                     "failed": sum(run.num_failed for run in runs),
                 }
             )
-    fronts = [OURS, PEER, *POLICIES]
+    fronts = [OURS, PEER, *ALTERNATIVES]
     return sorted(rows, key=lambda row: (TRAFFICS.index(row["traffic"]), fronts.index(row["front"])))
 
 
 def as_table(rows: Sequence[dict[str, Any]]) -> str:
-    heads = ("traffic", "routed by", "tokens/s", "× round robin", "cached", "first token p50", "p99", "failed")
+    heads = ("traffic", "routed by", "tokens/s", "× round robin", "cached", "first token mean", "p50", "p99", "failed")
     lines = []
     for row in rows:
         lines.append([row["traffic"], row["front"], f"{row['tokens_per_s']:,.0f}", f"{row['times_round_robin']:.2f}"])
-        lines[-1] += [f"{row['hit_rate']:.0%}", f"{1e3 * row['ttft_p50_s']:,.0f} ms"]
-        lines[-1] += [f"{1e3 * row['ttft_p99_s']:,.0f} ms", str(row["failed"])]
+        lines[-1].append(f"{row['hit_rate']:.1%}")
+        lines[-1] += [f"{1e3 * row[f'ttft_{name}_s']:,.0f} ms" for name in ("mean", "p50", "p99")]
+        lines[-1] += [str(row["failed"])]
     return table(heads, lines)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.cli.options import add_engine_flags, engine_config
-from quire.cli.parser import Parser, WideHelp
+from quire.cli.parser import Parser, WideHelp, needs_server
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError
 
@@ -368,8 +368,8 @@ def _add_router(commands: Any) -> None:
     )
     parser.set_defaults(run=_run_router)
     parser.add_argument("--servers", type=int, default=4, metavar="N", help="servers of one thread each (default 4)")
-    parser.add_argument("--traffic", nargs="+", default=["prefix", "turns", "skewed", "bursty"], metavar="KIND",
-                        help="prefix, turns, skewed, bursty (default all)")  # fmt: skip
+    parser.add_argument("--traffic", nargs="+", default=None, metavar="KIND",
+                        help="prefix, turns, skewed, bursty, unshared (default all)")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of everything, in turn (default 1)")
     parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="1 is a hundred requests (default 1)")
     parser.add_argument("--concurrency", type=int, default=12, metavar="N", help="requests at once (default 12)")
@@ -378,6 +378,13 @@ def _add_router(commands: Any) -> None:
         "--write-traces", metavar="FOLDER", help="write the traffic at a GPU's size for quire sim --trace"
     )
     parser.add_argument("--peer-python", metavar="PATH", help="a Python that has sglang-router, to compare with it")
+    parser.add_argument(
+        "--simulate", action="store_true", help="servers that are not there, in virtual time: runs repeat exactly"
+    )
+    parser.add_argument("--cores", type=int, metavar="N", help="with --simulate: that servers share (default 2)")
+    parser.add_argument(
+        "--slow-server", type=float, metavar="X", help="with --simulate: the last server takes X times as long"
+    )
     parser.add_argument("--output-json", metavar="FILE", help="keep every run")
     parser.add_argument("--plot", metavar="FILE", help="draw charts: .svg, .html or .png")
 
@@ -389,7 +396,7 @@ def _run_router(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from quire.bench.plots import check_plot, write_charts
-    from quire.bench.router import as_table, charts, measure, summarize, trace_rows
+    from quire.bench.router import TRAFFICS, as_table, charts, measure, summarize, trace_rows
 
     for name in ("servers", "repeats", "concurrency", "output_len"):
         if getattr(args, name) < 1:
@@ -402,18 +409,26 @@ def _run_router(args: argparse.Namespace) -> int:
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             Path(args.write_traces, f"{kind}.jsonl").write_text(lines)
         return 0
-    found = asyncio.run(
-        measure(
-            num_servers=args.servers,
-            traffics=args.traffic,
-            repeats=args.repeats,
-            scale=args.scale,
-            concurrency=args.concurrency,
-            num_out=args.output_len,
-            peer_python=args.peer_python,
-            tell=lambda text: print(f"quire: {text}", file=sys.stderr, flush=True),
-        )
-    )
+    load: dict[str, Any] = {
+        "num_servers": args.servers,
+        "traffics": args.traffic or TRAFFICS,
+        "repeats": args.repeats,
+        "scale": args.scale,
+        "concurrency": args.concurrency,
+        "num_out": args.output_len,
+        "tell": lambda text: print(f"quire: {text}", file=sys.stderr, flush=True),
+    }
+    if args.simulate:
+        if args.peer_python:
+            raise ConfigError("--peer-python names a program, and with --simulate none runs: leave one of them out")
+        with needs_server("quire bench router"):
+            from quire.sim.router_bench import simulate
+        num_cores = 2 if args.cores is None else args.cores
+        found = simulate(**load, num_cores=num_cores, slow=1.0 if args.slow_server is None else args.slow_server)
+    elif args.cores is not None or args.slow_server is not None:
+        raise ConfigError("--cores and --slow-server are of simulated servers: add --simulate")
+    else:
+        found = asyncio.run(measure(**load, peer_python=args.peer_python))
     rows = summarize(found)
     print(as_table(rows))
     if args.output_json:

@@ -38,6 +38,9 @@ def add_parser(subparsers: Any) -> None:
     where.add_argument("--devices", metavar="FILE", help="JSON: other GPUs, or other numbers for known ones")
     where.add_argument("--profile", metavar="FILE", help="the machine that quire bench profile --output-json recorded")
     where.add_argument("-dp", "--replicas", "--data-parallel-size", type=int, default=1, metavar="N", help="replicas")
+    where.add_argument(
+        "--cores", type=int, metavar="N", help="with --profile: replicas of one thread share so many cores"
+    )
     where.add_argument("--roles", nargs="+", metavar="ROLE", help="of each replica: prefill, decode or both")
     where.add_argument(
         "--link-gbs", type=float, default=50.0, metavar="GB/S", help="at which blocks leave a replica (default 50)"
@@ -141,6 +144,8 @@ def _simulate(args: argparse.Namespace) -> Any:
         )
         vocab_size = spec.vocab_size
         where = f"{args.replicas} × {args.tensor_parallel_size * args.pipeline_parallel_size} {args.gpu}"
+        if args.cores is not None:
+            raise ConfigError("--cores is for replicas on the processor of a --profile: a GPU's replicas have one each")
     front_s = engine.front_s if args.front_ms is None else args.front_ms / 1e3
     if not 0 <= front_s < math.inf:
         raise ConfigError(f"--front-ms must be 0 or more, got {args.front_ms:g}")
@@ -151,6 +156,7 @@ def _simulate(args: argparse.Namespace) -> Any:
             num_replicas=args.replicas,
             policy=args.policy,
             front_s=front_s,
+            num_cores=args.cores,
             roles=roles,
             link=Link(bytes_per_s=args.link_gbs * 1e9),
         )

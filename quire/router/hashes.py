@@ -4,6 +4,7 @@ what a router remembers of texts whose tokens somebody told."""
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -14,7 +15,8 @@ from quire.kv.hashing import HASH_BYTES, BlockHash, block_hasher, root_hash
 
 _hasher = lru_cache(8)(block_hasher)
 CHARS_PER_TOKEN = 4  # about, of English
-_PIECE_CHARS = 32
+_SHORT_PIECE = 16  # characters
+_ENDS = [0]  # of pieces, as far as they were needed
 _MAX_PIECES = 400_000  # of all remembered texts: about 100 MB
 _TEXT_FIELDS = ("model", "prompt", "system", "instructions", "tools", "messages", "input", "cache_salt")
 
@@ -36,36 +38,37 @@ def text_of(body: Mapping[str, Any]) -> str:
     return "\n".join(json.dumps(body[name]) for name in _TEXT_FIELDS if body.get(name) is not None)
 
 
-def text_hashes(text: str, block_size: int) -> list[BlockHash]:
-    """A chain over pieces of about a block's length: equal beginnings have equal hashes."""
-    return _chain(text, block_size * CHARS_PER_TOKEN, b"text")
+def text_pieces(text: str, scope: str = "") -> list[bytes]:
+    """A chain of hashes over the text's beginnings up to each of `piece_ends`: equal beginnings have equal ones.
+    `scope`: whatever else makes the same text another prompt, such as whose it is."""
+    parent, start, pieces = blake2b(scope.encode("utf-8", "surrogatepass")).digest(), 0, []
+    for end in piece_ends(len(text)):
+        parent = blake2b(parent + text[start:end].encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).digest()
+        pieces.append(parent)
+        start = end
+    return pieces
 
 
-def _chain(text: str, size: int, parent: bytes) -> list[bytes]:
-    hashes = []
-    for first in range(0, len(text) - size, size):
-        piece = text[first : first + size].encode("utf-8", "surrogatepass")
-        parent = blake2b(parent + piece, digest_size=HASH_BYTES).digest()
-        hashes.append(parent)
-    return hashes
+def piece_ends(length: int) -> list[int]:
+    """Where the pieces of a text of so many characters end. They are short at first and grow with the distance from the
+    beginning, to a sixty-fourth of it: so long texts have hundreds of pieces and not thousands."""
+    while _ENDS[-1] < length:
+        _ENDS.append(_ENDS[-1] + max(_SHORT_PIECE, 1 << _ENDS[-1].bit_length() >> 7))
+    return _ENDS[1 : bisect_left(_ENDS, length)]
 
 
 class KnownTexts:
     """Which blocks the beginnings of texts make, as far as a server has told it of texts that began alike.
 
-    A text is cut into pieces of a few characters. A server tells how many tokens a whole text has, not where each one
-    stands, so a piece's blocks are reckoned as if all tokens were of one length; where two texts part sooner than that
-    says, their hashes show it. A block too many or too few is no harm: it shifts an estimate by a block's time.
+    A server tells how many tokens a whole text has, not where each one stands, so a piece's blocks are reckoned as if
+    all tokens were of one length; where two texts part sooner than that says, their hashes show it. A block too many or
+    too few is no harm: it shifts an estimate by a block's time.
     """
 
     def __init__(self, max_pieces: int = _MAX_PIECES) -> None:
         self._max_pieces = max_pieces
         self._blocks: OrderedDict[bytes, tuple[Sequence[BlockHash], int]] = OrderedDict()  # by piece; how many of them
         self.tokens_per_char: float | None = None  # of the last text that was told
-
-    def pieces(self, text: str, scope: str) -> list[bytes]:
-        """`scope`: whatever else makes the same text another prompt, such as whose it is."""
-        return _chain(text, _PIECE_CHARS, blake2b(scope.encode("utf-8", "surrogatepass")).digest())
 
     def find(self, pieces: Sequence[bytes]) -> tuple[int, Sequence[BlockHash]]:
         """How many of the leading pieces are known, and the blocks that these make."""
@@ -83,8 +86,8 @@ class KnownTexts:
     ) -> None:
         """What a server told of a text: its tokens, and the hashes of its blocks of `size` tokens."""
         self.tokens_per_char = tokens_per_char = num_tokens / max(1, len(text))
-        for nth, piece in enumerate(pieces, start=1):
-            num_blocks = min(len(hashes), int(nth * _PIECE_CHARS * tokens_per_char) // size)
+        for piece, end in zip(pieces, piece_ends(len(text)), strict=True):
+            num_blocks = min(len(hashes), int(end * tokens_per_char) // size)
             if (before := self._blocks.get(piece)) is not None:
                 pairs = zip(before[0][:num_blocks], hashes[:num_blocks], strict=False)
                 parted = next((i for i, (old, new) in enumerate(pairs) if old != new), num_blocks)

@@ -1,38 +1,92 @@
-"""Which replica has which block: one map from block hashes to replicas, for exact caches and for guessed ones."""
+"""Which replica has which beginning of a prompt: by block hashes, and, where nobody knows these yet, by the text."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 BlockHash = bytes
 
 
-class BlockIndex:
-    """The replicas that hold each block, as the bits of one integer.
+class PrefixIndex(ABC):
+    """The replicas that hold each link of a chain of hashes, as the bits of one integer.
 
-    A replica holds a block where its cache does (`fill`, `evict`: what the replica itself published), where a request
-    that is under way there will have computed it (`promise`), or where it was routed there before and nobody knows
-    better (`guess`, the last `capacity` blocks of a replica). One walk along a prompt's blocks finds how much of it
-    every replica has, however many replicas there are.
+    One walk along a prompt's chain finds how much of it every replica has, however many replicas there are.
     """
 
     def __init__(self) -> None:
-        self._holders: dict[BlockHash, int] = {}
+        self._holders: dict[bytes, int] = {}
+
+    @abstractmethod
+    def add(self, bit: int) -> None: ...
+
+    @abstractmethod
+    def remove(self, bit: int) -> None: ...
+
+    @abstractmethod
+    def _of(self, bit: int) -> Iterable[bytes]:
+        """Everything that a replica holds, some of it perhaps twice."""
+
+    @abstractmethod
+    def _has(self, bit: int, link: bytes) -> bool: ...
+
+    def leading(self, chain: Sequence[bytes], among: int) -> dict[int, int]:
+        """For each replica of the mask `among` that has the first link: how many leading ones it has."""
+        found: dict[int, int] = {}
+        holders = among
+        for count, link in enumerate(chain):
+            still = holders & self._holders.get(link, 0)
+            for bit in bits_of(holders & ~still):
+                if count:
+                    found[bit] = count
+            holders = still
+            if not holders:
+                return found
+        found.update(dict.fromkeys(bits_of(holders), len(chain)) if chain else ())
+        return found
+
+    def check(self, bits: Iterable[int]) -> None:
+        """Prove that a replica's bit is set exactly where it holds the link."""
+        for link, holders in self._holders.items():
+            assert holders, "a link without holders is kept"
+            assert all(self._has(bit, link) for bit in bits_of(holders)), "a replica is said to hold too much"
+        for bit in bits:
+            assert all(self._holders.get(one, 0) >> bit & 1 for one in self._of(bit)), "a replica holds more than said"
+
+    def _set(self, bit: int, link: bytes) -> None:
+        self._holders[link] = self._holders.get(link, 0) | 1 << bit
+
+    def _drop(self, bit: int, link: bytes) -> None:
+        if not self._has(bit, link):
+            self._clear(bit, link)
+
+    def _clear(self, bit: int, link: bytes) -> None:
+        left = self._holders.get(link, 0) & ~(1 << bit)
+        if left:
+            self._holders[link] = left
+        else:
+            self._holders.pop(link, None)
+
+
+class BlockIndex(PrefixIndex):
+    """A replica holds a block where its cache does (`fill`, `evict`: what the replica itself published), or where a
+    request that is under way there will have computed it (`promise`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._cached: dict[int, set[BlockHash]] = {}
         self._promised: dict[int, dict[BlockHash, int]] = {}
-        self._guessed: dict[int, OrderedDict[BlockHash, None]] = {}
 
     def add(self, bit: int) -> None:
-        self._cached[bit], self._promised[bit], self._guessed[bit] = set(), {}, OrderedDict()
+        self._cached[bit], self._promised[bit] = set(), {}
 
     def remove(self, bit: int) -> None:
-        everything = {*self._cached.pop(bit), *self._promised.pop(bit), *self._guessed.pop(bit)}
-        for block_hash in everything:
+        for block_hash in {*self._cached.pop(bit), *self._promised.pop(bit)}:
             self._clear(bit, block_hash)
 
     def num_cached(self, bit: int) -> int:
-        return len(self._cached[bit]) + len(self._guessed[bit])
+        return len(self._cached[bit])
 
     def fill(self, bit: int, hashes: Iterable[BlockHash]) -> None:
         for block_hash in hashes:
@@ -65,55 +119,42 @@ class BlockIndex:
                 del promised[block_hash]
                 self._drop(bit, block_hash)
 
-    def guess(self, bit: int, hashes: Sequence[BlockHash], capacity: int) -> None:
-        guessed = self._guessed[bit]
-        for block_hash in reversed(hashes):  # a prefix's head is evicted after its tail, as in a real cache
-            guessed[block_hash] = None
-            guessed.move_to_end(block_hash)
-            self._set(bit, block_hash)
-        while len(guessed) > capacity:
-            self._drop(bit, guessed.popitem(last=False)[0])
+    def _of(self, bit: int) -> Iterable[bytes]:
+        return (*self._cached[bit], *self._promised[bit])
 
-    def leading(self, hashes: Sequence[BlockHash], among: int) -> dict[int, int]:
-        """For each replica of the mask `among` that has the first block: how many leading blocks it has."""
-        found: dict[int, int] = {}
-        holders = among
-        for count, block_hash in enumerate(hashes):
-            still = holders & self._holders.get(block_hash, 0)
-            for bit in bits_of(holders & ~still):
-                if count:
-                    found[bit] = count
-            holders = still
-            if not holders:
-                return found
-        found.update(dict.fromkeys(bits_of(holders), len(hashes)) if hashes else ())
-        return found
+    def _has(self, bit: int, link: bytes) -> bool:
+        return link in self._cached[bit] or link in self._promised[bit]
 
-    def check(self) -> None:
-        """Prove that a replica's bit is set exactly where one of its three memories has the block."""
-        for block_hash, holders in self._holders.items():
-            assert holders, "a block without holders is kept"
-            assert all(self._has(bit, block_hash) for bit in bits_of(holders)), "a replica is said to hold too much"
-        for bit in self._cached:
-            for block_hash in (*self._cached[bit], *self._promised[bit], *self._guessed[bit]):
-                assert self._holders.get(block_hash, 0) >> bit & 1, "a replica is said to hold too little"
 
-    def _has(self, bit: int, block_hash: BlockHash) -> bool:
-        return block_hash in self._cached[bit] or block_hash in self._promised[bit] or block_hash in self._guessed[bit]
+class TextIndex(PrefixIndex):
+    """What was routed to each replica lately, by pieces of text, the last `capacity` of them."""
 
-    def _set(self, bit: int, block_hash: BlockHash) -> None:
-        self._holders[block_hash] = self._holders.get(block_hash, 0) | 1 << bit
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._routed: dict[int, OrderedDict[bytes, None]] = {}  # by replica, in the order in which they are forgotten
 
-    def _drop(self, bit: int, block_hash: BlockHash) -> None:
-        if not self._has(bit, block_hash):
-            self._clear(bit, block_hash)
+    def add(self, bit: int) -> None:
+        self._routed[bit] = OrderedDict()
 
-    def _clear(self, bit: int, block_hash: BlockHash) -> None:
-        left = self._holders.get(block_hash, 0) & ~(1 << bit)
-        if left:
-            self._holders[block_hash] = left
-        else:
-            self._holders.pop(block_hash, None)
+    def remove(self, bit: int) -> None:
+        for piece in self._routed.pop(bit):
+            self._clear(bit, piece)
+
+    def route(self, bit: int, pieces: Sequence[bytes]) -> None:
+        routed = self._routed[bit]
+        for piece in reversed(pieces):  # a text's beginning is forgotten after its end, as in a real cache
+            routed[piece] = None
+            routed.move_to_end(piece)
+            self._set(bit, piece)
+        while len(routed) > self._capacity:
+            self._clear(bit, routed.popitem(last=False)[0])
+
+    def _of(self, bit: int) -> Iterable[bytes]:
+        return self._routed[bit]
+
+    def _has(self, bit: int, link: bytes) -> bool:
+        return link in self._routed[bit]
 
 
 def bits_of(mask: int) -> Iterator[int]:

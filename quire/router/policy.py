@@ -2,9 +2,14 @@
 
     expected time = wait for a slot + a step + (prompt tokens queued before it + its own uncached ones) / prefill rate
 
-Every token that is computed makes others wait. So a request's own uncached tokens count once for itself, once for each
-request that waits there, and once for who comes next: a prefix is computed again at another replica only where the
-queue at the one that has it costs more than that to all of them.
+Every token that is computed makes others wait, and what it leaves in a cache puts something else out. So a request's
+own uncached tokens count once for itself and twice for those who come next, who are more at a replica that had much to
+compute lately and fewer at one that had little (`rates.py`):
+
+    cost = expected time + 2 × (its share of the work lately: 1 is the average) × its uncached tokens / rate
+
+So a prefix is computed again at another replica only where the queue at the one that has it costs more than that; new
+prefixes go where caches have room for them; and one that everybody asks for gets a second home where least is done.
 
 `Router` is the whole decision and does no IO: servers, the proxy and the simulator drive the same class, each with its
 own clock. A caller tells it what replicas report (`on_load`, `on_cache`), asks for a `Ticket` with `route`, and says
@@ -12,6 +17,7 @@ how that went on (`on_first_token`, `on_end`).
 
 What a request finds cached is counted in blocks by their hashes (`quire.kv.hashing`), so a conversation returns to
 where its blocks are with no header to say so, and leaves when the queue there costs more than computing them again.
+Where a router sees texts and the hashes are not known yet, what was routed to a replica counts as being there.
 
 Between keys (tenants) the replicas share fairly, and the estimate knows it: while a tenant's own tokens are computed,
 every other tenant gets at most as many. So a flood of one key's requests does not keep another key's from the replica
@@ -25,23 +31,27 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from quire.router.index import BlockHash, BlockIndex
+from quire.router.index import BlockHash, BlockIndex, TextIndex
+from quire.router.rates import Rates, RecentWork
 
 _SMOOTHING = 0.2  # weight of the newest observation
 _MIN_TOKENS_FOR_RATE = 64  # a shorter prompt's time is mostly the step's, not the tokens'
+# Who come next, at a replica as busy as the average. From 1.5 to 3 the simulated bench finds the same prefixes and as
+# early first tokens; with 1 it finds a hundredth less of bursts, with 0.5 three hundredths.
+_FOLLOWERS = 2.0
 _TIE = 0.1  # of the best expected time: the estimate is no finer than that
-_GUESSED_BLOCKS = 16_384  # remembered of a replica that publishes nothing
+_REMEMBERED_PIECES = 32_768  # of the texts that were routed to a replica: some 250,000 tokens of English
 _TOLD_S = 1.0  # by then a replica has told which blocks a request left: servers are asked four times a second
 _FIRST_RATE = 1_000.0  # tokens/s, until something was measured
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ReplicaLoad:
-    """What a replica reports of itself. What is None is measured from outside."""
+    """What a replica reports of itself. What is None is not known."""
 
     num_queued_tokens: int = 0  # prompt tokens it was given and has not computed, whoever sent them
     num_running: int = 0  # sequences that decode
-    prefill_tokens_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None  # tells of it until prompts were timed
     step_s: float | None = None  # a step that only decodes: about what a newcomer waits before its own begins
 
 
@@ -63,6 +73,9 @@ class Prompt:
     hashes: Sequence[BlockHash] = ()
     tenant: str = ""
     num_sequences: int = 1
+    # Where a router sees its text and not all of its tokens: equal beginnings have equal pieces.
+    pieces: Sequence[bytes] = ()
+    piece_ends: Sequence[int] = ()  # of each piece: about how many tokens the prompt has up to its end
 
 
 @dataclass(slots=True, eq=False)
@@ -72,18 +85,16 @@ class Replica:
     name: str
     bit: int
     max_num_seqs: int | None  # sequences that run at once; None: not known
-    is_exact: bool  # it publishes its cache; else that is guessed
-    guessed_blocks: int
+    is_exact: bool  # it publishes its cache
     load: ReplicaLoad = field(default_factory=ReplicaLoad)
     is_open: bool = True  # takes new requests
     tokens_by_tenant: dict[str, int] = field(default_factory=dict)  # of own tickets: uncached, without a first token
     num_queued_tokens: int = 0  # the sum of these
-    num_queued: int = 0  # own tickets without a first token
+    waiting: dict[Ticket, None] = field(default_factory=dict)  # own tickets without a first token, in order
     num_foreign_tokens: int = 0  # queued there by others, as it told last
     told_s: float = 0.0  # when that was
     num_sequences: int = 0  # of own tickets
     progress_s: float = 0.0  # since when the head of the queue is being computed
-    measured_rate: float | None = None  # prompt tokens/s, from outside
     held_s: float | None = None  # how long a request holds its slot
 
 
@@ -116,26 +127,22 @@ class Router:
         self.replicas: dict[str, Replica] = {}
         self._clock = clock
         self._index = BlockIndex()
+        self._texts = TextIndex(_REMEMBERED_PIECES)
         self._by_bit: dict[int, Replica] = {}
         self._num_routed = 0
         self._ended: deque[tuple[float, Replica, Sequence[BlockHash]]] = deque()  # whose promises still stand
-        self._usual_rate = _FIRST_RATE  # of any replica: they are alike until one shows otherwise
+        self._rates = Rates()
+        self._recent = RecentWork()
 
     # -- the replicas
 
-    def add(
-        self,
-        name: str,
-        *,
-        max_num_seqs: int | None = None,
-        is_exact: bool = True,
-        guessed_blocks: int = _GUESSED_BLOCKS,
-    ) -> Replica:
+    def add(self, name: str, *, max_num_seqs: int | None = None, is_exact: bool = True) -> Replica:
         assert name not in self.replicas, f"replica {name} is there already"
         bit = next(bit for bit in range(len(self._by_bit) + 1) if bit not in self._by_bit)
-        replica = Replica(name, bit, max_num_seqs, is_exact, guessed_blocks)
+        replica = Replica(name, bit, max_num_seqs, is_exact)
         self.replicas[name] = self._by_bit[bit] = replica
         self._index.add(bit)
+        self._texts.add(bit)
         return replica
 
     def remove(self, name: str) -> None:
@@ -143,6 +150,9 @@ class Router:
         replica = self.replicas.pop(name)
         del self._by_bit[replica.bit]
         self._index.remove(replica.bit)
+        self._texts.remove(replica.bit)
+        self._rates.forget(replica.bit)
+        self._recent.forget(replica.bit)
 
     def set_open(self, name: str, is_open: bool) -> None:
         """Whether it takes new requests. One that drains keeps its cache and its tickets."""
@@ -151,7 +161,6 @@ class Router:
     def on_load(self, name: str, load: ReplicaLoad) -> None:
         replica = self.replicas[name]
         replica.load, replica.told_s = load, self._clock()
-        self._usual_rate = load.prefill_tokens_per_s or self._usual_rate
         replica.num_foreign_tokens = max(0, load.num_queued_tokens - replica.num_queued_tokens)
 
     def on_cache(self, name: str, changes: CacheChanges) -> None:
@@ -164,11 +173,11 @@ class Router:
             self._index.fill(bit, changes.filled)
 
     def tokens_per_s(self, replica: Replica) -> float:
-        """Its prefill rate: as it says, or as it was seen, or as others have it."""
-        return replica.load.prefill_tokens_per_s or replica.measured_rate or self._usual_rate
+        """Its prefill rate."""
+        return self._prefill_rates()[replica.bit]
 
     def num_blocks_of(self, name: str) -> int:
-        """Blocks that the replica is known or thought to have."""
+        """Blocks that the replica told it has; 0 of one that tells nothing."""
         return self._index.num_cached(self.replicas[name].bit)
 
     def num_leading_blocks(self, name: str, hashes: Sequence[BlockHash]) -> int:
@@ -188,9 +197,9 @@ class Router:
     def route_to(self, name: str, prompt: Prompt) -> Ticket:
         """Count a request at a replica that somebody else chose."""
         replica = self.replicas[name]
-        num_cached = self._tokens(self.num_leading_blocks(name, prompt.hashes), prompt)
-        now_s = self._clock()
-        ticket = Ticket(replica, prompt, num_cached, self._expected_s(replica, prompt, num_cached, now_s), now_s)
+        num_cached = self._num_cached(prompt, 1 << replica.bit).get(replica.bit, 0)
+        now_s, rate = self._clock(), self.tokens_per_s(replica)
+        ticket = Ticket(replica, prompt, num_cached, self._expected_s(replica, prompt, num_cached, rate, now_s), now_s)
         self._enter(ticket)
         return ticket
 
@@ -206,17 +215,19 @@ class Router:
             _, replica, hashes = self._ended.popleft()
             if self.replicas.get(replica.name) is replica:
                 self._index.withdraw(replica.bit, hashes)
-        mask = sum(1 << one.bit for one in among) if prompt.hashes else 0
-        leading = self._index.leading(prompt.hashes, mask)
+        cached = self._num_cached(prompt, sum(1 << one.bit for one in among))
+        rates = self._prefill_rates()
+        shares = self._recent.shares(rates)
         found = []
         for replica in among:
-            num_cached = self._tokens(leading.get(replica.bit, 0), prompt)
-            expected_s = self._expected_s(replica, prompt, num_cached, now_s)
-            others_s = (1 + replica.num_queued) * (prompt.num_tokens - num_cached) / self.tokens_per_s(replica)
+            num_cached = cached.get(replica.bit, 0)
+            expected_s = self._expected_s(replica, prompt, num_cached, rates[replica.bit], now_s)
+            own_s = (prompt.num_tokens - num_cached) / rates[replica.bit]
+            others_s = _FOLLOWERS * shares[replica.bit] * own_s
             found.append((expected_s + others_s, expected_s, num_cached, replica))
-        best_s = min(cost_s for cost_s, _, _, _ in found)
+        best_s, best_expected_s = min(one[:2] for one in found)
         # A newcomer meets a step anywhere between its begin and its end: half of one is what nobody can foresee.
-        tie_s = best_s * (1 + _TIE) + min(self._step_s(replica) for _, _, _, replica in found) / 2
+        tie_s = best_s + _TIE * best_expected_s + min(self._step_s(replica) for _, _, _, replica in found) / 2
         ties = [one for one in found if one[0] <= tie_s]
         # Equal loads take turns, so that replicas which differ in nothing share what comes.
         first = self._num_routed % len(ties)
@@ -236,13 +247,10 @@ class Router:
         if replica is None:
             return
         num_tokens = ticket.num_uncached_tokens
-        if (
-            is_timed
-            and num_tokens >= _MIN_TOKENS_FOR_RATE
-            and (took_s := now_s - max(ticket.routed_s, replica.progress_s)) > 0
-        ):
-            replica.measured_rate = _smooth(replica.measured_rate, num_tokens / took_s)
-            self._usual_rate = self.tokens_per_s(replica)
+        if is_timed and num_tokens >= _MIN_TOKENS_FOR_RATE:
+            took_s = now_s - max(ticket.routed_s, replica.progress_s)
+            own_s = max(took_s - self._step_s(replica), took_s / 4)  # it may have waited for the step before its own
+            self._rates.observe(replica.bit, num_tokens, own_s)
         replica.progress_s = now_s
         self._unqueue(replica, ticket)
 
@@ -254,8 +262,6 @@ class Router:
         if replica.is_exact:
             self._index.promise(replica.bit, hashes)
             self._index.withdraw(replica.bit, ticket.prompt.hashes)
-        else:
-            self._index.guess(replica.bit, hashes, replica.guessed_blocks)
         ticket.prompt = replace(ticket.prompt, hashes=hashes)
 
     def on_end(self, ticket: Ticket) -> None:
@@ -277,11 +283,12 @@ class Router:
 
     def check(self) -> None:
         """Prove that what is counted adds up."""
-        self._index.check()
+        self._index.check(self._by_bit)
+        self._texts.check(self._by_bit)
         for replica in self.replicas.values():
             assert replica.num_queued_tokens == sum(replica.tokens_by_tenant.values()) >= 0
             assert all(count > 0 for count in replica.tokens_by_tenant.values())
-            assert replica.num_sequences >= 0 and replica.num_queued >= 0
+            assert replica.num_sequences >= 0
             assert self._by_bit[replica.bit] is replica
 
     # -- inside
@@ -291,7 +298,8 @@ class Router:
         replica, prompt = ticket.at, ticket.prompt
         if not replica.num_queued_tokens:
             replica.progress_s = ticket.routed_s
-        replica.num_queued += 1
+        replica.waiting[ticket] = None
+        self._recent.add(replica.bit, ticket.num_uncached_tokens, len(self.replicas))
         if num_tokens := ticket.num_uncached_tokens:
             queued = replica.tokens_by_tenant
             queued[prompt.tenant] = queued.get(prompt.tenant, 0) + num_tokens
@@ -300,11 +308,10 @@ class Router:
         if replica.is_exact:
             # Whoever has the same prefix and comes before it is computed will find it computed all the same.
             self._index.promise(replica.bit, prompt.hashes)
-        else:
-            self._index.guess(replica.bit, prompt.hashes, replica.guessed_blocks)
+        self._texts.route(replica.bit, prompt.pieces)
 
     def _unqueue(self, replica: Replica, ticket: Ticket) -> None:
-        replica.num_queued -= 1
+        del replica.waiting[ticket]
         if not (num_tokens := ticket.num_uncached_tokens):
             return
         queued, tenant = replica.tokens_by_tenant, ticket.prompt.tenant
@@ -317,23 +324,37 @@ class Router:
         """None: it was removed meanwhile, even where another one has its name now."""
         return ticket.at if self.replicas.get(ticket.replica) is ticket.at else None
 
-    def _tokens(self, num_blocks: int, prompt: Prompt) -> int:
-        return min(num_blocks * self.block_size, max(0, prompt.num_tokens - 1))
+    def _num_cached(self, prompt: Prompt, mask: int) -> dict[int, int]:
+        """By the bits of replicas that have some of it: how many of its tokens."""
+        size, most = self.block_size, max(0, prompt.num_tokens - 1)
+        by_text = self._texts.leading(prompt.pieces, mask)
+        by_block = self._index.leading(prompt.hashes, mask)
+        found = {bit: min(most, num_blocks * size) for bit, num_blocks in by_block.items()}
+        for bit, num_pieces in by_text.items():
+            # What was routed there is there, unless a block that is known is not.
+            if by_block.get(bit, 0) == len(prompt.hashes) or not self._by_bit[bit].is_exact:
+                num_tokens = prompt.piece_ends[num_pieces - 1] // size * size
+                found[bit] = max(found.get(bit, 0), min(most, num_tokens))
+        return found
+
+    def _prefill_rates(self) -> dict[int, float]:
+        """By the bits of replicas."""
+        return self._rates.of({bit: one.load.prefill_tokens_per_s for bit, one in self._by_bit.items()}, _FIRST_RATE)
 
     def _step_s(self, replica: Replica) -> float:
         return (replica.load.step_s or 0.0) if replica.load.num_running or replica.num_sequences else 0.0
 
-    def _expected_s(self, replica: Replica, prompt: Prompt, num_cached: int, now_s: float) -> float:
+    def _expected_s(self, replica: Replica, prompt: Prompt, num_cached: int, rate: float, now_s: float) -> float:
         num_own = prompt.num_tokens - num_cached
-        rate = self.tokens_per_s(replica)
         num_ahead = max(0, replica.num_foreign_tokens - int((now_s - replica.told_s) * rate))
         if replica.num_queued_tokens:
             queued = replica.tokens_by_tenant
             share = queued.get(prompt.tenant, 0) + num_own
             num_ahead += share - num_own
             num_ahead += sum(min(count, share) for tenant, count in queued.items() if tenant != prompt.tenant)
-            # Some of it is computed already: first tokens tell of whole prompts only.
-            num_ahead = max(0, num_ahead - int((now_s - replica.progress_s) * rate))
+            # Some of the first one's is computed already, which only its first token will tell.
+            head = next(iter(replica.waiting))
+            num_ahead -= min(num_ahead, head.num_uncached_tokens, int((now_s - replica.progress_s) * rate))
         return self._slot_wait_s(replica, prompt) + self._step_s(replica) + (num_ahead + num_own) / rate
 
     def _slot_wait_s(self, replica: Replica, prompt: Prompt) -> float:

@@ -18,7 +18,7 @@ import aiohttp
 from quire.errors import ConfigError
 from quire.kv.hashing import HASH_BYTES
 from quire.log import get_logger
-from quire.router.hashes import CHARS_PER_TOKEN, KnownTexts, text_hashes, text_of
+from quire.router.hashes import CHARS_PER_TOKEN, KnownTexts, piece_ends, text_of, text_pieces
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 
 LOOK_S = 0.25  # between two looks at a server's cache and health
@@ -26,6 +26,7 @@ _SLOW_LOOK_S = 1.0  # at one that tells nothing, or is down
 _ANSWER_S = 5.0
 _HASH_S = 2.0
 _MIN_ASKED_BLOCKS = 4  # a shorter end that nobody knows is not worth a question
+_ASKED_SHARE = 1 / 3  # of a prompt, likewise: an answer has a server tokenize all of it once more
 _BLOCK_SIZE = 16  # of guesses, until a Quire server says which
 _MAX_ANSWER_BYTES = 64 << 20
 _TOKENIZED = (
@@ -79,6 +80,14 @@ class Servers:
     async def start(self) -> None:
         # No limit on connections: each is a client's. A proxy named in the environment is not for these.
         self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
+        await self.start_following()
+
+    async def close(self) -> None:
+        await self.stop_following()
+        await self.session.close()
+
+    async def start_following(self) -> None:
+        """Until every server was looked at once; from then on beside everything else."""
         first_looks = [asyncio.Event() for _ in self.all]
         self._tasks = [
             asyncio.create_task(self._follow(upstream, seen))
@@ -87,12 +96,11 @@ class Servers:
         for seen in first_looks:
             await seen.wait()
 
-    async def close(self) -> None:
+    async def stop_following(self) -> None:
         tasks = [*self._tasks, *self._asked.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.session.close()
 
     @property
     def num_up(self) -> int:
@@ -111,26 +119,25 @@ class Servers:
 
     # -- what a request is to a router
 
-    async def prompt_of(self, body: Mapping[str, Any], authorization: str | None) -> tuple[Prompt, Question | None]:
+    def prompt_of(self, body: Mapping[str, Any], authorization: str | None) -> tuple[Prompt, Question | None]:
         """The prompt with the hashes of its blocks as far as they are known, and what there is left to `learn`.
 
-        Nobody waits for a server to say them: a text that began like none before is cached nowhere. Only who comes
-        with the same beginning while a server is being asked waits for that answer, so as to go to the same place.
+        Nobody waits for a server to say them: until then it counts where texts that begin alike were routed.
         """
-        text, tenant, num_sequences = text_of(body), authorization or "", _num_sequences(body)
-        if not any(one.is_up and one.is_exact for one in self.all.values()):
-            num_tokens = max(1, len(text) // CHARS_PER_TOKEN)
-            return Prompt(num_tokens, text_hashes(text, self.router.block_size), tenant, num_sequences), None
-        pieces = self._known.pieces(text, tenant)
+        text, tenant = text_of(body), authorization or ""
+        pieces = text_pieces(text, tenant)
         num_known, hashes = self._known.find(pieces)
-        if num_known < len(pieces) and (asked := self._asked.get(pieces[num_known])) is not None:
-            await asyncio.wait({asked}, timeout=_HASH_S)
-            num_known, hashes = self._known.find(pieces)
-        tokens_per_char = self._known.tokens_per_char
-        num_tokens = max(1, int(len(text) * (tokens_per_char or 1 / CHARS_PER_TOKEN)))
-        prompt = Prompt(num_tokens, hashes, tenant, num_sequences)
+        tokens_per_char = self._known.tokens_per_char or 1 / CHARS_PER_TOKEN
+        num_tokens = max(1, int(len(text) * tokens_per_char))
+        ends = [int(end * tokens_per_char) for end in piece_ends(len(text))]
+        prompt = Prompt(num_tokens, hashes, tenant, _num_sequences(body), pieces, ends)
         num_unknown = num_tokens - len(hashes) * self.router.block_size
-        if num_known == len(pieces) or (tokens_per_char and num_unknown < _MIN_ASKED_BLOCKS * self.router.block_size):
+        if (
+            num_known == len(pieces)
+            or num_unknown < max(_MIN_ASKED_BLOCKS * self.router.block_size, _ASKED_SHARE * num_tokens)
+            or pieces[num_known] in self._asked
+            or not any(one.is_up and one.is_exact for one in self.all.values())
+        ):
             return prompt, None
         return prompt, Question(body, authorization, text, pieces, num_known)
 

@@ -134,7 +134,7 @@ class Proxy(Collector):
         if isinstance(model, str) and model not in servers.models:
             known = " or ".join(map(repr, servers.models))
             raise ApiError(404, f"no server has the model {model[:200]!r}: they have {known}", code="model_not_found")
-        prompt, question = await servers.prompt_of(body, request.headers.get("authorization"))
+        prompt, question = servers.prompt_of(body, request.headers.get("authorization"))
         asked = _Asked(request, body, raw, prompt)
         found = await self._ask(asked, question)
         if isinstance(found, Response):
@@ -226,7 +226,7 @@ class Proxy(Collector):
                 "Before their first.",
                 {name: one.num_queued_tokens for name, one in known.items()},
             ),
-            "server_cached_blocks": ("Known or guessed.", {name: self._router.num_blocks_of(name) for name in known}),
+            "server_cached_blocks": ("As it told.", {name: self._router.num_blocks_of(name) for name in known}),
         }
         for name, (words, values) in gauges.items():
             gauge = GaugeMetricFamily(f"quire:router_{name}", words, labels=("server",))

@@ -14,6 +14,7 @@ from quire.errors import ConfigError
 from quire.params import SamplingSpec
 from quire.request import Request
 from quire.sim.apart import Handovers, Link
+from quire.sim.cores import OwnDevices, SharedCores, StepEnds
 from quire.sim.cost import StepCost
 from quire.sim.policies import POLICIES, Policy
 from quire.sim.replica import Replica, ReplicaConfig, TokenTimes
@@ -27,13 +28,15 @@ _GREEDY = SamplingSpec(temperature=0.0)
 class Fleet:
     """`front_s`: HTTP, JSON, tokenizing and the way to the engine and back, of which clients see the sum.
 
-    `roles`: of each replica, prefill, decode or both; blocks go from the first kind to the second over `link`."""
+    `roles`: of each replica, prefill, decode or both; blocks go from the first kind to the second over `link`.
+    `num_cores`: that the replicas share, one thread each; None: each has a device of its own."""
 
     config: ReplicaConfig
     cost: StepCost
     num_replicas: int = 1
     policy: str = "first-token"
     front_s: float = 0.0
+    num_cores: int | None = None
     roles: tuple[str, ...] = ()
     link: Link = field(default_factory=lambda: Link(bytes_per_s=50e9))
     replicas: list[Replica] = field(default_factory=list)
@@ -44,7 +47,6 @@ class Fleet:
     num_done: int = 0
     first_arrival_s: float = 0.0
     num_moved: int = 0
-    _tickets: dict[str, int] = field(default_factory=dict)  # by request_id: the policy's choice
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
@@ -53,7 +55,10 @@ class Fleet:
             raise ConfigError(f"unknown policy {self.policy!r}: there are {', '.join(POLICIES)}")
         if self.roles and len(self.roles) != self.num_replicas:
             raise ConfigError(f"{len(self.roles)} roles are given, and there are {self.num_replicas} replicas")
-        config = replace(self.config, has_peers=bool(self.roles))
+        if self.num_cores is not None and self.num_cores < 1:
+            raise ConfigError(f"the number of cores must be at least 1, got {self.num_cores}")
+        can_leap = self.config.can_leap and self.num_cores is None
+        config = replace(self.config, has_peers=bool(self.roles), can_leap=can_leap)
         self.replicas = [Replica(config, self.cost, self.times) for _ in range(self.num_replicas)]
 
     def run(self, requests: Sequence[SimRequest], *, from_s: float | None = None, until_s: float | None = None) -> None:
@@ -64,9 +69,9 @@ class Fleet:
         moving = Handovers(self.replicas, roles, self.link, block_bytes)
         arriving = moving.prefilling
         policy = POLICIES[self.policy]([self.replicas[index] for index in arriving], lambda: self.now_s)
-        for number, member in enumerate(arriving):
-            self.replicas[member].on_first_token = partial(self._on_first_token, policy, moving, number, member)
-        moving.on_leave = partial(self._forget_ticket, policy)
+        for member in arriving:
+            self.replicas[member].on_first_token = partial(self._on_first_token, policy, moving, member)
+        moving.on_leave = policy.on_end
         for replica in self.replicas:
             replica.on_end = partial(self._on_end, policy)
             replica.on_fetched = moving.on_fetched
@@ -76,21 +81,25 @@ class Fleet:
         next_sample_s = self.first_arrival_s
         coming = _engine_requests(requests)
         arrival = next(coming, None)
-        heap: list[tuple[float, int]] = []
-        while arrival is not None or heap or moving.timers:
-            next_s = min((one[0][0] for one in (heap, moving.timers) if one), default=math.inf)
+        ends: StepEnds = (
+            OwnDevices(self.replicas) if self.num_cores is None else SharedCores(self.replicas, self.num_cores)
+        )
+        while True:
+            next_s = step_s = ends.next_s
+            if moving.timers:
+                next_s = min(step_s, moving.timers[0][0])
+            if arrival is None and next_s == math.inf:
+                break
             if arrival is not None and arrival.arrival_s + self.front_s <= next_s:
                 now_s, index = arrival.arrival_s + self.front_s, None
             elif moving.timers and moving.timers[0][0] <= next_s:
                 now_s, _, arrive = heapq.heappop(moving.timers)
                 self.now_s = now_s
                 arrive(now_s)
-                self._push(heap, moving.touched)
+                self._note(ends, moving.touched)
                 continue
             else:
-                now_s, index = heapq.heappop(heap)
-                if self.replicas[index].due_s != now_s:
-                    continue  # a leap that a request cut short
+                now_s, index = step_s, ends.pop()
             if until_s is not None and now_s > until_s:
                 break
             self.now_s = now_s
@@ -103,10 +112,7 @@ class Fleet:
             if index is None:
                 assert arrival is not None
                 direct = moving.direct(arrival) if "decode" in self.roles else None
-                if direct is None:
-                    number = policy.choose(arrival)
-                    self._tickets[arrival.request_id] = number
-                index = arriving[number] if direct is None else direct
+                index = arriving[policy.choose(arrival)] if direct is None else direct
                 replica = self.replicas[index]
                 before_s = replica.due_s
                 replica.add(arrival, now_s)
@@ -117,20 +123,16 @@ class Fleet:
                 replica = self.replicas[index]
                 replica.advance()
             moving.touched.add(index)
-            self._push(heap, moving.touched)
+            self._note(ends, moving.touched)
         self.num_moved = moving.num_moved
         self.wall_s = time.perf_counter() - started
 
-    def _push(self, heap: list[tuple[float, int]], touched: set[int]) -> None:
-        """Note when these replicas are due; an entry that is out of date is passed over when its time comes."""
-        while touched:
-            index = touched.pop()
-            due_s = self.replicas[index].due_s
-            if due_s is not None:
-                heapq.heappush(heap, (due_s, index))
+    def _note(self, ends: StepEnds, touched: set[int]) -> None:
+        ends.note(touched, self.now_s)
+        touched.clear()
 
-    def _on_first_token(self, policy: Policy, moving: Handovers, number: int, index: int, request: Request) -> None:
-        policy.on_first_token(number, request)
+    def _on_first_token(self, policy: Policy, moving: Handovers, index: int, request: Request) -> None:
+        policy.on_first_token(request)
         if self.roles and self.roles[index] == "prefill":
             begun_s = request.sequences[0].first_scheduled_s
             assert begun_s is not None
@@ -138,13 +140,7 @@ class Fleet:
 
     def _on_end(self, policy: Policy, request: Request) -> None:
         self.num_done += 1
-        self._forget_ticket(policy, request)
-
-    def _forget_ticket(self, policy: Policy, request: Request) -> None:
-        """It has ended where the policy sent it, or left."""
-        number = self._tickets.pop(request.request_id, None)
-        if number is not None:
-            policy.on_end(number, request)
+        policy.on_end(request)
 
     def _sample(self, t_s: float) -> Sample:
         used = sum(replica.kv.num_used_blocks for replica in self.replicas)

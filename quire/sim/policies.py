@@ -2,76 +2,45 @@
 
 from __future__ import annotations
 
-import heapq
-import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from quire.kv.hashing import block_hasher, root_hash
+from quire.bench.alternatives import ALTERNATIVES, AlternativeRouter
 from quire.request import Request
+from quire.router.hashes import prompt_hashes
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 from quire.sim.replica import Replica
 
 _REPORT_EVERY_S = 0.1  # as engine/loop.py has it
 
 
-class Policy(ABC):
-    """Which replica a request goes to."""
+class Policy:
+    """A router that chooses by what it sees from outside."""
 
-    def __init__(self, replicas: Sequence[Replica], clock: Callable[[], float]) -> None:
-        self.replicas = replicas
+    def __init__(self, router: Router, replicas: Sequence[Replica]) -> None:
+        self._router = router
+        self._config = replicas[0].config
+        self._tickets: dict[str, Ticket] = {}
 
-    @abstractmethod
     def choose(self, request: Request) -> int:
         """The index of a replica, which is given the request at once."""
+        tokens, hashes = request.prompt_token_ids, []
+        if self._config.enable_prefix_caching:
+            hashes = prompt_hashes(tokens, self._config.block_size, request.salt, request.adapter)
+        ticket = self._router.route(Prompt(len(tokens), hashes, request.tenant))
+        assert ticket is not None, "every replica is open"
+        self._tickets[request.request_id] = ticket
+        return int(ticket.replica)
 
-    def on_first_token(self, index: int, request: Request) -> None:  # noqa: B027 - most do not care
-        """The request's prompt is computed there."""
+    def on_first_token(self, request: Request) -> None:
+        """The request's prompt is computed where it was sent."""
+        self._router.on_first_token(self._tickets[request.request_id])
 
-    def on_end(self, index: int, request: Request) -> None:  # noqa: B027
-        """The request has ended there."""
-
-
-class RoundRobin(Policy):
-    _last = -1
-
-    def choose(self, request: Request) -> int:
-        self._last = (self._last + 1) % len(self.replicas)
-        return self._last
-
-
-class Random(Policy):
-    def __init__(self, replicas: Sequence[Replica], clock: Callable[[], float]) -> None:
-        super().__init__(replicas, clock)
-        self._rng = random.Random(0)
-
-    def choose(self, request: Request) -> int:
-        return self._rng.randrange(len(self.replicas))
-
-
-class LeastLoaded(Policy):
-    """The fewest requests under way; of equals, the one that was chosen or done longest ago."""
-
-    def __init__(self, replicas: Sequence[Replica], clock: Callable[[], float]) -> None:
-        super().__init__(replicas, clock)
-        self._counts = [0] * len(replicas)
-        self._turn = len(replicas)
-        self._heap = [(0, index, index) for index in range(len(replicas))]  # with entries that are out of date
-
-    def choose(self, request: Request) -> int:
-        while True:
-            count, _, index = heapq.heappop(self._heap)
-            if count == self._counts[index]:
-                self._count(index, 1)
-                return index
-
-    def on_end(self, index: int, request: Request) -> None:
-        self._count(index, -1)
-
-    def _count(self, index: int, change: int) -> None:
-        self._counts[index] += change
-        self._turn += 1
-        heapq.heappush(self._heap, (self._counts[index], self._turn, index))
+    def on_end(self, request: Request) -> None:
+        """The request has ended there, or left. Of one that this policy did not choose for, nothing is known."""
+        ticket = self._tickets.pop(request.request_id, None)
+        if ticket is not None:
+            self._router.on_end(ticket)
 
 
 class FirstToken(Policy):
@@ -79,62 +48,44 @@ class FirstToken(Policy):
     their caches and their steps, as often as engines do."""
 
     def __init__(self, replicas: Sequence[Replica], clock: Callable[[], float]) -> None:
-        super().__init__(replicas, clock)
-        config = replicas[0].config
+        super().__init__(Router(replicas[0].config.block_size, clock=clock), replicas)
         self._clock = clock
-        self._router = Router(config.block_size, clock=clock)
-        self._hash_block = block_hasher(config.block_size) if config.enable_prefix_caching else None
+        self._replicas = replicas
         self._logs = [replica.kv.log_cache() for replica in replicas]
         self._told = [0] * len(replicas)
-        self._names = [str(index) for index in range(len(replicas))]
-        self._indices = {name: index for index, name in enumerate(self._names)}
-        for name in self._names:
-            self._router.add(name, max_num_seqs=config.scheduler.max_num_seqs)
-        self._tickets: dict[str, Ticket] = {}
+        for name in _names(replicas):
+            self._router.add(name, max_num_seqs=self._config.scheduler.max_num_seqs)
         self._next_report_s = -1.0
 
     def choose(self, request: Request) -> int:
         if self._clock() >= self._next_report_s:
             self._report()
-        ticket = self._router.route(Prompt(request.num_prompt_tokens, self._hashes(request), request.tenant))
-        assert ticket is not None, "every replica is open"
-        self._tickets[request.request_id] = ticket
-        return self._indices[ticket.replica]
-
-    def on_first_token(self, index: int, request: Request) -> None:
-        self._router.on_first_token(self._tickets[request.request_id])
-
-    def on_end(self, index: int, request: Request) -> None:
-        self._router.on_end(self._tickets.pop(request.request_id))
+        return super().choose(request)
 
     def _report(self) -> None:
         self._next_report_s = self._clock() + _REPORT_EVERY_S
-        for index, (name, replica, log) in enumerate(zip(self._names, self.replicas, self._logs, strict=True)):
+        for index, (replica, log) in enumerate(zip(self._replicas, self._logs, strict=True)):
             costs = replica.scheduler.costs
             load = ReplicaLoad(prefill_tokens_per_s=costs.mixed_tokens_per_s, step_s=costs.decodes_s)
-            self._router.on_load(name, load)
+            self._router.on_load(str(index), load)
             if log.at != self._told[index]:
                 change = log.read(self._told[index])
                 self._told[index] = change.at
                 self._router.on_cache(
-                    name, CacheChanges(filled=change.filled, evicted=change.evicted, is_snapshot=change.is_snapshot)
+                    str(index),
+                    CacheChanges(filled=change.filled, evicted=change.evicted, is_snapshot=change.is_snapshot),
                 )
 
-    def _hashes(self, request: Request) -> list[bytes]:
-        """The hashes of the full blocks before the prompt's last token."""
-        if self._hash_block is None:
-            return []
-        tokens, size = request.prompt_token_ids, self._router.block_size
-        parent, hashes = root_hash(request.salt, request.adapter), []
-        for first in range(0, len(tokens) - size, size):
-            parent = self._hash_block(parent, tokens[first : first + size])
-            hashes.append(parent)
-        return hashes
+
+def _alternative(name: str, replicas: Sequence[Replica], clock: Callable[[], float]) -> Policy:
+    return Policy(AlternativeRouter(name, _names(replicas), replicas[0].config.block_size, clock=clock), replicas)
 
 
-POLICIES: dict[str, type[Policy]] = {
+def _names(replicas: Sequence[Replica]) -> list[str]:
+    return [str(index) for index in range(len(replicas))]
+
+
+POLICIES: dict[str, Callable[[Sequence[Replica], Callable[[], float]], Policy]] = {
     "first-token": FirstToken,
-    "least-loaded": LeastLoaded,
-    "round-robin": RoundRobin,
-    "random": Random,
+    **{name.replace(" ", "-"): partial(_alternative, name) for name in ALTERNATIVES},
 }

@@ -149,7 +149,7 @@ class Replica:
         self._times = times
         self._inbox: deque[tuple[float, Request]] = deque()
         self._begun_s = 0.0
-        self._step: tuple[StepPlan, float] | None = None
+        self._step: StepPlan | None = None
         self._leap: _Leap | None = None
         self._loads = PlanLoads()
         self._last_token_s: dict[int, float] = {}  # by seq_id
@@ -228,9 +228,8 @@ class Replica:
             return  # a fetch that found nothing to load
         assert plan.spans.rows or plan.keyed_moves, "there is work and nothing can run"
         loads = self._loads.read(plan)
-        seconds = self.cost.load_s(loads) if plan.spans.rows else _MOVE_S
-        self._step = (plan, seconds)
-        self.due_s = now_s + seconds
+        self._step = plan
+        self.due_s = now_s + (self.cost.load_s(loads) if plan.spans.rows else _MOVE_S)
 
     def _let_go(self) -> None:
         leaving, self._leaving = self._leaving, []
@@ -285,7 +284,7 @@ class Replica:
 
     def _end_step(self, now_s: float) -> None:
         assert self._step is not None
-        plan, seconds = self._step
+        plan, seconds = self._step, now_s - self._begun_s
         result = StepResult(step=plan.step, tokens=[[0]] * len(plan.sampled_rows()))
         result.timings = StepTimings(forward_s=seconds, total_s=seconds)
         result.moved = [move.ticket for move in plan.keyed_moves]

@@ -1,4 +1,4 @@
-"""quire bench router: its traffic, its simple policies, and what it makes of runs. The processes are the command's."""
+"""quire bench router: its traffic, and what it makes of runs. The processes are the command's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from quire.bench.plots import write_charts
 from quire.bench.router import (
     MAX_LEN,
     OURS,
-    POLICIES,
     TRAFFICS,
     FrontRun,
-    SimpleRouter,
     as_table,
     charts,
     make_traffic,
@@ -25,8 +23,7 @@ from quire.bench.router import (
 )
 from quire.errors import ConfigError
 from quire.models.architectures import spec_from_config
-from quire.router.hashes import prompt_hashes, text_hashes, text_of
-from quire.router.policy import Prompt
+from quire.router.hashes import prompt_hashes, text_of, text_pieces
 from quire.text import Tokenizer
 
 
@@ -50,21 +47,6 @@ def test_skewed_traffic_has_a_favourite_and_bursts_come_at_once() -> None:
     rows = trace_rows("skewed", 500)
     assert len(rows) == 500 and rows == trace_rows("skewed", 500)
     assert all(a["arrival"] <= b["arrival"] for a, b in itertools.pairwise(rows))
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_simple_policies_choose_among_those_that_are_open(name: str) -> None:
-    router = SimpleRouter(POLICIES[name])
-    for server in "abc":
-        router.add(server, is_exact=False)
-    router.set_open("b", False)
-    prompts = [Prompt(100, text_hashes(f"{i:03d}" * 40, 4)) for i in range(60)]
-    taken = Counter(ticket.replica for one in prompts if (ticket := router.route(one)) is not None)
-    assert set(taken) == {"a", "c"} and min(taken.values()) >= 10
-    router.check()
-    if name == "consistent hash":
-        same = {ticket.replica for _ in range(9) if (ticket := router.route(prompts[0])) is not None}
-        assert len(same) == 1
 
 
 def test_runs_become_a_table_and_charts(tmp_path: Path) -> None:
@@ -103,7 +85,7 @@ def test_the_model_has_about_15_million_parameters(tmp_path: Path) -> None:
 
 def test_equal_beginnings_have_equal_hashes() -> None:
     a, b = text_of({"model": "m", "prompt": "x" * 200}), text_of({"model": "m", "prompt": "x" * 150 + "y" * 50})
-    left, right = text_hashes(a, 4), text_hashes(b, 4)
+    left, right = text_pieces(a), text_pieces(b)
     assert left[:9] == right[:9] and left[-1] != right[-1]
     assert prompt_hashes(list(range(33)), 16) == prompt_hashes([*range(33), 1, 2], 16)
     assert len(prompt_hashes(list(range(32)), 16)) == 1  # the last token has to run

@@ -63,6 +63,7 @@ def test_more_ranks_are_faster_for_one_stream_and_replicas_are_not(tmp_path: Pat
         (["--validate", "h900"], "h200"),
         (["--swap-space-gb", "4"], "not simulated"),
         (["--profile", "none.json", "--block-size", "32"], "recorded"),
+        (["--cores", "2"], "--profile"),
     ],
 )
 def test_bad_input_says_what_to_change(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+
+import pytest
 
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 
@@ -34,6 +37,18 @@ def prompt_of(name: str, num_blocks: int, **options: object) -> Prompt:
     return Prompt(num_blocks * BLOCK + 1, chain(name, num_blocks), **options)  # type: ignore[arg-type]
 
 
+def first_token(router: Router, ticket: Ticket) -> None:
+    """It has come, and its time is not counted."""
+    router.on_first_token(ticket, is_timed=False)
+
+
+def text_prompt(text: str, num_tokens: int, hashes: Sequence[bytes] = ()) -> Prompt:
+    """A piece is a character, and makes a block of tokens."""
+    pieces = [text[: end + 1].encode() for end in range(len(text))]
+    ends = [BLOCK * (end + 1) for end in range(len(text))]
+    return Prompt(num_tokens, hashes, pieces=pieces, piece_ends=ends)
+
+
 def test_a_prompt_goes_where_its_blocks_are() -> None:
     router, _ = router_of("a", "b")
     router.on_cache("b", CacheChanges(filled=chain("x", 8)))
@@ -62,12 +77,40 @@ def test_a_queue_longer_than_the_prefix_is_worth_sends_it_elsewhere() -> None:
     """Neither is affinity thrown away under imbalance nor a hot replica buried."""
     router, _ = router_of("a", "b")
     router.on_cache("a", CacheChanges(filled=chain("x", 10)))
-    router.route_to("a", prompt_of("other", 5))  # 81 tokens are queued at a; the prefix is worth 160, twice
+    for name in ("a", "b"):  # as much was computed at each
+        first_token(router, router.route_to(name, prompt_of(f"{name} before", 50)))
+    router.route_to("a", prompt_of("other", 15))  # 241 tokens are queued at a; the prefix is worth 160, three times
     ticket = router.choose(prompt_of("x", 10))
     assert ticket is not None and ticket.replica == "a"
     router.route_to("a", prompt_of("more", 20))
     ticket = router.choose(prompt_of("x", 10))
     assert ticket is not None and ticket.replica == "b"
+
+
+def test_a_prefix_that_everybody_asks_for_gets_a_second_home() -> None:
+    """Little waits at any moment, but all of it at one replica, while the other does nothing."""
+    router, clock = router_of("a", "b")
+    homes = []
+    for nth in range(40):
+        ticket = router.route(Prompt(50 * BLOCK, [*chain("x", 40), *chain(f"tail {nth}", 9)]))
+        assert ticket is not None
+        homes.append(ticket.replica)
+        clock.now_s += ticket.num_uncached_tokens / 1_000 / 2  # they come twice as fast as one replica computes
+        router.on_load(ticket.replica, ReplicaLoad(prefill_tokens_per_s=1_000.0))
+    assert set(homes[:3]) == {homes[0]} and 10 <= homes.count("a") <= 30
+
+
+def test_a_new_prefix_goes_where_least_was_computed_lately() -> None:
+    router, clock = router_of("a", "b", "c")
+    for name, num_prefixes in (("a", 4), ("b", 2), ("c", 3)):
+        for nth in range(num_prefixes):
+            ticket = router.route_to(name, prompt_of(f"{name}{nth}", 20))
+            clock.now_s += 0.3
+            first_token(router, ticket)
+            router.on_end(ticket)
+    assert router.choose(prompt_of("new", 20)).replica == "b"  # type: ignore[union-attr]
+    router.on_cache("a", CacheChanges(filled=chain("old", 20)))
+    assert router.choose(prompt_of("old", 20)).replica == "a"  # type: ignore[union-attr]
 
 
 def test_a_prefix_that_is_being_computed_counts_as_cached() -> None:
@@ -127,17 +170,36 @@ def test_blocks_that_are_told_later_count_from_then_on() -> None:
     assert router.choose(prompt_of("x", 10)).num_cached_tokens == 0  # type: ignore[union-attr]
 
 
-def test_a_replica_that_publishes_nothing_is_guessed_and_its_memory_is_bounded() -> None:
-    router, _ = router_of("a", is_exact=False, guessed_blocks=6)
-    for name in ("x", "y"):
-        ticket = router.route(prompt_of(name, 4))
-        assert ticket is not None
-        router.on_end(ticket)
-    assert router.num_blocks_of("a") == 6
-    ticket = router.choose(prompt_of("y", 4))
-    assert ticket is not None and ticket.num_cached_tokens == 4 * BLOCK
-    ticket = router.choose(prompt_of("x", 4))
-    assert ticket is not None and ticket.num_cached_tokens == 2 * BLOCK  # its tail went first
+def test_what_was_routed_to_a_replica_that_publishes_nothing_is_there() -> None:
+    router, _ = router_of("a", "b", is_exact=False)
+    ticket = router.route(text_prompt("abcdefgh", 130))
+    assert ticket is not None
+    again = router.choose(text_prompt("abcdxyz", 130))
+    assert again is not None and (again.replica, again.num_cached_tokens) == (ticket.replica, 4 * BLOCK)
+    router.check()
+
+
+def test_a_text_finds_what_was_routed_before_anybody_tells_of_blocks() -> None:
+    router, _ = router_of("a", "b")
+    first = router.route(text_prompt("abcd", 70))
+    assert first is not None
+    second = router.choose(text_prompt("abcdefghijkl", 200))
+    assert second is not None and (second.replica, second.num_cached_tokens) == (first.replica, 4 * BLOCK)
+
+
+def test_a_block_that_was_evicted_contradicts_the_text() -> None:
+    router, _ = router_of("a", "b")
+    hashes = chain("x", 3)
+    first = router.route_to("a", text_prompt("abcdef", 100, hashes))
+    router.on_first_token(first)
+    router.on_cache("a", CacheChanges(filled=hashes))
+    assert router.choose(text_prompt("abcdefgh", 140, hashes)).num_cached_tokens == 6 * BLOCK  # type: ignore[union-attr]
+    router.remove("a")
+    router.add("a")
+    router.route_to("a", text_prompt("abcdef", 100))  # what blocks it makes was not known
+    router.on_cache("a", CacheChanges(filled=hashes[:1]))
+    found = router.route_to("a", text_prompt("abcdefgh", 140, hashes))
+    assert found.num_cached_tokens == BLOCK
     router.check()
 
 
@@ -156,7 +218,7 @@ def test_equal_replicas_share_equally() -> None:
 
 def test_ties_go_to_the_replica_with_fewer_running() -> None:
     router, _ = router_of("a", "b")
-    router.on_load("a", ReplicaLoad(prefill_tokens_per_s=1_050.0, num_running=9))
+    router.on_load("a", ReplicaLoad(prefill_tokens_per_s=1_020.0, num_running=9))
     router.on_load("b", ReplicaLoad(prefill_tokens_per_s=1_000.0, num_running=2))
     assert [router.choose(prompt_of("p", 3)).replica for _ in range(5)] == ["b"] * 5  # type: ignore[union-attr]
 
@@ -184,22 +246,52 @@ def test_the_queue_shrinks_with_time_and_with_first_tokens() -> None:
     before = router.choose(prompt_of("y", 1))
     clock.now_s = 1.0
     later = router.choose(prompt_of("y", 1))
-    router.on_first_token(ticket)
+    first_token(router, ticket)
     after = router.choose(prompt_of("y", 1))
     assert before is not None and later is not None and after is not None
     assert before.expected_s - later.expected_s == 1.0
     assert later.expected_s > after.expected_s == 17 / 1_000
 
 
+def timed(router: Router, clock: Clock, name: str, seconds: float) -> None:
+    ticket = router.route_to(name, prompt_of(f"{name} {clock.now_s}", 10))
+    clock.now_s += seconds
+    router.on_first_token(ticket)
+    router.on_end(ticket)
+
+
 def test_the_rate_of_a_replica_that_reports_none_is_measured() -> None:
     router, clock = router_of("a")
     router.on_load("a", ReplicaLoad())
-    ticket = router.route(prompt_of("x", 10))
-    assert ticket is not None
-    clock.now_s = 0.5
-    router.on_first_token(ticket)
+    timed(router, clock, "a", 0.5)
     assert router.tokens_per_s(router.replicas["a"]) == 161 / 0.5
     assert router.tokens_per_s(router.add("new")) == 161 / 0.5
+
+
+def test_prompts_that_end_in_one_step_are_counted_together() -> None:
+    router, clock = router_of("a")
+    tickets = [router.route_to("a", prompt_of(name, 10)) for name in "xyz"]
+    clock.now_s = 0.3
+    for ticket in tickets:
+        router.on_first_token(ticket)
+    assert router.tokens_per_s(router.replicas["a"]) == pytest.approx(3 * 161 / 0.3, rel=0.05)
+
+
+def test_replicas_count_as_alike_until_one_shows_otherwise() -> None:
+    """What runs beside a prompt decides how long it takes: by chance nobody loses a conversation."""
+    router, clock = router_of("a", "b")
+    rng = random.Random(0)
+    for _ in range(40):
+        for name, seconds in (("a", 0.13), ("b", 0.17)):
+            timed(router, clock, name, seconds * rng.uniform(0.3, 1.7))
+    rates = [router.tokens_per_s(replica) for replica in router.replicas.values()]
+    assert rates[0] == rates[1] == pytest.approx(161 / 0.15, rel=0.2)
+    router.on_load("b", ReplicaLoad(prefill_tokens_per_s=50_000.0))  # its last step was a quick one
+    router.on_cache("a", CacheChanges(filled=chain("x", 10)))
+    assert router.choose(prompt_of("x", 10)).replica == "a"  # type: ignore[union-attr]
+    for _ in range(20):
+        timed(router, clock, "a", 1.5)
+    assert router.tokens_per_s(router.replicas["a"]) < router.tokens_per_s(router.replicas["b"]) / 3
 
 
 def test_what_others_queue_at_a_replica_counts() -> None:
@@ -253,7 +345,7 @@ def test_whatever_happens_the_books_are_right_and_nothing_is_left() -> None:
             name = rng.choice("abcde")
             match rng.randrange(8):
                 case 0 if name not in router.replicas:
-                    router.add(name, is_exact=rng.random() < 0.7, guessed_blocks=rng.randrange(1, 20))
+                    router.add(name, is_exact=rng.random() < 0.7)
                 case 1 if name in router.replicas and rng.random() < 0.2:
                     router.remove(name)
                 case 2 if name in router.replicas:
@@ -274,6 +366,9 @@ def test_whatever_happens_the_books_are_right_and_nothing_is_left() -> None:
                     router.set_open(name, rng.random() < 0.8)
                 case _:
                     wanted = prompt_of(rng.choice("xyz"), rng.randrange(12), tenant=rng.choice(("", "t")))
+                    if rng.random() < 0.5:
+                        text = rng.choice("uv") * rng.randrange(12)
+                        wanted = text_prompt(text, wanted.num_tokens, wanted.hashes)
                     ticket = router.route(wanted)
                     assert (ticket is None) == (not any(one.is_open for one in router.replicas.values()))
                     if ticket is not None:
@@ -288,7 +383,7 @@ def test_whatever_happens_the_books_are_right_and_nothing_is_left() -> None:
         for name in list(router.replicas):
             router.remove(name)
         router.check()
-        assert not router._index._holders
+        assert not router._index._holders and not router._texts._holders
 
 
 def test_a_choice_among_a_thousand_replicas_finds_the_longest_prefix() -> None:

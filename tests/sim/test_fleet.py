@@ -60,7 +60,8 @@ def test_the_products_router_finds_prefixes_that_no_single_cache_holds() -> None
         kv = serve(requests, 10, policy).report("", 240).kv
         assert kv is not None
         hits[policy] = kv.prefix_hit_rate
-    assert hits["first-token"] > 0.8 > 0.3 > max(rate for name, rate in hits.items() if name != "first-token")
+    blind = ("least-loaded", "power-of-two", "random", "round-robin")
+    assert hits["first-token"] > 0.8 > 0.3 > max(hits[name] for name in blind)
 
 
 def test_what_cannot_be_a_fleet_is_refused() -> None:
