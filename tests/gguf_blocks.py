@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import torch
 
-from quire.kernels.interface import QuantizedRows
+from quire.kernels.stored_rows import QuantizedRows
 from quire.weights.dequantize import PACKED_TYPES as PACKED
 from quire.weights.gguf_file import TENSOR_TYPES
 

@@ -7,7 +7,7 @@ numbers in groups, with activations in 16 bits) for matrices.
 from __future__ import annotations
 
 from quire.config import EngineConfig
-from quire.kernels.interface import PackedLayout
+from quire.kernels.stored_rows import PackedLayout
 from quire.models.spec import IntegerFormat, ModelSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}

@@ -33,8 +33,8 @@ from quire.kernels.interface import (
     Normed,
     Ops,
     Rotary,
-    StoredRows,
 )
+from quire.kernels.stored_rows import StoredRows
 
 RANK_UNIT = 16  # what a tensor core multiplies: slots are made for a multiple of it
 

@@ -25,9 +25,9 @@ from quire.kernels.interface import (
     PlainLayer,
     Rotary,
     SharedExpert,
-    StoredRows,
 )
 from quire.kernels.packed import packed_attention
+from quire.kernels.stored_rows import StoredRows
 
 if TYPE_CHECKING:
     from quire.kernels.adapters import AdaptedLinear, AdapterBank

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.composed import ComposedLinear
-from quire.kernels.interface import ALL, LinearWeight, Normed, Ops, StoredRows
+from quire.kernels.interface import ALL, LinearWeight, Normed, Ops
+from quire.kernels.stored_rows import StoredRows
 
 if TYPE_CHECKING:
     from quire.parallel.ranks import Ranks

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.interface import QuantizedRows
+from quire.kernels.stored_rows import QuantizedRows
 from quire.weights.gguf_file import TENSOR_TYPES
 
 Bytes = NDArray[np.uint8]

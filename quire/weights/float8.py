@@ -15,7 +15,7 @@ from quire.weights.checkpoint import TensorEntry
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quire.kernels.interface import Float8Rows
+    from quire.kernels.stored_rows import Float8Rows
 
 _SCALE_DTYPES = ("F32", "BF16", "F16")
 
@@ -64,7 +64,7 @@ class Float8Scales:
         import torch
         from safetensors import safe_open
 
-        from quire.kernels.interface import Float8Rows
+        from quire.kernels.stored_rows import Float8Rows
 
         entry, shape, block = self._layout(weight)
         with safe_open(entry.file, framework="pt", device="cpu") as opened:

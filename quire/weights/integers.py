@@ -14,7 +14,7 @@ from quire.weights.checkpoint import TensorEntry
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quire.kernels.interface import IntegerRows
+    from quire.kernels.stored_rows import IntegerRows
 
 INTEGERS = "INT"  # the type of a matrix that several tensors make up
 _FLOATS = ("F16", "BF16", "F32")
@@ -90,7 +90,7 @@ class IntegerTensors:
         yield from (entry for name, entry in found.items() if name not in taken)
 
     def rows_of(self, weight: TensorEntry) -> IntegerRows:
-        from quire.kernels.interface import IntegerRows
+        from quire.kernels.stored_rows import IntegerRows
 
         parts, (rows, columns) = self._parts[weight.stored_name], weight.shape
         stored = read_tensor(parts.scales)

@@ -11,7 +11,7 @@ from quire.weights.checkpoint import TensorEntry
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quire.kernels.interface import QuantizedRows
+    from quire.kernels.stored_rows import QuantizedRows
 
 DTYPE = "U8"
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -36,7 +36,7 @@ class Mxfp4Scales:
         """The expert's matrix that `blocks` is, out of the tensor of all: as blocks of Q5_0, the same numbers."""
         import numpy as np
 
-        from quire.kernels.interface import QuantizedRows
+        from quire.kernels.stored_rows import QuantizedRows
         from quire.weights.dequantize import Dequantizer, fp4_as_q5_0
 
         exponents = self._exponents(blocks, stored)

@@ -9,8 +9,8 @@ import torch
 
 from quire.errors import WeightsError
 from quire.kernels.cpu import CpuOps, unavailable_reason
-from quire.kernels.interface import QuantizedRows
 from quire.kernels.reference import ReferenceOps
+from quire.kernels.stored_rows import QuantizedRows
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
 from quire.models.slots import WeightSlot

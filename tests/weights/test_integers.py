@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, UnsupportedModelError, WeightsError
-from quire.kernels.interface import IntegerRows
 from quire.kernels.reference import ReferenceOps
+from quire.kernels.stored_rows import IntegerRows
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
 from quire.models.share import share_of

@@ -20,7 +20,7 @@ from quire.log import get_logger
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quire.kernels.interface import IntegerRows
+    from quire.kernels.stored_rows import IntegerRows
 
 _BLOCK = 32
 

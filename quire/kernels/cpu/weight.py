@@ -11,16 +11,8 @@ from torch import Tensor
 from quire.kernels.composed import ComposedLinear
 from quire.kernels.cpu.integer_blocks import integer_blocks
 from quire.kernels.cpu.library import NativeFunctions
-from quire.kernels.interface import (
-    AttentionBatch,
-    AttentionSpec,
-    Float8Rows,
-    IntegerRows,
-    Norm,
-    Normed,
-    Rotary,
-    StoredRows,
-)
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, Rotary
+from quire.kernels.stored_rows import Float8Rows, IntegerRows, StoredRows
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,17 +14,8 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kernels.composed import ComposedLinear
-from quire.kernels.interface import (
-    AttentionBatch,
-    AttentionSpec,
-    Float8Rows,
-    Norm,
-    Normed,
-    Quantized,
-    Rotary,
-    StoredRows,
-    Unscaled,
-)
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, Quantized, Rotary, Unscaled
+from quire.kernels.stored_rows import Float8Rows, StoredRows
 from quire.kernels.triton.configs import MAX_FP8_SKINNY_ROWS, MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
 from quire.kernels.triton.linear import TritonLinear
 from quire.kernels.triton.ops import TritonOps

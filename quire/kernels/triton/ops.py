@@ -21,12 +21,12 @@ from quire.kernels.interface import (
     LinearWeight,
     Norm,
     Normed,
-    PackedLayout,
     PlacedDecodes,
     Quantized,
     Rotary,
     Unscaled,
 )
+from quire.kernels.stored_rows import PackedLayout
 from quire.kernels.triton.configs import MAX_FP8_SKINNY_ROWS, MAX_SKINNY_ROWS
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.interface import AttentionSpec, PackedLayout, Unscaled
+from quire.kernels.interface import AttentionSpec, Unscaled
+from quire.kernels.stored_rows import PackedLayout
 from quire.kernels.triton import epilogue
 from quire.kernels.triton.common import IS_INTERPRETED, next_power_of_2
 from quire.kernels.triton.configs import PackedConfig

@@ -10,17 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.composed import ComposedLinear
-from quire.kernels.interface import (
-    AttentionBatch,
-    AttentionSpec,
-    Norm,
-    Normed,
-    PackedLayout,
-    Quantized,
-    Rotary,
-    StoredRows,
-    Unscaled,
-)
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, Quantized, Rotary, Unscaled
+from quire.kernels.stored_rows import PackedLayout, StoredRows
 from quire.kernels.triton.configs import MAX_SKINNY_ROWS, PackedConfig, packed_config
 from quire.kernels.triton.epilogue import ADD, GATE, ROPE, STORE, Add, Rope
 from quire.kernels.triton.linear import TritonLinear

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.interface import IntegerRows, PackedLayout, QuantizedRows, StoredRows
+from quire.kernels.stored_rows import IntegerRows, PackedLayout, QuantizedRows, StoredRows
 from quire.kernels.triton.packed import PackedMatrix, fitting_run
 
 

@@ -7,7 +7,7 @@ import torch
 from integer_checkpoints import FORMATS, write_integer_model
 
 from quire import LLM, SamplingParams
-from quire.kernels.interface import IntegerRows
+from quire.kernels.stored_rows import IntegerRows
 
 
 def rows_of(kind, weight):

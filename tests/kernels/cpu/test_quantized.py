@@ -8,7 +8,7 @@ import torch
 
 from quire.errors import WeightsError
 from quire.kernels.cpu import CpuOps
-from quire.kernels.interface import QuantizedRows
+from quire.kernels.stored_rows import QuantizedRows
 from tests.gguf_blocks import PACKED, QUANTIZED, random_rows, unpacked
 
 

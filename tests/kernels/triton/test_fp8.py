@@ -8,8 +8,9 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels.adapters import AdapterBank, AdapterSite, LowRankPair
-from quire.kernels.interface import AttentionBatch, AttentionSpec, Float8Rows, Norm, Quantized, Rotary
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Quantized, Rotary
 from quire.kernels.reference import ReferenceOps
+from quire.kernels.stored_rows import Float8Rows
 from quire.kernels.triton import TritonOps, fp8_linear
 from quire.parallel.linear import SummedLinear
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from integer_checkpoints import FORMATS
 
-from quire.kernels.interface import AttentionBatch, AttentionSpec, IntegerRows, Norm, PackedLayout, Rotary, Unscaled
+from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Rotary, Unscaled
 from quire.kernels.reference import ReferenceOps
+from quire.kernels.stored_rows import IntegerRows, PackedLayout
 from quire.kernels.triton import TritonOps, packed_linear
 from tests.gguf_blocks import random_rows, unpacked
 
