@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.masks import allowed_tokens
+from quire.kernels.cpu.masks import ban_tokens as ban_in_lines
 from quire.sampling.transfer import to_device
 
 _FEW_TOKENS = 2048  # so many are drawn from apart from the rest of the vocabulary
@@ -39,18 +41,8 @@ class TokenMasks:
             lines = to_device(np.array(self.lines, dtype=np.int64), logits.device)
             ban_tokens(logits, lines, to_device(self.packed, logits.device))
             return None
-        few: list[npt.NDArray[np.intp]] | None = [] if len(self.lines) == len(logits) else None
-        for line, words in zip(self.lines, self.packed, strict=True):
-            bits = np.unpackbits(words.view(np.uint8), count=logits.shape[1], bitorder="little").view(np.bool_)
-            of_line = logits[line]
-            if not 0 < np.count_nonzero(bits) <= _FEW_TOKENS:
-                few = None
-                of_line.masked_fill_(torch.from_numpy(~bits), -torch.inf)
-                continue
-            allowed = np.flatnonzero(bits)
-            if few is not None:
-                few.append(allowed)
-            tokens = torch.from_numpy(allowed)
-            kept = of_line[tokens]
-            of_line.fill_(-torch.inf)[tokens] = kept
-        return torch.from_numpy(few[0] if len(few) == 1 else np.unique(np.concatenate(few))) if few else None
+        counts = ban_in_lines(logits, self.lines, self.packed)
+        if len(self.lines) < len(logits) or not all(0 < count <= _FEW_TOKENS for count in counts):
+            return None
+        few = [np.flatnonzero(allowed_tokens(words, logits.shape[1])) for words in self.packed]
+        return torch.from_numpy(few[0] if len(few) == 1 else np.unique(np.concatenate(few)))

@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "linear_add_norm": (*(c_void_p,) * 7, c_int64, c_int64, c_float),
     "linear_act": (*(c_void_p,) * 5, c_int64, c_int64, c_int64),
     "linear_rope_write": (*(c_void_p,) * 12, c_float, c_int64),
+    "ban_tokens": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p),
     "layers": (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, c_int64, c_int64),
 }
 

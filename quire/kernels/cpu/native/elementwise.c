@@ -180,3 +180,27 @@ void EXPORT(rope_and_write)(quire_pool *pool, const int64_t *shape, const float 
     job.tokens_per_item = MAX(1, ITEM_FLOATS / ((job.shape.num_heads + 2 * job.shape.num_kv_heads) * job.shape.head_dim));
     quire_parallel(pool, (tokens + job.tokens_per_item - 1) / job.tokens_per_item, rope_item, &job);
 }
+
+/* Tokens whose bit is not set become impossible, in some lines of the logits. num_allowed: how many are left of each. */
+void EXPORT(ban_tokens)(float *logits, int64_t stride, const int64_t *lines, int64_t num_lines, const uint32_t *packed, int64_t num_words,
+                        int64_t num_tokens, int64_t *num_allowed) {
+    for (long line = 0; line < num_lines; line++, packed += num_words) {
+        float *row = logits + lines[line] * stride;
+        long allowed = 0;
+        for (long first = 0; first < num_tokens; first += 32) {
+            const long size = MIN(32, num_tokens - first);
+            const uint32_t word = packed[first / 32] & (size < 32 ? (1u << size) - 1 : ~0u);
+            allowed += __builtin_popcount(word);
+#if defined(__AVX512F__)
+            if (size == 32) {
+                const __m512 impossible = _mm512_set1_ps(-INFINITY);
+                _mm512_mask_storeu_ps(row + first, (__mmask16)~word, impossible);
+                _mm512_mask_storeu_ps(row + first + 16, (__mmask16)(~word >> 16), impossible);
+                continue;
+            }
+#endif
+            for (long i = 0; i < size; i++) row[first + i] = word >> i & 1 ? row[first + i] : -INFINITY;
+        }
+        num_allowed[line] = allowed;
+    }
+}
