@@ -33,7 +33,7 @@ $(VENV)/.can-run: $(SOURCES)
 demo: $(VENV)/.can-run
 	@$(BIN)/quire generate --chat --temperature 0 --max-tokens 64 \
 		--system "You are a helpful assistant. Answer briefly." \
-		"What is the chemical symbol for water?" "Which planet is known as the Red Planet?"
+		"What is the chemical symbol for water?" "What is the capital of Japan?"
 
 # For while you work: lint, types, and the tests of the rooms that know no torch.
 check: setup lint
