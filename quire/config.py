@@ -36,7 +36,7 @@ _DTYPES = {
     "half": "float16",
 }
 _KV_DTYPES = _DTYPES | {"fp8": "fp8", "fp8_e4m3": "fp8"}
-_LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 _POLICIES = ("fcfs", "priority")
 _PREEMPTIONS = ("auto", "recompute", "swap")
 # vLLM's names of what kv_transfer_config calls kv_role -> ours.
@@ -243,7 +243,7 @@ class EngineConfig:
                 self._set(name, _gib(getattr(self, name), name))
         self._set("dtype", _choice(_dtype_name(self.dtype), "dtype", _DTYPES))
         self._set("kv_cache_dtype", _choice(_dtype_name(self.kv_cache_dtype), "kv_cache_dtype", _KV_DTYPES))
-        _one_of(self.load_format, "load_format", _LOAD_FORMATS)
+        _one_of(self.load_format, "load_format", LOAD_FORMATS)
         _one_of(self.scheduling_policy, "scheduling_policy", _POLICIES)
         _one_of(self.preemption, "preemption", _PREEMPTIONS)
         _one_of(self.runner, "runner", _RUNNERS)

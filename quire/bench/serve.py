@@ -88,7 +88,7 @@ async def _run(
     try:
         loop.add_signal_handler(signal.SIGINT, stop.set)
         handles_signals = True
-    except (NotImplementedError, RuntimeError, ValueError):  # another thread, or Windows
+    except (RuntimeError, ValueError):  # not in the main thread
         handles_signals = False
     try:
         if load.num_warmups:

@@ -134,7 +134,7 @@ class NativeLines:
 
     @property
     def num_bytes(self) -> int:
-        """Of tokens and indexes."""
+        """How many bytes its texts take, with their indexes."""
         return int(_call("lookup_bytes", self._handle))
 
     def remember(self, scope: int, tokens: Sequence[int]) -> None:

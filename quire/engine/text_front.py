@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class SharedText:
         return text
 
 
-class TextFront:
+class TextFront(ABC):
     """What every `quire.engine.api.ServingEngine` has: of one process, of replicas, of a process that sleeps."""
 
     def __init__(self, config: EngineConfig, options: EngineProcessOptions | None, text: SharedText | None) -> None:
@@ -50,9 +51,9 @@ class TextFront:
         self.options = options or EngineProcessOptions()
         self._text = text or SharedText(config)
 
+    @abstractmethod
     def raise_if_dead(self) -> None:
         """Raise where the engine takes no requests."""
-        raise NotImplementedError
 
     def _take_limits(self, info: EngineInfo) -> InputProcessor:
         """Requests are held to what an engine that started can serve."""

@@ -88,7 +88,8 @@ def fit_cache(
 def _keys_and_values(
     decoder: Decoder, backend: Backend, block_size: int, token_ids: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each layer, [kv_heads, tokens, head_dim] float32. Leaves the decoder without scales and offsets."""
+    """Keys and values of each layer: [kv_heads, tokens, head_dim] float32. Leaves the decoder without scales and
+    offsets."""
     num_tokens = min(_CALIBRATION_TOKENS, decoder.max_position)
     if token_ids is None:
         # On every rank the same ones.
@@ -110,7 +111,7 @@ def _keys_and_values(
 
 
 def known_kv_scales(config: EngineConfig, checkpoint: Checkpoint, num_layers: int) -> KVScales | None:
-    """Of all layers of the model; None: they are to be measured. A file goes before the checkpoint."""
+    """The scales of all layers of the model; None: they are to be measured. A file goes before the checkpoint."""
     if config.quantization_param_path is not None:
         return read_scales(Path(config.quantization_param_path), num_layers)
     return None if config.calculate_kv_scales else checkpoint.kv_scales(num_layers)

@@ -377,7 +377,7 @@ class Ops(Protocol):
         """Causal attention of each new token over its sequence's blocks -> [tokens, heads * head_dim]."""
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """Of an MLP without a gate: silu, gelu, gelu_tanh or relu of each element. May use x's memory."""
+        """Activate each element of an MLP without a gate: silu, gelu, gelu_tanh or relu. May use x's memory."""
 
     def packed_attention(self, qkv: Tensor, batch: PackedBatch, spec: AttentionSpec) -> Tensor:
         """Attention of each token over all of its sequence. qkv: as the fused projection gives it

@@ -24,7 +24,7 @@ _TEXT_FIELDS = ("model", "prompt", "system", "instructions", "tools", "messages"
 def prompt_hashes(
     token_ids: Sequence[int], block_size: int, salt: str | None = None, adapter: str | None = None
 ) -> list[BlockHash]:
-    """Of the full blocks that a request with these tokens could find cached: its last token always runs."""
+    """The hashes of the full blocks that a request with these tokens could find cached: its last token always runs."""
     hash_block, parent = _hasher(block_size), root_hash(salt, adapter)
     hashes = []
     for first in range(0, len(token_ids) - block_size, block_size):

@@ -328,7 +328,7 @@ class ReplicaSet(TextFront):
             raise EngineDeadError(self._death_reason or _SHUT_DOWN)
 
     def hashes_of(self, prepared: PreparedRequest, output_token_ids: Sequence[int] = ()) -> list[BlockHash]:
-        """Of the full blocks before its last token, unless it reads no cache."""
+        """The hashes of a request's full blocks before its last token; none where it reads no cache."""
         request = prepared.request
         if not self.config.enable_prefix_caching or request.skip_prefix_cache_read:
             return []

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.masks import allowed_tokens
-from quire.kernels.cpu.masks import ban_tokens as ban_in_lines
+from quire.kernels.cpu.masks import allowed_tokens, ban_tokens
 from quire.sampling.transfer import to_device
 
 _FEW_TOKENS = 2048  # so many are drawn from apart from the rest of the vocabulary
@@ -36,12 +35,12 @@ class TokenMasks:
         Returns, on a CPU, the tokens that any line may become, in order; None where they are many, or there are lines
         without a mask."""
         if logits.device.type != "cpu":
-            from quire.kernels.triton.masks import ban_tokens
+            from quire.kernels.triton import masks
 
             lines = to_device(np.array(self.lines, dtype=np.int64), logits.device)
-            ban_tokens(logits, lines, to_device(self.packed, logits.device))
+            masks.ban_tokens(logits, lines, to_device(self.packed, logits.device))
             return None
-        counts = ban_in_lines(logits, self.lines, self.packed)
+        counts = ban_tokens(logits, self.lines, self.packed)
         if len(self.lines) < len(logits) or not all(0 < count <= _FEW_TOKENS for count in counts):
             return None
         few = [np.flatnonzero(allowed_tokens(words, logits.shape[1])) for words in self.packed]

@@ -48,7 +48,7 @@ class Handovers:
         return [index for index, role in enumerate(self.roles) if role != "decode"]
 
     def least_loaded(self) -> int:
-        """Of the replicas that decode."""
+        """The index of the replica with the fewest requests, of those that decode."""
         decoding = [index for index, role in enumerate(self.roles) if role == "decode"]
         return min(decoding, key=lambda index: self.replicas[index].num_requests + self._num_coming.get(index, 0))
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from quire.weights.aliases import quire_home
 from quire.weights.checkpoint import Checkpoint, ProgressFn
-from quire.weights.open import DEFAULT_MODEL, LOAD_FORMATS, open_checkpoint, resolve_model
+from quire.weights.open import DEFAULT_MODEL, open_checkpoint, resolve_model
 from quire.weights.progress import ProgressBar
 
 __all__ = [
     "DEFAULT_MODEL",
-    "LOAD_FORMATS",
     "Checkpoint",
     "ProgressBar",
     "ProgressFn",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.config import LOAD_FORMATS
 from quire.errors import ConfigError, WeightsError
 from quire.weights.aliases import ALIASES, HUB_ALIASES
 from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry
@@ -23,7 +24,14 @@ from quire.weights.safetensors_checkpoint import SafetensorsCheckpoint
 if TYPE_CHECKING:
     from quire.models.slots import WeightSlot
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "smollm2"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FILE = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*):(?P<wanted>[\w.+-]+(/[\w.+-]+)*)")
+_FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
+_STD = 0.02  # what most models are initialized with
 
 
 def check_load_format(load_format: str) -> None:
@@ -71,9 +79,6 @@ def _open_dummy(path: Path, hf_overrides: Mapping[str, Any] | None) -> DummyChec
     )
 
 
-_STD = 0.02  # what most models are initialized with
-
-
 class DummyCheckpoint(Checkpoint):
     """A config alone. The same seed gives the same weights, whatever order the slots come in."""
 
@@ -97,15 +102,6 @@ class DummyCheckpoint(Checkpoint):
 
     def _fill(self, entries: list[TensorEntry], slots: Mapping[str, WeightSlot]) -> Iterator[TensorEntry]:
         raise AssertionError("there are no files")
-
-
-logger = logging.getLogger(__name__)
-
-DEFAULT_MODEL = "smollm2"
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILE = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*):(?P<wanted>[\w.+-]+(/[\w.+-]+)*)")
-_FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
 def resolve_model(

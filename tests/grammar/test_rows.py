@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+from grammar.walk import allowed
 
 from quire import StructuredOutputsParams
 from quire.grammar import GrammarCompiler, lower
@@ -23,17 +24,15 @@ def make_lines(compiler: GrammarCompiler) -> list[ConstrainedLine]:
         matcher = compiler.matcher(lower(StructuredOutputsParams(json=SCHEMA)))
         constraint = Constraint(matcher, thinking if i == 3 else None, lambda tokens: bytes(len(tokens)))
         for _ in range(i):
-            constraint.advance([chance.choice(allowed(compiler, constraint))])
+            constraint.advance([chance.choice(allowed_ids(compiler, constraint))])
         if i == 5:
             constraint.advance([0, 0, 0])  # no grammar allows it
         lines.append(ConstrainedLine(i, i, constraint))
     return lines
 
 
-def allowed(compiler: GrammarCompiler, constraint: Constraint) -> list[int]:
-    words = np.empty((1, -(-compiler.vocab_size // 32)), dtype=np.int32)
-    constraint.fill(words[0])
-    return [int(token) for token in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
+def allowed_ids(compiler: GrammarCompiler, constraint: Constraint) -> list[int]:
+    return [int(token) for token in np.flatnonzero(allowed(constraint, compiler.vocab_size))]
 
 
 def test_masks_are_the_same_in_one_thread_and_in_many(compiler: GrammarCompiler) -> None:
@@ -49,7 +48,7 @@ def test_tokens_are_followed_the_same_in_one_thread_and_in_many(compiler: Gramma
     for _ in range(6):
         tokens = []
         for line in serial:
-            may_come = allowed(compiler, line.constraint) or [1]
+            may_come = allowed_ids(compiler, line.constraint) or [1]
             tokens.append([chance.choice(may_come) for _ in range(chance.choice([1, 1, 1, 0]))])
         tokens[7] = [0]  # no grammar allows it
         rows.advance(serial, tokens)

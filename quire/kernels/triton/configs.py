@@ -107,8 +107,8 @@ class GroupedConfig:
     num_stages: int
 
     def max_blocks(self, picks: int, tokens: int, experts: int) -> int:
-        """Of tile_m picks of one expert, for any routing: every expert may leave one that is not full. A token has an
-        expert at most once."""
+        """How many blocks of tile_m picks of one expert any routing needs at most: every expert may leave one that is
+        not full. A token has an expert at most once."""
         used = min(picks, experts)
         return min(used + (picks - used) // self.tile_m, used * -(-tokens // self.tile_m))
 
@@ -206,7 +206,7 @@ _FEW_PICKS = 16  # hardly any two of which have the same expert, where there are
 def experts_config(
     picks: int, experts: int, n: int, k: int, weight_bytes: int, *, is_gated: bool
 ) -> PickedConfig | GroupedConfig:
-    """Of a step's picks: tokens times experts a token. n: columns of what comes out.
+    """How the products of a step's picks (tokens times experts a token) are cut. n: columns of what comes out.
 
     Of tiles with 16 to 128 rows those are taken that need least time if the picks fall on experts by chance: a matrix
     is read once from memory and again from the cache for each further block of its rows, and whole tiles are
