@@ -97,18 +97,30 @@ def sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, layout: gl.
 
 
 @gluon.jit
-def store(out_ptr, bias_ptr, sums, first_row, first_n, num_rows, n):
+def store(out_ptr, out_desc, bias_ptr, sums, staged, first_row, first_n, num_rows, n):
+    """By the copy engine, out of shared memory, while the next tile is multiplied; without a descriptor by the threads
+    themselves."""
     layout: gl.constexpr = sums.type.layout
-    rows = first_row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
     cols = first_n + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
     if bias_ptr is not None:
         sums += gl.load(bias_ptr + cols, mask=cols < n, other=0.0).to(gl.float32)[None, :]
-    pointers = out_ptr + (rows.to(gl.int64) * n)[:, None] + cols[None, :]
-    gl.store(pointers, sums.to(out_ptr.dtype.element_ty), mask=(rows < num_rows)[:, None] & (cols < n)[None, :])
+    narrow = sums.to(out_ptr.dtype.element_ty)
+    if out_desc is not None:
+        tma.store_wait(0)  # the tile before has left
+        thread_barrier()  # only one thread knows that
+        staged.store(narrow)
+        fence_async_shared()
+        thread_barrier()
+        # Rows and columns past the last are not written.
+        tma.async_copy_shared_to_global(out_desc, [first_row, first_n], staged)
+    else:
+        rows = first_row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
+        pointers = out_ptr + (rows.to(gl.int64) * n)[:, None] + cols[None, :]
+        gl.store(pointers, narrow, mask=(rows < num_rows)[:, None] & (cols < n)[None, :])
 
 
 @gluon.jit
-def multiply(out_ptr, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items, num_rows, n,
+def multiply(out_ptr, out_desc, staged, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items, num_rows, n,
              STEPS: gl.constexpr, PARTS: gl.constexpr, APART: gl.constexpr, PART_STEPS: gl.constexpr,
              GROUP: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """What a group of four warps does: its half of every tile."""
@@ -140,11 +152,11 @@ def multiply(out_ptr, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, rea
                 for other in range(PARTS):
                     # Bypasses L1: other multiprocessors wrote it in this launch.
                     total += gl.load(half_ptr + other * SIZE + places, cache_modifier=".cg")
-                store(out_ptr, bias_ptr, total, first_row, first_n, num_rows, n)
+                store(out_ptr, out_desc, bias_ptr, total, staged, first_row, first_n, num_rows, n)
         elif PARTS == 1:
             acc, stage, phase = sum_part(w_tiles, x_tiles, ready, free, stage, phase, STEPS, layout, COLUMNS, WHICH)
             # As if added to zeros, which every other path does.
-            store(out_ptr, bias_ptr, acc + 0.0, first_row, first_n, num_rows, n)
+            store(out_ptr, out_desc, bias_ptr, acc + 0.0, staged, first_row, first_n, num_rows, n)
         else:
             total = gl.zeros([64, COLUMNS], gl.float32, layout)
             for here in range(PARTS):
@@ -152,11 +164,13 @@ def multiply(out_ptr, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, rea
                 acc, stage, phase = sum_part(w_tiles, x_tiles, ready, free, stage, phase, num_steps, layout, COLUMNS,
                                              WHICH)  # fmt: skip
                 total += acc
-            store(out_ptr, bias_ptr, total, first_row, first_n, num_rows, n)
+            store(out_ptr, out_desc, bias_ptr, total, staged, first_row, first_n, num_rows, n)
+    if out_desc is not None:
+        tma.store_wait(0)  # shared memory outlives the copies out of it
 
 
 @gluon.jit(do_not_specialize=["num_items", "num_rows", "n"])
-def product_hopper_kernel(w_desc, x_desc, bias_ptr, out_ptr, partial_ptr, arrivals_ptr, num_items, num_rows, n,
+def product_hopper_kernel(w_desc, x_desc, out_desc, bias_ptr, out_ptr, partial_ptr, arrivals_ptr, num_items, num_rows, n,
                           STEPS: gl.constexpr, TILE_N: gl.constexpr, TILE_ROWS: gl.constexpr, TILE_K: gl.constexpr,
                           PARTS: gl.constexpr, APART: gl.constexpr, PART_STEPS: gl.constexpr, STAGES: gl.constexpr,
                           GROUP: gl.constexpr):  # fmt: skip
@@ -165,15 +179,17 @@ def product_hopper_kernel(w_desc, x_desc, bias_ptr, out_ptr, partial_ptr, arriva
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE_N, TILE_K], tile_layout)
     x_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE_ROWS, TILE_K], tile_layout)
+    COLUMNS: gl.constexpr = TILE_N if TILE_ROWS > 64 else TILE_N // 2
+    staged = gl.allocate_shared_memory(w_desc.dtype, [2, 64, COLUMNS], tile_layout)
     ready = new_barriers(STAGES, 1)
     free = new_barriers(STAGES, 2)
     fence_async_shared()
     LOAD_STEPS: gl.constexpr = PART_STEPS if APART > 1 else STEPS
     gl.warp_specialize(
         [
-            (multiply, (out_ptr, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items,
+            (multiply, (out_ptr, out_desc, staged.index(0), bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items,
                         num_rows, n, STEPS, PARTS, APART, PART_STEPS, GROUP, 0)),
-            (multiply, (out_ptr, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items,
+            (multiply, (out_ptr, out_desc, staged.index(1), bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items,
                         num_rows, n, STEPS, PARTS, APART, PART_STEPS, GROUP, 1)),
             (load_tiles, (w_desc, x_desc, w_tiles, x_tiles, ready, free, num_items, num_rows, n, STEPS, APART,
                           LOAD_STEPS, GROUP)),
@@ -202,13 +218,16 @@ def product_hopper(
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     w_desc = TensorDescriptor(weight, [n, k], [k, 1], [tile_n, TILE_K], layout)
     x_desc = TensorDescriptor(x, [rows, k], [k, 1], [tile_rows, TILE_K], layout)
+    columns = tile_n if tile_rows > 64 else tile_n // 2
+    is_staged = out.dtype == x.dtype and n % 8 == 0
+    out_desc = TensorDescriptor(out, [rows, n], [n, 1], [64, columns], layout) if is_staged else None
     tiles = -(-n // tile_n) * -(-rows // tile_rows)
     apart = parts if parts_apart else 1
     num_partial = tiles * parts * tile_n * tile_rows if apart > 1 else 0
     partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
     assert apart == 1 or 2 * tiles <= arrivals.numel()
     product_hopper_kernel[(min(NUM_SMS, tiles * apart),)](
-        w_desc, x_desc, bias, out, partial, arrivals, tiles * apart, rows, n, STEPS=-(-k // TILE_K), TILE_N=tile_n,
+        w_desc, x_desc, out_desc, bias, out, partial, arrivals, tiles * apart, rows, n, STEPS=-(-k // TILE_K), TILE_N=tile_n,
         TILE_ROWS=tile_rows, TILE_K=TILE_K, PARTS=parts, APART=apart, PART_STEPS=part_k // TILE_K, STAGES=num_stages,
         GROUP=_GROUP, num_warps=4,
     )  # fmt: skip
