@@ -77,7 +77,18 @@ SHAPES = {
 _KERNELS = {
     "attention": ("decode_kernel", "prefill_kernel", "prefill_hopper_kernel", "prefix_kernel"),
     "experts": ("route_kernel", "picked_kernel", "grouped_kernel", "combine_kernel"),
-    "matrix products": ("vector_kernel", "tile_kernel", "gemm", "gemv", "cutlass", "nvjet", "xmma", "splitK", "cublas"),
+    "matrix products": (
+        "vector_kernel",
+        "tile_kernel",
+        "gemm",
+        "gemv",
+        "cutlass",
+        "nvjet",
+        "xmma",
+        "splitK",
+        "cublas",
+        "gated_hopper_kernel",
+    ),
     "sampling": ("chunk_kernel", "winner_kernel", "bound_kernel", "gather_kernel", "finish_kernel"),
 }
 

@@ -142,7 +142,7 @@ def run_decode(report: Report) -> None:
 
 def run_prefill(report: Report) -> None:
     is_hopper = torch.cuda.get_device_capability() == (9, 0)
-    hopper = (HopperPrefillConfig(), HopperPrefillConfig(heads_at_once=2)) if is_hopper else ()
+    hopper = (HopperPrefillConfig(), HopperPrefillConfig(heads_at_once=8)) if is_hopper else ()
     _run(report, "prefill", PREFILL_SHAPES, (*hopper, prefill_config(128, 4, 2, 2048), *PREFILL_SWEEP))
 
 

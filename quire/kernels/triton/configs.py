@@ -60,7 +60,7 @@ class HopperPrefillConfig:
     tile_tokens: int = 128
     k_stages: int = 3
     v_stages: int = 2
-    heads_at_once: int | None = None  # KV heads whose items alternate, before the next ones' begin; None: all
+    heads_at_once: int = 2  # KV heads whose items alternate, before the next ones' begin
 
 
 @dataclass(slots=True, frozen=True)

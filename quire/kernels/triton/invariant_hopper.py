@@ -29,6 +29,7 @@ from quire.kernels.triton.prefill_hopper import following, new_barriers, thread_
 
 TILE_K = 64  # 128 bytes: what a swizzled row in shared memory has
 _GROUP = 8  # tiles of w that are taken with all rows of x before the next ones
+_STRIP = 32  # rows of x that are copied at once where a tile has fewer than its own
 
 
 @gluon.jit
@@ -46,9 +47,11 @@ def locate(item, num_rows, n, TILE_N: gl.constexpr, TILE_ROWS: gl.constexpr, PAR
 
 
 @gluon.jit
-def load_tiles(w_desc, x_desc, w_tiles, x_tiles, ready, free, num_items, num_rows, n, STEPS: gl.constexpr,
-               APART: gl.constexpr, PART_STEPS: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    """What the copying warp does."""
+def load_tiles(w_desc, x_desc, strip_desc, w_tiles, x_tiles, ready, free, num_items, num_rows, n, STEPS: gl.constexpr,
+               APART: gl.constexpr, PART_STEPS: gl.constexpr, STRIP: gl.constexpr,
+               GROUP: gl.constexpr):  # fmt: skip
+    """What the copying warp does. The copy engine takes its time over rows that do not exist: of the last tile they
+    come in strips, and strips past the end are copies of the first one, whose results are not written."""
     STAGES: gl.constexpr = w_tiles.type.shape[0]
     TILE_N: gl.constexpr = w_tiles.type.shape[1]
     TILE_K: gl.constexpr = w_tiles.type.shape[2]
@@ -60,11 +63,18 @@ def load_tiles(w_desc, x_desc, w_tiles, x_tiles, ready, free, num_items, num_row
         for step in range(part * PART_STEPS, gl.minimum((part + 1) * PART_STEPS, STEPS)):
             mbarrier.wait(free.index(stage), phase ^ 1)
             mbarrier.expect(ready.index(stage), BYTES)
-            # Rows past the last become zeros.
-            tma.async_copy_global_to_shared(w_desc, [first_n, step * TILE_K], ready.index(stage), w_tiles.index(stage))
-            tma.async_copy_global_to_shared(
-                x_desc, [first_row, step * TILE_K], ready.index(stage), x_tiles.index(stage)
-            )
+            bar, x_tile = ready.index(stage), x_tiles.index(stage)
+            # Rows of w past the last become zeros.
+            tma.async_copy_global_to_shared(w_desc, [first_n, step * TILE_K], bar, w_tiles.index(stage))
+            if first_row + TILE_ROWS <= num_rows:
+                tma.async_copy_global_to_shared(x_desc, [first_row, step * TILE_K], bar, x_tile)
+            else:
+                for i in gl.static_range(TILE_ROWS // STRIP):
+                    row = first_row + i * STRIP
+                    row = gl.where(row < num_rows, row, 0)
+                    tma.async_copy_global_to_shared(
+                        strip_desc, [row, step * TILE_K], bar, x_tile.slice(i * STRIP, STRIP)
+                    )
             stage, phase = following(stage, phase, STAGES)
 
 
@@ -120,9 +130,9 @@ def store(out_ptr, out_desc, bias_ptr, sums, staged, first_row, first_n, num_row
 
 
 @gluon.jit
-def multiply(out_ptr, out_desc, staged, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items, num_rows, n,
-             STEPS: gl.constexpr, PARTS: gl.constexpr, APART: gl.constexpr, PART_STEPS: gl.constexpr,
-             GROUP: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+def multiply(out_ptr, out_desc, staged, bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items,
+             num_rows, n, STEPS: gl.constexpr, PARTS: gl.constexpr, APART: gl.constexpr,
+             PART_STEPS: gl.constexpr, GROUP: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """What a group of four warps does: its half of every tile."""
     TILE_N: gl.constexpr = w_tiles.type.shape[1]
     TILE_ROWS: gl.constexpr = x_tiles.type.shape[1]
@@ -170,10 +180,10 @@ def multiply(out_ptr, out_desc, staged, bias_ptr, partial_ptr, arrivals_ptr, w_t
 
 
 @gluon.jit(do_not_specialize=["num_items", "num_rows", "n"])
-def product_hopper_kernel(w_desc, x_desc, out_desc, bias_ptr, out_ptr, partial_ptr, arrivals_ptr, num_items, num_rows, n,
-                          STEPS: gl.constexpr, TILE_N: gl.constexpr, TILE_ROWS: gl.constexpr, TILE_K: gl.constexpr,
-                          PARTS: gl.constexpr, APART: gl.constexpr, PART_STEPS: gl.constexpr, STAGES: gl.constexpr,
-                          GROUP: gl.constexpr):  # fmt: skip
+def product_hopper_kernel(w_desc, x_desc, strip_desc, out_desc, bias_ptr, out_ptr, partial_ptr, arrivals_ptr, num_items,
+                          num_rows, n, STEPS: gl.constexpr, TILE_N: gl.constexpr, TILE_ROWS: gl.constexpr,
+                          TILE_K: gl.constexpr, PARTS: gl.constexpr, APART: gl.constexpr, PART_STEPS: gl.constexpr,
+                          STAGES: gl.constexpr, STRIP: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """APART: how many parts of k are items of their own, all of them or one. PART_STEPS: tiles of k in a part, or in
     all of k where parts are no items."""
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -187,12 +197,12 @@ def product_hopper_kernel(w_desc, x_desc, out_desc, bias_ptr, out_ptr, partial_p
     LOAD_STEPS: gl.constexpr = PART_STEPS if APART > 1 else STEPS
     gl.warp_specialize(
         [
-            (multiply, (out_ptr, out_desc, staged.index(0), bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items,
-                        num_rows, n, STEPS, PARTS, APART, PART_STEPS, GROUP, 0)),
-            (multiply, (out_ptr, out_desc, staged.index(1), bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles, ready, free, num_items,
-                        num_rows, n, STEPS, PARTS, APART, PART_STEPS, GROUP, 1)),
-            (load_tiles, (w_desc, x_desc, w_tiles, x_tiles, ready, free, num_items, num_rows, n, STEPS, APART,
-                          LOAD_STEPS, GROUP)),
+            (multiply, (out_ptr, out_desc, staged.index(0), bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles,
+                        ready, free, num_items, num_rows, n, STEPS, PARTS, APART, PART_STEPS, GROUP, 0)),
+            (multiply, (out_ptr, out_desc, staged.index(1), bias_ptr, partial_ptr, arrivals_ptr, w_tiles, x_tiles,
+                        ready, free, num_items, num_rows, n, STEPS, PARTS, APART, PART_STEPS, GROUP, 1)),
+            (load_tiles, (w_desc, x_desc, strip_desc, w_tiles, x_tiles, ready, free, num_items, num_rows, n, STEPS,
+                          APART, LOAD_STEPS, STRIP, GROUP)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[232, 40],
@@ -218,6 +228,7 @@ def product_hopper(
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     w_desc = TensorDescriptor(weight, [n, k], [k, 1], [tile_n, TILE_K], layout)
     x_desc = TensorDescriptor(x, [rows, k], [k, 1], [tile_rows, TILE_K], layout)
+    strip_desc = TensorDescriptor(x, [rows, k], [k, 1], [_STRIP, TILE_K], layout)
     columns = tile_n if tile_rows > 64 else tile_n // 2
     is_staged = out.dtype == x.dtype and n % 8 == 0
     out_desc = TensorDescriptor(out, [rows, n], [n, 1], [64, columns], layout) if is_staged else None
@@ -227,7 +238,7 @@ def product_hopper(
     partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
     assert apart == 1 or 2 * tiles <= arrivals.numel()
     product_hopper_kernel[(min(NUM_SMS, tiles * apart),)](
-        w_desc, x_desc, out_desc, bias, out, partial, arrivals, tiles * apart, rows, n, STEPS=-(-k // TILE_K), TILE_N=tile_n,
-        TILE_ROWS=tile_rows, TILE_K=TILE_K, PARTS=parts, APART=apart, PART_STEPS=part_k // TILE_K, STAGES=num_stages,
-        GROUP=_GROUP, num_warps=4,
+        w_desc, x_desc, strip_desc, out_desc, bias, out, partial, arrivals, tiles * apart, rows, n,
+        STEPS=-(-k // TILE_K), TILE_N=tile_n, TILE_ROWS=tile_rows, TILE_K=TILE_K, PARTS=parts, APART=apart,
+        PART_STEPS=part_k // TILE_K, STAGES=num_stages, STRIP=_STRIP, GROUP=_GROUP, num_warps=4,
     )  # fmt: skip

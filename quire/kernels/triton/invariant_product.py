@@ -49,26 +49,35 @@ def num_parts(n: int, k: int) -> int:
 
 # By the most rows that each is for.
 _FEW_ROWS = {
-    16: ProductConfig(64, 16, 128, num_warps=4, num_stages=5, parts_apart=True),
+    16: ProductConfig(64, 16, 128, num_warps=4, num_stages=6, parts_apart=True),
     32: ProductConfig(64, 32, 128, num_warps=4, num_stages=4, parts_apart=True),
     64: ProductConfig(64, 64, 128, num_warps=4, num_stages=3, parts_apart=True),
 }
+# Of the bulk copies' kernel: tile_n, tile_rows and num_stages, which fill shared memory.
+_NARROW, _SQUARE, _WIDE = (128, 64, 8), (128, 128, 6), (256, 128, 3)
 
 
 def product_config(rows: int, n: int, k: int) -> ProductConfig:
     """What was fastest on an H200 for the matrices of Llama-3.1-8B, by rows and by how many tiles a matrix has."""
-    for most, config in _FEW_ROWS.items():
-        if rows <= most:
-            return config
     uses_bulk_copies = HAS_GLUON and not INTERPRETED and k % 8 == 0
-    if -(-n // 128) >= NUM_SMS or not uses_bulk_copies:
+    for most, config in _FEW_ROWS.items():
+        if rows <= most and not (rows > 32 and uses_bulk_copies):
+            return config
+    has_many_tiles = -(-n // 128) >= NUM_SMS
+    if not uses_bulk_copies:
         tile_rows = 128 if rows <= 128 or num_parts(n, k) > 1 else 256  # parts' sums take registers, too
         apart = -(-n // 128) * -(-rows // tile_rows) < NUM_SMS
         return ProductConfig(
             128, tile_rows, 64, num_warps=8, num_stages=3 if tile_rows == 128 else 4, parts_apart=apart
         )
-    tile_n, tile_rows, num_stages = (128, 64, 8) if rows <= 128 else (128, 128, 6) if rows <= 1024 else (256, 128, 4)
-    apart = -(-n // tile_n) * -(-rows // tile_rows) < 100
+    if rows <= 64 or (rows <= 128 and not has_many_tiles):
+        shape = _NARROW
+    elif (128 < rows <= 256 and has_many_tiles) or (rows > 1024 and max(n, k) > 8192):
+        shape = _WIDE
+    else:
+        shape = _SQUARE
+    tile_n, tile_rows, num_stages = shape
+    apart = -(-n // tile_n) * -(-rows // tile_rows) < (64 if shape == _NARROW else 100)
     return ProductConfig(tile_n, tile_rows, 64, 8, num_stages, apart, uses_bulk_copies=True)
 
 

@@ -7,17 +7,23 @@ that works out the rows' factors.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime import driver
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Normed, Quantized, Rotary, Unscaled
 from quire.kernels.reference import DenseLinear
 from quire.kernels.triton.activation import act_mul
+from quire.kernels.triton.common import HAS_GLUON, INTERPRETED
 from quire.kernels.triton.configs import MAX_SKINNY_ROWS, SkinnyConfig, skinny_config
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.rope import rope_and_write
 from quire.kernels.triton.skinny import can_rope, skinny_act, skinny_add_norm, skinny_linear, skinny_rope_write
+
+_MIN_GATED_ROWS = 1024  # from which the product that applies the activation itself is the faster one
 
 
 class TritonLinear(DenseLinear):
@@ -79,6 +85,10 @@ class TritonLinear(DenseLinear):
 
     def multiply_act(self, x: Normed, activation: str) -> Normed:
         if isinstance(x, Unscaled) and x.square_sums is None:
+            if len(x.x) >= _MIN_GATED_ROWS and self.scales is None and _multiplies_gated(self.weight):
+                from quire.kernels.triton.gated_hopper import gated_hopper
+
+                return gated_hopper(x, self.weight, self.bias, activation)
             return act_mul(self._multiply_many(x.x, None), activation, factors_of=x, bias=self.bias)
         config = self._config(x)
         if config is None:
@@ -134,3 +144,15 @@ class TritonLinear(DenseLinear):
         if isinstance(plain, Quantized) or plain.shape[0] == 0 or not plain.is_contiguous():
             return None
         return skinny_config(plain.shape[0], self.out_features, self.in_features, self.weight.element_size())
+
+
+def _multiplies_gated(weight: Tensor) -> bool:
+    """Whether gated_hopper takes such a matrix, gate above up."""
+    out_features, in_features = weight.shape
+    return out_features % 16 == 0 and in_features % 8 == 0 and weight.dtype == torch.bfloat16 and _has_hopper_kernels()
+
+
+@cache
+def _has_hopper_kernels() -> bool:
+    """Asked once: the device does not change."""
+    return HAS_GLUON and not INTERPRETED and driver.active.get_current_target().arch == 90

@@ -467,7 +467,7 @@ def prefill_attention_hopper(
     kv_desc = TensorDescriptor(
         kv_rows, list(kv_rows.shape), [head_dim, 1], [block_size, head_dim], gl.NVMMASharedLayout(128, 16, rank=2)
     )
-    heads_at_once = math.gcd(config.heads_at_once or spec.num_kv_heads, spec.num_kv_heads)
+    heads_at_once = math.gcd(config.heads_at_once, spec.num_kv_heads)
     max_items = (num_tokens // (2 * (TILE_ROWS // group)) + num_seqs) * spec.num_kv_heads
     prefill_hopper_kernel[(min(NUM_SMS, max_items),)](
         q, kv_desc, out, query_starts, kv_lens, block_tables, scratch.next_item, first_seq, num_seqs,

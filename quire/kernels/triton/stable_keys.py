@@ -26,6 +26,7 @@ _MODULES = (
     "prefill_hopper",
     "invariant_product",
     "invariant_hopper",
+    "gated_hopper",
     "invariant_attention",
     "prefix",
     "widening",
