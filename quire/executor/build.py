@@ -48,7 +48,7 @@ from quire.executor.timeline import Timeline
 from quire.executor.virtual_memory import SleepingMemory
 from quire.executor.worker import ElsewhereSampled, Worker
 from quire.grammar import GrammarCompiler
-from quire.grammar.rows import RowConstraints
+from quire.grammar.rows import RowConstraints, mask_threads
 from quire.kernels.adapters import AdapterBank
 from quire.models.architectures import stored_names
 from quire.models.decoder import Decoder
@@ -118,7 +118,7 @@ def build_executor(
         max_num_seqs=loaded.max_num_seqs,
         with_graphs=has_graphs(config, backend, pools=spec.pooler is not None),
         precompile=loaded.precompile,
-        constraints=RowConstraints(grammars),
+        constraints=RowConstraints(grammars, num_threads=mask_threads() if backend.device.type == "cuda" else 1),
         stores=stores,
         draft=draft,
         memory=loaded.memory,

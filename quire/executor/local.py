@@ -107,7 +107,7 @@ class LocalExecutor:
             return
         assert step.sampled is not None and self.worker.constraints is not None
         tokens, _, _ = step.sampled.to_lists()
-        self.worker.constraints.advance(step.constrained, tokens, in_parallel=self.worker.is_gpu)
+        self.worker.constraints.advance(step.constrained, tokens)
 
     @property
     def last_sampled(self) -> Sampled | None:

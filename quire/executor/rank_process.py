@@ -142,7 +142,7 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     from quire.executor.timeline import Timeline
     from quire.executor.worker import ElsewhereSampled
     from quire.grammar import GrammarCompiler
-    from quire.grammar.rows import RowConstraints
+    from quire.grammar.rows import RowConstraints, mask_threads
     from quire.kernels.cpu.threads import default_num_threads
     from quire.parallel.ranks import Ranks
     from quire.weights.model import open_model
@@ -218,7 +218,10 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
         )
     )
     if ranks.samples:
-        local.worker.constraints = RowConstraints(GrammarCompiler.of_model(config, opened.checkpoint, opened.spec))
+        local.worker.constraints = RowConstraints(
+            GrammarCompiler.of_model(config, opened.checkpoint, opened.spec),
+            num_threads=mask_threads() if local.worker.is_gpu else 1,
+        )
     return RankSteps(local, ranks, lag=num_stages, single_threaded_torch=backend.is_native_cpu)
 
 

@@ -191,7 +191,7 @@ class Worker:
             drafts = [of_row.get(line.row, []) for line in lines]
             firsts = list(itertools.accumulate((1 + len(of_row.get(row, ())) for row in done.rows), initial=0))
             places = [firsts[p] + i for p, some in zip(places, drafts, strict=True) for i in range(1 + len(some))]
-        return TokenMasks(places, self.constraints.masks(lines, drafts, in_parallel=self.is_gpu))
+        return TokenMasks(places, self.constraints.masks(lines, drafts))
 
     def sample(self, plan: StepPlan, done: ForwardPass, masks: TokenMasks | None = None) -> Sampled | None:
         """The next tokens of the rows that sample, stored where the next step reads them. None where no row does.

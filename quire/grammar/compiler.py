@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 _MAX_KEPT_CHARS = 2**23  # of all grammars that are kept; compiled, each takes some ten times its text
 _MAX_KEPT = 1024
 _NUM_THREADS = 2  # one large grammar does not hold up the small ones
+# Sets of tokens that strings in JSON take whole, by how many characters they may still have: of the rest, each token is
+# looked at. The library's own sets leave most of the vocabulary to be looked at near the end of a string of bounded
+# length, which takes half as long again.
+_STRING_LENGTHS = (2, 4, 6, 8, 10, 14, 20, 30)
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_CHARACTER}{{1,{length}}}" for length in _STRING_LENGTHS),
+    f"{_CHARACTER}+",
+]
+_QUICK_S = 2e-3  # what takes no longer to compile may be compiled again where a sequence begins
 
 
 def _limits() -> LLParserLimits:
@@ -37,6 +49,31 @@ def _limits() -> LLParserLimits:
     )
 
 
+class CompiledGrammar:
+    """Matchers at a grammar's beginning. Copies of one of them take turns at its lexer, so that threads which fill
+    masks at the same time need several that were compiled apart."""
+
+    def __init__(self, compile_one: Callable[[], LLMatcher], threads: ThreadPoolExecutor) -> None:
+        self._compile_one = compile_one
+        self._threads = threads
+        started = time.perf_counter()
+        self._lexers = [compile_one()]
+        self._is_quick = time.perf_counter() - started <= _QUICK_S
+        self._growing: Future[None] | None = None
+
+    def matcher(self, lexer: int) -> LLMatcher:
+        """A copy of the caller's own, that uses this lexer, if there are as many."""
+        if lexer >= len(self._lexers):
+            if self._is_quick:
+                self._grow()
+            elif self._growing is None or self._growing.done():
+                self._growing = self._threads.submit(self._grow)
+        return self._lexers[lexer % len(self._lexers)].deep_copy()
+
+    def _grow(self) -> None:
+        self._lexers.append(self._compile_one())
+
+
 class GrammarCompiler:
     """Compiled grammars of one model, by their text. Any thread may use it."""
 
@@ -47,7 +84,7 @@ class GrammarCompiler:
         grammar."""
         self._open = open_vocabulary
         self.vocab_size = vocab_size
-        self._kept: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._kept: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
         self._num_chars = 0
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
@@ -66,7 +103,7 @@ class GrammarCompiler:
         """Read the vocabulary beside what else goes on, so that the first grammar need not wait for it."""
         self._threads.submit(lambda: self.tokenizer)
 
-    def start(self, grammar: str) -> Future[LLMatcher]:
+    def start(self, grammar: str) -> Future[CompiledGrammar]:
         """The compiled grammar, now or later. Its error is a BadRequestError."""
         with self._lock:
             future = self._kept.get(grammar)
@@ -80,9 +117,10 @@ class GrammarCompiler:
                 self._num_chars -= len(oldest)
             return future
 
-    def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher at the grammar's beginning, of the caller's own. Waits where it is not compiled yet."""
-        return self.start(grammar).result().deep_copy()
+    def matcher(self, grammar: str, lexer: int = 0) -> LLMatcher:
+        """A matcher at the grammar's beginning, of the caller's own. Waits where it is not compiled yet. lexer: only
+        matchers of different ones are of use to several threads."""
+        return self.start(grammar).result().matcher(lexer)
 
     def check(self, grammar: str) -> None:
         """Raises BadRequestError where the grammar cannot be compiled."""
@@ -110,13 +148,17 @@ class GrammarCompiler:
             raise _bad("needs a tokenizer, and skip_tokenizer_init=True was set")
         return grammar_tokenizer(tokenizer, self.vocab_size, eos_token_ids)
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        from llguidance import LLMatcher
-
+    def _compile(self, grammar: str) -> CompiledGrammar:
         try:
             grammar.encode()
         except UnicodeEncodeError:
             raise _bad("holds a lone surrogate, which is no Unicode text: remove it") from None
+        _ = self.tokenizer  # no part of what a grammar takes
+        return CompiledGrammar(lambda: self._compile_one(grammar), self._threads)
+
+    def _compile_one(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_limits())
         if matcher.is_error():
             raise _bad(f"cannot be compiled: {_short(matcher.get_error())}")
@@ -191,4 +233,4 @@ def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iter
             "structured_outputs need a model with an end token, and this one names none", param="structured_outputs"
         )
     wrapped = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, ends[0]))
-    return LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=ends)
+    return LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=ends, slices=_SLICES)

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 _WORTH_A_JUMP = 3
 
 
+def mask_threads() -> int:
+    """How many fill masks while a GPU is at work: most of the machine's, but not those of loop and server."""
+    return max(1, min(16, (os.cpu_count() or 1) - 2))
+
+
 @dataclass(slots=True)
 class ConstrainedLine:
     """A row of a step that samples and has a constraint. It is held itself: the row may be another's by the time that
@@ -37,9 +42,13 @@ class ConstrainedLine:
 class RowConstraints:
     """The constraint of each row, from its admission or fork until its release."""
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    def __init__(self, compiler: GrammarCompiler, *, num_threads: int = 1) -> None:
+        """num_threads: that fill masks, where the device leaves the host time for it."""
         self.compiler = compiler
+        self._num_threads = num_threads
         self._rows: dict[int, Constraint] = {}
+        self._lexers: dict[int, tuple[str, int]] = {}  # of each row with a grammar: the grammar, and which it uses
+        self._num_users: dict[str, list[int]] = {}  # by grammar, of each lexer
         self._num_words = -(-compiler.vocab_size // 32)
         self._packed: Words = np.empty((0, self._num_words), dtype=np.int32)
 
@@ -47,7 +56,12 @@ class RowConstraints:
         """Waits for the compiler where nobody did before. Raises BadRequestError only where nobody checked either."""
         if not spec.is_constrained:
             return
-        matcher = self.compiler.matcher(spec.grammar) if spec.grammar is not None else None
+        matcher = None
+        if spec.grammar is not None:
+            users = self._num_users.get(spec.grammar) or [0] * self._num_threads
+            lexer = users.index(min(users))
+            matcher = self.compiler.matcher(spec.grammar, lexer)
+            self._use(row, spec.grammar, lexer)
         decode = self.compiler.tokenizer.decode_bytes if spec.thinking is not None else None
         constraint = Constraint(matcher, spec.thinking, decode)
         constraint.advance(output_token_ids)
@@ -56,12 +70,26 @@ class RowConstraints:
     def fork(self, source_row: int, row: int) -> None:
         if source_row in self._rows:
             self._rows[row] = self._rows[source_row].copy()
+            if source_row in self._lexers:
+                self._use(row, *self._lexers[source_row])
 
     def release(self, row: int) -> None:
         self._rows.pop(row, None)
+        if row in self._lexers:
+            grammar, lexer = self._lexers.pop(row)
+            users = self._num_users[grammar]
+            users[lexer] -= 1
+            if not any(users):
+                del self._num_users[grammar]
 
     def clear(self) -> None:
         self._rows.clear()
+        self._lexers.clear()
+        self._num_users.clear()
+
+    def _use(self, row: int, grammar: str, lexer: int) -> None:
+        self._lexers[row] = grammar, lexer
+        self._num_users.setdefault(grammar, [0] * self._num_threads)[lexer] += 1
 
     def forced_tokens(self, seq: Sequence) -> list[int]:
         """What must follow a running sequence's last token, where the constraint knows that one."""
@@ -82,9 +110,9 @@ class RowConstraints:
                 found.append(ConstrainedLine(i, row, constraint))
         return found
 
-    def advance(self, lines: Seq[ConstrainedLine], tokens: Seq[Seq[int]], *, in_parallel: bool = False) -> None:
+    def advance(self, lines: Seq[ConstrainedLine], tokens: Seq[Seq[int]]) -> None:
         """Tell the constraints what their rows have sampled. tokens: of all rows that sampled, by the lines' index."""
-        if in_parallel and len(lines) > 1:
+        if self._num_threads > 1 and len(lines) > 1:
             alone, together = [], []
             for line in lines:
                 follower = line.constraint.follower if len(tokens[line.index]) == 1 else None
@@ -100,7 +128,7 @@ class RowConstraints:
         for line in lines:
             line.constraint.advance(tokens[line.index])
 
-    def masks(self, lines: Seq[ConstrainedLine], drafts: Seq[Seq[int]], *, in_parallel: bool = False) -> Words:
+    def masks(self, lines: Seq[ConstrainedLine], drafts: Seq[Seq[int]]) -> Words:
         """[lines, words]: for each of them a line, and one more for each of its drafts. Good until the next call: new
         memory for each step would cost as much as a narrow grammar's masks."""
         firsts = list(itertools.accumulate((1 + len(some) for some in drafts), initial=0))
@@ -108,8 +136,10 @@ class RowConstraints:
             self._packed = np.empty((firsts[-1], self._num_words), dtype=np.int32)
         packed = self._packed[: firsts[-1]]
         filled: set[int] = set()
-        if in_parallel:
-            matchers = [(line.constraint.matcher, firsts[i]) for i, line in enumerate(lines)]
+        if self._num_threads > 1:
+            # Threads take neighbours, and those that share a lexer would wait for each other.
+            order = sorted(range(len(lines)), key=lambda i: self._lexers.get(lines[i].row, ("", 0)))
+            matchers = [(lines[i].constraint.matcher, firsts[i]) for i in order]
             working = [(matcher, first) for matcher, first in matchers if matcher is not None]
             if len(working) > 1:
                 # Threads of its own, and the interpreter is let go of once for all of them.
@@ -126,4 +156,4 @@ class RowConstraints:
     def _executor(self) -> LLExecutor:
         from llguidance import LLExecutor
 
-        return LLExecutor(num_threads=max(1, min(16, 3 * (os.cpu_count() or 1) // 4)))
+        return LLExecutor(num_threads=self._num_threads)

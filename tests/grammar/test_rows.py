@@ -9,7 +9,7 @@ from quire import StructuredOutputsParams
 from quire.grammar import GrammarCompiler, lower
 from quire.grammar.constraint import Constraint
 from quire.grammar.rows import ConstrainedLine, RowConstraints
-from quire.params import ThinkingSpec
+from quire.params import SamplingSpec, ThinkingSpec
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "note": {"type": "string"}}}
 
@@ -36,14 +36,14 @@ def allowed_ids(compiler: GrammarCompiler, constraint: Constraint) -> list[int]:
 
 
 def test_masks_are_the_same_in_one_thread_and_in_many(compiler: GrammarCompiler) -> None:
-    rows, lines = RowConstraints(compiler), make_lines(compiler)
+    lines = make_lines(compiler)
     drafts = [[1, 2] if i % 4 == 0 else [] for i in range(len(lines))]
-    serial = rows.masks(lines, drafts).copy()
-    assert np.array_equal(serial, rows.masks(lines, drafts, in_parallel=True))
+    serial = RowConstraints(compiler).masks(lines, drafts)
+    assert np.array_equal(serial, RowConstraints(compiler, num_threads=3).masks(lines, drafts))
 
 
 def test_tokens_are_followed_the_same_in_one_thread_and_in_many(compiler: GrammarCompiler) -> None:
-    rows, chance = RowConstraints(compiler), random.Random(2)
+    alone, threads, chance = RowConstraints(compiler), RowConstraints(compiler, num_threads=3), random.Random(2)
     serial, parallel = make_lines(compiler), make_lines(compiler)
     for _ in range(6):
         tokens = []
@@ -51,9 +51,27 @@ def test_tokens_are_followed_the_same_in_one_thread_and_in_many(compiler: Gramma
             may_come = allowed_ids(compiler, line.constraint) or [1]
             tokens.append([chance.choice(may_come) for _ in range(chance.choice([1, 1, 1, 0]))])
         tokens[7] = [0]  # no grammar allows it
-        rows.advance(serial, tokens)
-        rows.advance(parallel, tokens, in_parallel=True)
+        alone.advance(serial, tokens)
+        threads.advance(parallel, tokens)
         none: list[list[int]] = [[] for _ in serial]
-        masks = rows.masks(serial, none).copy()
-        assert np.array_equal(masks, rows.masks(parallel, none))
+        assert np.array_equal(alone.masks(serial, none), threads.masks(parallel, none))
         assert [line.constraint.forced() for line in serial] == [line.constraint.forced() for line in parallel]
+
+
+def test_rows_at_once_use_other_lexers_and_rows_in_turn_the_same(compiler: GrammarCompiler) -> None:
+    """Copies of one matcher would wait for each other."""
+    grammar = lower(StructuredOutputsParams(json=SCHEMA))
+    spec = SamplingSpec(grammar=grammar)
+    rows = RowConstraints(compiler, num_threads=3)
+    for row in range(7):
+        rows.admit(row, spec, [])
+    assert sorted(rows._num_users[grammar]) == [2, 2, 3]
+    rows.fork(0, 7)
+    assert rows._lexers[7] == rows._lexers[0]
+    for row in range(8):
+        rows.release(row)
+    assert not rows._num_users and not rows._lexers
+    for row in range(3):
+        rows.admit(row, spec, [])
+        assert rows._lexers[row] == (grammar, 0)
+        rows.release(row)
