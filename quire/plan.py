@@ -116,7 +116,9 @@ class Move:
     ticket: int
     is_load: bool  # to the device; else from it
     pairs: list[tuple[int, int]]  # (device block, block on the host)
-    is_awaited: bool = False  # a load that its own plan's step reads: the step runs behind it, and its result tells it
+    # A load that its own plan's step reads. That step, and whatever later plans do, runs behind it: it counts as over
+    # once it is submitted, and no result names it.
+    is_awaited: bool = False
 
 
 @dataclass(slots=True, frozen=True)

@@ -125,7 +125,6 @@ class SimExecutor:
             self._check_writes(spans)
         self._forward(spans, result)
         self._sample(plan, spans, result)
-        result.moved = [move.ticket for move in plan.moves if move.is_awaited]
         self._finish_moves(plan.step - self._transfer_steps, result)
         self._results.append((result, self._busy_until_s))
         return plan.step

@@ -157,7 +157,8 @@ class KVCache:
             self._rows[self._rows_of(devices)] = self._host_words[list(hosts)].flatten(0, 1)
         else:
             self._host_words[list(hosts)] = self._gather(devices)
-        self._moved.append(move.ticket)
+        if not move.is_awaited:
+            self._moved.append(move.ticket)
 
     def start_moves(self) -> None:
         """Queue the moves so far behind the steps that were submitted before each. It takes the host a while: call it
@@ -264,22 +265,26 @@ class KVCache:
                     self._host_words[host : host + count].copy_(staged[place : place + count], non_blocking=True)
 
     def _load(self, move: Move, after: torch.cuda.Event) -> None:
-        """Bytes cross the link in few large copies, and are spread over the layers on the device. All that the lanes
-        need besides goes before: it would wait for the copy engine behind the next piece."""
+        """Bytes cross the link in few large copies, and are spread over the layers on the device. The first copy begins
+        at once, and the rows that its blocks go to are worked out meanwhile. They cross the link before the second, on
+        the other lane: later, they would wait for the copy engine behind one piece more."""
         assert self._transfers is not None
-        lanes = range(self._transfers.NUM_LANES)
-        with self._transfers.loading(move.ticket, after, frozenset(host for _, host in move.pairs)):
-            rows = []
-            for lane in lanes:
-                with self._transfers.lane(lane):
-                    rows.append(self._rows_of([block_id for block_id, _ in move.pairs]).view(len(move.pairs), -1))
-            for number, (first, piece) in enumerate(self._pieces(move.pairs)):
-                lane = number % len(lanes)
+        ticket = None if move.is_awaited else move.ticket
+        with self._transfers.loading(ticket, after, frozenset(host for _, host in move.pairs)):
+            rows: Tensor | None = None
+            for number, (first, piece) in enumerate(self._pieces(move.pairs), start=1):
+                lane = number % self._transfers.NUM_LANES
                 staged = self._staging[lane, : len(piece)]
                 with self._transfers.lane(lane):
                     for place, host, count in _runs(piece):
                         staged[place : place + count].copy_(self._host_words[host : host + count], non_blocking=True)
-                    self._rows[rows[lane][first : first + len(piece)].flatten()] = staged.flatten(0, 1)
+                if rows is None:
+                    # On lane 0, which ends behind the other: its memory is not given out again before that.
+                    with self._transfers.lane(0):
+                        rows = self._rows_of([block_id for block_id, _ in move.pairs]).view(len(move.pairs), -1)
+                    self._transfers.follow(lane, 0)
+                with self._transfers.lane(lane):
+                    self._rows[rows[first : first + len(piece)].flatten()] = staged.flatten(0, 1)
 
     def _pieces(self, pairs: list[tuple[int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """What the staging buffer holds at a time, and where it begins. Moves share it: a lane's are in order."""

@@ -76,8 +76,6 @@ class LocalExecutor:
                 self._judge(step)  # where its drafts are not judged, the next step would not know where to start
             clock = StepClock(on_gpu=worker.is_gpu, host_clock=self.host_clock)
             worker.apply(plan)
-            if plan.awaits_loads:
-                clock.restart()  # the scheduler would take a load for a slow step
             constrained = worker.constrained(plan)
             done, masks = self._forward_and_masks(plan, clock, constrained)
             sampled = worker.sample(plan, done, masks)

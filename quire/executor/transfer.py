@@ -47,7 +47,7 @@ class Transfers:
         self._device = device
         self._lanes = [_new_stream(device) for _ in range(self.NUM_LANES)]
         self._out = _new_stream(device)
-        self._loads: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._loads: deque[tuple[int | None, torch.cuda.Event]] = deque()
         self._stores: deque[tuple[int, torch.cuda.Event, frozenset[int]]] = deque()  # with the host blocks they write
 
     def mark(self) -> torch.cuda.Event:
@@ -71,8 +71,9 @@ class Transfers:
         self._stores.append((ticket, self._out.record_event(), host_ids))
 
     @contextlib.contextmanager
-    def loading(self, ticket: int, after: torch.cuda.Event, host_ids: frozenset[int]) -> Iterator[None]:
-        """What is queued meanwhile on the lanes comes in from these host blocks, behind the steps of a mark."""
+    def loading(self, ticket: int | None, after: torch.cuda.Event, host_ids: frozenset[int]) -> Iterator[None]:
+        """What is queued meanwhile on the lanes comes in from these host blocks, behind the steps of a mark. Without a
+        ticket nobody is told when it is over."""
         written = [event for _, event, others in self._stores if not host_ids.isdisjoint(others)]
         for lane in self._lanes:
             for event in (after, *written):
@@ -86,6 +87,10 @@ class Transfers:
     def lane(self, number: int) -> contextlib.AbstractContextManager[None]:
         """Queue on one of the lanes."""
         return torch.cuda.stream(self._lanes[number])
+
+    def follow(self, number: int, other: int) -> None:
+        """What is queued on a lane from now on runs behind what another has so far."""
+        self._lanes[number].wait_stream(self._lanes[other])
 
     def hold_steps_for_loads(self) -> None:
         """Steps submitted from now on run behind all loads so far. The host does not wait."""
@@ -107,7 +112,7 @@ class Transfers:
         for moves in (self._loads, self._stores):
             while moves and moves[0][1].query():  # type: ignore[no-untyped-call]
                 finished.append(moves.popleft()[0])
-        return finished
+        return [ticket for ticket in finished if ticket is not None]
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

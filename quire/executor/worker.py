@@ -143,8 +143,6 @@ class Worker:
         if self.draft is not None:
             self.draft.apply(plan)
             self.draft.draft(plan)
-        if plan.awaits_loads:
-            self.cache.hold_steps_for_loads()
 
     def forward(self, plan: StepPlan, clock: StepClock) -> ForwardPass:
         """Run the plan's tokens: from a captured step where there is one that fits."""
@@ -263,21 +261,28 @@ class Worker:
         for row in self.batch.release_all():
             self.sampler.release(row)
 
+    def _begin(self, plan: StepPlan, clock: StepClock) -> None:
+        """The step's inputs are on their way. What comes next reads blocks, and waits for those that its plan loads."""
+        clock.mark("prepare")
+        if plan.awaits_loads:
+            self.cache.hold_steps_for_loads()
+            clock.restart()  # the scheduler would take a load for a slow step
+
     def _replay_decodes(self, plan: StepPlan, starts: list[int], clock: StepClock) -> Tensor | None:
         assert self.graphs is not None
         self.graphs.prepare(plan.spans.rows, starts)
-        clock.mark("prepare")
+        self._begin(plan, clock)
         return self.graphs.replay(len(plan.spans.rows))
 
     def _replay_mixed(self, plan: StepPlan, starts: list[int], shape: MixedShape, clock: StepClock) -> Tensor | None:
         assert self.mixed is not None
         self.mixed.prepare(plan, starts, shape)
-        clock.mark("prepare")
+        self._begin(plan, clock)
         return self.mixed.replay(shape, len(plan.sampled_rows()))
 
     def _run(self, plan: StepPlan, starts: list[int], clock: StepClock) -> ForwardPass:
         inputs = self.batch.prepare(plan, self._last_group)
-        clock.mark("prepare")
+        self._begin(plan, clock)
         if self.measure_scales is not None:
             self.measure_scales(inputs.token_ids)
             self.measure_scales = None

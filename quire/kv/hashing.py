@@ -33,14 +33,15 @@ def in_group(block_hash: BlockHash, group: int) -> BlockHash:
     return block_hash + bytes((group,)) if group else block_hash
 
 
-def block_hasher(block_size: int) -> Callable[[BlockHash, Sequence[int]], BlockHash]:
-    """A function of a parent's hash and a block's `block_size` tokens."""
-    pack = struct.Struct(f"<{block_size}i").pack
-
-    def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-        return blake2b(parent + pack(*token_ids), digest_size=HASH_BYTES).digest()
-
-    return hash_block
+def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """The hashes of blocks one after the other, from their tokens and the hash of the block before the first."""
+    assert len(token_ids) % block_size == 0, f"{len(token_ids)} tokens are no whole blocks of {block_size}"
+    packed, num_bytes = struct.pack(f"<{len(token_ids)}i", *token_ids), 4 * block_size
+    hashes = []
+    for first in range(0, len(packed), num_bytes):
+        parent = blake2b(parent + packed[first : first + num_bytes], digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
+    return hashes
 
 
 def token_packer(block_size: int) -> Callable[..., bytes]:

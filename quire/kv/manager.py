@@ -27,7 +27,7 @@ from quire.kv.prefix_cache import PrefixMatch
 from quire.kv.stats import KVStats, RateMeter, read_stats
 from quire.kv.swap import Moves, SwappedSequence, finish_swap, swap_in, swap_out
 from quire.kv.table import BlockTables, TableSlices
-from quire.kv.tiers import HostLevel, Level, Origin, Store, StoreLevel, TakeTicket, Tiers
+from quire.kv.tiers import HostLevel, Level, Store, StoreLevel, TakeTicket, Tiers, Wanted
 from quire.kv.watch import KVWatch
 from quire.plan import KeyedMove, Move
 from quire.request import CacheOutcome
@@ -204,7 +204,7 @@ class KVManager(BlockTables):
         if self.cache.lookup(block_hash, group) is block:
             return True
         coming = None if self.tiers is None else self.tiers.incoming.get(in_group(block_hash, group))
-        return coming is not None and coming.block is block
+        return coming is not None and coming[0] == block.block_id
 
     def start_loads(
         self, seq_id: int, match: PrefixMatch, token_ids: Sequence[int], take_ticket: TakeTicket
@@ -212,15 +212,17 @@ class KVManager(BlockTables):
         """The moves that fill what `match` lacks, for a sequence that was just admitted with it. It must not run before
         they, and those of `match.tickets`, are done. Their tickets are added to these."""
         assert self.tiers is not None
-        table, blocks, wanted = self.tables[seq_id], self.pool.blocks, []
+        table = self.tables[seq_id]
+        wanted: list[Wanted] = []
         for number, (first, block_ids) in enumerate(match.slices):
             keys = [in_group(each, number) for each in match.hashes] if number else match.hashes
-            own_ids = table.groups[number].block_ids
-            for index, block_id in enumerate(block_ids, start=first):
-                if block_id is None:
-                    parent = keys[index - 1] if index else table.root
-                    wanted.append(Origin(blocks[own_ids[index - first]], keys[index], parent, index, token_ids))
-        moves = self.tiers.start_loads(wanted, match.sources, take_ticket)
+            own_ids, parents = table.groups[number].block_ids, [table.root, *keys]
+            wanted += [
+                (own_ids[index - first], keys[index], index, parents[index])
+                for index, block_id in enumerate(block_ids, start=first)
+                if block_id is None
+            ]
+        moves = self.tiers.start_loads(wanted, token_ids, match.sources, take_ticket)
         self.tiers.counters.num_joined += len(match.tickets) > 0
         match.tickets.update(move.ticket for move in moves)
         return moves

@@ -87,18 +87,11 @@ def match_below(
         if length <= num_here:
             continue
         slices = slices_of(kv, match.hashes, length)
+        tickets = _join(tiers, slices, match.hashes)
         holes: Counter[int] = Counter()
-        tickets: set[int] = set()
         for group, (first, block_ids) in enumerate(slices):
-            for index, block_id in enumerate(block_ids, start=first):
-                if block_id is not None:
-                    continue
-                key = in_group(match.hashes[index], group)
-                if (origin := tiers.incoming.get(key)) is not None:
-                    block_ids[index - first] = origin.block.block_id
-                    tickets.add(origin.ticket)
-                else:
-                    holes[sources[key]] += 1
+            lacking = [index for index, block_id in enumerate(block_ids, start=first) if block_id is None]
+            holes.update([sources[in_group(match.hashes[index], group)] for index in lacking])
         load_s = sum(tiers.levels[number].load_s(num_blocks) for number, num_blocks in holes.items())
         total_s = load_s + (num_most - length) * block_s
         if total_s < best_s:
@@ -106,6 +99,19 @@ def match_below(
             best_s = total_s
             best = PrefixMatch(slices, length * block_size, outcome, match.hashes, tickets, sources, load_s)
     return best
+
+
+def _join(tiers: Tiers, slices: MatchedSlices, hashes: list[BlockHash]) -> set[int]:
+    """Fill in blocks that are on their way up already. Returns the tickets that bring them."""
+    tickets: set[int] = set()
+    if not tiers.incoming:
+        return tickets
+    for group, (first, block_ids) in enumerate(slices):
+        for place, block_id in enumerate(block_ids):
+            if block_id is None and (coming := tiers.incoming.get(in_group(hashes[first + place], group))) is not None:
+                block_ids[place], ticket = coming
+                tickets.add(ticket)
+    return tickets
 
 
 def _finder(tiers: Tiers, sources: dict[BlockHash, int]) -> HasBelow:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.kv.blocks import Block
-from quire.kv.hashing import BlockHash, block_hasher, in_group, token_packer
+from quire.kv.hashing import BlockHash, hash_blocks, in_group, token_packer
 from quire.request import CacheOutcome
 
 # As TableSlices; None: a level below has the block.
@@ -24,7 +24,7 @@ class PrefixMatch:
     slices: MatchedSlices
     num_tokens: int
     outcome: CacheOutcome
-    hashes: list[BlockHash] = field(default_factory=list, repr=False)  # of its tokens, and of the first miss
+    hashes: list[BlockHash] = field(default_factory=list, repr=False)  # of its tokens, of the first miss, maybe more
     tickets: set[int] = field(default_factory=set)  # of loads that bring some of the blocks
     sources: dict[BlockHash, int] = field(default_factory=dict, repr=False)  # levels that have those the device lacks
     load_s: float = 0.0  # about how long these would take to load
@@ -49,7 +49,6 @@ class PrefixCache:
     __slots__ = (
         "_blocks",
         "_evicted",
-        "_hash_block",
         "_max_evicted",
         "_pack_tokens",
         "_pins",
@@ -62,7 +61,6 @@ class PrefixCache:
 
     def __init__(self, block_size: int, *, max_evicted: int) -> None:
         self.block_size = block_size
-        self._hash_block = block_hasher(block_size)
         self._pack_tokens = token_packer(block_size)
         self._blocks: dict[BlockHash, Block] = {}
         # A bounded memory of evictions tells "evicted" from "never seen". OrderedDict: dropping the oldest entry of a
@@ -92,11 +90,9 @@ class PrefixCache:
 
     def extend_chain(self, hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], num_blocks: int) -> None:
         """Append to `hashes` until it names the first `num_blocks` blocks of the tokens."""
-        block_size = self.block_size
-        parent = hashes[-1] if hashes else root
-        for index in range(len(hashes), num_blocks):
-            parent = self._hash_block(parent, token_ids[index * block_size : (index + 1) * block_size])
-            hashes.append(parent)
+        if len(hashes) < num_blocks:
+            parent, block_size = hashes[-1] if hashes else root, self.block_size
+            hashes += hash_blocks(parent, token_ids[len(hashes) * block_size : num_blocks * block_size], block_size)
 
     def count_prefix(
         self,
@@ -110,16 +106,19 @@ class PrefixCache:
         """How many of the first `num_blocks` blocks of the tokens stand before the first that is neither cached here
         nor `below`.
 
-        `hashes` has the chain as far as it is known, and gets what had to be computed: up to the first miss.
+        `hashes` has the chain as far as it is known, and gets what had to be computed: as many again as were found, so
+        that a long prefix takes few calls and a miss at the beginning costs one hash.
         """
-        blocks = self._blocks
-        for index in range(num_blocks):
-            if index == len(hashes):
-                self.extend_chain(hashes, root, token_ids, index + 1)
-            key = in_group(hashes[index], group)
-            if key not in blocks and not (below and below(key)):
-                return index
-        return num_blocks
+        blocks, num_found = self._blocks, 0
+        while num_found < num_blocks:
+            if num_found == len(hashes):
+                self.extend_chain(hashes, root, token_ids, min(num_blocks, 2 * num_found + 1))
+            known = hashes[num_found:num_blocks]
+            for key in [in_group(each, group) for each in known] if group else known:
+                if key not in blocks and not (below and below(key)):
+                    return num_found
+                num_found += 1
+        return num_found
 
     def runs(self, hashes: list[BlockHash], group: int, below: HasBelow | None = None) -> list[int]:
         """For each of these blocks, how many in a row end with it that are cached here or `below`."""

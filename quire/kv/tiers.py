@@ -19,6 +19,9 @@ from quire.plan import KeyedMove, Move
 
 TakeTicket = Callable[[], int]
 Pairs = list[tuple[int, BlockHash]]  # (device block, its hash in its group)
+# A block that shall come, and what it will hold: the device block, its hash, its place in the chain of its prefix, and
+# the hash before it. A tuple: a long prefix has hundreds, which are made before their bytes can begin to move.
+Wanted = tuple[int, BlockHash, int, BlockHash]
 
 _MAX_STORING_BLOCKS = 64  # on their way down at once: these cannot be evicted
 _STORING_SHARE = 8  # and no more than one in so many of all
@@ -101,7 +104,7 @@ class HostLevel:
     def start_load(self, ticket: int, pairs: Pairs) -> Move:
         host_ids = self.pool.use([key for _, key in pairs])
         self._start(ticket, _HostMove(host_ids, None))
-        return Move(ticket, True, [(block_id, host_id) for (block_id, _), host_id in zip(pairs, host_ids, strict=True)])
+        return Move(ticket, True, list(zip([block_id for block_id, _ in pairs], host_ids, strict=True)))
 
     def start_store(self, ticket: int, pairs: Pairs) -> Move | None:
         pairs = pairs[: self.pool.num_free_blocks]
@@ -109,9 +112,7 @@ class HostLevel:
             return None
         host_ids = self.pool.allocate(len(pairs))
         self._start(ticket, _HostMove(host_ids, [key for _, key in pairs]))
-        return Move(
-            ticket, False, [(block_id, host_id) for (block_id, _), host_id in zip(pairs, host_ids, strict=True)]
-        )
+        return Move(ticket, False, list(zip([block_id for block_id, _ in pairs], host_ids, strict=True)))
 
     def _start(self, ticket: int, move: _HostMove) -> None:
         self.moves[ticket] = move
@@ -196,24 +197,14 @@ class StoreLevel:
 
 
 @dataclass(slots=True)
-class Origin:
-    """A block on its way to the device, and what it will hold."""
-
-    block: Block
-    key: BlockHash
-    parent: BlockHash
-    chain_index: int
-    token_ids: Sequence[int]  # of the whole prefix
-    ticket: int = -1
-
-
-@dataclass(slots=True)
 class TierMove:
     """The blocks that move under one ticket."""
 
     level: Level
     is_load: bool
     pairs: Pairs
+    wanted: Sequence[Wanted] = ()  # of a load: the same blocks, and what they will hold
+    token_ids: Sequence[int] = ()  # of the whole prefix that they belong to
 
 
 @dataclass(slots=True)
@@ -244,7 +235,7 @@ class Tiers:
     def __init__(self, levels: Sequence[Level], pool: BlockPool) -> None:
         self.levels = list(levels)
         self.moves: dict[int, TierMove] = {}
-        self.incoming: dict[BlockHash, Origin] = {}
+        self.incoming: dict[BlockHash, tuple[int, int]] = {}  # what is on its way up: the device block, the ticket
         self.counters = TierCounters(levels={level.name: LevelCounters() for level in levels})
         self._pool = pool
         self._cache = pool.cache
@@ -270,25 +261,28 @@ class Tiers:
     # -- up
 
     def start_loads(
-        self, wanted: Sequence[Origin], sources: Mapping[BlockHash, int], take_ticket: TakeTicket
+        self,
+        wanted: Sequence[Wanted],
+        token_ids: Sequence[int],
+        sources: Mapping[BlockHash, int],
+        take_ticket: TakeTicket,
     ) -> list[Move | KeyedMove]:
-        """Moves that bring these blocks, each from the level that was found to have it. One that is gone since then,
-        because others write to that level too, will be told missing."""
+        """Moves that bring these blocks of one prefix, each from the level that was found to have it. One that is gone
+        since then, because others write to that level too, will be told missing."""
         # A store's in pieces, which several threads load. Host blocks cross the link one after the other anyway.
-        in_pieces = [isinstance(level, StoreLevel) for level in self.levels]
-        by_level: dict[tuple[int, int], list[Origin]] = {}
-        for i, origin in enumerate(wanted):
-            source = sources[origin.key]
-            by_level.setdefault((source, i // _LOADED_TOGETHER if in_pieces[source] else 0), []).append(origin)
+        by_level: dict[int, list[Wanted]] = {}
+        for each in wanted:
+            by_level.setdefault(sources[each[1]], []).append(each)
         moves = []
-        for (number, _), chosen in by_level.items():
-            ticket, level = take_ticket(), self.levels[number]
-            pairs = [(origin.block.block_id, origin.key) for origin in chosen]
-            moves.append(level.start_load(ticket, pairs))
-            self._start(ticket, TierMove(level, True, pairs))
-            for origin in chosen:
-                origin.ticket = ticket
-                self.incoming[origin.key] = origin
+        for number, of_level in by_level.items():
+            level = self.levels[number]
+            size = _LOADED_TOGETHER if isinstance(level, StoreLevel) else len(of_level)
+            for first in range(0, len(of_level), size):
+                ticket, chosen = take_ticket(), of_level[first : first + size]
+                pairs = [each[:2] for each in chosen]
+                moves.append(level.start_load(ticket, pairs))
+                self._start(ticket, TierMove(level, True, pairs, chosen, token_ids))
+                self.incoming.update({key: (block_id, ticket) for block_id, key in pairs})
         return moves
 
     # -- down
@@ -364,10 +358,10 @@ class Tiers:
         for i, (block_id, key) in reversed(list(enumerate(move.pairs))):
             block = self._pool.blocks[block_id]
             if move.is_load:
-                origin = self.incoming.pop(key)
+                del self.incoming[key]
                 if i not in lost and self._cache.insert(key, block):
-                    block.parent_hash, block.chain_index = origin.parent, origin.chain_index
-                    block.packed_tokens = self._cache.pack_tokens(origin.token_ids, origin.chain_index)
+                    _, _, block.chain_index, block.parent_hash = move.wanted[i]
+                    block.packed_tokens = self._cache.pack_tokens(move.token_ids, block.chain_index)
                     if self._writable:
                         self._note_fresh(block)  # levels above the one it came from may want it
             self._pool.transfer_finished(block)
@@ -391,13 +385,12 @@ class Tiers:
         ]
 
     def check(self) -> None:
-        coming = {key: block_id for move in self.moves.values() if move.is_load for block_id, key in move.pairs}
-        assert coming == {key: origin.block.block_id for key, origin in self.incoming.items()}, (
-            "blocks on their way up do not add up"
-        )
-        for key, origin in self.incoming.items():
-            move = self.moves[origin.ticket]
-            assert (origin.block.block_id, key) in move.pairs, f"block {origin.block.block_id} comes with another move"
-            assert origin.block.block_hash is None, f"block {origin.block.block_id} has a hash before its bytes"
+        loads = {ticket: move for ticket, move in self.moves.items() if move.is_load}
+        coming = {key: (block_id, ticket) for ticket, move in loads.items() for block_id, key in move.pairs}
+        assert coming == self.incoming, "blocks on their way up do not add up"
+        for move in loads.values():
+            assert [each[:2] for each in move.wanted] == move.pairs, "a load brings other blocks than are wanted"
+        for block_id, _ in coming.values():
+            assert self._pool.blocks[block_id].block_hash is None, f"block {block_id} has a hash before its bytes"
         num_storing = sum(len(move.pairs) for move in self.moves.values() if not move.is_load)
         assert num_storing == self._num_storing, f"{num_storing} blocks go down, counted {self._num_storing}"

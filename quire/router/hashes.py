@@ -7,13 +7,11 @@ import json
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-from quire.kv.hashing import HASH_BYTES, BlockHash, block_hasher, root_hash
+from quire.kv.hashing import HASH_BYTES, BlockHash, hash_blocks, root_hash
 
-_hasher = lru_cache(8)(block_hasher)
 CHARS_PER_TOKEN = 4  # about, of English
 _SHORT_PIECE = 16  # characters
 _ENDS = [0]  # of pieces, as far as they were needed
@@ -25,12 +23,8 @@ def prompt_hashes(
     token_ids: Sequence[int], block_size: int, salt: str | None = None, adapter: str | None = None
 ) -> list[BlockHash]:
     """The hashes of the full blocks that a request with these tokens could find cached: its last token always runs."""
-    hash_block, parent = _hasher(block_size), root_hash(salt, adapter)
-    hashes = []
-    for first in range(0, len(token_ids) - block_size, block_size):
-        parent = hash_block(parent, token_ids[first : first + block_size])
-        hashes.append(parent)
-    return hashes
+    num_blocks = max(0, len(token_ids) - 1) // block_size
+    return hash_blocks(root_hash(salt, adapter), token_ids[: num_blocks * block_size], block_size)
 
 
 def text_of(body: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ when something has changed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quire.errors import BadRequestError
 from quire.kv import UNCHANGED, KVManager, PrefixMatch, TableSlices
@@ -211,7 +211,7 @@ class Prompts:
             self._life.enter_moves(step.plan, moves)
             self._life.load(seq, tables, below.tickets, below.outcome, num_below)
             return
-        self._life.enter_moves(step.plan, [replace(move, is_awaited=True) for move in host_moves])
+        self._life.enter_awaited(step.plan, host_moves)
         self._note_loaded(seq, below.outcome, num_below)
         self._life.run(seq, tables, step.plan)
         self._add_chunk(seq, size, step)

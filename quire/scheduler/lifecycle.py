@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.kv import KVManager, TableSlices
 from quire.plan import Admission, BeamCandidate, Fork, KeyedMove, Move, StepPlan
@@ -110,6 +110,7 @@ class Lifecycle:
         self.num_swapped = 0
         self.next_ticket = 0
         self.moving: dict[int, int] = {}  # by ticket, until a move is over: how many blocks come free then
+        self.awaited: list[int] = []  # tickets of loads that are over when the plan that has them is submitted
         self.loading: list[Loading] = []
         self.loaded: list[Loading] = []  # whose blocks have arrived
         self.rows = RowPool(config.max_num_seqs)
@@ -322,6 +323,19 @@ class Lifecycle:
                 plan.keyed_moves.append(move)
             else:
                 plan.moves.append(move)
+
+    def enter_awaited(self, plan: StepPlan, moves: Iterable[Move]) -> None:
+        """Loads that the plan's own step waits for on the device."""
+        for move in moves:
+            self.awaited.append(move.ticket)
+            plan.moves.append(replace(move, is_awaited=True))
+
+    def take_in_awaited(self) -> None:
+        """Their plan was submitted. What comes is named only now, and not while that plan was made: the device is at
+        work meanwhile."""
+        awaited, self.awaited = self.awaited, []
+        for ticket in awaited:
+            self._kv.moves_done(ticket)
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
         """The one exit: gives back whatever the sequence holds, in whatever state it is."""

@@ -207,6 +207,8 @@ class Scheduler:
         May be called again before the last plan's result is in, up to max_in_flight. An empty plan is to be submitted
         like any other: it waits for block transfers, without which nobody can run.
         """
+        if self._life.awaited:
+            self._life.take_in_awaited()
         if len(self._in_flight) >= self.config.max_in_flight:
             return None
         while True:
@@ -367,6 +369,7 @@ class Scheduler:
         """Take in the oldest submitted step's result: append tokens, end what ends, say what is new."""
         memory = self._in_flight.popleft()
         assert memory.step == result.step, f"the result of step {result.step} came, that of {memory.step} is due"
+        self._life.take_in_awaited()  # where no other step could be planned beside it
         for ticket in result.moved:
             self._life.moving.pop(ticket)
             is_complete = self._kv.moves_done(ticket, result.missing.get(ticket, ()))

@@ -77,13 +77,13 @@ class PlainLink:
     NUM_LANES = 2
 
     def __init__(self) -> None:
-        self.finished: list[int] = []
+        self.finished: list[int | None] = []
 
     def mark(self) -> None:
         return None
 
     @contextlib.contextmanager
-    def storing(self, ticket: int, after: None, host_ids: frozenset[int]) -> Iterator[None]:
+    def storing(self, ticket: int | None, after: None, host_ids: frozenset[int]) -> Iterator[None]:
         yield
         self.finished.append(ticket)
 
@@ -92,7 +92,10 @@ class PlainLink:
     def lane(self, number: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def take_finished(self) -> list[int]:
+    def follow(self, number: int, other: int) -> None:
+        pass
+
+    def take_finished(self) -> list[int | None]:
         finished, self.finished = self.finished, []
         return finished
 
@@ -118,6 +121,20 @@ def test_blocks_cross_a_link_in_pieces(monkeypatch: pytest.MonkeyPatch, piece_bl
     assert cache.take_finished() == [1, 2]
     assert torch.equal(words[:, targets], before[:, sources])
     assert torch.equal(words[:, :27], before[:, :27]) and torch.equal(words[:, 40], before[:, 40])
+
+
+def test_nobody_is_told_of_a_load_that_its_own_step_awaits() -> None:
+    moves = [Move(1, True, [(0, 0)]), Move(2, True, [(1, 1)], is_awaited=True), Move(3, False, [(2, 2)])]
+    cache = make()
+    linked = make()
+    link: Any = PlainLink()
+    linked._open_link(link)
+    for move in moves:
+        cache.move(move)
+        linked.move(move)
+    linked.start_moves()
+    assert cache.take_finished() == [1, 3]
+    assert linked.take_finished() == [1, None, 3]  # the link leaves out what has no ticket
 
 
 def test_swap_rate_is_measured() -> None:

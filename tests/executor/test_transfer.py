@@ -71,7 +71,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
     return made
 
 
-def load(transfers: Transfers, ticket: int, hosts: set[int]) -> set[str]:
+def load(transfers: Transfers, ticket: int | None, hosts: set[int]) -> set[str]:
     """Queue a load on both lanes; returns what it is behind."""
     with transfers.loading(ticket, transfers.mark(), frozenset(hosts)):
         behind = []
@@ -79,7 +79,7 @@ def load(transfers: Transfers, ticket: int, hosts: set[int]) -> set[str]:
             with transfers.lane(lane):
                 behind.append(set(FakeStream.current.behind))
                 FakeStream.current.queue(f"load {ticket}, lane {lane}")
-    assert behind[0] == behind[1] or ticket > 1  # lanes wait for the same; their own earlier work aside
+    assert behind[0] == behind[1] or ticket != 1  # lanes wait for the same; their own earlier work aside
     return set.intersection(*behind)
 
 
@@ -116,6 +116,29 @@ def test_a_load_waits_for_the_store_of_its_own_blocks_alone(streams: list[FakeSt
     store(transfers, 1, {5, 6})
     assert load(transfers, 2, {7}) == set()
     assert load(transfers, 3, {8, 6}) >= {"store 1"}
+
+
+def test_steps_are_held_for_a_load_without_a_ticket_and_nobody_is_told_of_it(streams: list[FakeStream]) -> None:
+    transfers = Transfers(DEVICE)
+    load(transfers, None, {5})
+    transfers.hold_steps_for_loads()
+    assert streams[0].behind == {"load None, lane 0", "load None, lane 1"}
+    load(transfers, 2, {6})
+    transfers.wait_for_one()
+    assert transfers.take_finished() == []
+    transfers.wait_for_one()
+    assert transfers.take_finished() == [2]
+
+
+def test_a_lane_follows_what_another_has_so_far(streams: list[FakeStream]) -> None:
+    transfers = Transfers(DEVICE)
+    with transfers.lane(0):
+        FakeStream.current.queue("rows")
+    transfers.follow(1, 0)
+    with transfers.lane(0):
+        FakeStream.current.queue("piece")
+    with transfers.lane(1):
+        assert FakeStream.current.behind == {"rows"}
 
 
 def test_each_direction_tells_what_is_over_in_its_own_order(streams: list[FakeStream]) -> None:

@@ -114,6 +114,25 @@ def test_a_lone_request_runs_in_the_step_that_loads_its_prefix() -> None:
     rig.check_idle()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_step_awaits_counts_as_loaded_once_it_is_submitted(depth: int) -> None:
+    """By the time that another step is planned, and at the latest when its own result is there."""
+    rig = rig_with_evicted_prefix(depth=depth)
+    rig.add(make_request(PROMPT, max_tokens=1))
+    plan = rig.submit()
+    assert plan is not None and plan.awaits_loads
+    assert rig.kv.match(PROMPT).num_tokens < 40  # it was planned before it was submitted
+    rig.kv.check()
+    if depth > 1:
+        assert rig.submit() is None
+        assert rig.kv.match(PROMPT).num_tokens == 40
+        rig.kv.check()
+    rig.step()
+    assert rig.kv.match(PROMPT).num_tokens == 40
+    rig.run()
+    rig.check_idle()
+
+
 def test_an_abort_in_the_step_that_waits_for_its_load_is_clean() -> None:
     rig = rig_with_evicted_prefix()
     request = make_request(PROMPT, max_tokens=4)
