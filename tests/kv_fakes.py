@@ -14,5 +14,5 @@ def block_map(kv: KVManager) -> dict[str, Any]:
         "eviction_order": [block.block_id for block in kv.pool.queue],
         "tables": {i: (table.num_tokens, list(table.hashes), list(table.block_ids)) for i, table in kv.tables.items()},
         "swapped": {seq_id: list(swapped.host_ids) for seq_id, swapped in kv.swapped.items()},
-        "num_host_free": kv.num_host_free_blocks,
+        "num_host_free": kv.host.num_free_blocks,
     }

@@ -29,7 +29,6 @@ class AdapterInfo:
     name: str
     path: str
     rank: int
-    num_modules: int
 
 
 class AdapterSlots:
@@ -69,7 +68,7 @@ class AdapterSlots:
         """Read an adapter and keep it. WeightsError says what is wrong with it, and no other is touched."""
         folder = find_adapter(path)
         found = read_adapter(folder, self._shapes, self._names, self._head_dim, self._max_rank)
-        info = AdapterInfo(f"{name}@{found.digest}", name, path, found.rank, len(found.pairs))
+        info = AdapterInfo(f"{name}@{found.digest}", name, path, found.rank)
         packed = self._bank.pack(found.pairs)
         with self._lock:
             self._kept[info.key] = packed

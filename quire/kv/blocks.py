@@ -104,11 +104,20 @@ class FreeQueue:
         assert last is not None
         self._insert_after(last, block)
 
-    def pop_front(self) -> Block:
-        block = self._ends.next
-        assert block is not None and block is not self._ends, "popped from an empty free queue"
-        self.remove(block)
-        return block
+    def take(self, num_blocks: int) -> list[Block]:
+        """The first so many, which leave the queue."""
+        assert num_blocks <= self.num_blocks, f"{num_blocks} blocks asked, {self.num_blocks} free"
+        block, taken = self._ends.next, []
+        for _ in range(num_blocks):
+            assert block is not None, "the free queue is torn"
+            taken.append(block)
+            following = block.next
+            block.prev = block.next = None
+            block = following
+        assert block is not None, "the free queue is torn"
+        self._ends.next, block.prev = block, self._ends
+        self.num_blocks -= num_blocks
+        return taken
 
     def remove(self, block: Block) -> None:
         before, after = block.prev, block.next

@@ -93,10 +93,6 @@ class KVManager(BlockTables):
     def num_pinned_blocks(self) -> int:
         return self.cache.num_pinned_blocks
 
-    @property
-    def num_host_free_blocks(self) -> int:
-        return self.host.num_free_blocks
-
     # -- start
 
     def match(

@@ -55,10 +55,8 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int]:
         """Ids of blocks for one new user each. The caller has made sure that there are enough."""
         queue = self.queue
-        assert num_blocks <= queue.num_blocks, f"{num_blocks} blocks asked, {queue.num_blocks} free"
         block_ids = []
-        for _ in range(num_blocks):
-            block = queue.pop_front()
+        for block in queue.take(num_blocks):
             if block.block_hash is not None:
                 self.cache.evict(block)
                 self.num_cached_blocks -= 1

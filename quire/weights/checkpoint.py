@@ -71,6 +71,7 @@ class Checkpoint(ABC):
         """(k_scale, v_scale) of each layer, for a cache in 8 bits, where the files hold them."""
         return None
 
+    @abstractmethod
     def load_into(
         self,
         slots: Mapping[str, WeightSlot],
@@ -84,8 +85,26 @@ class Checkpoint(ABC):
         The tensor that a slot is handed may lie in the mapped file or in memory that the next one reuses: slots copy.
         `seed` matters to dummy weights only.
         """
+
+
+class FilesCheckpoint(Checkpoint):
+    """A checkpoint whose tensors are in files."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def tensors(self) -> Sequence[TensorEntry]: ...
+
+    def load_into(
+        self,
+        slots: Mapping[str, WeightSlot],
+        is_ignored: Callable[[str], bool],
+        *,
+        progress: ProgressFn | None = None,
+        seed: int = 0,
+    ) -> None:
         shapes = {name: tuple(slot.shape) for name, slot in slots.items()}
-        entries = match_tensors(self.tensors() or (), shapes, is_ignored, source=self.path)
+        entries = match_tensors(self.tensors(), shapes, is_ignored, source=self.path)
         total_bytes, done_bytes = sum(entry.num_bytes for entry in entries), 0
         for entry in self._fill(entries, slots):
             done_bytes += entry.num_bytes

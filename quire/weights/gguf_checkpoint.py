@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.weights.checkpoint import Checkpoint, TensorEntry
+from quire.weights.checkpoint import FilesCheckpoint, TensorEntry
 from quire.weights.gguf_config import ROPE_FACTORS, config_from_gguf, generation_config_from_gguf
 from quire.weights.gguf_file import GGUFFile, read_gguf
 
@@ -57,7 +57,7 @@ _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _RELEASE_BYTES = 64 << 20
 
 
-class GGUFCheckpoint(Checkpoint):
+class GGUFCheckpoint(FilesCheckpoint):
     """One GGUF file."""
 
     __slots__ = ("_arch", "_file", "_tensors")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config import LOAD_FORMATS
 from quire.errors import ConfigError, WeightsError
 from quire.weights.aliases import ALIASES, HUB_ALIASES
-from quire.weights.checkpoint import Checkpoint, ProgressFn, TensorEntry
+from quire.weights.checkpoint import Checkpoint, ProgressFn
 from quire.weights.files import read_json_object
 from quire.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.weights.hub import fetch_from_hub, fetch_gguf
@@ -99,9 +99,6 @@ class DummyCheckpoint(Checkpoint):
             slot.randomize(_STD, zlib.crc32(f"{seed}:{name}".encode()))
             if progress is not None:
                 progress(done, len(slots))
-
-    def _fill(self, entries: list[TensorEntry], slots: Mapping[str, WeightSlot]) -> Iterator[TensorEntry]:
-        raise AssertionError("there are no files")
 
 
 def resolve_model(

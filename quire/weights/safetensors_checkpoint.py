@@ -21,7 +21,7 @@ from quire.models.quantization import read_quantization
 from quire.models.spec import CheckpointFormat, IntegerFormat, ModelSpec
 from quire.models.stored_names import StoredNames
 from quire.models.tensors import checkpoint_tensors
-from quire.weights.checkpoint import Checkpoint, TensorEntry, check_apart
+from quire.weights.checkpoint import FilesCheckpoint, TensorEntry, check_apart
 from quire.weights.files import open_regular, read_json_object
 from quire.weights.float8 import Float8Scales, read_kv_scales
 from quire.weights.integers import INTEGERS, IntegerTensors, read_tensor
@@ -42,7 +42,7 @@ _BASE_NAMES = r"^(?=(embed_tokens|layers|norm)\.)"
 _MAX_NAME_CHARS = 256  # of a tensor; messages hold it
 
 
-class SafetensorsCheckpoint(Checkpoint):
+class SafetensorsCheckpoint(FilesCheckpoint):
     """config.json and *.safetensors in one directory."""
 
     __slots__ = ("_format", "_integers", "_tensors")

@@ -16,10 +16,10 @@ def blocks() -> list[Block]:
 
 def test_blocks_leave_in_the_order_in_which_they_came(blocks: list[Block]) -> None:
     queue = FreeQueue(blocks)
-    assert [queue.pop_front().block_id for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert [block.block_id for block in queue.take(5)] == [0, 1, 2, 3, 4]
     assert len(queue) == 0
-    with pytest.raises(AssertionError, match="empty"):
-        queue.pop_front()
+    with pytest.raises(AssertionError, match="0 free"):
+        queue.take(1)
 
 
 @pytest.mark.parametrize("removed", range(5))

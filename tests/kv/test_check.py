@@ -79,7 +79,7 @@ def break_pinned_count(kv: KVManager) -> None:
 
 
 def break_queue_membership(kv: KVManager) -> None:
-    kv.pool.queue.pop_front()
+    kv.pool.queue.take(1)
 
 
 def break_queue_with_used(kv: KVManager) -> None:
@@ -87,7 +87,7 @@ def break_queue_with_used(kv: KVManager) -> None:
 
 
 def break_queue_order(kv: KVManager) -> None:
-    kv.pool.queue.push_back(kv.pool.queue.pop_front())
+    kv.pool.queue.push_back(*kv.pool.queue.take(1))
 
 
 def break_used_count(kv: KVManager) -> None:

@@ -443,7 +443,7 @@ class World:
             seq_id: line.blocks for seq_id, line in self.lines.items()
         }
         assert kv.num_free_blocks == len(self.queue)
-        assert kv.num_host_free_blocks == len(self.host_free)
+        assert kv.host.num_free_blocks == len(self.host_free)
         assert {block.block_id for block in kv.pool.blocks if block.block_hash} == set(self.names)
         self.compare_bytes()
         self.compare_stats()
@@ -530,7 +530,7 @@ def test_random_operations(name: str) -> None:
     world.reset(0, 0, 0)
     world.compare()
     assert world.kv.num_free_blocks == template.num_blocks
-    assert world.kv.num_host_free_blocks == template.num_host_blocks
+    assert world.kv.host.num_free_blocks == template.num_host_blocks
 
 
 def test_the_drivers_do_ten_thousand_operations() -> None:

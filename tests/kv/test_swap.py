@@ -44,7 +44,7 @@ def test_own_blocks_are_in_transit_until_the_step_is_done() -> None:
     assert pairs is not None
     assert [device for device, _ in pairs] == table
     assert len({host for _, host in pairs}) == 3
-    assert (kv.stats.num_in_transit, kv.num_free_blocks, kv.num_host_free_blocks) == (3, 5, 1)
+    assert (kv.stats.num_in_transit, kv.num_free_blocks, kv.host.num_free_blocks) == (3, 5, 1)
     kv.check()
     kv.moves_done(4)
     assert kv.stats.num_in_transit == 3
@@ -135,11 +135,11 @@ def test_swap_in_brings_hashes_back() -> None:
     pairs, [(_, table)] = answer
     assert pairs == [(device, host) for (_, host), device in zip(out, table, strict=True)]
     assert kv.match(tokens).block_ids == []  # nobody may read them yet
-    assert kv.num_host_free_blocks == 1
+    assert kv.host.num_free_blocks == 1
     kv.check()
     kv.moves_done(2)
     assert kv.match(tokens).block_ids == table[:2]
-    assert kv.num_host_free_blocks == 4
+    assert kv.host.num_free_blocks == 4
     assert (kv.stats.num_swapped_out_blocks, kv.stats.num_swapped_in_blocks) == (3, 3)
     kv.check()
 
@@ -176,10 +176,10 @@ def test_dropped_host_blocks_wait_for_their_bytes() -> None:
     start(kv, 1, list(range(5)))
     kv.swap_out(1, 5, ticket=0)
     kv.drop_swapped(1)
-    assert kv.num_host_free_blocks == 2
+    assert kv.host.num_free_blocks == 2
     kv.check()
     kv.moves_done(0)
-    assert kv.num_host_free_blocks == 4
+    assert kv.host.num_free_blocks == 4
     kv.check()
 
 
@@ -190,9 +190,9 @@ def test_out_and_in_again_before_anything_is_done() -> None:
     kv.swap_in(1, list(range(5)), ticket=1)
     kv.check()
     kv.moves_done(0)
-    assert kv.num_host_free_blocks == 2  # still read by step 1
+    assert kv.host.num_free_blocks == 2  # still read by step 1
     kv.moves_done(1)
-    assert (kv.num_host_free_blocks, kv.num_free_blocks) == (4, 6)
+    assert (kv.host.num_free_blocks, kv.num_free_blocks) == (4, 6)
     kv.check()
 
 

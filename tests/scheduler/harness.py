@@ -174,7 +174,7 @@ class Rig:
         assert not self.scheduler.has_work
         assert self.kv.num_used_blocks == 0
         assert self.kv.num_free_blocks + self.kv.num_pinned_blocks == self.kv.num_blocks
-        assert self.kv.num_host_free_blocks == self.kv.host.num_blocks
+        assert self.kv.host.num_free_blocks == self.kv.host.num_blocks
         life = self.scheduler._life
         assert life.rows.num_free == self.config.max_num_seqs
         assert not (life.queue or life.running or life.requests or life.reserved_rows)
