@@ -32,7 +32,7 @@ _SLICES = [
     *(f"{_CHARACTER}{{1,{length}}}" for length in _STRING_LENGTHS),
     f"{_CHARACTER}+",
 ]
-_QUICK_S = 2e-3  # what takes no longer to compile may be compiled again where a sequence begins
+_QUICK_S = 5e-3  # what takes no longer to compile may be compiled again where a sequence begins
 
 
 def _limits() -> LLParserLimits:

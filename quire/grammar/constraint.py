@@ -78,18 +78,9 @@ class Constraint:
 
     def _follow(self, token: int) -> None:
         matcher = self._matcher
-        if matcher is not None:
-            self.followed(token, is_taken=not matcher.is_stopped() and matcher.consume_token(token))
-
-    @property
-    def follower(self) -> LLMatcher | None:
-        """What reads the next token, and nothing else does: somebody else may have it read, and tell by `followed`."""
-        matcher = self._matcher if self._stage is Stage.ANSWER else None
-        return matcher if matcher is not None and not matcher.is_stopped() else None
-
-    def followed(self, token: int, *, is_taken: bool) -> None:
-        """The matcher has read this token. is_taken: and it fits."""
-        if not is_taken:
+        if matcher is None:
+            return
+        if matcher.is_stopped() or not matcher.consume_token(token):
             self._forced = []
         elif self._forced and self._forced[0] == token:
             del self._forced[0]
@@ -142,6 +133,11 @@ class Constraint:
             "structured_outputs leaves no token to sample: allowed_token_ids, bad_words, logit_bias or min_tokens ban "
             "all that it allows here"
         )
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether nothing but the grammar says what comes next."""
+        return self._stage is Stage.ANSWER
 
     @property
     def matcher(self) -> LLMatcher | None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Fewer forced tokens are cheaper one by one: a step that verifies samples every position.
 _WORTH_A_JUMP = 3
+_MAX_FORCED_CHOICES = 256  # tokens that begin with each other: as many as the longest has bytes, and some
 
 
 def mask_threads() -> int:
@@ -112,19 +113,6 @@ class RowConstraints:
 
     def advance(self, lines: Seq[ConstrainedLine], tokens: Seq[Seq[int]]) -> None:
         """Tell the constraints what their rows have sampled. tokens: of all rows that sampled, by the lines' index."""
-        if self._num_threads > 1 and len(lines) > 1:
-            alone, together = [], []
-            for line in lines:
-                follower = line.constraint.follower if len(tokens[line.index]) == 1 else None
-                if follower is None:
-                    alone.append(line)
-                else:
-                    together.append((line.constraint, follower, tokens[line.index][0]))
-            # On the library's own threads, as masks are filled.
-            are_taken: list[bool] = self._executor.consume_token_par([(each, token) for _, each, token in together])
-            for (constraint, _, token), is_taken in zip(together, are_taken, strict=True):
-                constraint.followed(token, is_taken=is_taken)
-            lines = alone
         for line in lines:
             line.constraint.advance(tokens[line.index])
 
@@ -145,7 +133,12 @@ class RowConstraints:
                 # Threads of its own, and the interpreter is let go of once for all of them.
                 self._executor.unsafe_compute_mask_ptr(working, packed.ctypes.data, self._num_words * 4, len(packed))
                 filled = {first for _, first in working}
+        # A forced continuation allows its own beginnings alone. Where more tokens than that are allowed, nothing is
+        # forced and nothing failed: to ask each of 64 rows for both takes longer than many masks do.
+        is_wide = (np.count_nonzero(packed, axis=1) > _MAX_FORCED_CHOICES).tolist() if filled else []
         for line, of_line, first in zip(lines, drafts, firsts, strict=False):
+            if first in filled and is_wide[first] and not of_line and line.constraint.is_answering:
+                continue
             if of_line:
                 line.constraint.fill_along(of_line, packed[first : first + 1 + len(of_line)], is_filled=first in filled)
             else:

@@ -12,7 +12,7 @@ Hopper's wgmma on 64 rows of w, which takes 8 to 256 columns at no difference to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -53,32 +53,55 @@ _FEW_ROWS = {
     32: ProductConfig(64, 32, 128, num_warps=4, num_stages=4, parts_apart=True),
     64: ProductConfig(64, 64, 128, num_warps=4, num_stages=3, parts_apart=True),
 }
-# Of the bulk copies' kernel: tile_n, tile_rows and num_stages, which fill shared memory.
-_NARROW, _SQUARE, _WIDE = (128, 64, 8), (128, 128, 6), (256, 128, 3)
 
 
+@dataclass(slots=True, frozen=True)
+class _Tile:
+    """A tile of the bulk copies' kernel, whose stages fill shared memory, and what it takes on an H200, in µs."""
+
+    n: int
+    rows: int
+    num_stages: int
+    us: float  # for itself
+    step_us: float  # for each 64 of k
+    parts_us: float  # to add up parts of k that were summed apart
+
+    def cost_us(self, rows: int, n: int, k: int, parts: int) -> float:
+        """parts: that are summed apart. One program at a time runs on each multiprocessor."""
+        waves = -(-self.count(rows, n) * parts // NUM_SMS)
+        return waves * (self.us + self.step_us * -(-k // 64) / parts) + (self.parts_us if parts > 1 else 0.0)
+
+    def count(self, rows: int, n: int) -> int:
+        return -(-n // self.n) * -(-rows // self.rows)
+
+
+_NARROW = _Tile(128, 64, 8, us=3.5, step_us=0.205, parts_us=5.0)
+_SQUARE = _Tile(128, 128, 6, us=6.5, step_us=0.284, parts_us=8.0)
+_WIDE = _Tile(256, 128, 3, us=2.5, step_us=0.655, parts_us=20.0)
+
+
+@cache
 def product_config(rows: int, n: int, k: int) -> ProductConfig:
-    """What was fastest on an H200 for the matrices of Llama-3.1-8B, by rows and by how many tiles a matrix has."""
+    """What is fastest on an H200, by what was measured there for the matrices of Llama-3.1-8B."""
     uses_bulk_copies = HAS_GLUON and not INTERPRETED and k % 8 == 0
+    if rows <= 16 and -(-n // 64) > NUM_SMS:
+        return replace(_FEW_ROWS[16], num_stages=4)  # two programs on a multiprocessor
     for most, config in _FEW_ROWS.items():
         if rows <= most and not (rows > 32 and uses_bulk_copies):
             return config
-    has_many_tiles = -(-n // 128) >= NUM_SMS
+    parts = num_parts(n, k)
     if not uses_bulk_copies:
-        tile_rows = 128 if rows <= 128 or num_parts(n, k) > 1 else 256  # parts' sums take registers, too
+        tile_rows = 128 if rows <= 128 or parts > 1 else 256  # parts' sums take registers, too
         apart = -(-n // 128) * -(-rows // tile_rows) < NUM_SMS
         return ProductConfig(
             128, tile_rows, 64, num_warps=8, num_stages=3 if tile_rows == 128 else 4, parts_apart=apart
         )
-    if rows <= 64 or (rows <= 128 and not has_many_tiles):
-        shape = _NARROW
-    elif (128 < rows <= 256 and has_many_tiles) or (rows > 1024 and max(n, k) > 8192):
-        shape = _WIDE
+    if rows > 1024:  # for so many tiles, how often they come out of the L2 cache counts
+        tile, apart = _WIDE if max(n, k) > 8192 else _SQUARE, False
     else:
-        shape = _SQUARE
-    tile_n, tile_rows, num_stages = shape
-    apart = -(-n // tile_n) * -(-rows // tile_rows) < (64 if shape == _NARROW else 100)
-    return ProductConfig(tile_n, tile_rows, 64, 8, num_stages, apart, uses_bulk_copies=True)
+        choices = [(tile, apart) for tile in (_NARROW, _SQUARE, _WIDE) for apart in (False, True)]
+        tile, apart = min(choices, key=lambda choice: choice[0].cost_us(rows, n, k, parts if choice[1] else 1))
+    return ProductConfig(tile.n, tile.rows, 64, 8, tile.num_stages, apart, uses_bulk_copies=True)
 
 
 @triton.jit
