@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks import virtual_time
 from benchmarks.router import BLOCK_SIZE, MAX_LEN, MAX_NUM_SEQS, NUM_BLOCKS, OURS, FrontRun, Session, make_traffic
 from quire.errors import ConfigError
 from quire.params import SamplingSpec
@@ -23,7 +24,6 @@ from quire.router.hashes import prompt_hashes, text_pieces
 from quire.router.policy import Prompt, Router, Ticket
 from quire.router.servers import Question, Servers, Upstream
 from quire.scheduler import SchedulerConfig
-from quire.sim import virtual_time
 from quire.sim.cores import SharedCores
 from quire.sim.cost import CostModel
 from quire.sim.policies import ALTERNATIVES, AlternativeRouter

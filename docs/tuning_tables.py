@@ -2,7 +2,7 @@
 
     quire lab --output-dir docs/lab/cpu             makes the first of them
     quire lab --gpu-8b --output-dir docs/lab/h200   makes the second
-    python -m quire.lab.retell docs/lab/h200        words one anew after a change to the lab
+    quire lab --retell --output-dir docs/lab/h200   words one anew after a change to the lab
     python -m docs.tuning_tables                    rewrites what stands between <!-- lab: NAME --> and <!-- end -->
 
 A report that is not there leaves a line in its place that says which command makes it. A test fails when a table is not

@@ -42,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         help=f"where the report goes (default {_DEFAULT_FOLDER})",
     )
     parser.add_argument("--fresh", action="store_true", help="do again what is done already")
+    parser.add_argument("--retell", action="store_true", help="write a report's page and words anew from its numbers")
     parser.add_argument(
         "--gpu-8b", action="store_true", help="on a GPU, with Llama-3.1-8B's shape and random weights (needs 60 GiB)"
     )
@@ -53,16 +54,19 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from quire.lab.experiments import EXPERIMENTS, choose
-    from quire.lab.store import HTML_NAME, open_report, run_lab
+    from quire.lab.store import HTML_NAME, JSON_NAME, open_report, read_report, run_lab
 
     if args.list:
         for number, each in enumerate(EXPERIMENTS, 1):
             print(f"{number:3}  {each.key:16} {each.title}")
         return 0
+    folder = Path(args.output_dir)
+    if args.retell:
+        read_report(folder / JSON_NAME).write(folder)
+        return 0
     keys = _keys(args)
     chosen = choose(keys)
     settings = _settings(args)
-    folder = Path(args.output_dir)
     report = open_report(folder, settings, fresh=args.fresh and keys is None)
     _check_device(args)
     screen = _Screen(len(chosen), [each.key for each in chosen])

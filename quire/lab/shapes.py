@@ -13,76 +13,27 @@ from quire.nearest import nearest
 from quire.weights import open_checkpoint, resolve_model
 from quire.weights.aliases import ALIASES, HUB_ALIASES
 
-_SMOLLM2 = LLAMA_8B | {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100000.0,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_LLAMA_1B = LLAMA_8B | {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-_LLAMA_3B = LLAMA_8B | {
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 24,
-    "tie_word_embeddings": True,
-}
-_LLAMA_70B = LLAMA_8B | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
-_MISTRAL_7B = LLAMA_8B | {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "vocab_size": 32768,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SMOLLM = LLAMA_8B | {"rope_theta": 100000.0, "bos_token_id": 1, "eos_token_id": 2}
+_MISTRAL = _SMOLLM | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_theta": 1000000.0}
+_MISTRAL |= {"sliding_window": None}
 _QWEN = LLAMA_8B | {"rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151645}
-_QWEN2_7B = _QWEN | {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-}
-_QWEN3_8B = _QWEN | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
-_QWEN3_06B = _QWEN3_8B | {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "tie_word_embeddings": True,
+_QWEN2 = _QWEN | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+_QWEN3 = _QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+_COLUMNS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
+)
+# By name: what its family has in common, and a value for each of _COLUMNS.
+_MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "smollm2": (_SMOLLM, (576, 1536, 30, 9, 3, 64, 49152, 8192, True)),
+    "llama-3.1-8b": (LLAMA_8B, (4096, 14336, 32, 32, 8, 128, 128256, 131072, False)),
+    "llama-3.1-70b": (LLAMA_8B, (8192, 28672, 80, 64, 8, 128, 128256, 131072, False)),
+    "llama-3.2-1b": (LLAMA_8B, (2048, 8192, 16, 32, 8, 64, 128256, 131072, True)),
+    "llama-3.2-3b": (LLAMA_8B, (3072, 8192, 28, 24, 8, 128, 128256, 131072, True)),
+    "mistral-7b": (_MISTRAL, (4096, 14336, 32, 32, 8, 128, 32768, 32768, False)),
+    "qwen2.5-7b": (_QWEN2, (3584, 18944, 28, 28, 4, 128, 152064, 32768, False)),
+    "qwen3-0.6b": (_QWEN3, (1024, 3072, 28, 16, 8, 128, 151936, 40960, True)),
+    "qwen3-8b": (_QWEN3, (4096, 12288, 36, 32, 8, 128, 151936, 40960, False)),
 }
 
 
@@ -95,18 +46,10 @@ class Shape:
 
 
 SHAPES: dict[str, Shape] = {
-    name: Shape(HUB_ALIASES[name].repo if name in HUB_ALIASES else name, config)
-    for name, config in {
-        "smollm2": _SMOLLM2,
-        "llama-3.1-8b": LLAMA_8B,
-        "llama-3.1-70b": _LLAMA_70B,
-        "llama-3.2-1b": _LLAMA_1B,
-        "llama-3.2-3b": _LLAMA_3B,
-        "mistral-7b": _MISTRAL_7B,
-        "qwen2.5-7b": _QWEN2_7B,
-        "qwen3-0.6b": _QWEN3_06B,
-        "qwen3-8b": _QWEN3_8B,
-    }.items()
+    name: Shape(
+        HUB_ALIASES[name].repo if name in HUB_ALIASES else name, family | dict(zip(_COLUMNS, values, strict=True))
+    )
+    for name, (family, values) in _MODELS.items()
 }
 
 

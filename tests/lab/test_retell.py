@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.lab import retell
+from quire.cli.main import main
 from quire.lab.experiments import EXPERIMENTS
 from quire.lab.report import render_report
 from quire.lab.store import HTML_NAME, JSON_NAME, read_report
@@ -19,7 +19,7 @@ MOST_BYTES = 600_000  # of a file that lies in the repository
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_reports_in_docs_are_in_todays_words(folder: Path) -> None:
-    """If this fails: python -m quire.lab.retell docs/lab/cpu docs/lab/h200."""
+    """If this fails: quire lab --retell --output-dir docs/lab/cpu, and so on."""
     report = read_report(folder / JSON_NAME)
     assert report.to_json() == json.loads((folder / JSON_NAME).read_text(encoding="utf-8"))
     assert render_report(report) == (folder / HTML_NAME).read_text(encoding="utf-8")
@@ -43,15 +43,13 @@ def test_words_change_and_the_date_does_not(tmp_path: Path) -> None:
         assert entry.result is not None
         entry.result.explanation = ["old words"]
     report.write(tmp_path)
-    retell.main([str(tmp_path)])
+    assert main(["lab", "--retell", "--output-dir", str(tmp_path)]) == 0
     again = read_report(tmp_path / JSON_NAME)
     assert (again.written, again.version, again.machine) == (report.written, report.version, report.machine)
     assert "old words" not in (tmp_path / JSON_NAME).read_text() + (tmp_path / HTML_NAME).read_text()
     assert again.data() == report.data()
 
 
-def test_a_folder_without_a_report_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="cannot read"):
-        retell.main([str(tmp_path)])
-    with pytest.raises(SystemExit, match="usage"):
-        retell.main([])
+def test_a_folder_without_a_report_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "--retell", "--output-dir", str(tmp_path)]) == 2
+    assert "cannot read" in capsys.readouterr().err
