@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.bench.charts import bar_chart
-from quire.bench.drive import forced_length, run_workload
+from quire.bench.engines import forced_length, run_workload
 from quire.bench.model_shapes import LLAMA_8B, write_llama_8b, write_shape
 from quire.bench.plots import write_charts
 from quire.bench.workloads import WORKLOADS

@@ -192,7 +192,7 @@ def measured_live(config: EngineConfig) -> list[Row]:
 
 def _drive(engine: LLMEngine, requests: list[SimRequest], clock: Callable[[], float]) -> RunReport:
     """Serve them by a clock of its own, in which an engine that waits for the next arrival need not wait for it."""
-    from quire.bench.drive import forced_length
+    from quire.bench.engines import forced_length
     from quire.bench.steps import watch_steps
 
     engine.reset_prefix_cache()

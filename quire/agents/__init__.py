@@ -2,8 +2,7 @@
 all. Nothing here knows engines or HTTP."""
 
 from quire.agents.answer import AnswerDelta, AnswerParser, CallDelta
-from quire.agents.dialect import Dialect, find_dialect
-from quire.agents.formats import THINKING_FORMATS, ThinkingFormat
+from quire.agents.formats import THINKING_FORMATS, Dialect, ThinkingFormat, find_dialect
 from quire.agents.tools import ToolChoice, checked_tools, tool_grammar
 
 __all__ = [

@@ -1,14 +1,17 @@
 """The formats in which models call tools, each of which is data and a reader, and those in which they mark what they
-think before they answer. Names are vLLM's."""
+think before they answer; and a model's dialect, which is one of each, read from its chat template or named by a flag.
+Names are vLLM's."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from quire.agents import readers
 from quire.agents.readers import Calls, Reading
+from quire.errors import ConfigError
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -180,3 +183,33 @@ THINKING_FORMATS = {
 def find_thinking(template: str) -> ThinkingFormat | None:
     """The format whose closing marker a template writes or reads: other markers it may merely mention."""
     return next((one for one in (_THINK, _MISTRAL) if one.end in template), None)
+
+
+_SWITCHES = {"tools", "enable_thinking", "thinking", "reasoning_effort"}
+
+
+@dataclass(slots=True, frozen=True)
+class Dialect:
+    tools: ToolFormat | None = None
+    thinking: ThinkingFormat | None = None
+    switches: frozenset[str] = frozenset()  # names of _SWITCHES that the template reads
+
+    @property
+    def shows_tools(self) -> bool:
+        return "tools" in self.switches
+
+
+def find_dialect(template: str | None, tool_call_parser: str | None, reasoning_parser: str | None) -> Dialect:
+    """Raises ConfigError for a name that nobody knows."""
+    tools = find_format(template or "")
+    if tool_call_parser:
+        if tool_call_parser not in FORMATS:
+            raise ConfigError(f"tool_call_parser={tool_call_parser!r} is not one of {', '.join(sorted(FORMATS))}")
+        tools = FORMATS[tool_call_parser]
+    thinking = find_thinking(template or "")
+    if reasoning_parser:
+        if reasoning_parser not in THINKING_FORMATS:
+            known = ", ".join(sorted(THINKING_FORMATS))
+            raise ConfigError(f"reasoning_parser={reasoning_parser!r} is not one of {known}")
+        thinking = THINKING_FORMATS[reasoning_parser]
+    return Dialect(tools, thinking, frozenset(_SWITCHES.intersection(re.findall(r"\w+", template or ""))))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.drive import forced_length
+from quire.bench.engines import forced_length
 from quire.bench.machine import describe_engine, describe_machine, num_usable_cpus, peak_rss_bytes, rss_bytes
 from quire.bench.progress import WARM_UP, Progress, WarmUpInterrupted, repeat_name
 from quire.bench.report import KVReport, Percentiles, RunReport, Sample

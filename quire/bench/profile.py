@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.drive import forced_length
+from quire.bench.engines import forced_length
 from quire.bench.machine import describe_engine, describe_machine
 from quire.bench.measure import check_lengths
 from quire.bench.progress import Progress

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.drive import run_workload
+from quire.bench.engines import run_workload
 from quire.bench.machine import describe_engine, describe_machine
 from quire.bench.report import RunReport
 from quire.bench.workloads import Workload

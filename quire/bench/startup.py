@@ -59,7 +59,7 @@ def main() -> int:
     entered = time.time()
     try:
         from quire import LLMEngine
-        from quire.bench.drive import run_workload
+        from quire.bench.engines import run_workload
 
         imported = time.time()
         engine = LLMEngine.from_config(EngineConfig(**request["config"]))

@@ -29,9 +29,8 @@ from quire.errors import BadRequestError, EngineDeadError, QuireError
 from quire.kv.hashing import BlockHash
 from quire.log import get_logger
 from quire.outputs import RequestOutput
-from quire.router.devices import device_environment
 from quire.router.hashes import prompt_hashes
-from quire.router.members import Flight, Member
+from quire.router.members import Flight, Member, device_environment
 from quire.router.moves import Moves
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 from quire.socket_folder import SocketFolder

@@ -60,11 +60,11 @@ def test_a_terminal_gets_a_bar_for_each_stage(monkeypatch: pytest.MonkeyPatch) -
     assert "lab16, warming up:   0%" in drawn and "0/100" in drawn
     show = progress.stage("run 2 of 3", 16, 100)
     show(40, 3)
-    progress._stage._bar.refresh()  # type: ignore[union-attr]
+    progress._bar.refresh()
     assert "lab16, run 2 of 3:  40%" in screen.getvalue() and "3 of 16 requests" in screen.getvalue()
     show = progress.stage("", 16)
     show(40, 4)
-    progress._stage._bar.refresh()  # type: ignore[union-attr]
+    progress._bar.refresh()
     assert "lab16:  25%" in screen.getvalue() and "4/16" in screen.getvalue() and "40 tokens" in screen.getvalue()
     progress.close()
 

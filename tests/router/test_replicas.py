@@ -22,7 +22,7 @@ from quire.errors import BadRequestError, ConfigError, EngineDeadError
 from quire.outputs import RequestOutput
 from quire.params import OutputKind, SamplingParams
 from quire.request import AdapterRef
-from quire.router import devices, replicas
+from quire.router import members, replicas
 from quire.router.replicas import ReplicaSet
 
 GREEDY = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0, output_kind=OutputKind.DELTA)
@@ -348,10 +348,10 @@ def test_what_keeps_a_replica_from_starting_is_told(tiny_model: Path) -> None:
 def test_replicas_take_gpus_of_their_own(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
     auto = config(tiny_model, device="auto")
-    assert [devices.device_environment(auto, i)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["3", "5"]
+    assert [members.device_environment(auto, i)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["3", "5"]
     with pytest.raises(ConfigError, match="3 replicas need 3 GPUs"):
         ReplicaSet(auto, 3)
-    assert devices.device_environment(config(tiny_model), 7) == {}
+    assert members.device_environment(config(tiny_model), 7) == {}
 
 
 def test_one_engine_in_a_program_refuses_replicas(tiny_model: Path) -> None:
