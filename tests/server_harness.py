@@ -195,19 +195,15 @@ class Reply:
         return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
 
 
-class Server:
-    """A server that runs in a thread of its own."""
+class Address:
+    """What answers at a port of this machine."""
 
-    def __init__(self, context: ServerContext, port: int, loop: asyncio.AbstractEventLoop, slow: list[str]) -> None:
-        self.context = context
-        self.engine: Any = context.first.engine
+    def __init__(self, port: int) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        self.loop = loop
-        self.slow = slow  # what held the event loop up
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()})
             response = connection.getresponse()
@@ -221,6 +217,23 @@ class Server:
 
     def get(self, path: str) -> Reply:
         return self.request("GET", path)
+
+
+class Server(Address):
+    """A server that runs in a thread of its own."""
+
+    def __init__(self, context: ServerContext, port: int, loop: asyncio.AbstractEventLoop, slow: list[str]) -> None:
+        super().__init__(port)
+        self.context = context
+        self.engine: Any = context.first.engine
+        self.loop = loop
+        self.slow = slow  # what held the event loop up
+
+
+def real_engine(model: Path, **changes: Any) -> EngineClient:
+    """A model with random weights in an engine process of its own."""
+    values = {"load_format": "dummy", "max_num_seqs": 8, "kv_cache_memory_bytes": 4 << 20}
+    return EngineClient(EngineConfig(model=str(model), **values | changes))
 
 
 @contextmanager

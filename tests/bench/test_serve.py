@@ -94,13 +94,19 @@ def test_a_whole_run_with_the_servers_own_numbers() -> None:
     assert not report.interrupted
 
 
-def test_ctrl_c_keeps_what_came_back() -> None:
-    class Interrupting(FakeServer):
-        async def answer(self, request):  # type: ignore[no-untyped-def]
-            if len(self.bodies) == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-            return await super().answer(request)
+class Interrupting(FakeServer):
+    """Presses Ctrl-C when it is asked again after so many requests."""
 
+    after = 0
+
+    async def answer(self, request):  # type: ignore[no-untyped-def]
+        if len(self.bodies) == self.after:
+            os.kill(os.getpid(), signal.SIGINT)
+        return await super().answer(request)
+
+
+def test_ctrl_c_keeps_what_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interrupting, "after", 3)
     with serving_in_a_thread(Interrupting(token_s=0.001)) as server:
         load = Load(
             target=Target(base_url=server.url, model="m"),
@@ -115,11 +121,6 @@ def test_ctrl_c_keeps_what_came_back() -> None:
 
 
 def test_ctrl_c_in_the_warm_up_is_no_measurement() -> None:
-    class Interrupting(FakeServer):
-        async def answer(self, request):  # type: ignore[no-untyped-def]
-            os.kill(os.getpid(), signal.SIGINT)
-            return await super().answer(request)
-
     with serving_in_a_thread(Interrupting(token_s=0.001)) as server:
         load = Load(
             target=Target(base_url=server.url, model="m"),

@@ -16,10 +16,19 @@ def decode_s(width: int) -> float:
     return 0.010 + 0.001 * width
 
 
-def test_steps_of_one_kind() -> None:
-    prefill, decode = prefill_and_decode_rates([step(0, 300, 0.5), step(0, 100, 0.3), step(8, 0, 0.1), step(4, 0, 0.1)])
-    assert prefill == pytest.approx(400 / 0.8)
-    assert decode == pytest.approx(12 / 0.2)
+@pytest.mark.parametrize(
+    ("steps", "prefill", "decode"),
+    [
+        ([step(0, 300, 0.5), step(0, 100, 0.3), step(8, 0, 0.1), step(4, 0, 0.1)], 400 / 0.8, 12 / 0.2),
+        ([step(4, 0, 0.02), step(4, 50, 0.12)], 50 / 0.1, 8 / 0.04),  # one width says what any costs
+        ([step(10, 90, 1.0)], 90 / 0.9, 10 / 0.1),  # without a step of decodes alone, tokens divide
+        # Nothing was left for prompts: no rate is better than an infinite one.
+        ([step(4, 0, 0.02), step(4, 50, 0.01)], None, 8 / 0.03),
+        ([], None, None),
+    ],
+)
+def test_step_time_is_divided(steps: list[Step], prefill: float | None, decode: float | None) -> None:
+    assert prefill_and_decode_rates(steps) == (prefill and pytest.approx(prefill), decode and pytest.approx(decode))
 
 
 def test_mixed_steps_charge_decodes_what_they_cost_alone() -> None:
@@ -29,25 +38,3 @@ def test_mixed_steps_charge_decodes_what_they_cost_alone() -> None:
     assert prefill == pytest.approx(200 / 0.4)
     widths = (1, 2, 4, 8, 3, 6)
     assert decode == pytest.approx(sum(widths) / sum(decode_s(w) for w in widths))
-
-
-def test_one_width_says_what_any_costs() -> None:
-    prefill, decode = prefill_and_decode_rates([step(4, 0, 0.02), step(4, 50, 0.12)])
-    assert prefill == pytest.approx(50 / 0.1)
-    assert decode == pytest.approx(8 / 0.04)
-
-
-def test_without_a_step_of_decodes_alone_tokens_divide() -> None:
-    prefill, decode = prefill_and_decode_rates([step(10, 90, 1.0)])
-    assert prefill == pytest.approx(90 / 0.9)
-    assert decode == pytest.approx(10 / 0.1)
-
-
-def test_a_fast_mixed_step_leaves_nothing_below_zero() -> None:
-    prefill, decode = prefill_and_decode_rates([step(4, 0, 0.02), step(4, 50, 0.01)])
-    assert prefill is None  # nothing was left for prompts: no rate is better than an infinite one
-    assert decode == pytest.approx(8 / 0.03)
-
-
-def test_nothing() -> None:
-    assert prefill_and_decode_rates([]) == (None, None)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -206,20 +205,6 @@ def test_starts_and_refusals(metrics: ServerMetrics) -> None:
     metrics.on_refused("waiting_tokens")
     assert get(metrics, "quire:requests_started_total", endpoint="/v1/completions") == 1
     assert get(metrics, "quire:requests_refused_total", reason="waiting_tokens") == 2
-
-
-def test_a_token_costs_little(metrics: ServerMetrics) -> None:
-    request = prepared()
-    news = output("r1", [1])
-    metrics.on_output(request, news, 100.5)
-
-    def microseconds() -> float:
-        started = time.perf_counter()
-        for i in range(2000):
-            metrics.on_output(request, news, 100.5 + i * 0.01)
-        return (time.perf_counter() - started) / 2000 * 1e6
-
-    assert min(microseconds() for _ in range(5)) < 10  # about 1; the rest is for slow and busy machines
 
 
 # -- the engine's part

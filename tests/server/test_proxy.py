@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Reply, Server, running
+from server_harness import Address, Server, running
 from sim_engine import SimSettings, sim_options
 
 from quire.config import EngineConfig
@@ -30,26 +30,12 @@ from quire.server.proxy import create_proxy_app, run_proxy
 from quire.server.settings import ServerSettings
 
 
-class Front:
+class Front(Address):
     """A router that runs in a thread of its own."""
 
     def __init__(self, port: int, servers: Servers) -> None:
-        self.port = port
+        super().__init__(port)
         self.servers = servers
-
-    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-            connection.request(method, path, data, {"content-type": "application/json", **headers})
-            response = connection.getresponse()
-            lines = {name.lower(): value for name, value in response.getheaders()}
-            return Reply(response.status, lines, response.read().decode())
-        finally:
-            connection.close()
-
-    def post(self, path: str, body: Any, **headers: str) -> Reply:
-        return self.request("POST", path, body, **headers)
 
     def metric(self, name: str) -> float:
         page = self.request("GET", "/metrics").text.splitlines()
@@ -399,7 +385,7 @@ def test_a_server_whose_cache_is_not_told_is_guessed(tiny_model: Path) -> None:
     ],
 )
 def test_bad_requests(tiny_model: Path, path: str, body: bytes, status: int, shared_front: Front) -> None:
-    reply = shared_front.request("POST", path, body)
+    reply = shared_front.request("POST", path, body, content_type="application/json")
     assert reply.status == status and reply.json()["error"]["message"]
 
 

@@ -13,10 +13,8 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from openapi_strategies import of_schema
-from server_harness import Server, running
+from server_harness import Server, real_engine, running
 
-from quire.config import EngineConfig
-from quire.engine.client import EngineClient
 from quire.server.openapi import openapi_document
 
 SCHEMAS = openapi_document()["components"]["schemas"]
@@ -24,10 +22,7 @@ SCHEMAS = openapi_document()["components"]["schemas"]
 
 @pytest.fixture(scope="module")
 def real(tiny_model: Path) -> Iterator[Server]:
-    config = EngineConfig(
-        model=str(tiny_model), load_format="dummy", max_model_len=128, max_num_seqs=16, kv_cache_memory_bytes=4 << 20
-    )
-    with running(EngineClient(config), served_model_names=("tiny",)) as server:
+    with running(real_engine(tiny_model, max_model_len=128, max_num_seqs=16), served_model_names=("tiny",)) as server:
         yield server
 
 

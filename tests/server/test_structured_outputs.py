@@ -11,10 +11,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from server_harness import Server, running
-
-from quire.config import EngineConfig
-from quire.engine.client import EngineClient
+from server_harness import Server, real_engine, running
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -27,10 +24,7 @@ USER: Any = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def real(tiny_model: Path) -> Iterator[Server]:
-    config = EngineConfig(
-        model=str(tiny_model), load_format="dummy", max_model_len=256, max_num_seqs=8, kv_cache_memory_bytes=4 << 20
-    )
-    with running(EngineClient(config), served_model_names=("tiny",)) as server:
+    with running(real_engine(tiny_model, max_model_len=256), served_model_names=("tiny",)) as server:
         yield server
 
 

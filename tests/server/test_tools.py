@@ -11,11 +11,9 @@ import fakes
 import jsonschema
 import openai
 import pytest
-from server_harness import ScriptedEngine, Server, running
+from server_harness import ScriptedEngine, Server, real_engine, running
 
 from quire.agents import checked_tools
-from quire.config import EngineConfig
-from quire.engine.client import EngineClient
 
 TEMPLATE = (
     "{% if tools %}<|start|>system\n{{ tools | tojson }} in <tool_call></tool_call><|end|>\n{% endif %}"
@@ -73,10 +71,8 @@ def scripted(model: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def real(model: Path) -> Iterator[Server]:
-    config = EngineConfig(
-        model=str(model), load_format="dummy", max_model_len=1024, max_num_seqs=8, kv_cache_memory_bytes=8 << 20
-    )
-    with running(EngineClient(config), served_model_names=("tiny",)) as server:
+    engine = real_engine(model, max_model_len=1024, kv_cache_memory_bytes=8 << 20)
+    with running(engine, served_model_names=("tiny",)) as server:
         yield server
 
 
