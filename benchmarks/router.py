@@ -135,7 +135,7 @@ def _batches(num: int, size: int) -> Iterator[range]:
 
 @dataclass(slots=True)
 class FrontRun:
-    """A way of choosing on a traffic."""
+    """What one way of routing made of one kind of traffic."""
 
     traffic: str
     front: str
@@ -239,7 +239,7 @@ class Processes:
             self._children[url] = subprocess.Popen(command, stdout=out, stderr=out), log
 
     async def ready(self, url: str) -> None:
-        """Until /health says 200."""
+        """Wait until /health says 200."""
         child, log = self._children[url]
         until_s = time.monotonic() + _READY_S
         while not await _is_well(self._session, url):

@@ -148,7 +148,7 @@ class Machine:
         return answer
 
     async def between_steps(self, url: str) -> None:
-        """Until the engine hears what it is asked."""
+        """Wait until the engine is between two steps and hears what it is asked."""
         index = self.urls.index(url)
         if self._replicas[index].due_s is not None:
             self._asking[index].append(self._loop.create_future())

@@ -109,7 +109,7 @@ class Runner:
         self._is_gpu = runs_beside_host(engine.core)
 
     def run(self, schema: str, *, num_seqs: int | None = None, num_out: int | None = None) -> float:
-        """Seconds: of the processor where that is the device."""
+        """Seconds that a batch took: processor time where the device is a CPU."""
         num_out = num_out or self._num_out
         params = SamplingParams(temperature=0.8, max_tokens=num_out)
         if schema == FREE:

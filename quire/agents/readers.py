@@ -169,7 +169,7 @@ def named_call(calls: Calls, between: tuple[str, ...], end: str, before: str = "
 
 
 def whole_call(calls: Calls, end: str, parse: Any) -> Reading:
-    """For formats that are not JSON: read up to the marker, then made into calls at once."""
+    """Reads a format that is not JSON: text up to the marker, which is made into calls at once."""
     text = yield from until(end)
     tell(calls, parse(text))
 

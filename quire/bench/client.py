@@ -51,7 +51,7 @@ class ClientRequest:
 
 @dataclass(slots=True)
 class Outcome:
-    """One request's way. Times are seconds from when it was sent; a failed one keeps what came before the failure."""
+    """What became of one request. Times are seconds from its sending; a failed one keeps what came before."""
 
     sent_s: float  # from the start of the load
     prompt_tokens: int = 0
@@ -156,7 +156,7 @@ async def send(
     on_sent: Callable[[Outcome], None] | None = None,
     on_first_token: Callable[[], None] | None = None,
 ) -> Outcome:
-    """One streamed request. Failures are told in the outcome, never raised."""
+    """Send one streamed request. Failures are told in the outcome, never raised."""
     import aiohttp
 
     sent = time.perf_counter()

@@ -77,7 +77,7 @@ def _measure_job(args: argparse.Namespace, engine: LLMEngine, job: Job, sampling
 
 
 def _stages(progress: RunProgress, n: int = 1) -> Stage:
-    """`n` answers to each prompt."""
+    """Begins the stages of a run in which each prompt has `n` answers."""
 
     def begin(name: str, work: Workload) -> Progress:
         return progress.stage(name, len(work), n * sum(num_out for _, num_out in work))

@@ -66,7 +66,7 @@ def add_workload_flags(parser: argparse.ArgumentParser, *, default: str) -> None
 
 
 def workload_names(args: argparse.Namespace) -> list[str]:
-    """Checked before anything is loaded."""
+    """The workloads that the flags name, checked before anything is loaded."""
     names = list(args.workloads)
     if args.dataset_name is not None:
         names.append(args.dataset_name)

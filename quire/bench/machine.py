@@ -19,7 +19,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Names and versions. Asks for a GPU only where torch is loaded already: a client of a server needs none."""
+    """This machine's names and versions. Asks for a GPU only where torch is loaded: a server's client needs none."""
     facts: dict[str, Any] = {
         "cpu": cpu_name(),
         "cpus": num_usable_cpus(),
@@ -73,7 +73,7 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The most it ever was, since the process started."""
+    """The most memory that this process ever had in RAM."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

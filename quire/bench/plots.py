@@ -196,7 +196,7 @@ def check_plot(path: str | Path) -> None:
 
 
 def write_charts(path: str | Path, charts: Sequence[Chart], title: str) -> None:
-    """By the name's ending: a page (.html), one picture of all charts (.svg), or matplotlib's (.png, .pdf)."""
+    """Write a page (.html), one picture of all charts (.svg), or matplotlib's (.png, .pdf), by the name's ending."""
     check_plot(path)
     target = Path(path)
     try:

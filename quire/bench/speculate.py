@@ -85,7 +85,7 @@ def conversation(text: str, number: int) -> tuple[str, str]:
 
 
 def _beginning(piece: str) -> str:
-    """About 40 tokens."""
+    """The first lines of a piece, about 40 tokens."""
     return piece[: piece.find("\n", 120) + 1] or piece[:120]
 
 

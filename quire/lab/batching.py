@@ -31,7 +31,7 @@ def chat_lengths(num: int, seed: int) -> list[tuple[int, int]]:
 
 
 def picture_lengths(seed: int) -> list[tuple[int, int]]:
-    """Short ones, so that single steps can be seen."""
+    """Lengths so short that single steps can be seen in the picture."""
     rng = random.Random(seed + 7)
     return [(rng.randint(8, 64), max(2, min(40, round(rng.lognormvariate(2.3, 0.8))))) for _ in range(PICTURE_REQUESTS)]
 

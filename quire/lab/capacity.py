@@ -71,7 +71,7 @@ class Candidate:
         return math.ceil(rate / ((self.rate if own is None else own) or 1e-9) / (1 - HEADROOM))
 
     def price_for(self, rate: float, own: float | None = None) -> float:
-        """A hour's."""
+        """Dollars an hour, for as many replicas as serve this rate."""
         return self.replicas_for(rate, own) * self.num_devices * self.device.price_per_hour
 
     @property

@@ -64,7 +64,7 @@ def gguf_file_bytes(model: str) -> int | None:
 
 
 def read_model_spec(model: str) -> ModelSpec:
-    """From a shape's short name, a path, or a hub id, of which only the config is fetched. No weights are read."""
+    """The spec of a shape's short name, a path, or a hub id, whose config alone is fetched. No weights are read."""
     if model in SHAPES:
         return spec_from_config(SHAPES[model].config, source=model)
     try:

@@ -65,7 +65,7 @@ class LabReport:
         return {"format": FORMAT} | found
 
     def date(self) -> None:
-        """Something was measured just now."""
+        """Note that something was measured just now."""
         self.written, self.version = time.strftime("%Y-%m-%d %H:%M"), quire.__version__
 
     def write(self, folder: Path) -> None:

@@ -50,7 +50,7 @@ def measure(context: LabContext) -> Data:
 
 
 def measure_link(context: LabContext) -> Data:
-    """Between host and device, where there are two."""
+    """Measure the link between host and device. A CPU has none."""
     if not context.on_gpu:
         return {}
     context.report("the link between host and device")
@@ -99,7 +99,7 @@ def _engine(context: LabContext, path: str = "") -> LLMEngine:
 
 
 def _prepared(engine: LLMEngine) -> LLMEngine:
-    """With the steps captured that a server captures while nobody asks."""
+    """Capture the steps that a server would capture while it is idle."""
     while engine.core.prepare_more():
         pass
     return engine
@@ -364,7 +364,7 @@ def _chat_chart(what: str, unit: str, runs: list[Data], columns: dict[str, str])
 
 
 def _gpu_tables(data: Data) -> list[Table]:
-    """What loads leave of the link, and of others' decodes."""
+    """How fast loads use the link, and how much they slow the decodes of others."""
     if "beside" not in data:
         return []
     link, load, beside = data["link_bytes_per_s"], data["load_bytes_per_s"], data["beside"]
@@ -396,7 +396,7 @@ def _gpu_tables(data: Data) -> list[Table]:
 
 
 def _gpu_findings(data: Data) -> list[Finding]:
-    """What host memory is to be worth."""
+    """The expectations of host memory, and whether they hold."""
     if "left_by_loading" not in data.get("beside", {}):
         return []
     longest, beside = data["lengths"][-1], data["beside"]

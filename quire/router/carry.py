@@ -37,7 +37,7 @@ async def bring_blocks(
 
 
 class _Way:
-    """One request's."""
+    """The way of one request from one engine to the other."""
 
     def __init__(self, stream: Stream, source: Streams, target: Streams, block_size: int) -> None:
         self._stream = stream

@@ -92,7 +92,7 @@ class Moves:
         return True
 
     async def carry_all(self, source: Member) -> int:
-        """Those that decode; the others have little to take along, or wait."""
+        """Move the requests that decode; the others have little to take along, or wait."""
         room = asyncio.Semaphore(_CARRIES)
 
         async def carry(stream: Stream, flight: Flight) -> bool:

@@ -173,7 +173,7 @@ class Router:
             self._index.fill(bit, changes.filled)
 
     def tokens_per_s(self, replica: Replica) -> float:
-        """Its prefill rate."""
+        """The prefill rate of a replica."""
         return self._prefill_rates()[replica.bit]
 
     def num_blocks_of(self, name: str) -> int:
@@ -325,7 +325,7 @@ class Router:
         return ticket.at if self.replicas.get(ticket.replica) is ticket.at else None
 
     def _num_cached(self, prompt: Prompt, mask: int) -> dict[int, int]:
-        """By the bits of replicas that have some of it: how many of its tokens."""
+        """How many of a prompt's tokens each replica has, by the bits of those that have some."""
         size, most = self.block_size, max(0, prompt.num_tokens - 1)
         by_text = self._texts.leading(prompt.pieces, mask)
         by_block = self._index.leading(prompt.hashes, mask)
@@ -338,7 +338,7 @@ class Router:
         return found
 
     def _prefill_rates(self) -> dict[int, float]:
-        """By the bits of replicas."""
+        """The prefill rate of each replica, by its bit."""
         return self._rates.of({bit: one.load.prefill_tokens_per_s for bit, one in self._by_bit.items()}, _FIRST_RATE)
 
     def _step_s(self, replica: Replica) -> float:

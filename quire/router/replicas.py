@@ -90,7 +90,7 @@ class ReplicaSet(TextFront):
         self._balancer.add_done_callback(_tell_of_bug)
 
     async def ready(self) -> None:
-        """Until every replica can serve. Raises what keeps one from it."""
+        """Wait until every replica can serve. Raises what keeps one from it."""
         await asyncio.gather(*(asyncio.shield(member.started) for member in list(self._members.values())))
 
     def on_death(self, callback: Callable[[str], None]) -> None:
@@ -182,7 +182,7 @@ class ReplicaSet(TextFront):
         self._place_waiting()
 
     async def _watch(self, member: Member) -> None:
-        """Until it dies. One that hangs is ended, so that its requests go on elsewhere."""
+        """Wait until a replica dies. One that hangs is ended, so that its requests go on elsewhere."""
         ready_s = time.monotonic()
         death = member.death
         while not death.done():
@@ -419,7 +419,7 @@ class ReplicaSet(TextFront):
         self.router.on_first_token(flight.ticket)
 
     def _on_lost(self, name: str, lost: list[tuple[Stream, list[int]]]) -> None:
-        """A replica has died under these."""
+        """A replica has died with these requests under way: they go on elsewhere."""
         if name in self.router.replicas:
             self.router.remove(name)
         self._members[name].is_ready = False

@@ -87,7 +87,7 @@ class Servers:
         await self.session.close()
 
     async def start_following(self) -> None:
-        """Until every server was looked at once; from then on beside everything else."""
+        """Wait until every server was looked at once; from then on they are followed in the background."""
         first_looks = [asyncio.Event() for _ in self.all]
         self._tasks = [
             asyncio.create_task(self._follow(upstream, seen))
@@ -282,7 +282,7 @@ class Servers:
 
 
 class _OtherModelError(Exception):
-    """A server that does not belong to the others."""
+    """A server has another model than the others."""
 
 
 def _checked(url: str) -> str:

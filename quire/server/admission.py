@@ -239,7 +239,7 @@ def _caps(settings: ServerSettings) -> tuple[int, int]:
 
 
 def _memory_bytes() -> int:
-    """The machine's, or the container's where that has less."""
+    """The memory of the machine, or of the container where that has less."""
     num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
         num_bytes = min(num_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))

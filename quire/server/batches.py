@@ -141,7 +141,7 @@ class Batches:
         return batch
 
     def list_batches(self, tenant: str) -> list[Batch]:
-        """The newest first."""
+        """A tenant's batches, the newest first."""
         return [batch for batch in reversed(self._batches.values()) if batch.tenant == tenant]
 
     def cancel(self, batch: Batch) -> None:
@@ -282,23 +282,23 @@ async def upload_file(context: ServerContext, request: HttpRequest) -> Response:
 
 
 async def list_files(context: ServerContext, request: HttpRequest) -> Response:
-    """Your files."""
+    """List your files."""
     return _page(_batches(context).store.list_files(tenant_of(request.scope)), request)
 
 
 async def show_file(context: ServerContext, request: HttpRequest) -> Response:
-    """One of them."""
+    """Describe one of your files."""
     return json_response(_told(_file(context, request)))
 
 
 async def show_content(context: ServerContext, request: HttpRequest) -> Response:
-    """What it holds."""
+    """Download the content of a file."""
     info = _file(context, request)
     return FileResponse(_batches(context).store.path(info), media_type="application/octet-stream")
 
 
 async def delete_file(context: ServerContext, request: HttpRequest) -> Response:
-    """Delete it."""
+    """Delete a file that no unfinished batch uses."""
     info, batches = _file(context, request), _batches(context)
     if batches.uses(info.id):
         raise ApiError(409, "a batch that has not ended uses this file: cancel it first", code="file_in_use")
@@ -307,7 +307,7 @@ async def delete_file(context: ServerContext, request: HttpRequest) -> Response:
 
 
 async def list_batches(context: ServerContext, request: HttpRequest) -> Response:
-    """Your batches."""
+    """List your batches, the newest first."""
     return _page(_batches(context).list_batches(tenant_of(request.scope)), request)
 
 
@@ -320,12 +320,12 @@ async def create_batch(exchange: Exchange, body: BatchBody) -> None:
 
 
 async def show_batch(context: ServerContext, request: HttpRequest) -> Response:
-    """How far it is."""
+    """Describe a batch and how far it is."""
     return json_response(_told(_batch(context, request)))
 
 
 async def cancel_batch(context: ServerContext, request: HttpRequest) -> Response:
-    """End it; answers that are there stay."""
+    """Cancel a batch; the answers that it has stay."""
     batch = _batch(context, request)
     _batches(context).cancel(batch)
     return json_response(_told(batch))

@@ -116,7 +116,7 @@ class ServerContext:
 
     @property
     def first(self) -> ServedModel:
-        """For requests that name no model and paths that know none. What fails before a model is known counts here."""
+        """The model of requests and paths that name none. What fails before a model is known is counted here."""
         return self.models[0]
 
     def add(self, served: ServedModel) -> None:

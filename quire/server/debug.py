@@ -157,7 +157,7 @@ class KVDebug:
         return pieces
 
     async def _map(self, first: int, limit: int) -> dict[str, Any]:
-        """Put together from pieces, between which the engine steps."""
+        """Ask for the map in pieces, between which the engine can step, and join them."""
         num_blocks = self._engine.info.num_blocks
         end = min(num_blocks, first + limit)
         found: dict[str, Any] = {"first": first, "num_blocks": num_blocks, "next": end if end < num_blocks else None}
@@ -202,7 +202,7 @@ class KVDebug:
         }
 
     async def _add_text(self, nodes: list[dict[str, Any]], picked: list[Node]) -> None:
-        """What each node begins with."""
+        """Add the text that each node begins with."""
         texts: dict[str, str | None] = {}
         for first in range(0, len(picked), 64):
             some = picked[first : first + 64]

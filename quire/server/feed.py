@@ -206,7 +206,7 @@ class LiveFeed:
                 viewer.filled.set()
 
     def _forget(self) -> None:
-        """What was known when the last viewer left is old."""
+        """Drop what was known when the last viewer left: it is out of date."""
         self._watch = None
         self._codes.clear()
         self._ref_counts.clear()
@@ -274,7 +274,7 @@ class LiveFeed:
         return found
 
     def _take_blocks(self, blocks: dict[str, Any]) -> int:
-        """Into the copy, and on to the viewers."""
+        """Write changed blocks into the copy, and pass them on to the viewers."""
         first, num_scanned = blocks["first"], blocks["num_scanned"]
         codes, ref_counts = blocks["codes"], blocks["ref_counts"]
         seq_ids = struct.unpack(f"<{len(codes)}I", blocks["seq_ids"])

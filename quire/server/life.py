@@ -33,7 +33,7 @@ REASONS = {
 
 
 def stopped() -> UnavailableError:
-    """The server does not wait for a request any longer."""
+    """The error of a request that the server no longer waits for."""
     return UnavailableError("the server was stopped before this request finished: send it again", "stopped")
 
 

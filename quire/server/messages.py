@@ -93,7 +93,7 @@ class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class KeepThinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The one edit that edits nothing."""
+    """The only edit that is taken: it leaves the conversation as it is."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -140,7 +140,7 @@ async def create_message(exchange: Exchange, body: MessagesBody) -> None:
 
 
 async def count_message_tokens(exchange: Exchange, body: CountTokensBody) -> None:
-    """How many tokens a conversation has."""
+    """Count the tokens of a conversation."""
     chat = _conversation(body)
     tokenized = _decode_tokenize(msgspec.json.encode(chat))
     await exchange.reply({"input_tokens": (await tokens_of(exchange, tokenized)).count})

@@ -415,6 +415,6 @@ def _by_label(counts: Counter[str]) -> Iterator[tuple[tuple[str], int]]:
 
 
 async def show_metrics(context: ServerContext, _: HttpRequest) -> Response:
-    """For Prometheus, under vLLM's names."""
+    """Metrics in Prometheus' format, under vLLM's names and Quire's own."""
     first, *others = (served.metrics for served in context.models)
     return Response(await first.scrape(*others), headers={"content-type": _CONTENT_TYPE})

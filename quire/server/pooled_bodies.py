@@ -20,7 +20,7 @@ Input = Annotated[
 
 
 class PooledBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What all of them have in common."""
+    """The fields that all pooling requests have in common."""
 
     model: Annotated[str | None, Meta(description="One of GET /v1/models; the first of them if left out.")] = None
     truncate_prompt_tokens: Annotated[

@@ -79,7 +79,7 @@ class _Answer:
         return None if seed is None else int(seed)
 
     async def pieces(self, token_ids: list[int]) -> AsyncIterator[bytes]:
-        """For the client. Where the stream tells tokens, all of those that the pieces so far hold are added."""
+        """The pieces to hand to the client. `token_ids` is extended by the tokens that the stream tells of them."""
         if self.seed is None:
             yield self.first
             async for piece in self.response.content.iter_any():
@@ -179,7 +179,7 @@ class Proxy(Collector):
         raise _none_left()
 
     async def get(self, request: HttpRequest) -> Response:
-        """What every server answers alike."""
+        """Ask any server that is up: all of them answer this alike."""
         for upstream in self._servers.all.values():
             if not upstream.is_up:
                 continue

@@ -220,19 +220,19 @@ def _found(context: ServerContext, request: HttpRequest) -> Kept:
 
 
 async def show_response(context: ServerContext, request: HttpRequest) -> Response:
-    """A response that is remembered."""
+    """Show a response that the server remembers."""
     return json_response(_found(context, request).response)
 
 
 async def delete_response(context: ServerContext, request: HttpRequest) -> Response:
-    """Forget it."""
+    """Delete a response that the server remembers."""
     response_id = _found(context, request).response["id"]
     context.responses.forget(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(context: ServerContext, request: HttpRequest) -> Response:
-    """End one that runs in the background."""
+    """Cancel a response that runs in the background."""
     task = context.responses.running.get(_found(context, request).response["id"])
     if task is None:
         raise ApiError(409, "only a response that runs in the background can be cancelled", code="not_running")

@@ -87,7 +87,7 @@ def run_batch(config: EngineConfig, settings: ServerSettings, input_path: Path, 
 
 
 def _first(group: BaseExceptionGroup[Exception]) -> Exception:
-    """Every line fails with the engine, in the same words."""
+    """The first error of a group: when the engine fails, every line fails with the same words."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -90,15 +90,15 @@ def _describe(asked: Asked) -> Model:
 
 
 async def list_models(context: ServerContext, _: HttpRequest) -> Response:
-    """The names to ask for."""
+    """List the models and adapters that a request may name."""
     return json_response(ModelList(data=[_describe(asked) for asked in context.choices()]))
 
 
 async def show_model(context: ServerContext, request: HttpRequest) -> Response:
-    """One of them."""
+    """Describe one model or adapter."""
     return json_response(_describe(context.find(request.path_params["model"])))
 
 
 async def show_version(_: ServerContext, __: HttpRequest) -> Response:
-    """Quire's version."""
+    """Tell Quire's version."""
     return json_response(Version(quire.__version__))

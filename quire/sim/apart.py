@@ -20,7 +20,7 @@ SHORT_PROMPT = 256  # uncached tokens that a decoding replica computes itself, a
 
 @dataclass(slots=True, kw_only=True)
 class Link:
-    """From one machine's memory to another's, or to the device beside it."""
+    """A link from one machine's memory to another's, or to the device beside it."""
 
     bytes_per_s: float
     latency_s: float = 1e-3

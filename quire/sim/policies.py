@@ -43,7 +43,7 @@ def power_of_two(among: Sequence[policy.Replica], prompt: Prompt, nth: int) -> p
 
 
 def consistent_hash(among: Sequence[policy.Replica], prompt: Prompt, nth: int) -> policy.Replica:
-    """By how the prompt begins: the same beginning, the same replica, however busy that is."""
+    """Choose by how the prompt begins: the same beginning, the same replica, however busy that is."""
     key = prompt.hashes[min(3, len(prompt.hashes) - 1)] if prompt.hashes else b""
     return max(among, key=lambda replica: random.Random(key + replica.name.encode()).random())
 
@@ -96,7 +96,7 @@ ALTERNATIVES: dict[str, Callable[[], Pick]] = {
 
 
 class AlternativeRouter(Router):
-    """The books of `Router`, with another choice."""
+    """Counts requests as `Router` does, and chooses by one of ALTERNATIVES."""
 
     def __init__(
         self, name: str, replicas: Iterable[str], block_size: int, *, clock: Callable[[], float] = time.monotonic

@@ -79,7 +79,7 @@ class RecordedProfile:
 
 
 def read_profile(path: str) -> RecordedProfile:
-    """From a file of `quire bench profile`. All of its runs must be of one engine."""
+    """Read a file of `quire bench profile`. All of its runs must be of one engine."""
     runs = [run for run in BenchFile.read(path).runs if run.steps]
     if not runs:
         raise ConfigError(f"{path} has no steps: write it with quire bench profile … --output-json {path}")

@@ -183,7 +183,7 @@ class Replica:
         self._disturb(now_s)
 
     def _disturb(self, now_s: float) -> None:
-        """Something is to be seen to after the step that runs."""
+        """Begin a step, or end a leap early, because something new has to be scheduled."""
         if self.due_s is None:
             self._begin(now_s + self.config.lead_s)
         elif self._leap is not None:

@@ -59,7 +59,7 @@ def from_workload(workload: Workload, arrivals: Sequence[float] | None) -> list[
 
 
 def read_trace(path: str | Path) -> list[SimRequest]:
-    """In the order of their arrivals. ConfigError names the line that is wrong."""
+    """The requests of a trace in the order of their arrivals. ConfigError names the line that is wrong."""
     lines = read_text(path, "the trace").splitlines()
     found = [_request(f"line {number} of the trace {path}", line) for number, line in enumerate(lines, 1) if line]
     if not found:

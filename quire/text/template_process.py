@@ -99,7 +99,7 @@ class TemplateProcesses:
         self.forget()
 
     def forget(self) -> None:
-        """For a fork too: the processes are the parent's."""
+        """Begin without processes; after a fork, too, where they are the parent's."""
         self._idle: list[TemplateProcess] = []
         self._places = threading.Semaphore(_MAX_PROCESSES)
         self._lock = threading.Lock()

@@ -219,7 +219,7 @@ class Tokenizer:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """For chats, in which only the template may write special tokens."""
+        """The special tokens and their marks, for chats, in which only the template may write them."""
         return ControlTokens(self._backend, self.unk_token_id)
 
     @property
