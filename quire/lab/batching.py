@@ -11,7 +11,7 @@ from quire.bench.report import Percentiles
 from quire.bench.units import duration, number, times
 from quire.lab.context import LabContext
 from quire.lab.experiment import Data, Experiment, Finding, Record, Result, Table
-from quire.sim import Arrival, poisson_arrivals
+from quire.sim import SimRequest, poisson_arrivals
 from quire.sim.batching import BatchRun, run_continuous, run_static
 
 NUM_SLOTS = 32
@@ -36,7 +36,7 @@ def picture_lengths(seed: int) -> list[tuple[int, int]]:
     return [(rng.randint(8, 64), max(2, min(40, round(rng.lognormvariate(2.3, 0.8))))) for _ in range(PICTURE_REQUESTS)]
 
 
-def predicted_static_utilisation(arrivals: Sequence[Arrival], num_slots: int) -> float:
+def predicted_static_utilisation(arrivals: Sequence[SimRequest], num_slots: int) -> float:
     """For full batches in order: the sum of outputs over slots times each batch's longest one."""
     outputs = [a.output_len for a in arrivals]
     batches = [outputs[i : i + num_slots] for i in range(0, len(outputs), num_slots)]
@@ -47,7 +47,7 @@ def measure(context: LabContext) -> Data:
     num_requests = QUICK_REQUESTS if context.quick else FULL_REQUESTS
     lengths = chat_lengths(num_requests, context.seed)
     context.report(f"{num_requests} requests that are all there, {NUM_SLOTS} slots")
-    backlog = [Arrival(0.0, prompt, output) for prompt, output in lengths]
+    backlog = [SimRequest(0.0, prompt, output) for prompt, output in lengths]
     full = [run_static(backlog, NUM_SLOTS), run_continuous(backlog, NUM_SLOTS)]
     # Three quarters of what static batching manages: a load that both can serve.
     rate_per_s = 0.75 * num_requests / full[0].seconds
@@ -55,7 +55,7 @@ def measure(context: LabContext) -> Data:
     arrivals = poisson_arrivals(lengths, rate_per_s=rate_per_s, seed=context.seed + 1)
     loaded = [run_static(arrivals, NUM_SLOTS), run_continuous(arrivals, NUM_SLOTS)]
     context.report("the picture")
-    small = [Arrival(0.0, *each) for each in picture_lengths(context.seed)]
+    small = [SimRequest(0.0, *each) for each in picture_lengths(context.seed)]
     pictures = [run_static(small, PICTURE_SLOTS), run_continuous(small, PICTURE_SLOTS)]
     return {
         "lengths": lengths,

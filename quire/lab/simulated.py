@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryBudgetError
 from quire.executor import sizing
-from quire.lab.device_plan import DevicePlan, plan_device
+from quire.lab.device_plan import plan_device
 from quire.models.share import check_degrees
 from quire.models.spec import ModelSpec
 from quire.scheduler import SchedulerConfig
@@ -26,8 +26,7 @@ class SimulatedEngine:
 
     config: ReplicaConfig
     cost: StepCost
-    front_s: float
-    plan: DevicePlan | None = None  # of one device; None: from a profile
+    front_s: float = 0.0  # HTTP and tokenizing before and behind the engine
 
 
 def engine_by_arithmetic(
@@ -38,11 +37,10 @@ def engine_by_arithmetic(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     is_read_along: bool = True,
-    efficiency: Efficiency | None = None,
 ) -> SimulatedEngine:
     """`is_read_along`: a server's steps, which do not let prompts hold up the tokens of others. Raises where it does
     not fit, with the numbers."""
-    reached = efficiency or Efficiency()
+    reached = Efficiency()
     check_degrees(spec, tensor_parallel, pipeline_parallel)
     if tensor_parallel > device.per_machine:
         raise ConfigError(
@@ -93,10 +91,10 @@ def engine_by_arithmetic(
         smooth_tokens=smooth_tokens,
         lead_s=reached.lead_s if is_read_along else 0.0,
     )
-    return SimulatedEngine(replica, cost, reached.front_s if is_read_along else 0.0, plan)
+    return SimulatedEngine(replica, cost, reached.front_s if is_read_along else 0.0)
 
 
-def engine_by_profile(profile: RecordedProfile, *, is_read_along: bool = True, front_s: float = 0.0) -> SimulatedEngine:
+def engine_by_profile(profile: RecordedProfile, *, is_read_along: bool = True) -> SimulatedEngine:
     """The engine that was profiled, with its settings."""
     settings = profile.settings
     is_cpu = settings["device"] == "cpu"
@@ -117,4 +115,4 @@ def engine_by_profile(profile: RecordedProfile, *, is_read_along: bool = True, f
         target_step_s=_CPU_READERS_STEP_S if is_read_along and is_cpu else None,
         can_leap=not profile.cost.strays,  # every step has its own noise
     )
-    return SimulatedEngine(replica, profile.cost, front_s)
+    return SimulatedEngine(replica, profile.cost)

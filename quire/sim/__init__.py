@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.sim.cost import CostModel, SimClock
-from quire.sim.drive import Arrival, SimRun, StepView, poisson_arrivals
+from quire.sim.drive import SimRun, StepView, poisson_arrivals
+from quire.sim.traffic import SimRequest
 
-__all__ = ["Arrival", "CostModel", "SimClock", "SimRun", "StepView", "poisson_arrivals"]
+__all__ = ["CostModel", "SimClock", "SimRequest", "SimRun", "StepView", "poisson_arrivals"]

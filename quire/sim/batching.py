@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from quire.kv import KVManager
 from quire.scheduler import SchedulerConfig
-from quire.sim import Arrival, CostModel, SimRun, StepView
+from quire.sim import CostModel, SimRequest, SimRun, StepView
 
 BLOCK_SIZE = 16
 MAX_LEN = 2048
@@ -64,7 +64,7 @@ class BatchRun:
         return self.output_tokens / self.seconds
 
 
-def run_static(arrivals: Sequence[Arrival], num_slots: int, cost: CostModel = COST) -> BatchRun:
+def run_static(arrivals: Sequence[SimRequest], num_slots: int, cost: CostModel = COST) -> BatchRun:
     """A batch at a time: whoever waits when the last one ends, up to `num_slots`."""
     run = BatchRun("static", num_slots, 0, 0.0, sum(a.output_len for a in arrivals), 0)
     run.latencies_s, run.first_tokens_s = [0.0] * len(arrivals), [0.0] * len(arrivals)
@@ -80,7 +80,7 @@ def run_static(arrivals: Sequence[Arrival], num_slots: int, cost: CostModel = CO
     return run
 
 
-def _run_batch(run: BatchRun, arrivals: Sequence[Arrival], batch: range, now_s: float, cost: CostModel) -> float:
+def _run_batch(run: BatchRun, arrivals: Sequence[SimRequest], batch: range, now_s: float, cost: CostModel) -> float:
     """Every row is as long as the longest prompt and runs as long as the longest output. Returns when it ends."""
     prompt_len = max(arrivals[i].prompt_len for i in batch)
     num_steps = max(arrivals[i].output_len for i in batch)
@@ -107,7 +107,7 @@ def _run_batch(run: BatchRun, arrivals: Sequence[Arrival], batch: range, now_s: 
     return now_s
 
 
-def run_continuous(arrivals: Sequence[Arrival], num_slots: int, cost: CostModel = COST) -> BatchRun:
+def run_continuous(arrivals: Sequence[SimRequest], num_slots: int, cost: CostModel = COST) -> BatchRun:
     """The real scheduler and KV manager, with blocks enough: slots are the only limit, as for static batching."""
     blocks_each = -(-max(a.prompt_len + a.output_len for a in arrivals) // BLOCK_SIZE)
     # One slot's worth more than needed, for the watermark.

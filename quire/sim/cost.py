@@ -35,32 +35,6 @@ class CostModel(StepCost):
     pair_s: float = 1.0e-9  # one query against one key, where a chunk makes arithmetic the limit
     block_copy_s: float = 40e-6  # one block between device and host
 
-    @classmethod
-    def for_model(
-        cls,
-        *,
-        num_parameters: float,
-        value_bytes: int,
-        kv_token_bytes: int,
-        bytes_per_s: float,
-        flops_per_s: float,
-        overhead_s: float = 0.5e-3,
-        efficiency: float = 0.6,
-        host_bytes_per_s: float = 20e9,
-        block_size: int = 16,
-    ) -> CostModel:
-        """The roofline of a shape on a device: peak rates from its data sheet, of which `efficiency` is reached."""
-        reached_bytes_per_s, reached_flops_per_s = bytes_per_s * efficiency, flops_per_s * efficiency
-        return cls(
-            overhead_s=overhead_s,
-            weights_s=num_parameters * value_bytes / reached_bytes_per_s,
-            token_s=2 * num_parameters / reached_flops_per_s,
-            kv_token_s=kv_token_bytes / reached_bytes_per_s,
-            # A query against a key multiplies both K and V, each of kv_token_bytes / 2: two operations for each number.
-            pair_s=2 * kv_token_bytes / value_bytes / reached_flops_per_s,
-            block_copy_s=kv_token_bytes * block_size / host_bytes_per_s,
-        )
-
     def load_s(self, load: StepLoad) -> float:
         moved_s = self.block_copy_s * load.num_moved_blocks
         if not load.num_tokens:

@@ -8,31 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.kv import KVManager
-from quire.params import SamplingSpec
 from quire.plan import StepPlan, StepResult, StepTimings
-from quire.request import Request
 from quire.request import Sequence as TokenSequence
 from quire.scheduler import Scheduler, SchedulerConfig
 from quire.sim.cost import CostModel, SimClock
+from quire.sim.traffic import SimRequest
 from quire.step_costs import PlanLoads
 
 
-@dataclass(slots=True, frozen=True)
-class Arrival:
-    """A request as its lengths: it generates exactly `output_len` tokens."""
-
-    arrival_s: float
-    prompt_len: int
-    output_len: int
-
-
-def poisson_arrivals(lengths: Sequence[tuple[int, int]], *, rate_per_s: float, seed: int) -> list[Arrival]:
+def poisson_arrivals(lengths: Sequence[tuple[int, int]], *, rate_per_s: float, seed: int) -> list[SimRequest]:
     """(prompt, output) lengths, arriving at random moments, so many a second on average."""
     rng = random.Random(seed)
     now_s, arrivals = 0.0, []
     for prompt_len, output_len in lengths:
         now_s += rng.expovariate(rate_per_s)
-        arrivals.append(Arrival(now_s, prompt_len, output_len))
+        arrivals.append(SimRequest(now_s, prompt_len, output_len))
     return arrivals
 
 
@@ -50,9 +40,7 @@ class StepView:
 class Served:
     """One request's times, in seconds of the simulation."""
 
-    arrival: Arrival
-    index: int
-    first_scheduled_s: float | None = None
+    arrival: SimRequest
     first_token_s: float | None = None
     finished_s: float | None = None
 
@@ -94,13 +82,12 @@ class SimRun:
 
     def run(
         self,
-        arrivals: Sequence[Arrival],
+        arrivals: Sequence[SimRequest],
         *,
-        on_add: Callable[[TokenSequence, Arrival], None] | None = None,
+        on_add: Callable[[TokenSequence, SimRequest], None] | None = None,
         on_step: Callable[[StepView], None] | None = None,
-        until: Callable[[SimRun], bool] | None = None,
     ) -> None:
-        """Serve the arrivals in their order, all of them or until `until` says so."""
+        """Serve the arrivals in their order."""
         assert all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(arrivals)), "not in order"
         by_id: dict[int, tuple[TokenSequence, Served]] = {}
         num_added = 0
@@ -124,20 +111,11 @@ class SimRun:
                 assert update.error is None, update.error
                 if update.finished:
                     seq, served = by_id.pop(update.seq.seq_id)
-                    served.first_scheduled_s, served.first_token_s = seq.first_scheduled_s, seq.first_token_s
+                    served.first_token_s = seq.first_token_s
                     served.finished_s = self.clock.now_s
-            if until is not None and until(self):
-                return
 
-    def _add(self, arrival: Arrival, index: int) -> TokenSequence:
-        request = Request(
-            request_id=str(index),
-            prompt_token_ids=[(index * 7919 + i * 31) % 997 for i in range(arrival.prompt_len)],
-            max_tokens=arrival.output_len,
-            end_token_ids=frozenset(),
-            spec=SamplingSpec(temperature=0.0),
-            arrival_s=arrival.arrival_s,
-        )
+    def _add(self, arrival: SimRequest, index: int) -> TokenSequence:
+        request = arrival.for_engine(index)
         self.scheduler.add(request)
-        self.served.append(Served(arrival, index))
+        self.served.append(Served(arrival))
         return request.sequences[0]

@@ -11,7 +11,6 @@ from functools import partial
 
 from quire.bench.report import KVReport, Percentiles, RunReport, Sample
 from quire.errors import ConfigError
-from quire.params import SamplingSpec
 from quire.request import Request
 from quire.sim.apart import Handovers, Link
 from quire.sim.cores import OwnDevices, SharedCores, StepEnds
@@ -21,7 +20,6 @@ from quire.sim.replica import Replica, ReplicaConfig, TokenTimes
 from quire.sim.traffic import SimRequest
 
 _NUM_SAMPLES = 200  # readings over a run
-_GREEDY = SamplingSpec(temperature=0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -219,14 +217,7 @@ def _engine_requests(requests: Sequence[SimRequest]) -> Iterator[Request]:
     for index, one in enumerate(requests):
         assert one.arrival_s >= before_s, "arrivals are not in order"
         before_s = one.arrival_s
-        yield Request(
-            request_id=str(index),
-            prompt_token_ids=one.token_ids(index),
-            max_tokens=one.output_len,
-            end_token_ids=frozenset(),
-            spec=_GREEDY,
-            arrival_s=one.arrival_s,
-        )
+        yield one.for_engine(index)
 
 
 def weighted_percentiles(values: Sequence[float], counts: Sequence[float]) -> Percentiles | None:

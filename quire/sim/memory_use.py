@@ -9,7 +9,7 @@ from typing import cast
 from quire.kv import KVManager
 from quire.request import Sequence as TokenSequence
 from quire.scheduler import SchedulerConfig
-from quire.sim import Arrival, CostModel, SimClock, SimRun, StepView
+from quire.sim import CostModel, SimClock, SimRequest, SimRun, StepView
 from quire.sim.drive import Execute
 from quire.sim.reservation import Allocator, Buddy, Policy, ReservedKV
 
@@ -77,7 +77,7 @@ def paged_usage(kv: KVManager, running: Sequence[TokenSequence]) -> Usage:
 
 
 def run_policy(
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[SimRequest],
     policy: Policy | None,
     *,
     num_slots: int,
@@ -98,7 +98,7 @@ def run_policy(
         preemption="recompute",
     )
     measure: Callable[[Sequence[TokenSequence]], Usage]
-    on_add: Callable[[TokenSequence, Arrival], None] | None = None
+    on_add: Callable[[TokenSequence, SimRequest], None] | None = None
     if policy is None:
         paged = KVManager(num_blocks=num_slots // block_size, block_size=block_size, enable_prefix_caching=False)
         run = SimRun.build(paged, config, cost=cost, make_executor=make_executor)
@@ -113,7 +113,7 @@ def run_policy(
         def measure(running: Sequence[TokenSequence]) -> Usage:
             return reserved_usage(reserved, running)
 
-        def on_add(seq: TokenSequence, arrival: Arrival) -> None:
+        def on_add(seq: TokenSequence, arrival: SimRequest) -> None:
             reserved.expect(seq.seq_id, arrival.prompt_len, arrival.output_len)
 
     samples: list[tuple[float, int, Usage, int]] = []  # of steps in which somebody waited

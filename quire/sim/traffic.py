@@ -21,8 +21,11 @@ from typing import Any
 from quire.bench.report import read_text
 from quire.bench.workloads import Workload
 from quire.errors import ConfigError
+from quire.params import SamplingSpec
+from quire.request import Request
 
 _HASHED_TOKENS = 512  # that one of Mooncake's hash_ids names
+_GREEDY = SamplingSpec(temperature=0.0)
 _SHARED = 1 << 30  # token ids from here on belong to prefixes, those below to single requests
 
 
@@ -47,6 +50,17 @@ class SimRequest:
 
     def at(self, arrival_s: float) -> SimRequest:
         return SimRequest(arrival_s, self.prompt_len, self.output_len, self.prefixes, self.prompt)
+
+    def for_engine(self, index: int) -> Request:
+        """The request as an engine takes it, under its index as its id."""
+        return Request(
+            request_id=str(index),
+            prompt_token_ids=self.token_ids(index),
+            max_tokens=self.output_len,
+            end_token_ids=frozenset(),
+            spec=_GREEDY,
+            arrival_s=self.arrival_s,
+        )
 
 
 def from_workload(workload: Workload, arrivals: Sequence[float] | None) -> list[SimRequest]:

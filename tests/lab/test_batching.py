@@ -6,10 +6,10 @@ import pytest
 
 from quire.lab import batching
 from quire.lab.context import LabContext, LabSettings
-from quire.sim import Arrival, CostModel
+from quire.sim import CostModel, SimRequest
 from quire.sim.batching import Occupation, run_continuous, run_static
 
-THREE = [Arrival(0.0, 8, 4), Arrival(0.0, 6, 1), Arrival(0.0, 4, 2)]
+THREE = [SimRequest(0.0, 8, 4), SimRequest(0.0, 6, 1), SimRequest(0.0, 4, 2)]
 FLAT = CostModel(overhead_s=1.0, weights_s=0.0, token_s=0.0, kv_token_s=0.0, pair_s=0.0)  # every step is a second
 
 
@@ -41,7 +41,7 @@ def test_static_pads_and_pays_for_it() -> None:
 
 
 def test_late_arrivals_wait_for_the_batch_or_the_step() -> None:
-    late = [Arrival(0.0, 8, 10), Arrival(2.5, 8, 1)]
+    late = [SimRequest(0.0, 8, 10), SimRequest(2.5, 8, 1)]
     assert run_static(late, 2, FLAT).first_tokens_s == [1.0, 10 - 2.5 + 1]
     assert run_continuous(late, 2, FLAT).first_tokens_s == [1.0, 3 - 2.5 + 1]
 

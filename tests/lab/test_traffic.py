@@ -9,7 +9,7 @@ import pytest
 from quire.kv import KVManager
 from quire.lab.traffic import Kind, fit_mix, mix_needs
 from quire.scheduler import SchedulerConfig
-from quire.sim import Arrival, CostModel, SimRun, StepView
+from quire.sim import CostModel, SimRequest, SimRun, StepView
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 128])
@@ -48,7 +48,7 @@ def test_as_many_run_at_once_as_was_foretold() -> None:
         if view.num_waiting:
             widths.append(len(view.running))
 
-    run.run([Arrival(0.0, kind.prompt_len, kind.output_len) for kind in kinds], on_step=look)
+    run.run([SimRequest(0.0, kind.prompt_len, kind.output_len) for kind in kinds], on_step=look)
     steady = widths[len(widths) // 4 :]
     fit = fit_mix(mix_needs(mix, 16), num_blocks, kv.num_watermark_blocks)
     assert sum(steady) / len(steady) == pytest.approx(fit.typical, rel=0.1)

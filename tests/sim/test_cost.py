@@ -33,19 +33,3 @@ def test_the_clock_never_goes_back() -> None:
     assert clock() == 5.0
     clock.advance_to(7.0)
     assert clock() == 7.0
-
-
-def test_a_models_costs_are_its_roofline() -> None:
-    cost = CostModel.for_model(
-        num_parameters=1e9,
-        value_bytes=2,
-        kv_token_bytes=1000,
-        bytes_per_s=1e12,
-        flops_per_s=1e14,
-        efficiency=0.5,
-        overhead_s=0.0,
-    )
-    assert cost.step_s(*decodes(1, 0)) == pytest.approx(2e9 / 5e11 + 1000 / 5e11)
-    assert cost.token_s == pytest.approx(2e9 / 5e13)
-    # A pair multiplies its 500 numbers of K and V, two operations each.
-    assert cost.pair_s == pytest.approx(1000 / 5e13)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from sim_executor import verified
 
-from quire.sim import Arrival, CostModel, StepView
+from quire.sim import CostModel, SimRequest, StepView
 from quire.sim.memory_use import Usage, run_policy
 from quire.sim.reservation import Allocator, Buddy, FirstFit, next_power_of_two, reservation_policies
 
@@ -16,9 +16,9 @@ NUM_SLOTS, MAX_LEN = 210, 48
 COST = CostModel()
 
 
-def arrivals(num: int = 40) -> list[Arrival]:
+def arrivals(num: int = 40) -> list[SimRequest]:
     rng = random.Random(3)
-    return [Arrival(0.0, rng.randint(1, 20), rng.randint(1, 24)) for _ in range(num)]
+    return [SimRequest(0.0, rng.randint(1, 20), rng.randint(1, 24)) for _ in range(num)]
 
 
 @pytest.mark.parametrize("allocator", [Buddy, FirstFit])
@@ -103,7 +103,7 @@ def test_blocks_slot_by_slot() -> None:
 
 def test_averages_by_hand() -> None:
     """Three requests of 4 in and 4 out, room for one region of 8: they run one after the other."""
-    one_by_one = [Arrival(0.0, 4, 4)] * 3
+    one_by_one = [SimRequest(0.0, 4, 4)] * 3
     policy = reservation_policies(8)[0]
     run = run_policy(one_by_one, policy, num_slots=10, max_model_len=8, cost=COST, allocator=FirstFit)
     assert (run.width, run.max_width, run.num_steps) == (1.0, 1, 12)
