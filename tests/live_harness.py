@@ -20,14 +20,13 @@ from typing import Any
 
 import fakes
 import sim_engine
+from observing_fakes import ToldEngine
 
-from quire.agents import Dialect
 from quire.config import EngineConfig
-from quire.engine.api import EngineHealth, EngineLoad, EngineState
+from quire.engine.api import EngineHealth, EngineState
 from quire.engine.calls import INSPECTIONS
 from quire.engine.core import EngineCore
 from quire.errors import EngineDeadError
-from quire.params import SamplingParams
 from quire.request import Request
 from quire.server.settings import ApiKey, ModelSettings, ServerSettings
 
@@ -58,15 +57,13 @@ def run_to_end(core: EngineCore) -> None:
         core.step()
 
 
-class CoreEngine:
+class CoreEngine(ToldEngine):
     """The part of a ServingEngine that the feed and /debug need, over a core that the test steps itself."""
 
     def __init__(self, core: EngineCore, tokenizer: Any = None) -> None:
+        super().__init__()
         self.core = core
         self.tokenizer = tokenizer
-        self.default_sampling = SamplingParams()
-        self.dialect = Dialect()
-        self.state = EngineState.READY
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.info = fakes.engine_info(
             architecture="Sim",
@@ -81,22 +78,11 @@ class CoreEngine:
     def health(self) -> EngineHealth:
         return EngineHealth(self.state, "killed at /some/path" if self.state is EngineState.DEAD else "")
 
-    def load(self) -> EngineLoad:
-        return EngineLoad()
-
     async def call(self, name: str, **arguments: Any) -> Any:
         if self.state is EngineState.DEAD:
             raise EngineDeadError("dead")
         self.calls.append((name, arguments))
         return INSPECTIONS[name](self.core, **arguments)
-
-    async def metrics(self) -> list[Any]:
-        return []
-
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("nobody asks")
-
-    render_chat = stream = prepare
 
 
 # -- a whole server

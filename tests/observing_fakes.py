@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import fakes
@@ -21,10 +20,10 @@ INFO = fakes.engine_info(
 
 
 class ToldEngine:
-    """quire.engine.api.ServingEngine as far as watching goes."""
+    """quire.engine.api.ServingEngine as far as watching goes; other fakes add requests or calls to it."""
 
     info = INFO
-    tokenizer = None
+    tokenizer: Any = None
     default_sampling = SamplingParams()
     dialect = Dialect()
 
@@ -41,14 +40,10 @@ class ToldEngine:
     def load(self) -> EngineLoad:
         return self.now_load
 
-    def prepare(self, *_: Any, **__: Any) -> PreparedRequest:
-        raise AssertionError("nobody prepares here")
+    def prepare(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("nobody asks here")
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> dict[str, Any]:
-        raise AssertionError("nobody chats here")
-
-    def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
-        raise AssertionError("nobody streams here")
+    render_chat = stream = prepare
 
     async def call(self, name: str, **_: Any) -> Any:
         raise AssertionError("nobody calls here")
@@ -61,14 +56,19 @@ class ToldEngine:
 
 
 def prepared(
-    request_id: str = "r1", *, num_prompt_tokens: int = 10, arrival_s: float = 100.0, tenant: str = "", **params: Any
+    request_id: str = "r1",
+    *,
+    num_prompt_tokens: int = 10,
+    arrival_s: float = 100.0,
+    tenant: str = "",
+    asked: SamplingParams | None = None,
+    **params: Any,
 ) -> PreparedRequest:
-    params.setdefault("output_kind", OutputKind.DELTA)
-    asked = SamplingParams(**params)
+    asked = asked or SamplingParams(**{"output_kind": OutputKind.DELTA} | params)
     request = Request(
         request_id=request_id,
         prompt_token_ids=list(range(num_prompt_tokens)),
-        max_tokens=16,
+        max_tokens=asked.max_tokens or 16,
         n=asked.n,
         end_token_ids=frozenset(),
         arrival_s=arrival_s,

@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import fakes
+from observing_fakes import ToldEngine, prepared
 
-from quire.agents import Dialect
 from quire.config import EngineConfig
-from quire.engine.api import EngineHealth, EngineLoad, EngineState, PreparedRequest
+from quire.engine.api import EngineState, PreparedRequest
 from quire.errors import EngineDeadError, QuireError
 from quire.log import get_logger
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.params import OutputKind, SamplingParams
-from quire.request import Request
 from quire.server.settings import ModelSettings, ServerSettings
 
 ROOT = Path(__file__).parent.parent
@@ -48,16 +47,14 @@ INFO = fakes.engine_info(
 )
 
 
-class FakeEngine:
+class FakeEngine(ToldEngine):
     """Gives "x" every `token_s` seconds. Its process is a `cat`, which ends with us; its death is the engine's."""
 
+    info = INFO
+
     def __init__(self, *, ready_delay_s: float = 0.0, token_s: float = 0.01, error: QuireError | None = None) -> None:
-        self.info = INFO
-        self.tokenizer = None
-        self.default_sampling = SamplingParams()
-        self.dialect = Dialect()
+        super().__init__()
         self.state = EngineState.STARTING
-        self.current_load = EngineLoad()
         self.num_open_streams = 0
         self.closed_grace_s: float | None = None
         self._ready_delay_s = ready_delay_s
@@ -101,24 +98,12 @@ class FakeEngine:
             assert self._child.stdin is not None
             self._child.stdin.close()
 
-    def health(self) -> EngineHealth:
-        return EngineHealth(self.state)
-
-    def load(self) -> EngineLoad:
-        return self.current_load
-
     def prepare(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        adapter: Any = None,
+        self, request_id: str, prompt: Any, params: SamplingParams, *, tenant: str = "", **_: Any
     ) -> PreparedRequest:
-        ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else [1] * len(prompt)
-        return prepared(request_id, len(ids), params=params, tenant=tenant)
+        num_tokens = len(prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt)
+        now_s = time.monotonic()
+        return prepared(request_id, num_prompt_tokens=num_tokens, arrival_s=now_s, asked=params, tenant=tenant)
 
     async def stream(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         self.num_open_streams += 1
@@ -142,25 +127,6 @@ class FakeEngine:
 
     async def call(self, name: str, **arguments: Any) -> Any:
         return {}
-
-    async def metrics(self) -> list[Any]:
-        return []
-
-
-def prepared(
-    request_id: str = "r", num_tokens: int = 4, *, params: SamplingParams | None = None, tenant: str = ""
-) -> PreparedRequest:
-    params = params or SamplingParams()
-    request = Request(
-        request_id=request_id,
-        prompt_token_ids=[1] * num_tokens,
-        n=params.n,
-        max_tokens=params.max_tokens or 1000,
-        end_token_ids=frozenset(),
-        arrival_s=time.monotonic(),
-        tenant=tenant,
-    )
-    return PreparedRequest(request, params, "p")
 
 
 def output_of(request: PreparedRequest, text: str, ids: list[int], finish_reason: str | None) -> RequestOutput:

@@ -16,18 +16,18 @@ from typing import Any
 
 import fakes
 from event_loop_watch import watched
+from observing_fakes import ToldEngine
 
 from quire.config import EngineConfig
-from quire.engine.api import EngineHealth, EngineLoad, EngineState, PreparedRequest, ServingEngine
+from quire.engine.api import EngineLoad, PreparedRequest, ServingEngine
 from quire.engine.client import EngineClient
 from quire.engine.outputs import Job
-from quire.engine.stats import Metric
 from quire.engine.text_side import TextSide, open_model
 from quire.errors import EngineDeadError
 from quire.outputs import RequestOutput
 from quire.params import SamplingParams
 from quire.plan import TokenLogprobs
-from quire.request import AdapterRef, FinishReason
+from quire.request import FinishReason
 from quire.request import Sequence as Line
 from quire.router.replicas import ReplicaSet
 from quire.scheduler import SequenceUpdate
@@ -46,10 +46,11 @@ TEXT = "Grüße, 世界! One token is one byte here. "  # so that characters com
 _ALPHABET_END = 256
 
 
-class ScriptedEngine:
+class ScriptedEngine(ToldEngine):
     """A ServingEngine that answers every prompt with the same endless text, from a place that depends on the choice."""
 
     def __init__(self, model_path: Path, *, max_model_len: int = 256) -> None:
+        super().__init__()
         config = EngineConfig(model=str(model_path), load_format="dummy", max_model_len=max_model_len)
         self._text = TextSide(config, open_model(config))
         self._inputs = self._text.make_inputs(max_model_len)
@@ -57,7 +58,6 @@ class ScriptedEngine:
         self.tokenizer = self._text.tokenizer
         assert self.tokenizer is not None
         self.script = self.tokenizer.encode(TEXT, add_special_tokens=False)
-        self.default_sampling = SamplingParams()
         self.dialect = self._text.dialect
         self.info = fakes.engine_info(model=MODEL, max_model_len=max_model_len, max_num_seqs=64)
         self.step_s = 0.0
@@ -68,27 +68,13 @@ class ScriptedEngine:
         self.left: list[str] = []  # requests whose reader went before the end
         self.prepared: list[PreparedRequest] = []
 
-    def health(self) -> EngineHealth:
-        return EngineHealth(EngineState.READY)
-
     def load(self) -> EngineLoad:
         return EngineLoad(num_running=len(self.running))
 
-    def prepare(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        adapter: AdapterRef | None = None,
-    ) -> PreparedRequest:
-        prepared = self._inputs.make_request(
-            request_id, prompt, params, arrival_s=time.monotonic(), priority=priority, tenant=tenant, adapter=adapter
-        )
+    def prepare(self, request_id: str, prompt: Any, params: SamplingParams, **others: Any) -> PreparedRequest:
+        prepared = self._inputs.make_request(request_id, prompt, params, arrival_s=time.monotonic(), **others)
         self.prepared.append(prepared)
-        return self.prepared[-1]
+        return prepared
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> dict[str, Any]:
         return self._text.render_chat(messages, **kwargs)
@@ -143,9 +129,6 @@ class ScriptedEngine:
     async def call(self, name: str, **arguments: Any) -> Any:
         assert name in ("expire_unused", "expire_prefix", "unpin_prefix", "pin_cached"), f"nobody calls {name} here"
         return 0
-
-    async def metrics(self) -> list[Metric]:
-        return []
 
 
 def _logprobs(token: int, num_top: int) -> TokenLogprobs:

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serve_fakes import INFO, prepared
+from observing_fakes import prepared
+from serve_fakes import INFO
 
 from quire.engine.api import EngineLoad
-from quire.params import SamplingParams
 from quire.server import admission
 from quire.server.admission import MAX_TOKENS_HEADER, Admission, OverloadedError, Ticket
 from quire.server.settings import ServerSettings
@@ -26,11 +26,11 @@ class Bench:
         self.stack = AsyncExitStack()
 
     async def admit(self, num_tokens: int = 4, tenant: str = "", max_tokens: int = 16) -> Ticket:
-        request = prepared(num_tokens=num_tokens, params=SamplingParams(max_tokens=max_tokens))
+        request = prepared(num_prompt_tokens=num_tokens, max_tokens=max_tokens)
         return (await self.stack.enter_async_context(self.admission.admit([request], tenant)))[0]
 
     async def admit_many(self, count: int, num_tokens: int = 4) -> list[Ticket]:
-        requests = [prepared(num_tokens=num_tokens) for _ in range(count)]
+        requests = [prepared(num_prompt_tokens=num_tokens) for _ in range(count)]
         return await self.stack.enter_async_context(self.admission.admit(requests))
 
 
@@ -180,7 +180,7 @@ async def test_what_the_engine_reports_as_running_does_not_wait() -> None:
 
 async def test_brownout_shortens_new_answers_visibly_and_then_takes_none() -> None:
     bench = Bench(brownout_max_tokens=64)
-    request = prepared(params=SamplingParams(max_tokens=500))
+    request = prepared(max_tokens=500)
     bench.load = EngineLoad(brownout_level=1)
     assert (await bench.admit(max_tokens=500)).headers == {}
     bench.load = EngineLoad(brownout_level=2)
