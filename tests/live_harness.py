@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,15 +124,6 @@ def get_json(url: str, path: str, **headers: str) -> Any:
         return json.loads(connection.getresponse().read())
     finally:
         connection.close()
-
-
-def eventually(condition: Any, timeout_s: float = 20.0) -> Any:
-    """The first thing that is true, or a failure."""
-    until_s = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < until_s, "it never happened"
-        time.sleep(0.05)
-    return found
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
-"""A serving engine that says what a test tells it to, and requests and outputs without a model."""
+"""A serving engine that says what a test tells it to, requests and outputs without a model, and waiting for things."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import fakes
@@ -53,6 +54,15 @@ class ToldEngine:
         if self.hangs:
             await asyncio.Event().wait()
         return self.reading
+
+
+def eventually(condition: Any, timeout_s: float = 60.0) -> Any:
+    """The first thing that is true, or a failure."""
+    until_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < until_s, "it never happened"
+        time.sleep(0.01)
+    return found
 
 
 def prepared(

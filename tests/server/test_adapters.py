@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import adapter_files
 import pytest
+from observing_fakes import eventually
 from server_harness import Server, running
 
 from quire import LLM, SamplingParams
@@ -113,9 +113,7 @@ def test_one_in_use_finishes_what_it_has_begun(server: Server, files: Path, expe
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(ask(server, "a", max_tokens=200, n=8, temperature=0.01)))
     thread.start()
-    until_s = time.monotonic() + 10
-    while not server.get("/load").json()["num_running"] and not answers and time.monotonic() < until_s:
-        time.sleep(0.001)
+    eventually(lambda: server.get("/load").json()["num_running"] or answers)
     assert unload(server, "a").status == 200
     assert load(server, files, "b").status == 200
     assert ask(server, "b").json()["choices"][0]["text"] == expected["b"]

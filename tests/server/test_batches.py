@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from observing_fakes import eventually
 from server_harness import ScriptedEngine, Server, running
 
 from quire.errors import ConfigError
@@ -43,13 +43,8 @@ def client(server: Server, key: str = "key-a") -> openai.OpenAI:
 
 
 def ended(ann: openai.OpenAI, batch_id: str) -> Any:
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        batch = ann.batches.retrieve(batch_id)
-        if batch.status in ("completed", "failed", "cancelled"):
-            return batch
-        time.sleep(0.02)
-    raise AssertionError(f"the batch never ended: {batch}")
+    eventually(lambda: ann.batches.retrieve(batch_id).status in ("completed", "failed", "cancelled"))
+    return ann.batches.retrieve(batch_id)
 
 
 def make(ann: openai.OpenAI, content: bytes, endpoint: Any = "/v1/completions") -> Any:
@@ -115,9 +110,7 @@ def test_a_batch_is_cancelled_and_keeps_the_answers_that_it_has(server: Server, 
     ann = client(server)
     engine.hangs_after = 3
     batch = make(ann, line("short", max_tokens=2) + line("long", max_tokens=9))
-    until = time.monotonic() + 60
-    while not ann.batches.retrieve(batch.id).request_counts.completed and time.monotonic() < until:
-        time.sleep(0.02)
+    eventually(lambda: ann.batches.retrieve(batch.id).request_counts.completed)
     with pytest.raises(openai.ConflictError):
         ann.files.delete(batch.input_file_id)
     ann.batches.cancel(batch.id)
@@ -134,9 +127,7 @@ def test_after_a_restart_it_goes_on_with_what_has_no_answer(tiny_model: Path, tm
     engine.hangs_after = 3
     with running(engine, batch_dir=str(tmp_path)) as server:
         batch = make(client(server), line("short", max_tokens=2) + line("long", max_tokens=5))
-        until = time.monotonic() + 60
-        while not client(server).batches.retrieve(batch.id).request_counts.completed and time.monotonic() < until:
-            time.sleep(0.02)
+        eventually(lambda: client(server).batches.retrieve(batch.id).request_counts.completed)
     (output,) = (path for path in tmp_path.glob("file-*.bin") if b"batch_req" in path.read_bytes())
     with output.open("ab") as file:
         file.write(b'{"id":"batch_req_2","custom_')  # what a process that is killed leaves

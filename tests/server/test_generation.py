@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from observing_fakes import eventually
 from server_harness import MODEL, ScriptedEngine, Server, running
 
 from quire.engine.api import EngineLoad
@@ -26,15 +27,8 @@ def _engine_as_it_was(server: Server) -> Iterator[None]:
     yield
     engine = server.engine
     engine.step_s, engine.dies_after, engine.fails_after, engine.hangs_after = 0.0, None, None, None
-    wait_for(lambda: not engine.running)
+    eventually(lambda: not engine.running)
     engine.left.clear()
-
-
-def wait_for(check: Any, timeout_s: float = 5.0) -> None:
-    ends_s = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < ends_s, "it did not happen"
-        time.sleep(0.005)
 
 
 def begin(server: Server, body: dict[str, Any]) -> socket.socket:
@@ -52,22 +46,22 @@ def test_a_client_that_hangs_up_frees_its_requests(server: Server, extra: dict[s
     server.engine.step_s = 0.01
     num_prompts = len(extra.get("prompt", "a"))
     connection = begin(server, LONG | extra)
-    wait_for(lambda: len(server.engine.running) == num_prompts)
+    eventually(lambda: len(server.engine.running) == num_prompts)
     if extra["stream"]:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     connection.close()
-    wait_for(lambda: not server.engine.running)
+    eventually(lambda: not server.engine.running)
     assert len(server.engine.left) == num_prompts
-    wait_for(lambda: not server.context.life.num_in_flight)
+    eventually(lambda: not server.context.life.num_in_flight)
     assert server.context.first.admission.num_waiting == 0
 
 
 def test_a_client_that_leaves_before_the_first_token(server: Server) -> None:
     server.engine.step_s = 30.0
     connection = begin(server, LONG | {"stream": True})
-    wait_for(lambda: server.engine.running)
+    eventually(lambda: server.engine.running)
     connection.close()
-    wait_for(lambda: not server.engine.running)
+    eventually(lambda: not server.engine.running)
 
 
 def test_the_first_token_leaves_at_once(server: Server) -> None:
@@ -126,7 +120,7 @@ def test_the_deadline_is_a_504_or_an_error_event(server: Server, prompt: Any) ->
     *chunks, error = server.post("/v1/completions", body | {"stream": True}).events()
     assert chunks
     assert error["error"]["code"] == "timeout"
-    wait_for(lambda: not server.engine.running)
+    eventually(lambda: not server.engine.running)
 
 
 def test_the_official_client_does_not_send_again_what_took_too_long(server: Server) -> None:
@@ -159,7 +153,7 @@ def test_too_much_waiting_is_a_429(tiny_model: Any) -> None:
     engine.step_s = 0.3
     with running(engine, max_waiting_requests=2) as server:
         connections = [begin(server, LONG) for _ in range(2)]
-        wait_for(lambda: len(engine.running) == 2)
+        eventually(lambda: len(engine.running) == 2)
         reply = server.post("/v1/completions", LONG)
         assert (reply.status, reply.json()["error"]["code"]) == (429, "waiting_requests")
         assert int(reply.headers["retry-after"]) >= 1
@@ -168,7 +162,7 @@ def test_too_much_waiting_is_a_429(tiny_model: Any) -> None:
         assert len(engine.running) == 2
         for connection in connections:
             connection.close()
-        wait_for(lambda: server.context.first.admission.num_waiting == 0)
+        eventually(lambda: server.context.first.admission.num_waiting == 0)
 
 
 def test_a_brownout_shortens_and_says_so(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +180,7 @@ def test_one_request_is_one_line_in_the_log(server: Server, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, logger="quire.server"):
         server.post("/v1/completions", {"prompt": "x", "max_tokens": 3}, x_request_id="trace-1")
         server.post("/v1/completions", {"prompt": "x", "best_of": 9}, x_request_id="trace-2")
-    wait_for(lambda: len(caplog.records) == 2)
+    eventually(lambda: len(caplog.records) == 2)
     (_, finished), (_, refused) = (record.quire_event for record in caplog.records)  # type: ignore[attr-defined]
     assert (finished["request_id"], finished["status"], finished["output_tokens"]) == ("trace-1", 200, 3)
     assert (finished["endpoint"], finished["model"]) == ("/v1/completions", MODEL)
@@ -196,11 +190,11 @@ def test_one_request_is_one_line_in_the_log(server: Server, caplog: pytest.LogCa
 def test_the_same_request_id_twice_at_once_is_two_requests(server: Server) -> None:
     server.engine.step_s = 0.02
     first = begin(server, LONG)
-    wait_for(lambda: server.engine.running)
+    eventually(lambda: server.engine.running)
     replies = [server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, x_request_id="same") for _ in range(2)]
     assert [reply.status for reply in replies] == [200, 200]
     first.close()
-    wait_for(lambda: not server.engine.running)
+    eventually(lambda: not server.engine.running)
 
 
 def test_metrics_count_what_was_asked_and_refused(server: Server) -> None:

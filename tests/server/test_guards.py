@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from live_harness import eventually
+from observing_fakes import eventually
 from server_harness import ScriptedEngine, running
 from starlette.applications import Starlette
 from starlette.requests import Request

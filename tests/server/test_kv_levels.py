@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from observing_fakes import eventually
 from server_harness import Server, running
 
 from quire.cli.main import main
@@ -51,19 +51,12 @@ def level(server: Server, name: str) -> dict[str, Any]:
     return next(entry for entry in levels if entry["level"] == name)
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def test_an_operators_day(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(tiny_model, tmp_path) as server:
         warmed = post(server, action="warm", prompt=PROMPT)
         assert warmed["num_cached_tokens"] == 0 and warmed["num_tokens"] > 40
         num_blocks = warmed["num_tokens"] // 4
-        wait_until(lambda: level(server, "disk")["num_blocks"] >= num_blocks)
+        eventually(lambda: level(server, "disk")["num_blocks"] >= num_blocks)
         assert level(server, "disk")["moved_bytes"] > 0 and level(server, "device")["num_blocks"] >= num_blocks
     with serving(tiny_model, tmp_path) as server:
         reply = server.post("/v1/completions", {"model": "tiny", "prompt": PROMPT, "max_tokens": 1}).json()

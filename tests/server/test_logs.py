@@ -10,8 +10,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from live_harness import eventually, page_server, sim_command
-from observing_fakes import ToldEngine, output, prepared
+from live_harness import page_server, sim_command
+from observing_fakes import ToldEngine, eventually, output, prepared
 from serve_fakes import running
 
 from quire.engine.api import EngineLoad, EngineState

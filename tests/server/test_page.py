@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_harness import CoreEngine, eventually, get_json, make_core, page_server, sim_command
+from live_harness import CoreEngine, get_json, make_core, page_server, sim_command
+from observing_fakes import eventually
 from server_harness import Server, running
 
 from quire.server.page import read_files

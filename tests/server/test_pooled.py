@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import openai
 import pooling_fakes as fakes
 import pytest
 from hypothesis import HealthCheck, given, settings
+from observing_fakes import eventually
 from openapi_strategies import of_schema
 from server_harness import Server, running
 
@@ -177,11 +177,9 @@ def test_a_batch_by_the_official_client(embedder: Server, expected: list[list[fl
     data = "".join(json.dumps({"method": "POST", **line}) + "\n" for line in lines).encode()
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
-    until_s = time.monotonic() + 60
-    while batch.status != "completed" and time.monotonic() < until_s:
-        time.sleep(0.05)
-        batch = client.batches.retrieve(batch.id)
-    assert batch.status == "completed" and batch.output_file_id is not None
+    eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
+    batch = client.batches.retrieve(batch.id)
+    assert batch.output_file_id is not None
     answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
     for answer in answers:
         vector = answer["response"]["body"]["data"][0]["embedding"]

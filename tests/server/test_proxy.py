@@ -11,12 +11,12 @@ import os
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from observing_fakes import eventually
 from server_harness import Address, Server, running
 from sim_engine import SimSettings, sim_options
 
@@ -40,12 +40,6 @@ class Front(Address):
     def metric(self, name: str) -> float:
         page = self.request("GET", "/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in page if line.startswith(f"quire:router_{name}"))
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        until_s = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < until_s
-            time.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -127,7 +121,7 @@ def body_of(prompt: str = PROMPT, **changes: Any) -> dict[str, Any]:
 
 def test_answers_are_those_of_the_servers_and_prompts_return_to_their_cache(tiny_model: Path) -> None:
     with sim_server(tiny_model) as a, sim_server(tiny_model) as b, routing(a.url, b.url) as front:
-        front.until(lambda: front.servers.num_up == 2)
+        eventually(lambda: front.servers.num_up == 2)
         assert all(one.is_exact for one in front.servers.all.values()) and front.servers.router.block_size == 4
         expected = a.post("/v1/completions", body_of("another")).json()["choices"][0]["text"]
         assert front.post("/v1/completions", body_of("another")).json()["choices"][0]["text"] == expected
@@ -136,7 +130,7 @@ def test_answers_are_those_of_the_servers_and_prompts_return_to_their_cache(tiny
         first = front.post("/v1/completions", body_of()).json()
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         # What the servers publish is what routes: no ticket is open any more.
-        front.until(lambda: front.metric("server_cached_blocks") >= len(PROMPT) // 4)
+        eventually(lambda: front.metric("server_cached_blocks") >= len(PROMPT) // 4)
         for _ in range(4):
             again = front.post("/v1/completions", body_of()).json()
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == (len(PROMPT) - 1) // 4 * 4
@@ -150,7 +144,7 @@ def test_answers_are_those_of_the_servers_and_prompts_return_to_their_cache(tiny
 
 def test_a_server_that_fails_before_the_first_byte_is_replaced_unseen(tiny_model: Path) -> None:
     with sim_server(tiny_model) as good, misbehaving(b"") as bad, routing(bad, good.url) as front:
-        front.until(lambda: front.servers.num_up == 2)
+        eventually(lambda: front.servers.num_up == 2)
         for i in range(6):
             assert front.post("/v1/completions", body_of(f"prompt {i}", stream=i % 2 == 0)).status == 200
         assert front.metric("retries_total") >= 1
@@ -162,10 +156,10 @@ def test_a_server_that_is_busy_leaves_it_to_another(tiny_model: Path) -> None:
     )
     with sim_server(tiny_model) as good, misbehaving(busy + b"\r\n{}") as bad:
         with routing(bad, good.url) as front:
-            front.until(lambda: front.servers.num_up == 2)
+            eventually(lambda: front.servers.num_up == 2)
             assert [front.post("/v1/completions", body_of(f"{i}")).status for i in range(4)] == [200] * 4
         with routing(bad) as front:
-            front.until(lambda: front.servers.num_up == 1)
+            eventually(lambda: front.servers.num_up == 1)
             reply = front.post("/v1/completions", body_of())
             assert (reply.status, reply.headers["retry-after"]) == (429, "7")
 
@@ -174,7 +168,7 @@ def test_a_stream_that_breaks_midway_ends_with_an_error_event() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     piece = b'data: {"choices": []}\n\n'
     with misbehaving(head + b"%x\r\n%b\r\n" % (len(piece), piece)) as bad, routing(bad) as front:
-        front.until(lambda: front.servers.num_up == 1)
+        eventually(lambda: front.servers.num_up == 1)
         reply = front.post("/v1/completions", body_of(stream=True))
         *_, last = [one for one in reply.text.split("\n\n") if one]
         assert reply.status == 200 and reply.text.startswith(piece.decode())
@@ -243,7 +237,7 @@ def test_a_stream_goes_on_at_another_server(tiny_model: Path, how: str) -> None:
         stack.callback(wire.cut)
         expected = {path: other.post(path, body) for path, body in paths.items()}
         front = stack.enter_context(routing(wire.url, other.url))
-        front.until(lambda: front.servers.num_up == 2)
+        eventually(lambda: front.servers.num_up == 2)
         front.servers.router.set_open(other.url, False)
         begun, got = threading.Barrier(len(paths) + 1), {}
 
@@ -313,7 +307,7 @@ def test_what_cannot_go_on_after_tokens_is_refused(tiny_model: Path) -> None:
 
 def test_without_servers_clients_are_told_to_come_back(tiny_model: Path) -> None:
     with sim_server(tiny_model) as a, routing(a.url) as front:
-        front.until(lambda: front.servers.num_up == 1)
+        eventually(lambda: front.servers.num_up == 1)
         gone = a.url
     with routing(gone) as front:
         reply = front.post("/v1/completions", body_of())
@@ -325,9 +319,9 @@ def test_without_servers_clients_are_told_to_come_back(tiny_model: Path) -> None
 
 def test_servers_of_different_models_are_refused_by_name(tiny_model: Path) -> None:
     with sim_server(tiny_model) as a, sim_server(tiny_model, "other") as b, routing(a.url, b.url) as front:
-        front.until(lambda: front.servers.num_up == 1)
+        eventually(lambda: front.servers.num_up == 1)
         reasons = [one["reason"] for one in front.request("GET", "/health").json()["servers"] if not one["up"]]
-        front.until(lambda: "not reached" not in front.request("GET", "/health").text)
+        eventually(lambda: "not reached" not in front.request("GET", "/health").text)
         reasons = [one["reason"] for one in front.request("GET", "/health").json()["servers"] if not one["up"]]
         assert len(reasons) == 1 and "tiny" in reasons[0] and "other" in reasons[0]
         known = front.servers.models[0]
@@ -340,8 +334,8 @@ def test_another_model_of_the_same_name_is_refused(tiny_model: Path) -> None:
         for server, told in ((a, "aaaa"), (b, "bbbb")):
             server.engine._engine_info = dataclasses.replace(server.engine.info, fingerprint=told)
         with routing(a.url, b.url) as front:
-            front.until(lambda: front.servers.num_up == 1)
-            front.until(lambda: "not reached" not in front.request("GET", "/health").text)
+            eventually(lambda: front.servers.num_up == 1)
+            eventually(lambda: "not reached" not in front.request("GET", "/health").text)
             reasons = [one["reason"] for one in front.request("GET", "/health").json()["servers"] if not one["up"]]
             assert len(reasons) == 1 and "aaaa" in reasons[0] and "bbbb" in reasons[0]
             assert front.post("/v1/completions", body_of()).status == 200
@@ -349,7 +343,7 @@ def test_another_model_of_the_same_name_is_refused(tiny_model: Path) -> None:
 
 def test_when_the_last_server_is_lost_its_streams_end_with_its_name(tiny_model: Path) -> None:
     with sim_server(tiny_model, step_s=0.03) as server, routing(server.url) as front:
-        front.until(lambda: front.servers.num_up == 1)
+        eventually(lambda: front.servers.num_up == 1)
         killer = threading.Timer(0.5, lambda: os.kill(server.engine.pid, signal.SIGKILL))
         killer.start()
         reply = front.post("/v1/completions", body_of("hello", stream=True, max_tokens=100))
@@ -357,7 +351,7 @@ def test_when_the_last_server_is_lost_its_streams_end_with_its_name(tiny_model: 
         *_, last = events_of(reply.text)
         assert last["error"]["code"] == "server_lost" and server.url in last["error"]["message"]
         assert "[DONE]" not in reply.text and front.metric("broken_total") == 1
-        front.until(lambda: not front.servers.num_up)
+        eventually(lambda: not front.servers.num_up)
         assert front.post("/v1/completions", body_of()).status == 503
 
 
@@ -366,7 +360,7 @@ def test_a_server_whose_cache_is_not_told_is_guessed(tiny_model: Path) -> None:
 
     keys = (ApiKey("a", "key-a", False), ApiKey("b", "key-b", False))
     with sim_server(tiny_model, api_keys=keys) as a, routing(a.url, api_key="key-a") as front:
-        front.until(lambda: front.servers.num_up == 1)
+        eventually(lambda: front.servers.num_up == 1)
         assert not front.servers.all[a.url].is_exact
         key = {"authorization": "Bearer key-b"}
         for _ in range(2):
@@ -392,7 +386,7 @@ def test_bad_requests(tiny_model: Path, path: str, body: bytes, status: int, sha
 @pytest.fixture(scope="module")
 def shared_front(tiny_model: Path) -> Iterator[Front]:
     with sim_server(tiny_model) as a, routing(a.url) as front:
-        front.until(lambda: front.servers.num_up == 1)
+        eventually(lambda: front.servers.num_up == 1)
         yield front
 
 

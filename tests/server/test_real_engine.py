@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
+from observing_fakes import eventually
 from openapi_strategies import of_schema
 from server_harness import Server, real_engine, running
 
@@ -113,10 +113,7 @@ def test_a_client_that_hangs_up_frees_its_blocks(real: Server) -> None:
     response.read(10)
     response.close()
     connection.close()
-    ends_s = time.monotonic() + 5
-    while metric(real, "vllm:num_requests_running") or metric(real, "vllm:kv_cache_usage_perc"):
-        assert time.monotonic() < ends_s
-        time.sleep(0.05)
+    eventually(lambda: not metric(real, "vllm:num_requests_running") and not metric(real, "vllm:kv_cache_usage_perc"))
 
 
 def test_what_only_the_scheduler_can_refuse(real: Server) -> None:

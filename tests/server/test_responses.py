@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from observing_fakes import eventually
 from server_harness import ScriptedEngine, Server, running
 
 from quire.server.errors import ApiError
@@ -92,9 +92,7 @@ def test_one_runs_in_the_background_and_is_cancelled(server: Server) -> None:
     ann = client(server)
     done = ann.responses.create(model="tiny", input="One", max_output_tokens=16, background=True)
     assert done.status == "queued"
-    until = time.monotonic() + 60
-    while ann.responses.retrieve(done.id).status == "queued" and time.monotonic() < until:
-        time.sleep(0.02)
+    eventually(lambda: ann.responses.retrieve(done.id).status != "queued")
     assert ann.responses.retrieve(done.id).status == "incomplete" and ann.responses.retrieve(done.id).output_text
     with pytest.raises(openai.ConflictError):
         ann.responses.cancel(done.id)
