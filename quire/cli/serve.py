@@ -166,72 +166,39 @@ def _api_keys(given: list[str], path: str | None, source: str) -> tuple[ApiKey, 
 
 
 def _shown(flag: Flag, text: str) -> Flag:
-    import dataclasses
-
     return dataclasses.replace(flag, help=text.replace("%", "%%"))
 
 
 # -- the flags: vLLM's names where vLLM has the flag, in the groups that --help shows
 
-# Names that ServerSettings spells with a unit or in the plural.
-_FIELDS = {
-    "served_model_name": "served_model_names",
-    "cors_origin": "cors_origins",
-    "header_timeout": "header_timeout_s",
-    "body_timeout": "body_timeout_s",
-    "keep_alive": "keep_alive_s",
-    "default_timeout": "default_timeout_s",
-    "max_timeout": "max_timeout_s",
-    "drain_timeout": "drain_timeout_s",
-    "step_timeout": "step_timeout_s",
-    "wake_timeout": "wake_timeout_s",
-}
 _ALIASES = SHORT | {"quantization": ("-q",), "swap_space_gb": ("--swap-space",), "speculative_config": ("-sc",)}
 _READERS: dict[Any, Any] = {int: read_count, float: read_number, str: read_text, json_value: read_json}
+# Kinds of flags, as further arguments of Flag.
+_SECONDS: dict[str, Any] = {"read": read_number, "metavar": "SECONDS"}
+_SIZE: dict[str, Any] = {"read": read_size, "metavar": "SIZE"}
+_COUNT: dict[str, Any] = {"read": read_count, "metavar": "N"}
+_PATH: dict[str, Any] = {"metavar": "PATH"}
+_SWITCH: dict[str, Any] = {"is_switch": True}
 
 
 def _from_table(table: Mapping[str, tuple[Any, str]]) -> list[Flag]:
     return [
-        Flag(name=name, help=text, read=_READERS[kind], metavar=metavar_of(kind), aliases=_ALIASES.get(name, ()))
+        Flag(name, text, read=_READERS[kind], metavar=metavar_of(kind), aliases=_ALIASES.get(name, ()))
         for name, (kind, text) in table.items()
     ]
 
 
-def _seconds(name: str, text: str) -> Flag:
-    return Flag(name=name, help=text, read=read_number, metavar="SECONDS")
-
-
-def _size(name: str, text: str) -> Flag:
-    return Flag(name=name, help=text, read=read_size, metavar="SIZE")
-
-
-def _count(name: str, text: str) -> Flag:
-    return Flag(name=name, help=text, read=read_count, metavar="N")
-
-
-def _path(name: str, text: str, *, is_guard: bool = False) -> Flag:
-    return Flag(name=name, help=text, metavar="PATH", is_guard=is_guard)
-
-
 def _listed(name: str, metavar: str, text: str, **others: Any) -> Flag:
     """A list, of which one flag takes several values."""
-    return Flag(name=name, help=text, metavar=metavar, is_list=True, takes_several=True, **others)
+    return Flag(name, text, metavar=metavar, is_list=True, takes_several=True, **others)
 
 
 def _repeated(name: str, metavar: str, text: str, **others: Any) -> Flag:
-    return Flag(name=name, help=f"{text}; may be repeated", metavar=metavar, is_list=True, **others)
-
-
-def _text(name: str, metavar: str, text: str) -> Flag:
-    return Flag(name=name, help=text, metavar=metavar)
-
-
-def _switch(name: str, text: str) -> Flag:
-    return Flag(name=name, help=text, is_switch=True)
+    return Flag(name, f"{text}; may be repeated", metavar=metavar, is_list=True, **others)
 
 
 _MODEL = [
-    _text("model", "MODEL", "alias, directory, GGUF file or hub id, also owner/name:Q4_K_M (default smollm2)"),
+    Flag("model", "alias, directory, GGUF file or hub id, also owner/name:Q4_K_M (default smollm2)", metavar="MODEL"),
     _listed("served_model_name", "NAME", "names under which clients ask for it, or one a model (default: as given)"),
     _listed(
         "lora_modules",
@@ -246,13 +213,13 @@ _MODEL = [
         read=read_number,
     ),
     *_from_table(MODEL_FLAGS),
-    Flag(name="hf_overrides", help="values over those of config.json, as JSON", read=read_json, metavar="JSON"),
+    Flag("hf_overrides", "values over those of config.json, as JSON", read=read_json, metavar="JSON"),
 ]
 _ENGINE = [
     *_from_table(RUNTIME_FLAGS),
     Flag(
-        name="data_parallel_size",
-        help="engines behind this server, each with a cache of its own (default 1)",
+        "data_parallel_size",
+        "engines behind this server, each with a cache of its own (default 1)",
         read=read_count,
         metavar="N",
         aliases=("-dp",),
@@ -261,58 +228,68 @@ _ENGINE = [
         "roles", "ROLE", "of each of these engines: prefill, decode or both (default: all do both)", aliases=("--role",)
     ),
     _repeated("pinned_prefixes", "TEXT", "text that is computed at start and never evicted"),
-    *(_switch(name, text) for name, text in ENGINE_SWITCHES.items()),
+    *(Flag(name, text, **_SWITCH) for name, text in ENGINE_SWITCHES.items()),
 ]
 _HTTP = [
-    _text("host", "ADDRESS", "address to listen on; 0.0.0.0 for every one"),
-    _count("port", "port to listen on; 0 for any free one"),
-    _path("uds", "listen on this Unix socket instead"),
-    _path("ssl_certfile", "certificate chain in PEM; makes it https", is_guard=True),
-    _path("ssl_keyfile", "its private key, where the certificate's file does not hold it", is_guard=True),
-    Flag(name="ssl_keyfile_password", help="the private key's password", metavar="TEXT", is_secret=True, is_guard=True),
-    _path("ssl_ca_certs", "clients must show a certificate that one of these signed", is_guard=True),
-    _seconds("keep_alive", "how long an idle connection stays open"),
+    Flag("host", "address to listen on; 0.0.0.0 for every one", metavar="ADDRESS"),
+    Flag("port", "port to listen on; 0 for any free one", **_COUNT),
+    Flag("uds", "listen on this Unix socket instead", **_PATH),
+    Flag("ssl_certfile", "certificate chain in PEM; makes it https", **_PATH, is_guard=True),
+    Flag("ssl_keyfile", "its private key, where the certificate's file does not hold it", **_PATH, is_guard=True),
+    Flag("ssl_keyfile_password", "the private key's password", metavar="TEXT", is_secret=True, is_guard=True),
+    Flag("ssl_ca_certs", "clients must show a certificate that one of these signed", **_PATH, is_guard=True),
+    Flag("keep_alive", "how long an idle connection stays open", **_SECONDS),
 ]
 _GUARDING = [
     _repeated(
         "api_key", "KEY", "a key that clients must send as Authorization: Bearer KEY", is_secret=True, is_guard=True
     ),
-    _path("api_key_file", "keys from a file, one a line, as KEY or NAME:KEY, and admin after it", is_guard=True),
-    _switch("share_prefixes_across_keys", "keys find each other's prompts in the cache, and can tell (default: off)"),
+    Flag(
+        "api_key_file", "keys from a file, one a line, as KEY or NAME:KEY, and admin after it", **_PATH, is_guard=True
+    ),
+    Flag(
+        "share_prefixes_across_keys",
+        "keys find each other's prompts in the cache, and can tell (default: off)",
+        **_SWITCH,
+    ),
     _listed(
         "allowed_hosts", "NAME", "names under which it answers, or * (default: localhost's on 127.0.0.1, else any)"
     ),
     Flag(
-        name="cors_origin",
-        help="a site whose pages may call this server, or *; may be repeated (default: none)",
+        "cors_origin",
+        "a site whose pages may call this server, or *; may be repeated (default: none)",
         metavar="ORIGIN",
         is_list=True,
     ),
-    _size("max_body_bytes", "largest request body"),
-    _size("max_header_bytes", "longest request headers"),
-    _seconds("header_timeout", "for a request's headers to arrive"),
-    _seconds("body_timeout", "for a request's body to arrive"),
+    Flag("max_body_bytes", "largest request body", **_SIZE),
+    Flag("max_header_bytes", "longest request headers", **_SIZE),
+    Flag("header_timeout", "for a request's headers to arrive", **_SECONDS),
+    Flag("body_timeout", "for a request's body to arrive", **_SECONDS),
 ]
 _LOAD = [
-    _count("max_waiting_requests", "requests without output yet; over it, 429 (default: what 1/8 of memory holds)"),
-    _count("max_waiting_tokens", "their prompt tokens; over it, 429 (default: what 1/8 of memory holds)"),
-    _seconds("wake_timeout", "for a model that sleeps to have its turn"),
-    _seconds("default_timeout", "for requests that name none (default: no limit)"),
-    _seconds("max_timeout", "the most that a request may name (default: no limit)"),
-    _switch("brownout", "serve less, step by step, when KV memory runs out (default: on)"),
-    _count("brownout_max_tokens", "longest answer to new requests in a brownout"),
+    Flag(
+        "max_waiting_requests",
+        "requests without output yet; over it, 429 (default: what 1/8 of memory holds)",
+        **_COUNT,
+    ),
+    Flag("max_waiting_tokens", "their prompt tokens; over it, 429 (default: what 1/8 of memory holds)", **_COUNT),
+    Flag("wake_timeout", "for a model that sleeps to have its turn", **_SECONDS),
+    Flag("default_timeout", "for requests that name none (default: no limit)", **_SECONDS),
+    Flag("max_timeout", "the most that a request may name (default: no limit)", **_SECONDS),
+    Flag("brownout", "serve less, step by step, when KV memory runs out (default: on)", **_SWITCH),
+    Flag("brownout_max_tokens", "longest answer to new requests in a brownout", **_COUNT),
 ]
 _FILES = [
-    _path("batch_dir", "folder for /v1/files and /v1/batches (default: none, and they are refused)"),
-    _size("batch_dir_bytes", "how much it may hold"),
+    Flag("batch_dir", "folder for /v1/files and /v1/batches (default: none, and they are refused)", **_PATH),
+    Flag("batch_dir_bytes", "how much it may hold", **_SIZE),
 ]
 _LIFE = [
-    _seconds("drain_timeout", "for running requests to finish after SIGTERM or Ctrl+C"),
-    _seconds("step_timeout", "after which a step is stuck: /health says so, and a dump is written"),
-    _path("dump_dir", "where such a dump goes (default: the system's temporary directory)"),
-    _text("log_format", "FORMAT", "text or json"),
-    _text("log_level", "LEVEL", "debug, info, warning or error"),
-    _text("otlp_traces_endpoint", "URL", "send a span a request to this OpenTelemetry collector"),
+    Flag("drain_timeout", "for running requests to finish after SIGTERM or Ctrl+C", **_SECONDS),
+    Flag("step_timeout", "after which a step is stuck: /health says so, and a dump is written", **_SECONDS),
+    Flag("dump_dir", "where such a dump goes (default: the system's temporary directory)", **_PATH),
+    Flag("log_format", "text or json", metavar="FORMAT"),
+    Flag("log_level", "debug, info, warning or error", metavar="LEVEL"),
+    Flag("otlp_traces_endpoint", "send a span a request to this OpenTelemetry collector", metavar="URL"),
 ]
 
 GROUPS: dict[str, list[Flag]] = {
@@ -363,7 +340,9 @@ def engine_names() -> set[str]:
 
 
 def settings_field(name: str) -> str:
-    return _FIELDS.get(name, name)
+    """The field of ServerSettings, which may have the unit or the plural in its name."""
+    known = {field.name for field in dataclasses.fields(ServerSettings)}
+    return next((field for field in (name, f"{name}_s", f"{name}s") if field in known), name)
 
 
 def help_of(flag: Flag) -> str:

@@ -15,7 +15,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,14 @@ def read_json_or_text(text: str) -> Any:
         return text
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, frozen=True)
 class Flag:
     """A setting under its one name; `drain_timeout` is --drain-timeout, QUIRE_DRAIN_TIMEOUT, and drain-timeout: in
     a file. `read` turns text into the value, or raises a ValueError that says what it wants."""
 
     name: str
     help: str = argparse.SUPPRESS
+    _: KW_ONLY
     read: Callable[[str], Any] = read_text
     metavar: str | None = None
     aliases: tuple[str, ...] = ()  # further spellings on the command line

@@ -90,10 +90,8 @@ def test_seconds_and_sizes_reach_the_settings() -> None:
 
 
 def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
-    reached = (
-        {settings_field(flag.name) for flag in SHOWN} - engine_names() - {"api_key", "api_key_file", "memory_shares"}
-    )
-    assert reached == {field.name for field in dataclasses.fields(ServerSettings)} - {"api_keys"}
+    reached = {settings_field(flag.name) for flag in SHOWN} - engine_names() - {"api_key_file", "memory_shares"}
+    assert reached == {field.name for field in dataclasses.fields(ServerSettings)}
     known = {field.name for field in dataclasses.fields(EngineConfig)}
     short = {"spec_method", "spec_model", "spec_tokens", "task"}  # keys of speculative_config, and another spelling
     set_by_others = {"given", "skip_tokenizer_init", "kv_listen"}

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from live_harness import eventually
+from observing_fakes import eventually
 
 ROOT = Path(__file__).parent.parent.parent
 
