@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +17,7 @@ from typing import Any
 import fakes
 import sim_engine
 from observing_fakes import ToldEngine
+from serve_fakes import running
 
 from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineState
@@ -90,30 +88,15 @@ class CoreEngine(ToldEngine):
 @contextmanager
 def page_server(command: list[str]) -> Iterator[str]:
     """A server in processes of its own; gives its address. It must end with 0 when told to."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    seen = []
-    try:
-        for line in process.stderr:
-            seen.append(line)
-            if found := re.search(r"ready at (http://\S+) ", line):
-                yield found[1]
-                break
-        else:
-            raise AssertionError("the server did not start:\n" + "".join(seen))
-        process.send_signal(signal.SIGTERM)
-        rest = process.stderr.read()
-        assert process.wait(20) == 0, rest
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    with running(command, r"ready at http://127\.0\.0\.1:(\d+) ") as server:
+        yield f"http://127.0.0.1:{server.port}"
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0, "".join(server.lines)
 
 
 def sim_command(model: Path, sim: dict[str, Any], **settings: Any) -> list[str]:
     settings = {"port": 0, "drain_timeout_s": 0.5, **settings}
-    return [sys.executable, __file__, str(model), json.dumps(settings), json.dumps(sim)]
+    return [__file__, str(model), json.dumps(settings), json.dumps(sim)]
 
 
 def get_json(url: str, path: str, **headers: str) -> Any:

@@ -219,7 +219,7 @@ def serving(ready_delay_s: float = 0.0, **settings: Any) -> Iterator[Server]:
 @contextmanager
 def running(command: list[str], listening: str = r"listening at http://127\.0\.0\.1:(\d+)") -> Iterator[Server]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True)
     server = Server(process, 0)
     try:

@@ -255,7 +255,7 @@ def test_a_server_serves_on_when_nobody_reads_its_log(tiny_model: Path) -> None:
 @pytest.mark.parametrize("is_closed", [False, True], ids=["full", "closed"])
 def test_an_engine_that_talks_runs_on_when_nobody_reads_the_log(tiny_model: Path, is_closed: bool) -> None:
     command = sim_command(tiny_model, {"num_blocks": 64, "max_model_len": 100, "verify": False, "talks": 40})
-    with running(command[1:]) as server:
+    with running(command) as server:
         server.wait_for("ready at")
         if is_closed:
             assert server.process.stderr is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -567,8 +566,7 @@ def test_a_hundred_thousand_blocks(driver: Any, tiny_model: Path, pace: Pace) ->
 @pytest.mark.model
 def test_with_the_default_model(driver: Any, smollm2: Path) -> None:
     flags = ["--port", "0", "--kv-cache-memory-bytes", "100000000", "--drain-timeout", "0.5"]
-    command = [sys.executable, "-m", "quire.cli.main", "serve", *flags]
-    with page_server(command) as url:
+    with page_server(["-m", "quire.cli.main", "serve", *flags]) as url:
         page = Page(driver, url)
         page.open()
         page.ready()
