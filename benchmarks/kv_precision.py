@@ -26,7 +26,7 @@ from quire.executor.kv_scales import KVScales, fit_cache
 from quire.executor.profile import prompts_step
 from quire.grammar.compiler import open_tokenizer
 from quire.kernels.reference import ReferenceOps
-from quire.lab.passage import PASSAGE
+from quire.lab.context import PASSAGE
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
 from quire.weights import DEFAULT_MODEL, open_checkpoint, resolve_model

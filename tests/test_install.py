@@ -158,3 +158,11 @@ def test_without_a_compiler_the_wheel_is_for_any_platform(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert "native CPU kernels not built" in done.stderr
     assert [path.name for path in tmp_path.glob("*.whl")] == [f"quire_llm-{quire.__version__}-py3-none-any.whl"]
+
+
+def test_every_file_beside_the_modules_is_in_the_wheel() -> None:
+    """Styles, the page, kernels in C: what package-data does not name would be missing where Quire is installed."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["quire"]
+    named = {path for pattern in patterns for path in (ROOT / "quire").glob(pattern)}
+    files = {path for path in (ROOT / "quire").rglob("*.*") if path.suffix not in (".py", ".pyc", ".so", ".dylib")}
+    assert not files - named

@@ -19,9 +19,8 @@ from quire.bench.charts import bar_chart
 from quire.bench.units import listed, number, signed_percent, size
 from quire.bench.workloads import usable_vocab
 from quire.errors import ConfigError, DownloadError, ModelError, QuireError
-from quire.lab.context import DEFAULT_MODEL, LabContext
+from quire.lab.context import DEFAULT_MODEL, PASSAGE, LabContext
 from quire.lab.experiment import Data, Experiment, Finding, Record, Result, Table
-from quire.lab.passage import PASSAGE
 
 if TYPE_CHECKING:
     from quire import LLMEngine

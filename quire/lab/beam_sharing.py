@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from quire import BeamSearchParams, LLMEngine, SamplingParams
 from quire.bench.charts import bar_chart
-from quire.lab.context import LabContext
+from quire.lab.context import PASSAGE, LabContext
 from quire.lab.experiment import Data, Experiment, Finding, Result, Table
-from quire.lab.passage import PASSAGE
 
 WIDTHS = (2, 4, 6)
 KINDS = ("parallel sampling", "beam search")

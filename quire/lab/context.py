@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.config import GIB, EngineConfig
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# A text for perplexity: plain prose of this project's own, in no model's training data.
+PASSAGE = (Path(__file__).parent / "passage.txt").read_text(encoding="utf-8")
 DEFAULT_MODEL = "smollm2"
 LLAMA_8B_NAME = "llama-3.1-8b's shape, random weights"
 MAX_NUM_SEQS = 256

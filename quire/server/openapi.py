@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -119,30 +120,7 @@ def _ref(name: str) -> dict[str, str]:
 
 # -- the page
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1b1f; --soft: #5c5f66; --paper: #fdfdfc; --line: #dddcd8; --tint: #f3f2ee;
-  --get: #1f6f43; --post: #1d4f91; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e5e1; --soft: #a2a4a9; --paper: #17181b; --line: #34363b;
-  --tint: #202226; --get: #79c99b; --post: #8ab4f0; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.55 system-ui, sans-serif; }
-h1 { margin: 0; font-size: 1.7rem; } h2 { margin: 2.2rem 0 .6rem; font-size: 1.15rem; }
-h3 { margin: 1.2rem 0 .4rem; font-size: .95rem; }
-p { margin: .4rem 0; } .soft { color: var(--soft); } a { color: var(--post); }
-code, pre { font: .87em/1.5 ui-monospace, monospace; }
-pre { overflow-x: auto; padding: .8rem 1rem; background: var(--tint); border-radius: 6px; }
-details { border: 1px solid var(--line); border-radius: 8px; margin: .6rem 0; padding: 0 1rem; }
-details[open] { padding-bottom: 1rem; }
-summary { cursor: pointer; padding: .65rem 0; display: flex; gap: .8rem; flex-wrap: wrap; align-items: baseline; }
-summary:focus-visible { outline: 2px solid var(--post); outline-offset: 2px; }
-.get, .post { font: 700 .78rem ui-monospace, monospace; min-width: 2.8rem; }
-.get { color: var(--get); } .post { color: var(--post); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .92rem; }
-th, td { text-align: left; vertical-align: top; padding: .35rem .8rem .35rem 0; border-top: 1px solid var(--line); }
-th { font-weight: 600; border-top: 0; } td:first-child { white-space: nowrap; }
-"""
-
+_STYLE = (Path(__file__).parent / "docs.css").read_text(encoding="utf-8")
 _WORD = 2**31 - 1
 _EXAMPLES: dict[str, Any] = {
     "/v1/completions": {"prompt": "A quire is", "max_tokens": 32},

@@ -22,10 +22,9 @@ from quire.lab import (
 )
 from quire.lab.accuracy import Reading
 from quire.lab.baseline import static_share
-from quire.lab.context import LabContext, LabSettings
+from quire.lab.context import PASSAGE, LabContext, LabSettings
 from quire.lab.experiment import Result
 from quire.lab.experiments import EXPERIMENTS, choose
-from quire.lab.passage import PASSAGE
 
 
 @pytest.fixture(scope="module")

@@ -84,11 +84,6 @@ def test_nothing_is_inline_and_nothing_comes_from_elsewhere() -> None:
         assert "@import" not in text and "url(" not in text, name
 
 
-def test_the_files_are_in_the_package() -> None:
-    project = (Path(__file__).parent.parent.parent / "pyproject.toml").read_text()
-    assert '"server/page/*"' in project
-
-
 # -- in a browser
 
 
