@@ -63,36 +63,26 @@ def test_words_are_joined_by_spaces(words: Tokenizer) -> None:
     assert words.decode([2, 0, 2], skip_special_tokens=False, spaces_between_special_tokens=False) == "<end>a<end>"
 
 
-PIECES = models.WordLevel({"▁a": 0, "b": 1}, unk_token="b")
+def test_byte_tokens_are_text_where_the_decoder_has_no_byte_fallback() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<0x41>": 0}, unk_token="<0x41>"))
+    backend.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(backend, source="t", vocab_size=1, named_token_ids={})
+    assert tokenizer.decode([0]) == "<0x41>" == backend.decode([0])
 
 
-@pytest.mark.parametrize(
-    ("model", "decoder", "ids", "text"),
-    [
-        # Byte tokens are text where the decoder has no byte fallback.
-        (models.WordLevel({"<0x41>": 0}, unk_token="<0x41>"), decoders.Fuse(), [0], "<0x41>"),
-        (
-            models.WordPiece({"play": 0, "##ing": 1, "a": 2}, unk_token="a"),
-            decoders.WordPiece(),
-            [2, 0, 1, 2],
-            "a playing a",
-        ),
-        *(
-            (
-                models.WordLevel({"▁a": 0, "b": 1}, unk_token="b"),
-                decoders.Metaspace(prepend_scheme=scheme),
-                [0, 1, 0],
-                text,
-            )
-            for scheme, text in (("always", "ab a"), ("first", "ab a"), ("never", " ab a"))
-        ),
-    ],
-)
-def test_other_vocabularies(model: models.Model, decoder: decoders.Decoder, ids: list[int], text: str) -> None:
-    backend = tokenizers.Tokenizer(model)
-    backend.decoder = decoder
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_metaspace(scheme: str) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"▁a": 0, "b": 1}, unk_token="b"))
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer = Tokenizer(backend, source="t", vocab_size=2, named_token_ids={})
+    assert tokenizer.decode([0, 1, 0]) == backend.decode([0, 1, 0])
+
+
+def test_word_pieces() -> None:
+    backend = tokenizers.Tokenizer(models.WordPiece({"play": 0, "##ing": 1, "a": 2}, unk_token="a"))
+    backend.decoder = decoders.WordPiece()
     tokenizer = Tokenizer(backend, source="t", vocab_size=3, named_token_ids={})
-    assert tokenizer.decode(ids) == text == backend.decode(ids)
+    assert tokenizer.decode([2, 0, 1, 2]) == "a playing a" == backend.decode([2, 0, 1, 2])
 
 
 @pytest.mark.parametrize("decoder", [decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()]), decoders.CTC()])
