@@ -64,7 +64,7 @@ MAY_IMPORT = {
         *("llm", "async_llm", "text", "engine", "weights", "executor", "kernels", "bench", "server", "lab", "router"),
         "sim",
     },
-    "bench": {"llm", "engine", "weights"},
+    "bench": {"llm", "engine", "weights", "router"},
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = {"agents", "kv", "tiers", "drafting", "scheduler", "text", "grammar", "sim"} | FOUNDATION

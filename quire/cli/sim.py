@@ -28,7 +28,8 @@ def add_parser(subparsers: Any) -> None:
         "  quire sim sharegpt --model llama-3.1-8b --gpu h200\n"
         "  quire sim --trace day.jsonl --model llama-3.1-70b --gpu h100 -tp 4 --replicas 16 --policy least-loaded\n"
         "  quire bench profile lab16 mixed64 prefill512 --output-json here.json\n"
-        "  quire sim mixed64 --profile here.json\n\n"
+        "  quire sim mixed64 --profile here.json\n"
+        "  quire sim --validate h200\n\n"
         f"GPUs known by name: {', '.join(DEVICES)}",
         formatter_class=WideHelp,
     )
@@ -54,6 +55,7 @@ def add_parser(subparsers: Any) -> None:
     traffic.add_argument("--duration", type=float, metavar="S", help="as many requests as come in so many seconds")
     parser.add_argument("--output-json", metavar="FILE", help="keep every number, as quire bench does")
     parser.add_argument("--plot", metavar="FILE", help="charts (.svg, .html, .png, .pdf)")
+    parser.add_argument("--validate", metavar="WHAT", help="predictions beside measurements: h200 (recorded), or live")
     add_engine_flags(parser)
     parser.set_defaults(run=run, default_model=True)
 
@@ -62,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
     from quire.cli.bench import _check_outputs
 
     _check_outputs(args)
+    if args.validate is not None:
+        from quire.lab.validation import validate
+
+        return validate(args.validate, engine_config(args), args.output_json)
     from quire.bench.report import BenchFile, RunReport
     from quire.bench.text import show
 

@@ -112,7 +112,7 @@ class Capacity:
         return [
             f"traffic: {self.traffic}, Poisson arrivals; limits hold for the slowest percent",
             f"{100 * HEADROOM:.0f} % of each replica's rate stays free",
-            "shares of data sheets that are reached, and launches, as measured on one H200 (docs/scale.md)",
+            "shares of data sheets that are reached, and launches, as measured on one H200 (quire sim --validate h200)",
             "sums and sends between devices by formula, not measured: docs/scale.md has them",
             f"dollars an hour for a device: {prices}; change them with --devices FILE",
         ]

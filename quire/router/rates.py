@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Chosen by `python -m benchmarks.router --simulate`, with two and four cores, four and eight servers, a slow one and
-# none. Only _ALIKE matters much there: at 1.5 first tokens come as early as at 2, while at 3 a server three times as
-# slow is found out too late. Half or twice the other numbers changes no mean by more than 3 %.
+# Chosen in `quire bench router --simulate`, with two and four cores, four and eight servers, a slow one and none. Only
+# _ALIKE matters much there: at 1.5 first tokens come as early as at 2, while at 3 a server three times as slow is found
+# out too late. Half or twice the other numbers changes no mean by more than 3 %.
 _NUM_TIMED = 32  # prompts that a replica's rate is about
 _MIN_TIMED = 8  # before them it has no rate of its own
 _ALIKE = 2.0  # times faster or slower than the others: as much as chance explains

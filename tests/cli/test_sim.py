@@ -60,6 +60,7 @@ def test_more_ranks_are_faster_for_one_stream_and_replicas_are_not(tmp_path: Pat
         (["--duration", "5"], "request-rate"),
         (["--front-ms", "-1"], "front-ms"),
         (["--profile", "none.json"], "none.json"),
+        (["--validate", "h900"], "h200"),
         (["--swap-space-gb", "4"], "not simulated"),
         (["--profile", "none.json", "--block-size", "32"], "recorded"),
         (["--cores", "2"], "--profile"),

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from quire.bench.alternatives import ALTERNATIVES, AlternativeRouter
 from quire.router.hashes import text_pieces
 from quire.router.policy import Prompt
-from quire.sim.policies import ALTERNATIVES, AlternativeRouter
 
 
 def prompt(text: str) -> Prompt:

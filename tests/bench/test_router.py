@@ -1,4 +1,4 @@
-"""benchmarks.router: its traffic, and what it makes of runs. The processes are the command's."""
+"""quire bench router: its traffic, and what it makes of runs. The processes are the command's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.router import (
+from quire.bench.plots import write_charts
+from quire.bench.router import (
     MAX_LEN,
     OURS,
     TRAFFICS,
@@ -20,7 +21,6 @@ from benchmarks.router import (
     trace_rows,
     write_model,
 )
-from quire.bench.plots import write_charts
 from quire.errors import ConfigError
 from quire.models.architectures import spec_from_config
 from quire.router.hashes import prompt_hashes, text_of, text_pieces
@@ -63,8 +63,11 @@ def test_runs_become_a_table_and_charts(tmp_path: Path) -> None:
         ("turns", OURS),
         ("turns", "round robin"),
     ]
-    assert rows[0]["times_round_robin"] == 2.0 and rows[0]["hit_rate"] == 1 / 3
-    assert rows[0]["ttft_p99_s"] == pytest.approx(0.991)
+    assert (
+        rows[0]["times_round_robin"] == 2.0
+        and rows[0]["hit_rate"] == 1 / 3
+        and rows[0]["ttft_p99_s"] == pytest.approx(0.991)
+    )
     assert as_table(rows).count("\n") >= 5
     write_charts(tmp_path / "router.svg", charts(rows), "router")
     assert "<svg" in (tmp_path / "router.svg").read_text()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from benchmarks import virtual_time
+from quire.sim import virtual_time
 
 
 def test_an_hour_passes_at_once_and_in_order() -> None:

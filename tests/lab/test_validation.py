@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import simulator
-from benchmarks.simulator import Row, as_text, measured_live, recorded_h200
+from quire.cli.main import main
 from quire.config import EngineConfig
+from quire.lab import validation
+from quire.lab.validation import Row, as_text, measured_live, recorded_h200
 
 
 def test_a_row_says_how_far_off_it_is() -> None:
@@ -19,10 +20,10 @@ def test_a_row_says_how_far_off_it_is() -> None:
 
 
 def test_the_recorded_h200_is_met_where_steps_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "_OFFLINE", {"single": 238.0, "lab16": 3_608.0})
-    monkeypatch.setattr(simulator, "_SERVING", {8: (40, (13.2, 48.0, 4.6, 9.7))})
-    monkeypatch.setattr(simulator, "_FIRST_SEEDS", (10,))
-    monkeypatch.setattr(simulator, "sharegpt", lambda vocab, seed, num=20: [([1] * 30, 10)] * num)
+    monkeypatch.setattr(validation, "_OFFLINE", {"single": 238.0, "lab16": 3_608.0})
+    monkeypatch.setattr(validation, "_SERVING", {8: (40, (13.2, 48.0, 4.6, 9.7))})
+    monkeypatch.setattr(validation, "_FIRST_SEEDS", (10,))
+    monkeypatch.setattr(validation, "sharegpt", lambda vocab, seed, num=20: [([1] * 30, 10)] * num)
     rows = {(row.run, row.metric): row for row in recorded_h200()}
     assert len(rows) == 2 + 4 + 1
     for (run, metric), row in rows.items():
@@ -31,10 +32,15 @@ def test_the_recorded_h200_is_met_where_steps_alone_decide(monkeypatch: pytest.M
 
 
 def test_a_live_engine_is_profiled_measured_and_predicted(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "_ROUNDS", 2)
-    monkeypatch.setattr(simulator, "_NUM_LIVE", 4)
+    monkeypatch.setattr(validation, "_ROUNDS", 2)
+    monkeypatch.setattr(validation, "_NUM_LIVE", 4)
     config = EngineConfig(
         model=str(tiny_model), load_format="dummy", device="cpu", num_threads=1, kv_cache_memory_bytes=8 << 20
     )
     rows = measured_live(config)
     assert len(rows) == 9 and all(row.measured > 0 and row.predicted > 0 for row in rows)
+
+
+def test_what_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--validate", "moon"]) == 2
+    assert "h200" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""benchmarks.router --simulate: the product's router beside its alternatives, on servers that are not there."""
+"""quire bench router --simulate: the product's router beside its alternatives, on servers that are not there."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.router import OURS, FrontRun
-from benchmarks.router_simulated import simulate
+from quire.bench.alternatives import ALTERNATIVES
+from quire.bench.router import OURS, FrontRun
 from quire.errors import ConfigError
-from quire.sim.policies import ALTERNATIVES
+from quire.sim.router_bench import simulate
 
 
 def runs_of(traffics: Sequence[str], **changes: Any) -> list[FrontRun]:

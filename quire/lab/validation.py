@@ -1,8 +1,5 @@
 """Predictions beside measurements: what the simulator says of runs whose figures are known, misses included.
 
-    python -m benchmarks.simulator h200
-    python -m benchmarks.simulator live --num-threads 1        # and other flags of the engine
-
 `h200`: what docs/performance.md recorded on one H200. The constants (`quire/sim/devices.py`) come from single kernels,
 but for the time of a layer's launches, which is from the row that says so.
 `live`: this machine, now. One engine is profiled on some workloads and measured on others, in turn, so that whatever
@@ -11,20 +8,21 @@ else the machine does falls on both.
 
 from __future__ import annotations
 
-import argparse
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.bench.profile import STEP_COLUMNS
-from quire.bench.report import Percentiles, RunReport
+from quire.bench.report import Percentiles, RunReport, write_text
 from quire.bench.units import number, table
 from quire.bench.workloads import WORKLOADS, Workload, arrival_times, even_lengths, sharegpt, usable_vocab
-from quire.cli.options import add_engine_flags, engine_config
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.lab.shapes import read_model_spec
 from quire.lab.simulated import SimulatedEngine, engine_by_arithmetic, engine_by_profile
 from quire.request import Sequence as TokenSequence
@@ -55,6 +53,18 @@ class Row:
     @property
     def is_met(self) -> bool:
         return abs(self.error_percent) <= WANTED_PERCENT
+
+
+def validate(what: str, config: EngineConfig, output_json: str | None) -> int:
+    """Print the table. Misses are its finding, not a failure."""
+    ways: dict[str, Callable[[], list[Row]]] = {"h200": recorded_h200, "live": lambda: measured_live(config)}
+    if what not in ways:
+        raise ConfigError(f"--validate {what} is not known: there are {', '.join(ways)}")
+    rows = ways[what]()
+    print(as_text(rows))
+    if output_json:
+        write_text(Path(output_json), json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return 0
 
 
 def as_text(rows: Sequence[Row]) -> str:
@@ -243,15 +253,3 @@ def _drive(engine: LLMEngine, requests: list[SimRequest], clock: Callable[[], fl
 
 def _medians(runs: Sequence[RunReport]) -> list[float]:
     return [statistics.median(column) for column in zip(*(_latencies_ms(run) for run in runs), strict=True)]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator")
-    parser.add_argument("runs", choices=("h200", "live"))
-    add_engine_flags(parser)
-    args = parser.parse_args()
-    print(as_text(recorded_h200() if args.runs == "h200" else measured_live(engine_config(args))))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,22 +1,15 @@
 """Routing against its alternatives: the same servers, the same traffic, one way of choosing after another.
 
-    python -m benchmarks.router --repeats 2                            # on servers of this machine
-    python -m benchmarks.router --peer-python PYTHON                   # beside sglang-router, which that Python has
-    python -m benchmarks.router --simulate --repeats 5                 # on simulated servers, in virtual time
-    python -m benchmarks.router --write-traces . --scale 0.25          # traffic of a GPU's size, for quire sim --trace
-
 Servers of a small model with random weights run on this machine, each with a KV cache that holds a part of what the
-traffic would like to have cached. In front of them stand in turn: `quire router`; the policies of `sim/policies.py`,
+traffic would like to have cached. In front of them stand in turn: `quire router`; the policies of `alternatives.py`,
 chosen in the client itself; and, where its Python is given, sglang-router, a peer's program. Every run has prompts of
-its own. `router_simulated.py` has the same with simulated servers.
+its own. `sim/router_bench.py` has the same with simulated servers.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
 import random
@@ -33,15 +26,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quire.bench.alternatives import ALTERNATIVES, AlternativeRouter
 from quire.bench.charts import Chart, bar_chart
 from quire.bench.client import ClientRequest, Target, send
-from quire.bench.plots import check_plot, write_charts
 from quire.bench.report import Percentiles
 from quire.bench.units import table
 from quire.errors import ConfigError, QuireError, install_hint
 from quire.router.hashes import text_pieces
 from quire.router.policy import Prompt, Router
-from quire.sim.policies import ALTERNATIVES, AlternativeRouter
 
 TRAFFICS = ("prefix", "turns", "skewed", "bursty", "unshared")
 OURS, PEER = "quire router", "sglang-router"
@@ -288,7 +280,7 @@ async def measure(
     try:
         import aiohttp
     except ImportError:
-        raise ConfigError(f"this benchmark needs the package aiohttp: {install_hint('server')}") from None
+        raise ConfigError(f"quire bench router needs the package aiohttp: {install_hint('server')}") from None
     for kind in traffics:
         make_traffic(kind, scale, 0)  # a wrong name is told before anything starts
     found: list[FrontRun] = []
@@ -393,59 +385,3 @@ def charts(rows: Sequence[dict[str, Any]]) -> list[Chart]:
         bar_chart("Prompt tokens found in a cache", "%", traffics, columns("hit_rate", 100)),
         bar_chart("First token, 99th percentile", "ms", traffics, columns("ttft_p99_s", 1e3)),
     ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.router")
-    parser.add_argument("--servers", type=int, default=4, metavar="N", help="servers of one thread each (default 4)")
-    parser.add_argument("--traffic", nargs="+", choices=TRAFFICS, default=TRAFFICS, help="(default all)")
-    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of everything, in turn (default 1)")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="1 is a hundred requests (default 1)")
-    parser.add_argument("--concurrency", type=int, default=12, metavar="N", help="requests at once (default 12)")
-    parser.add_argument("--output-len", type=int, default=8, metavar="N", help="tokens of an answer (default 8)")
-    parser.add_argument("--write-traces", metavar="FOLDER", help="write the traffic at a GPU's size, and end")
-    parser.add_argument("--peer-python", metavar="PATH", help="a Python that has sglang-router, to compare with it")
-    parser.add_argument("--simulate", action="store_true", help="servers that are simulated: runs repeat exactly")
-    parser.add_argument("--cores", type=int, default=2, metavar="N", help="of simulated servers (default 2)")
-    parser.add_argument("--slow-server", type=float, default=1.0, metavar="X",
-                        help="the last of simulated servers takes X times as long")  # fmt: skip
-    parser.add_argument("--output-json", metavar="FILE", help="keep every run")
-    parser.add_argument("--plot", metavar="FILE", help="draw charts: .svg, .html or .png")
-    args = parser.parse_args()
-    if min(args.servers, args.repeats, args.concurrency, args.output_len) < 1:
-        parser.error("--servers, --repeats, --concurrency and --output-len are whole numbers >= 1")
-    if args.simulate and args.peer_python:
-        parser.error("--peer-python names a program, and with --simulate none runs: leave one of them out")
-    if args.plot:
-        check_plot(args.plot)
-    if args.write_traces:
-        for kind in ("prefix", "skewed", "bursty", "flood"):
-            lines = [json.dumps(row) + "\n" for row in trace_rows(kind, int(2_000 * args.scale))]
-            Path(args.write_traces, f"{kind}.jsonl").write_text("".join(lines))
-        return
-    load: dict[str, Any] = {
-        "num_servers": args.servers,
-        "traffics": args.traffic,
-        "repeats": args.repeats,
-        "scale": args.scale,
-        "concurrency": args.concurrency,
-        "num_out": args.output_len,
-        "tell": lambda text: print(text, file=sys.stderr, flush=True),
-    }
-    if args.simulate:
-        from benchmarks.router_simulated import simulate
-
-        found = simulate(**load, num_cores=args.cores, slow=args.slow_server)
-    else:
-        found = asyncio.run(measure(**load, peer_python=args.peer_python))
-    rows = summarize(found)
-    print(as_table(rows))
-    if args.output_json:
-        runs = [dataclasses.asdict(one) for one in found]
-        Path(args.output_json).write_text(json.dumps({"rows": rows, "runs": runs}, indent=1))
-    if args.plot:
-        write_charts(args.plot, charts(rows), "routing against its alternatives")
-
-
-if __name__ == "__main__":
-    main()

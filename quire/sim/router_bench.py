@@ -1,4 +1,4 @@
-"""`python -m benchmarks.router --simulate`: the same clients, fronts and traffic on simulated servers, in virtual time.
+"""`quire bench router --simulate`: the same clients, fronts and traffic on simulated servers, in virtual time.
 
 Routing is the product's: `router/servers.py` follows simulated servers as it follows real ones, with the same
 questions, four looks a second and what it remembers of texts. The servers are engines of the bench's model, which
@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks import virtual_time
-from benchmarks.router import BLOCK_SIZE, MAX_LEN, MAX_NUM_SEQS, NUM_BLOCKS, OURS, FrontRun, Session, make_traffic
+from quire.bench.alternatives import ALTERNATIVES, AlternativeRouter
+from quire.bench.router import BLOCK_SIZE, MAX_LEN, MAX_NUM_SEQS, NUM_BLOCKS, OURS, FrontRun, Session, make_traffic
 from quire.errors import ConfigError
 from quire.params import SamplingSpec
 from quire.request import Request
@@ -24,9 +24,9 @@ from quire.router.hashes import prompt_hashes, text_pieces
 from quire.router.policy import Prompt, Router, Ticket
 from quire.router.servers import Question, Servers, Upstream
 from quire.scheduler import SchedulerConfig
+from quire.sim import virtual_time
 from quire.sim.cores import SharedCores
 from quire.sim.cost import CostModel
-from quire.sim.policies import ALTERNATIVES, AlternativeRouter
 from quire.sim.replica import Replica, ReplicaConfig, TokenTimes
 
 # A core's time for steps of the 15M model, found by least squares over some hundred steps of one thread.
@@ -261,7 +261,7 @@ class _Alternative(_Front):
 
 
 class _Client:
-    """`benchmarks.router.Client`, which asks a machine instead of sockets."""
+    """`bench.router.Client`, which asks a machine instead of sockets."""
 
     def __init__(self, machine: Machine, front: _Front, run: FrontRun, concurrency: int, num_out: int) -> None:
         self._machine = machine
