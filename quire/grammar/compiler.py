@@ -56,9 +56,9 @@ class CompiledGrammar:
     def __init__(self, compile_one: Callable[[], LLMatcher], threads: ThreadPoolExecutor) -> None:
         self._compile_one = compile_one
         self._threads = threads
-        started = time.perf_counter()
+        started = time.thread_time()  # waiting for the interpreter is no part of it
         self._lexers = [compile_one()]
-        self._is_quick = time.perf_counter() - started <= _QUICK_S
+        self._is_quick = time.thread_time() - started <= _QUICK_S
         self._growing: Future[None] | None = None
 
     def matcher(self, lexer: int) -> LLMatcher:
