@@ -47,7 +47,7 @@ class Answers:
         self._coming: dict[Sequence, list[int]] = {}
         if with_drafts:
             costs = scheduler.costs
-            costs.draft_costs = lambda num_decodes: DraftCosts(1.0, 0.0, 0.0)  # type: ignore[method-assign]
+            costs.draft_costs = lambda num_decodes: DraftCosts(1.0, 0.0, [512], [0.0])  # type: ignore[method-assign]
             scheduler.drafter = LookupDrafter(SpeculativeConfig.read({"method": "ngram"}), costs)
 
     def of(self, plan: StepPlan) -> list[list[int]]:

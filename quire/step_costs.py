@@ -21,7 +21,9 @@ _FIRST_PREPARING_S = 0.1  # before a preparation was seen
 _PREPARING = "preparing"
 _ROWS, _TOKENS = 8, 64  # steps whose sizes agree up to these count as one kind
 _OUTLIER = 3.0  # times what was expected: somebody else had the machine
+_DRAFTS_LIKE_A_STEP = 8  # as many as cost no more than a plain step, when they are first seen
 _DRAFTS_FORGOTTEN_AFTER = 2000  # steps: what drafts cost then may have changed, and costs that deter are not tried
+_MAX_DRAFTED = 256  # steps in a row with drafts, before what a plain one takes is measured again
 
 
 @dataclass(slots=True)
@@ -133,20 +135,46 @@ class DraftCosts:
     as where a kernel works in tiles."""
 
     plain_s: float  # the step without any
-    waiting_s: float  # the device waits so long for the step after one with drafts
     more_s: float  # each draft beyond the last bend
     numbers: list[int] = field(default_factory=list)  # of drafts, at the bends, rising
-    seconds: list[float] = field(default_factory=list)  # that so many add to the step
+    seconds: list[float] = field(default_factory=list)  # that so many add to the step, and to those around it
+
+    def lengthen(self) -> None:
+        """Beyond its ends the line goes on as steeply as it rises between them: much of what drafts cost may be the
+        same for any number of them."""
+        if len(self.numbers) < 2:
+            return
+        slope = max(0.0, (self.seconds[-1] - self.seconds[0]) / (self.numbers[-1] - self.numbers[0]))
+        self.more_s = max(self.more_s, slope)
+        if self.numbers[0] > 1:
+            self.seconds.insert(0, max(0.0, self.seconds[0] - slope * (self.numbers[0] - 1)))
+            self.numbers.insert(0, 1)
 
     def extra_s(self, num_drafts: int) -> float:
-        """How many seconds so many drafts add to the step, and to the time until the next."""
+        """How many seconds so many drafts add to the step, and to those around it."""
         number = rounded(num_drafts)
         at = bisect_right(self.numbers, number)
         below, below_s = (self.numbers[at - 1], self.seconds[at - 1]) if at else (0, 0.0)
         if at == len(self.numbers):
-            return below_s + (number - below) * self.more_s + self.waiting_s
+            return below_s + (number - below) * self.more_s
         above, above_s = self.numbers[at], self.seconds[at]
-        return below_s + (above_s - below_s) * (number - below) / (above - below) + self.waiting_s
+        return below_s + (above_s - below_s) * (number - below) / (above - below)
+
+
+@dataclass(slots=True)
+class _PlainCost:
+    """What a step of so many decodes alone takes, with the host's part."""
+
+    seconds: float
+    num_drafted: int = 0  # steps of as many that had drafts, since
+
+
+@dataclass(slots=True, frozen=True)
+class _FirstDrafted:
+    """The first of several steps in a row that have drafts."""
+
+    kind: StepKind
+    extra_s: float  # what is known so far
 
 
 class StepCosts:
@@ -158,25 +186,37 @@ class StepCosts:
     one more. So it also follows costs that the formula leaves out, such as longer contexts.
     """
 
-    def __init__(self, *, prefill_tokens_per_s: float) -> None:
+    def __init__(self, *, prefill_tokens_per_s: float, plans_ahead: bool = False) -> None:
+        """plans_ahead: whether a step is planned while the one before it runs."""
         self.prefill_tokens_per_s = prefill_tokens_per_s
+        self._plans_ahead = plans_ahead
         self.mixed_tokens_per_s: float | None = None  # prompt tokens a second, decodes beside them included
         self._rate_is_a_guess = True
         self._baseline_s: float | None = None
         self._token_s = 1.0 / prefill_tokens_per_s
         self._steps: dict[StepKind, Estimate] = {}
         self._host: dict[str, Estimate] = {}
-        self._has_turnarounds = False
         self._num_steps = 0
-        self._decodes_s: dict[int, float] = {}  # by number of decodes, rounded: a step of these alone
-        # By that, then by number of drafts, rounded: the seconds that these add, and the step when that was seen.
+        self._plain: dict[int, _PlainCost] = {}  # by number of decodes, rounded
+        # By width, then by number of drafts, rounded: the seconds that these add, and the step when that was seen.
         self._drafts_s: dict[int, dict[int, tuple[float, int]]] = {}
+        self._first_drafted: _FirstDrafted | None = None  # of the steps in a row that were observed last
+        self._early_s = 0.0  # what the drafts that come next have cost already
 
     # -- learning
 
-    def observe_step(self, kind: StepKind, *, device_s: float, total_s: float) -> None:
+    def observe_step(
+        self,
+        kind: StepKind,
+        *,
+        device_s: float,
+        total_s: float,
+        interval_s: float | None = None,
+        precedes_drafts: bool = False,
+    ) -> None:
         """A step that has ended. device_s: without the host's delays; were they learned too, a late plan would make the
-        next one later."""
+        next one later. interval_s: since the step before ended, with the host's part; None where nobody knows.
+        precedes_drafts: whether the next step has drafts and was planned before this one ended."""
         if not (kind.num_decodes or kind.num_prompt_tokens):
             return  # it only waited for blocks to move
         rounded = kind.rounded()
@@ -186,44 +226,67 @@ class StepCosts:
             self._steps[rounded] = Estimate.first(device_s)
         if total_s > 0:
             self._num_steps += 1
-            if not kind.num_prompt_tokens:
-                self._learn_draft_cost(kind.num_decodes, kind.num_draft_tokens, total_s)
+            self._learn_draft_cost(kind, interval_s or total_s, precedes_drafts)
             if kind.num_prompt_tokens or not kind.num_draft_tokens:
                 self._learn_token_cost(kind.num_decodes, kind.num_prompt_tokens + kind.num_draft_tokens, total_s)
 
-    def _learn_draft_cost(self, num_decodes: int, num_drafts: int, total_s: float) -> None:
-        rows, drafts = rounded(num_decodes), rounded(num_drafts)
-        plain_s = self._decodes_s.get(rows)
-        if not drafts:
-            most_s = total_s if plain_s is None else min(total_s, _OUTLIER * plain_s)
-            self._decodes_s[rows] = _smooth(plain_s, most_s)
-        elif plain_s is not None:
-            known_costs = self.draft_costs(num_decodes)
-            assert known_costs is not None
-            expected_s = known_costs.extra_s(num_drafts) - known_costs.waiting_s
-            extra_s = min(max(0.0, total_s - plain_s), _OUTLIER * max(expected_s, plain_s / 4))
-            table = self._drafts_s.setdefault(rows, {})
-            known = table.get(drafts)
-            table[drafts] = (_smooth(known[0] if known else None, extra_s), self._num_steps)
+    def _learn_draft_cost(self, kind: StepKind, seconds: float, precedes_drafts: bool) -> None:
+        """Where steps are planned ahead, one that follows drafts cannot be: it takes longer by the host's part. So a
+        step with drafts costs what it takes itself if it follows another. The first of several in a row was planned
+        beside the step before; in its stead the plain step after the last one takes longer."""
+        first, early_s = self._first_drafted, self._early_s
+        plain = self._plain.get(rounded(kind.num_decodes))
+        later_s = 0.0 if plain is None else seconds - plain.seconds
+        self._early_s = 0.0
+        if kind.num_prompt_tokens:
+            self._first_drafted = None
+        elif kind.num_draft_tokens:
+            if first is None and self._plans_ahead:
+                self._first_drafted = _FirstDrafted(kind, later_s + early_s)
+            else:
+                self._learn_extra(kind, later_s)
+        elif first is not None:
+            self._learn_extra(first.kind, first.extra_s + later_s)
+            self._first_drafted = None
+        elif precedes_drafts:
+            self._early_s = later_s
+        elif plain is None:
+            self._plain[rounded(kind.num_decodes)] = _PlainCost(seconds)
+        else:
+            plain.seconds = _smooth(plain.seconds, min(seconds, _OUTLIER * plain.seconds))
+            plain.num_drafted = 0
 
-    def observe_planning(self, seconds: float, *, has_prompts: bool) -> None:
-        """The host's time between deciding to plan a step and having submitted it."""
-        self._observe_host(_planning(has_prompts), seconds)
+    def _learn_extra(self, kind: StepKind, extra_s: float) -> None:
+        """Drafts have cost so much."""
+        costs = self._known_costs(kind.num_decodes)
+        if costs is None:
+            return
+        self._plain[rounded(kind.num_decodes)].num_drafted += 1
+        drafts = rounded(kind.num_draft_tokens)
+        table = self._drafts_s.setdefault(_width(kind.num_decodes), {})
+        known_s = table[drafts][0] if drafts in table else None
+        most_s = _OUTLIER * max(costs.extra_s(drafts), costs.plain_s / 4)
+        if known_s is None:  # the more there are, the less is known of what they may cost
+            most_s = max(most_s, costs.plain_s * drafts / _DRAFTS_LIKE_A_STEP)
+        table[drafts] = (_smooth(known_s, min(max(0.0, extra_s), most_s)), self._num_steps)
+
+    def observe_planning(self, seconds: float, *, has_prompts: bool, num_drafts: int = 0) -> float:
+        """The host's time between deciding to plan a step and having submitted it. Returns what of it was unusual, as
+        where a step was captured."""
+        work = f"planning {_width(num_drafts)} digits of drafts" if num_drafts else _planning(has_prompts)
+        known = self._host.get(work)
+        unusual_s = 0.0 if known is None else max(0.0, seconds - _OUTLIER * known.mean_s)
+        self._observe_host(work, seconds)
+        return unusual_s
 
     def observe_preparing(self, seconds: float) -> None:
         """The host's time for something that spares later steps time, such as a capture."""
         self._observe_host(_PREPARING, seconds)
 
-    def observe_turnaround(self, num_decodes: int, seconds: float) -> None:
-        """The host's time from a result with drafts until the forward pass of the step after it. Where other steps are
-        planned while one runs, the device waits for that long, and only because of the drafts."""
-        self._has_turnarounds = True
-        self._observe_host(_turnaround(num_decodes), seconds)
-
     def _observe_host(self, work: str, seconds: float) -> None:
         if known := self._host.get(work):
             # Now and then a step has no graph, or captures one. That says nothing of the next, which probably has.
-            known.observe(min(seconds, 3 * known.mean_s))
+            known.observe(min(seconds, _OUTLIER * known.mean_s))
         else:
             self._host[work] = Estimate.first(seconds)
 
@@ -259,17 +322,20 @@ class StepCosts:
         return self._baseline_s or 0.0
 
     def draft_costs(self, num_decodes: int) -> DraftCosts | None:
-        """What drafts would cost beside so many decodes; None while no step of these alone was seen. Between numbers of
-        drafts that were seen it is a line; beyond them, each draft costs as much as a prompt's token."""
-        rows = rounded(num_decodes)
-        plain_s = self._decodes_s.get(rows)
-        if plain_s is None:
+        """What drafts would cost beside so many decodes; None while no step of these alone was seen, or for too long.
+        Between numbers of drafts that were seen it is a line; beyond them, each draft costs as much as a prompt's
+        token."""
+        plain = self._plain.get(rounded(num_decodes))
+        return None if plain is None or plain.num_drafted > _MAX_DRAFTED else self._known_costs(num_decodes)
+
+    def _known_costs(self, num_decodes: int) -> DraftCosts | None:
+        plain = self._plain.get(rounded(num_decodes))
+        if plain is None:
             return None
-        costs = DraftCosts(plain_s, self._waiting_s(num_decodes), 1.0 / self.prefill_tokens_per_s)
+        costs = DraftCosts(plain.seconds, 1.0 / self.prefill_tokens_per_s)
         if self._drafts_s:
-            if rows not in self._drafts_s:
-                rows = min(self._drafts_s, key=lambda known: max(known, rows) / min(known, rows))
-            table = self._drafts_s[rows]
+            width = _width(num_decodes)
+            table = self._drafts_s[min(self._drafts_s, key=lambda known: abs(known - width))]
             for number in sorted(table):
                 seconds, seen = table[number]
                 if self._num_steps - seen > _DRAFTS_FORGOTTEN_AFTER:
@@ -277,18 +343,25 @@ class StepCosts:
                 else:
                     costs.numbers.append(number)
                     costs.seconds.append(seconds)
+            costs.lengthen()
         return costs
+
+    def decode_s(self, num_decodes: int) -> float:
+        """About how much longer a step of so many decodes takes for each of them: as much as a prompt's token at least,
+        else by what steps of half as many or fewer take. At most its share; 0 while nothing is known."""
+        rows = rounded(num_decodes)
+        if (plain := self._plain.get(rows)) is None:
+            return 0.0
+        decode_s = 1.0 / self.prefill_tokens_per_s
+        if narrower := [known for known in self._plain if 2 * known <= rows]:
+            known = max(narrower)
+            decode_s = max(decode_s, (plain.seconds - self._plain[known].seconds) / (rows - known))
+        return min(decode_s, plain.seconds / rows)
 
     def drafts_s(self, num_decodes: int, num_drafts: int) -> float:
         """About how many seconds so many drafts add to a step of so many decodes, and to the time until the next."""
         costs = self.draft_costs(num_decodes)
         return 0.0 if costs is None else costs.extra_s(num_drafts)
-
-    def _waiting_s(self, num_decodes: int) -> float:
-        if not self._has_turnarounds:
-            return 0.0
-        known = self._host.get(_turnaround(num_decodes)) or self._host.get(_planning(has_prompts=False))
-        return known.mean_s if known else 0.0
 
     def step_s(self, kind: StepKind) -> float:
         """About how long a step takes: as its kind did before, else by its prompt tokens; 0 while nothing is known."""
@@ -318,9 +391,9 @@ def _planning(has_prompts: bool) -> str:
     return "planning prompts" if has_prompts else "planning decodes"
 
 
-def _turnaround(num_decodes: int) -> str:
-    """The turnaround of a step, which grows with the batch: about as in steps of half or twice the width."""
-    return f"turnaround of {1 << num_decodes.bit_length()}"
+def _width(count: int) -> int:
+    """Steps of half or twice as many cost about the same beside what they compute."""
+    return count.bit_length()
 
 
 def rounded(count: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.engine.api import EngineInfo
-    from quire.step_costs import StepCosts
+    from quire.scheduler import Scheduler
 
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,11 +38,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def draft_for_free(costs: StepCosts) -> None:
+def draft_for_free(scheduler: Scheduler) -> None:
     """Whatever is guessed is verified: for tests in which it is not the question which drafts would pay."""
     from quire.step_costs import DraftCosts
 
-    costs.draft_costs = lambda num_decodes: DraftCosts(1.0, 0.0, 0.0)  # type: ignore[method-assign]
+    assert scheduler.drafter is not None
+    free, draft = DraftCosts(1.0, 0.0, [512], [0.0]), scheduler.drafter.draft
+    scheduler.costs.draft_costs = lambda num_decodes: free  # type: ignore[method-assign]
+    scheduler.drafter.draft = lambda running, most, ends_together: draft(running, most)  # type: ignore[method-assign,assignment,misc]
 
 
 def engine_info(**changes: Any) -> EngineInfo:

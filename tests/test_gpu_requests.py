@@ -48,7 +48,7 @@ def test_drafts_change_no_token(weights: Path, method: str, settings: dict[str, 
     plain = answers(make(weights, device="cuda"), params)
     speculation = {"method": method} | ({"model": str(weights)} if method == "draft_model" else {})
     llm = make(weights, device="cuda", speculative_config=speculation, **settings)
-    fakes.draft_for_free(llm.llm_engine.core.scheduler.costs)
+    fakes.draft_for_free(llm.llm_engine.core.scheduler)
     for _ in range(2):  # then earlier answers are known
         # Where two tokens are about as likely, a batch of another size may round to the other one.
         assert num_different(answers(llm, params), plain) <= 2

@@ -127,6 +127,7 @@ def measure_speculation(
             raise ConfigError("--cpu-time is for a CPU and one process: leave it out")
         # The drafter, too, goes by what steps cost without the machine's other work.
         engine.core.executor.host_clock = time.process_time  # type: ignore[attr-defined]
+        engine.core.interval_clock = time.process_time
     while runs_beside_host(engine.core) and engine.core.prepare_more():
         pass  # what is captured while a run is timed would be counted
     try:
@@ -138,6 +139,7 @@ def measure_speculation(
         scheduler.drafter = own
         if in_cpu_time:
             engine.core.executor.host_clock = time.perf_counter  # type: ignore[attr-defined]
+            engine.core.interval_clock = time.perf_counter
 
 
 def _drafters(engine: LLMEngine, methods: Sequence[str]) -> dict[str, MakeDrafter]:

@@ -7,7 +7,7 @@ miss costs no step anything.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.step_costs import DraftCosts, rounded
@@ -18,10 +18,12 @@ FIRST_CHANCES = tuple(c for c in (0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.75
 FIRST_WEIGHT, MAX_WEIGHT = 8, 200  # guesses that a first chance, and a learned one at most, counts as
 MAX_CHANCE = 0.99
 MIN_GAIN = 1.05  # of tokens a second: less than that, and noise would decide
+_MIN_GAIN_OF_ALL = 1.1  # of the time that a batch takes: sequences that gain alike on average do not end at once
 MAX_LOOKED_AT = 512  # drafts that one step considers
 RECORD_MEMORY, RECORD_PRIOR = 0.9, 0.2  # of a request's own record, at each guess
 _TRUST_MEMORY, _TRUST_PRIOR = 0.95, 8.0  # at each step with drafts; tokens
 _TRUST_RETURN = 0.998  # at each step without
+_MEAN_FIRST_WEIGHT, _MEAN_MAX_WEIGHT = 4, 32  # observations
 
 
 class Chances:
@@ -108,6 +110,30 @@ class Trust:
 
     def judged(self, num_accepted: int) -> None:
         self._accepted[self._width] = self._accepted.get(self._width, 0.0) + num_accepted
+
+
+class Mean:
+    """What a number was on average lately; counted as if it had been nothing a few times before."""
+
+    __slots__ = ("_weight", "value")
+
+    def __init__(self) -> None:
+        self.value, self._weight = 0.0, _MEAN_FIRST_WEIGHT
+
+    def learn(self, value: float) -> None:
+        self._weight = min(self._weight + 1, _MEAN_MAX_WEIGHT)
+        self.value += (value - self.value) / self._weight
+
+
+def ends_sooner(gains: Sequence[float], added_s: float, plain_s: float, decode_s: float) -> bool:
+    """Whether a batch that is waited for as a whole ends sooner with drafts. gains: the tokens that they bring to each
+    sequence in a step; added_s: what they add to it; plain_s: what it takes without, and decode_s: each decode of it.
+
+    There are as many steps as the slowest sequence needs. Of what the others gain, only their share of steps is saved
+    in which they do not run any more.
+    """
+    fixed_s = plain_s - len(gains) * decode_s
+    return plain_s + fixed_s * min(gains) + decode_s * sum(gains) >= _MIN_GAIN_OF_ALL * (plain_s + added_s)
 
 
 class Candidate(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from quire.drafting.acceptance import Trust, can_pay
+from quire.drafting.acceptance import Mean, Trust, can_pay, ends_sooner
 from quire.drafting.answers import AnswerCache, Scope
 from quire.drafting.lines import Lines, Rules, Step
 from quire.drafting.native import NativeLines, is_built
@@ -19,7 +19,10 @@ _SUFFIX_GRAM = 2  # the shortest match that suffix looks for
 _MIN_CHANCE = 0.02  # of an ngram's draft: none so unlikely was ever worth its time
 _MAX_FOLLOWED = 64  # new tokens of a line; of more, the guess is not compared with them
 _MAX_ENTERED = 8192  # tokens that one step enters beside those, so that none waits for a long prompt, nor for many
-_LOOK_SHARE = 0.01  # of a step's time that looking in vain may take
+# Drafts of one step where nobody knows yet what so many cost: at most so many; or for each decode; or times what was
+# seen.
+_MIN_TRIED, _TRIED_PER_DECODE, _TRIED_FACTOR = 16, 2, 2
+_LOOK_SHARE = 0.005  # of a step's time that looking in vain may take
 _MAX_REST = 32  # steps without a look
 
 
@@ -30,6 +33,7 @@ class _Opened:
     slot: int
     scope: Scope | None  # of the answers that it may read
     num_seen: int = 0  # of its tokens
+    gain: Mean = field(default_factory=Mean)  # tokens that drafts bring in a step, were they run in each
 
 
 class LookupDrafter(Drafter):
@@ -55,31 +59,41 @@ class LookupDrafter(Drafter):
         self._opened: dict[int, _Opened] = {}  # by seq_id
         self._free_slots: list[int] = []
         self._num_rests = 0  # steps until the next look
+        self._num_resting = 0  # sequences that ran at the last
         self._has_entered = False  # with the last look
         self._trust = Trust()
+        self._added_s = Mean()  # by drafts, were they run in each step
 
-    def draft(self, running: list[Sequence], most: int) -> dict[int, list[int]]:
+    def draft(self, running: list[Sequence], most: int, *, ends_together: bool = False) -> dict[int, list[int]]:
         """Where there is nothing to draft, the next look is so many steps away that looking stays cheap; not while
-        prompts are entered, which is done once."""
-        if self._num_rests:
+        prompts are entered, which is done once, nor when half of those that ran have ended."""
+        if self._num_rests and 2 * len(running) > self._num_resting:
             self._num_rests -= 1
             return {}
+        started = self._clock()
+        self._num_rests, self._num_resting = 0, len(running)
         decoding = [
             seq for seq in running if seq.num_computed_tokens == len(seq.token_ids) + seq.num_pending_tokens - 1
         ]
         if most <= 0 or not decoding:
             return {}
         costs = self._costs.draft_costs(len(decoding))
-        if costs is None or not can_pay(costs, len(decoding), min(most, len(decoding) * self._most)):
+        if costs is None:
             return {}
-        started = self._clock()
-        drafts = self._look(decoding, most, costs)
+        drafts: dict[int, list[int]] = {}
+        self._has_entered = False
+        num_seen = costs.numbers[-1] if costs.numbers else 0
+        most = min(most, max(_MIN_TRIED, _TRIED_PER_DECODE * len(decoding), _TRIED_FACTOR * num_seen))
+        if can_pay(costs, len(decoding), min(most, len(decoding) * self._most)):
+            drafts = self._look(decoding, most, costs, ends_together and len(decoding) > 1)
         if not drafts and not self._has_entered:
             looked_s = self._clock() - started
             self._num_rests = min(_MAX_REST, int(looked_s / (_LOOK_SHARE * costs.plain_s)))
         return drafts
 
-    def _look(self, decoding: list[Sequence], most: int, costs: DraftCosts) -> dict[int, list[int]]:
+    def _look(
+        self, decoding: list[Sequence], most: int, costs: DraftCosts, ends_together: bool
+    ) -> dict[int, list[int]]:
         opened = self._opened
         step = Step(len(decoding), most, self._trust.of(len(decoding)))
         keys, slots, num_new, num_unknown = step.keys, step.slots, step.num_new, step.num_unknown
@@ -101,8 +115,23 @@ class LookupDrafter(Drafter):
             num_unknown.append(seq.num_pending_tokens + seq.num_unverified_drafts)
         self._has_entered = num_left < _MAX_ENTERED
         drafts = self._lines.step(step, costs)
+        if ends_together and not self._ends_sooner(step, drafts, costs):
+            drafts, step.expected = {}, 0.0
         self._trust.chose(len(decoding), step.expected)
         return drafts
+
+    def _ends_sooner(self, step: Step, drafts: dict[int, list[int]], costs: DraftCosts) -> bool:
+        """Whether the batch ends sooner with drafts like these, on average over the last looks: in any one of them some
+        sequences have none."""
+        num_drafts = sum(map(len, drafts.values()))
+        share = step.trust * step.expected / num_drafts if num_drafts else 0.0
+        gains = [0.0] * (step.num_decodes - len(step.keys))  # of those that are still being entered nobody knows
+        for key in step.keys:
+            gain = self._opened[key].gain
+            gain.learn(share * len(drafts.get(key, ())))
+            gains.append(gain.value)
+        self._added_s.learn(costs.extra_s(num_drafts) if num_drafts else 0.0)
+        return ends_sooner(gains, self._added_s.value, costs.plain_s, self._costs.decode_s(step.num_decodes))
 
     def _open(self, seq: Sequence) -> _Opened:
         slot = self._free_slots.pop() if self._free_slots else len(self._opened)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.drafting.acceptance import Candidate, can_pay, choose
+from quire.drafting.acceptance import Candidate, can_pay, choose, ends_sooner
 from quire.request import Sequence
 from quire.scheduler import Drafter
 from quire.speculation import SpeculativeConfig
@@ -25,7 +25,7 @@ class ModelDrafter(Drafter):
         self._chances: dict[int, float] = {}  # by seq_id
         self._begun: set[int] = set()  # whose prompt the draft model has computed
 
-    def draft(self, running: list[Sequence], most: int) -> dict[int, int]:
+    def draft(self, running: list[Sequence], most: int, *, ends_together: bool = False) -> dict[int, int]:
         decoding = [
             seq
             for seq in running
@@ -47,6 +47,12 @@ class ModelDrafter(Drafter):
             self._chances[seq.seq_id] = chance
             candidates.append(Candidate(seq.seq_id, [chance ** (depth + 1) for depth in range(self._most)]))
         chosen = choose(costs, len(decoding), candidates, most).numbers
+        if ends_together and len(decoding) > 1:
+            gains = [0.0] * (len(decoding) - len(candidates))
+            gains += [sum(each.chances[: chosen.get(each.key, 0)]) for each in candidates]
+            added_s = costs.extra_s(sum(chosen.values()))
+            if not ends_sooner(gains, added_s, costs.plain_s, self._costs.decode_s(len(decoding))):
+                return {}
         self._begun.update(chosen)
         return chosen
 

@@ -44,7 +44,7 @@ class _Costs(Structure):
     """As in native/drafting.c."""
 
     _fields_ = (
-        *((name, c_double) for name in ("plain_s", "waiting_s", "more_s")),
+        *((name, c_double) for name in ("plain_s", "more_s")),
         ("seconds", c_void_p),
         ("numbers", c_void_p),
         ("num_bends", c_int32),
@@ -168,9 +168,7 @@ class NativeLines:
             step.num_decodes,
             step.most,
             step.trust,
-            byref(
-                _Costs(costs.plain_s, costs.waiting_s, costs.more_s, _address(seconds), _address(numbers), len(numbers))
-            ),
+            byref(_Costs(costs.plain_s, costs.more_s, _address(seconds), _address(numbers), len(numbers))),
             _address(self._drafted),
             _address(self._numbers),
             _address(self._drafts),

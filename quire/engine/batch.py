@@ -49,16 +49,19 @@ def run_batch(
             return request.num_prompt_tokens
 
         intake = Intake(engine.core, add_own, count, in_slices=in_slices)
-        intake.begin_steps()
-        if unfinished:
-            yield []
-        while unfinished or not intake.is_done:
+        try:
             intake.begin_steps()
-            outputs = [output for output in engine.step() if output.request_id in unfinished]
-            unfinished.difference_update([output.request_id for output in outputs if output.finished])
-            yield outputs
-            if stop.is_set:
-                raise KeyboardInterrupt
+            if unfinished:
+                yield []
+            while unfinished or not intake.is_done:
+                intake.begin_steps()
+                outputs = [output for output in engine.step() if output.request_id in unfinished]
+                unfinished.difference_update([output.request_id for output in outputs if output.finished])
+                yield outputs
+                if stop.is_set:
+                    raise KeyboardInterrupt
+        finally:
+            engine.core.scheduler.is_whole_batch = False
         engine.core.settle(_SETTLE_S)
 
 
@@ -95,6 +98,7 @@ class Intake:
         while not self.is_done and (tokens_left > 0 or not self._in_slices):
             tokens_left -= self._add(self._next)
             self._next += 1
+        self._core.scheduler.is_whole_batch = self.is_done
 
     def _next_slice_steps(self) -> int:
         if self._slice_steps == 1:

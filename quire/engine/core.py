@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from quire.errors import BadRequestError, EngineDeadError, MemoryBudgetError
 from quire.executor.base import Executor, SleepingExecutor
 from quire.grammar import NO_GRAMMAR, GrammarCompiler
 from quire.kv import KVManager
-from quire.plan import StepPlan
+from quire.plan import Spans, StepPlan
 from quire.request import FinishReason, Request, Sequence
 from quire.scheduler import Scheduler, SequenceUpdate
 from quire.step_costs import StepKind
@@ -41,9 +41,11 @@ class _Flight:
     num_tokens: int  # that it computes
     leaves_prompts: bool  # whether prompts remain to be computed after it
     began_s: float  # when the executor began it, or earlier
-    has_drafts: bool  # nobody knows before its result where the next step begins
-    num_rows: int
-    idle_s: float | None  # the device had nothing to do for so long, because the step before this one had drafts
+
+    @property
+    def has_drafts(self) -> bool:
+        """Then nobody knows before its result where the next step begins."""
+        return self.kind.num_draft_tokens > 0
 
 
 # How long a loop without other work sleeps while a grammar is compiled or an adapter is read: a command may come.
@@ -51,6 +53,17 @@ _COMPILING_S, _READING_S = 0.005, 0.001
 _SETTLE_S = 5.0  # at the end of an engine
 _SETTLE_ASLEEP_S = 0.5  # before a sleep: another model may wait for the memory
 _MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for nobody
+
+
+def _kind_of(spans: Spans) -> StepKind:
+    """As the scheduler tells what such a step took."""
+    num_decodes = spans.num_tokens.count(1)
+    num_others = sum(spans.num_tokens) - num_decodes
+    if not spans.drafts:
+        return StepKind(num_decodes, num_others)
+    counts = zip(spans.rows, spans.num_tokens, strict=True)
+    num_drafts = sum(count - 1 for row, count in counts if row in spans.drafts)
+    return StepKind(num_decodes + len(spans.drafts), num_others - num_drafts - len(spans.drafts), num_drafts)
 
 
 class EngineCore:
@@ -77,7 +90,12 @@ class EngineCore:
         self.is_asleep = False
         self._has_prepared_grammars = False
         self._last_added_s = 0.0
-        self._drafts_judged_s: float | None = None  # when, if nothing has been submitted since
+        # The step that has ended had drafts, so that the next could not be planned beside it: whoever has other work to
+        # do begins that one first.
+        self.device_waits = False
+        self.interval_clock: Callable[[], float] = time.perf_counter  # by which steps are timed with the host's part
+        self._last_result_s: float | None = None  # by that clock; None where nothing was left to run after it
+        self._unusual_s = 0.0  # what the host has done since then, and does not do in most steps
         self._failure: BaseException | None = None
         self.host = HostSeconds()
         self.stats = StepStats()
@@ -154,12 +172,6 @@ class EngineCore:
         """For another step beside those that run."""
         return len(self._flights) < self.executor.depth
 
-    @property
-    def device_waits(self) -> bool:
-        """The step that has ended had drafts, so that the next could not be planned beside it: whoever has other work
-        to do begins that one first."""
-        return self._drafts_judged_s is not None
-
     def begin_step(self) -> bool:
         """Plan and submit one step. False where there is no room for it, or nothing to plan yet."""
         with self._dying_of_failures():
@@ -185,15 +197,12 @@ class EngineCore:
             flight = self._flights.popleft()
             result = self.executor.collect(flight.ticket)
             collected = time.perf_counter()
-            if flight.has_drafts and self.executor.depth > 1:
-                self._drafts_judged_s = collected
+            self.device_waits = flight.has_drafts and self.executor.depth > 1
             if self._flights and result.ended_s is not None:
                 self._flights[0].began_s = result.ended_s  # it had to wait for this one
-            if flight.idle_s is not None:
-                # Until its forward pass began the device waited for the host: a cost of the drafts before it.
-                self._costs.observe_turnaround(flight.num_rows, flight.idle_s + result.timings.prepare_s)
-                result.timings.total_s -= result.timings.prepare_s
-            updates = self.scheduler.update(result)
+            updates = self.scheduler.update(result, self._take_interval_s())
+            if not self.scheduler.num_running:
+                self._last_result_s = None
             self.stats.on_step(result, flight.num_tokens, updates)
             self.host.collect_s += collected - started
             self.host.update_s += time.perf_counter() - collected
@@ -214,26 +223,24 @@ class EngineCore:
         self.last_plan = plan
         ticket = self.executor.submit(plan)
         submitted = time.perf_counter()
-        counts = plan.spans.num_tokens
-        num_tokens, num_decodes = sum(counts), counts.count(1)
-        kind = StepKind(num_decodes, num_tokens - num_decodes)
-        idle_s = None if self._drafts_judged_s is None else planned - self._drafts_judged_s
-        self._drafts_judged_s = None
+        kind, num_tokens = _kind_of(plan.spans), sum(plan.spans.num_tokens)
+        self.device_waits = False
         self._flights.append(
-            _Flight(
-                ticket,
-                kind,
-                num_tokens,
-                leaves_prompts=not all(plan.spans.samples),
-                began_s=planned,
-                has_drafts=bool(plan.spans.drafts),
-                num_rows=len(plan.spans),
-                idle_s=idle_s,
-            )
+            _Flight(ticket, kind, num_tokens, leaves_prompts=not all(plan.spans.samples), began_s=planned)
         )
-        self._costs.observe_planning(submitted - started, has_prompts=kind.num_prompt_tokens > 0)
+        unusual_s = self._costs.observe_planning(
+            submitted - started, has_prompts=kind.num_prompt_tokens > 0, num_drafts=kind.num_draft_tokens
+        )
+        if self.executor.depth > 1:  # else the step itself has run meanwhile
+            self._unusual_s += unusual_s
         self.host.submit_s += submitted - planned
         return True
+
+    def _take_interval_s(self) -> float | None:
+        """A result is there: how long after the one before, where sequences ran on then."""
+        now_s, last_s, unusual_s = self.interval_clock(), self._last_result_s, self._unusual_s
+        self._last_result_s, self._unusual_s = now_s, 0.0
+        return None if last_s is None else max(0.0, now_s - last_s - unusual_s)
 
     @contextmanager
     def _dying_of_failures(self) -> Iterator[None]:

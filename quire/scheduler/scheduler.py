@@ -46,7 +46,7 @@ class Scheduler:
         self._clock = clock
         self._life = Lifecycle(config, kv, clock)
         self.traffic = BlockTraffic(self._life, kv)  # with other engines
-        self.costs = StepCosts(prefill_tokens_per_s=config.prefill_tokens_per_s)
+        self.costs = StepCosts(prefill_tokens_per_s=config.prefill_tokens_per_s, plans_ahead=config.max_in_flight > 1)
         self._room = Room(self._life, kv, self.costs)
         self.target_step_s = None if config.target_step_ms is None else config.target_step_ms / 1e3
         self._prompts_match_decodes = False
@@ -58,6 +58,8 @@ class Scheduler:
         self._prompts = Prompts(self._life, kv, self._room, self.costs, self._prompt_logprobs)
         self._failures: list[SequenceUpdate] = []
         self.drafter: Drafter | None = None  # guesses tokens, for the executor to verify
+        # Whether all requests are of one batch that is complete, and whoever gave it waits for its end.
+        self.is_whole_batch = False
         # The tokens that a sequence's grammar leaves no choice of: verified like guesses, and always right.
         self.forced_tokens: Callable[[Sequence], list[int]] | None = None
 
@@ -244,7 +246,8 @@ class Scheduler:
         if self.drafter is not None and self._life.running:
             running = self._life.running
             drafted = [seq for seq in running if not self._life.is_beam(seq)] if beams else running
-            drafts = self.drafter.draft(drafted, step.budget - len(running))
+            is_last = self.is_whole_batch and not self._life.queue  # else those who end make way for others
+            drafts = self.drafter.draft(drafted, step.budget - len(running), ends_together=is_last)
         # A preemption inside takes the list's last sequence away, which iteration over a list allows. With several
         # tenants it may be any.
         for seq in self._still_running() if self._life.queue.is_shared else self._life.running:
@@ -365,8 +368,9 @@ class Scheduler:
 
     # -- a result comes
 
-    def update(self, result: StepResult) -> list[SequenceUpdate]:
-        """Take in the oldest submitted step's result: append tokens, end what ends, say what is new."""
+    def update(self, result: StepResult, interval_s: float | None = None) -> list[SequenceUpdate]:
+        """Take in the oldest submitted step's result: append tokens, end what ends, say what is new. interval_s: since
+        the result before, where sequences ran on after it."""
         memory = self._in_flight.popleft()
         assert memory.step == result.step, f"the result of step {result.step} came, that of {memory.step} is due"
         self._life.take_in_awaited()  # where no other step could be planned beside it
@@ -377,7 +381,13 @@ class Scheduler:
             self.traffic.on_moved(ticket, is_complete)
         timings = result.timings
         kind = StepKind(memory.num_decodes, memory.num_prefill_tokens, memory.num_draft_tokens)
-        self.costs.observe_step(kind, device_s=timings.forward_s + timings.sample_s, total_s=timings.total_s)
+        self.costs.observe_step(
+            kind,
+            device_s=timings.forward_s + timings.sample_s,
+            total_s=timings.total_s,
+            interval_s=interval_s,
+            precedes_drafts=bool(self._in_flight) and self._in_flight[0].num_draft_tokens > 0,
+        )
         updates = self.take_failures()
         prompts = self._prompt_logprobs.take_new(memory, result) if result.prompt_logprobs else {}
         drafts, logprobs, failed = memory.drafts, result.logprobs, result.failed

@@ -27,10 +27,13 @@ class SequenceUpdate:
 class Drafter:
     """Guesses how running sequences go on. Whether a guess is right changes only how fast they do."""
 
-    def draft(self, running: list[Sequence], most: int) -> Mapping[int, list[int] | int]:
+    def draft(
+        self, running: list[Sequence], most: int, *, ends_together: bool = False
+    ) -> Mapping[int, list[int] | int]:
         """A step is planned in which these run; there is room for so many drafts. By seq_id, of some that decode: token
         ids to follow its last one, or how many the executor's own drafter shall propose. Tokens of steps in flight are
-        not known here (seq.num_pending_tokens)."""
+        not known here (seq.num_pending_tokens). ends_together: somebody waits for the last of them to end, and nobody
+        else will come, so that nothing is gained where some get on faster and others do not."""
         return {}
 
     def judged(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:

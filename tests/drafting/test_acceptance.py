@@ -21,11 +21,17 @@ def draft_costs(num_decodes: int, plain_s: float, extra_s: dict[int, float]) -> 
 def costs_of(num_decodes: int, plain_s: float, extra_s: dict[int, float]) -> StepCosts:
     costs = StepCosts(prefill_tokens_per_s=1000.0)
     for _ in range(30):
-        costs.observe_step(StepKind(num_decodes, 0), device_s=plain_s, total_s=plain_s)
+        observe(costs, StepKind(num_decodes, 0), plain_s)
         for drafts, seconds in extra_s.items():
-            total_s = plain_s + seconds
-            costs.observe_step(StepKind(num_decodes, 0, drafts), device_s=total_s, total_s=total_s)
+            observe(costs, StepKind(num_decodes, 0, drafts), plain_s + seconds)
+        observe(costs, StepKind(num_decodes, 0), plain_s)
     return costs
+
+
+def observe(costs: StepCosts, kind: StepKind, *seconds: float) -> None:
+    """Steps of a kind, one after the other, on a host that takes no time."""
+    for each in seconds:
+        costs.observe_step(kind, device_s=each, total_s=each)
 
 
 def plain_s(costs: StepCosts, num_decodes: int) -> float:
@@ -118,27 +124,27 @@ def test_no_other_choice_brings_more_tokens_a_second(lines: list[list[float]], s
 
 def test_one_slow_step_neither_opens_nor_shuts_the_gate() -> None:
     costs = costs_of(1, 10e-3, {3: 4e-3})
-    costs.observe_step(StepKind(1, 0, 3), device_s=1.0, total_s=1.0)  # somebody else had the machine
+    observe(costs, StepKind(1, 0, 3), 1.0)  # somebody else had the machine
+    observe(costs, StepKind(1, 0), 10e-3)
     assert costs.drafts_s(1, 3) < 9e-3
-    costs.observe_step(StepKind(1, 0), device_s=1.0, total_s=1.0)
+    observe(costs, StepKind(1, 0), 1.0)
     assert plain_s(costs, 1) == pytest.approx(16e-3)
 
 
 def test_what_drafts_cost_is_forgotten_in_time_so_that_it_is_tried_again() -> None:
     costs = costs_of(1, 10e-3, {3: 100e-3})
     assert costs.drafts_s(1, 3) > 50e-3
-    for _ in range(2001):
-        costs.observe_step(StepKind(1, 0), device_s=10e-3, total_s=10e-3)
+    observe(costs, StepKind(1, 0), *[10e-3] * 2001)
     assert costs.drafts_s(1, 3) == pytest.approx(3e-3)  # as long as a prompt's tokens would take
 
 
 def test_drafts_do_not_teach_what_decodes_alone_cost() -> None:
     costs = costs_of(4, 10e-3, {})
-    for _ in range(20):
-        costs.observe_step(StepKind(4, 0, 20), device_s=50e-3, total_s=50e-3)
+    observe(costs, StepKind(4, 0, 20), *[50e-3] * 20)
+    observe(costs, StepKind(4, 0), 10e-3)
     assert costs.decodes_s == pytest.approx(10e-3) and plain_s(costs, 4) == pytest.approx(10e-3)
     assert costs.drafts_s(4, 20) == pytest.approx(40e-3, rel=0.3)
     assert costs.drafts_s(4, 10) == pytest.approx(20e-3, rel=0.3)  # between what was seen it is a line
     assert costs.draft_costs(5) is None
-    costs.observe_step(StepKind(5, 0), device_s=10e-3, total_s=10e-3)
+    observe(costs, StepKind(5, 0), 10e-3)
     assert costs.drafts_s(5, 20) == costs.drafts_s(4, 20)  # the nearest that was seen

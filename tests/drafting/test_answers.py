@@ -12,7 +12,7 @@ from quire.step_costs import DraftCosts
 
 A, B = ("a", None), ("b", None)
 RULES = Rules(gram=2, depth=8, most=8, factor=8.0, min_chance=0.0)
-FREE = DraftCosts(plain_s=1.0, waiting_s=0.0, more_s=0.0)
+FREE = DraftCosts(plain_s=1.0, more_s=0.0)
 
 
 def cache_of(max_answers: int, **fields: int) -> AnswerCache:

@@ -17,7 +17,7 @@ from quire.kernels.cpu import unavailable_reason
 def free_drafts(llm: LLM | AsyncLLM) -> None:
     """Whatever is guessed is verified: which drafts would pay is not the question here."""
     engine = llm.llm_engine if isinstance(llm, LLM) else llm.engine
-    fakes.draft_for_free(engine.core.scheduler.costs)
+    fakes.draft_for_free(engine.core.scheduler)
 
 
 # A vocabulary of few tokens, so that something is always found.

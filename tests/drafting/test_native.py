@@ -20,7 +20,7 @@ def costs_of(rng: random.Random) -> DraftCosts:
     """Steps whose costs rise, jump or fall with the number of drafts."""
     numbers = sorted(rng.sample(range(1, 60), rng.randrange(6)))
     seconds = [rng.uniform(0.0, 2e-2) for _ in numbers]
-    return DraftCosts(1e-2, rng.choice([0.0, 1e-3]), rng.choice([0.0, 1e-4, 2e-3]), numbers, seconds)
+    return DraftCosts(1e-2, rng.choice([0.0, 1e-4, 2e-3]), numbers, seconds)
 
 
 def run_both(rng: random.Random) -> int:
@@ -82,7 +82,7 @@ def test_both_choose_the_same_drafts_whatever_comes() -> None:
 def test_a_guess_may_outlive_the_answers_that_it_is_of() -> None:
     rules = Rules(gram=2, depth=8, most=3, factor=8.0, min_chance=0.0)
     native = NativeLines(rules)
-    free = DraftCosts(plain_s=1.0, waiting_s=0.0, more_s=0.0)
+    free = DraftCosts(plain_s=1.0, more_s=0.0)
     native.remember(0, [*range(100), END_OF_ANSWER])
     native.open(0, 0)
     native.enter(0, [500, 4, 5])

@@ -9,9 +9,10 @@ import random
 import re
 import statistics
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
-from drafting.virtual_gpu import Job, Ran, run
+from drafting.virtual_gpu import SLOW_HOST, Job, Ran, run
 
 from quire.bench.workloads import Workload, mixed256, sharegpt
 from quire.lab.shapes import read_model_spec
@@ -20,6 +21,7 @@ from quire.sim.roofline import RooflineCost
 
 VOCAB = 128_000
 COST = RooflineCost(read_model_spec("llama-3.1-8b"), DEVICES["h200"])
+SMALL_COST = RooflineCost(read_model_spec("smollm2"), DEVICES["h200"])
 
 # A real text, word by word, with the words that follow one another as they do in texts.
 _WORDS = re.findall(r"\w+|\s+|.", inspect.getsource(argparse))
@@ -108,3 +110,71 @@ def test_a_single_stream_that_copies_is_more_than_twice_as_fast(method: str, mon
 
     plain, drafting = (run(edits(), COST, monkeypatch, each) for each in (None, method))
     assert statistics.mean(plain.whole_s) > 2 * statistics.mean(drafting.whole_s)
+
+
+def copies(count: int, replaced_share: Callable[[int], float]) -> list[Job]:
+    """Requests that come at once: a piece of text each, and its answer, which is that piece with some of its words
+    replaced, of each request another share."""
+    rng, jobs = random.Random(3), []
+    for i in range(count):
+        start = rng.randrange(len(TEXT) - 200)
+        piece = TEXT[start : start + 200]
+        answer = [VOCAB + rng.randrange(VOCAB) if rng.random() < replaced_share(i) else word for word in piece]
+        jobs.append(Job([3 * VOCAB + i, *piece], answer))
+    return jobs
+
+
+# By name: the share of its words that a request's answer replaces.
+ANSWERS: dict[str, Callable[[int], float]] = {
+    "all copy": lambda i: 0.1,
+    "all copy loosely": lambda i: 0.3,
+    "some copy more closely than others": lambda i: 0.05 + 0.1 * (i % 5),
+    "every other copies": lambda i: 0.1 if i % 2 else 1.0,
+    "all but one copy": lambda i: 1.0 if i == 2 else 0.1,
+    "none copies": lambda i: 1.0,
+}
+
+
+@pytest.mark.parametrize("answers", ANSWERS)
+@pytest.mark.parametrize("width", [4, 16, 64])
+def test_a_batch_on_a_slow_host_ends_no_later_with_drafts(
+    width: int, answers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small model, for which the device is faster than the host: what drafts cost is the host's time, and that no
+    step is planned beside one that has some. All are waited for, so that it counts when the last ends."""
+    jobs = copies(width, ANSWERS[answers])
+    plain, drafting = (
+        run(jobs, SMALL_COST, monkeypatch, method, host=SLOW_HOST, together=True) for method in (None, "ngram")
+    )
+    assert drafting.tokens_per_s > 0.98 * plain.tokens_per_s
+    if answers == "all copy" and width <= 16:
+        assert drafting.tokens_per_s > 1.1 * plain.tokens_per_s
+
+
+@pytest.mark.parametrize("answers", ANSWERS)
+@pytest.mark.parametrize("width", [16, 64])
+def test_a_full_server_on_a_slow_host_is_no_slower_with_drafts(
+    width: int, answers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are always others who wait for a row: whoever ends makes way for them."""
+    jobs = copies(4 * width, ANSWERS[answers])
+    plain, drafting = (
+        run(jobs, SMALL_COST, monkeypatch, method, host=SLOW_HOST, max_num_seqs=width) for method in (None, "ngram")
+    )
+    assert drafting.tokens_per_s > 0.98 * plain.tokens_per_s
+
+
+def test_a_single_stream_that_copies_gains_on_a_slow_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = copies(4, ANSWERS["all copy"])
+    for i, job in enumerate(jobs):
+        job.arrival_s = 100.0 * i
+    plain, drafting = (run(jobs, SMALL_COST, monkeypatch, method, host=SLOW_HOST) for method in (None, "ngram"))
+    assert statistics.mean(plain.whole_s) > 2 * statistics.mean(drafting.whole_s)
+
+
+def test_where_drafts_lose_few_steps_try_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """About every other draft is right, and yet they cost more than they bring."""
+    dear = replace(SLOW_HOST, submitting=replace(SLOW_HOST.submitting, draft_s=40e-6))
+    ran = run(copies(256, ANSWERS["all copy"]), SMALL_COST, monkeypatch, "ngram", host=dear, max_num_seqs=64)
+    assert ran.num_accepted > 0.4 * ran.num_drafts > 0
+    assert ran.num_steps_with_drafts < 0.01 * ran.num_steps

@@ -21,12 +21,46 @@ from quire.sim.cost import SimClock, StepCost
 from quire.speculation import SpeculativeConfig
 from quire.step_costs import StepLoad
 
-# The host's work, in seconds: of a step, of each of its sequences, and of each that has drafts.
-_PLANNING_S = (100e-6, 0.4e-6, 3e-6)
-_SUBMITTING_S = (200e-6, 0.2e-6, 1e-6)
-_UPDATING_S = (50e-6, 0.5e-6, 2e-6)
-_DELIVERING_S = (50e-6, 5e-6, 0.0)  # texts: beside the next step, which has begun
-_LOOKING_S = 1e-6  # a sequence
+
+@dataclass(slots=True, frozen=True)
+class Work:
+    """The host's work, in seconds: of a step, of each of its sequences, of each that has drafts, and of each draft."""
+
+    step_s: float
+    seq_s: float
+    drafted_s: float = 0.0
+    draft_s: float = 0.0
+
+    def seconds(self, num_seqs: int, num_drafted: int, num_drafts: int) -> float:
+        return self.step_s + self.seq_s * num_seqs + self.drafted_s * num_drafted + self.draft_s * num_drafts
+
+
+@dataclass(slots=True, frozen=True)
+class Host:
+    """The host's work of each kind."""
+
+    planning: Work
+    submitting: Work
+    updating: Work
+    delivering: Work  # texts: beside the next step, which has begun
+    looking: Work
+
+
+HOST = Host(
+    planning=Work(100e-6, 0.4e-6, 3e-6),
+    submitting=Work(200e-6, 0.2e-6, 1e-6),
+    updating=Work(50e-6, 0.5e-6, 2e-6),
+    delivering=Work(50e-6, 5e-6),
+    looking=Work(0.0, 1e-6),
+)
+# Of a small model's engine, whose host takes longer than the device, and most of all for drafts.
+SLOW_HOST = Host(
+    planning=Work(150e-6, 1e-6, 6e-6, 1e-6),
+    submitting=Work(350e-6, 4e-6, 4e-6, 8e-6),
+    updating=Work(60e-6, 1.5e-6, 4e-6, 0.5e-6),
+    delivering=Work(100e-6, 6e-6),
+    looking=Work(20e-6, 1e-6),
+)
 
 
 @dataclass(slots=True)
@@ -46,6 +80,8 @@ class Ran:
     num_tokens: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+    num_steps: int = 0
+    num_steps_with_drafts: int = 0
     first_s: list[float] = field(default_factory=list)  # until a request's first token
     whole_s: list[float] = field(default_factory=list)
 
@@ -59,8 +95,10 @@ class _Executor:
 
     depth = 2
 
-    def __init__(self, clock: SimClock, cost: StepCost, answers: dict[tuple[int, ...], list[int]]) -> None:
-        self._clock, self._cost, self._answers = clock, cost, answers
+    def __init__(
+        self, clock: SimClock, cost: StepCost, submitting: Work, answers: dict[tuple[int, ...], list[int]]
+    ) -> None:
+        self._clock, self._cost, self._submitting, self._answers = clock, cost, submitting, answers
         self._rows: dict[int, tuple[list[int], int]] = {}  # answer, and the tokens before it
         self._lengths: dict[int, int] = {}  # with KV
         self._submitted: deque[tuple[StepResult, float]] = deque()
@@ -68,7 +106,7 @@ class _Executor:
 
     def submit(self, plan: StepPlan) -> int:
         began_s = self._clock()
-        spend(self._clock, _SUBMITTING_S, len(plan.spans), len(plan.spans.drafts))
+        spend(self._clock, self._submitting, *counts(plan))
         for new in plan.admitted:
             prompt = tuple(new.token_ids[: new.num_prompt_tokens])
             self._rows[new.row] = (self._answers[prompt], new.num_prompt_tokens)
@@ -114,44 +152,66 @@ class _Executor:
         return False
 
 
-def spend(clock: SimClock, costs_s: tuple[float, float, float], num_seqs: int, num_drafted: int = 0) -> None:
-    clock.advance_to(clock() + costs_s[0] + costs_s[1] * num_seqs + costs_s[2] * num_drafted)
+def spend(clock: SimClock, work: Work, num_seqs: int, num_drafted: int = 0, num_drafts: int = 0) -> None:
+    clock.advance_to(clock() + work.seconds(num_seqs, num_drafted, num_drafts))
 
 
-def run(jobs: list[Job], cost: StepCost, monkeypatch: pytest.MonkeyPatch, method: str | None, **scheduling: Any) -> Ran:
-    """Serve the jobs, those that wait as soon as there is room; with drafts by `method`, or without."""
+def counts(plan: StepPlan) -> tuple[int, int, int]:
+    """A step's sequences, those of them that have drafts, and the drafts."""
+    drafts = plan.spans.drafts.values()
+    return len(plan.spans), len(drafts), sum(len(each) for each in drafts if isinstance(each, list))
+
+
+def run(
+    jobs: list[Job],
+    cost: StepCost,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str | None,
+    *,
+    host: Host = HOST,
+    together: bool = False,
+    **scheduling: Any,
+) -> Ran:
+    """Serve the jobs, those that wait as soon as there is room; with drafts by `method`, or without. together: as one
+    batch that is waited for as a whole."""
     clock = SimClock()
     monkeypatch.setattr(core_module, "time", SimpleNamespace(perf_counter=clock, sleep=lambda seconds: None))
     kv = KVManager(num_blocks=50_000, block_size=16, clock=clock, max_span_tokens=8192)
     config = {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "max_model_len": 8192, **scheduling}
     scheduler = Scheduler(SchedulerConfig(max_in_flight=2, prefill_tokens_per_s=30_000.0, **config), kv, clock=clock)
-    core = EngineCore(scheduler, _Executor(clock, cost, {tuple(j.prompt): j.answer for j in jobs}), kv)  # type: ignore[arg-type]
+    executor = _Executor(clock, cost, host.submitting, {tuple(job.prompt): job.answer for job in jobs})
+    core = EngineCore(scheduler, executor, kv)  # type: ignore[arg-type]
     if method is not None:
         drafter = LookupDrafter(SpeculativeConfig.read({"method": method}), scheduler.costs, clock=clock)
         step = drafter._lines.step
 
         def look(each: Any, costs: Any) -> Any:
-            clock.advance_to(clock() + _LOOKING_S * len(each.slots))
+            spend(clock, host.looking, len(each.slots))
             return step(each, costs)
 
         drafter._lines.step = look  # type: ignore[method-assign]
         scheduler.drafter = drafter
     schedule, update = scheduler.schedule, scheduler.update
 
+    ran = Ran()
+
     def plan() -> StepPlan | None:
         made = schedule()
         if made is not None:
-            spend(clock, _PLANNING_S, len(made.spans), len(made.spans.drafts))
+            spend(clock, host.planning, *counts(made))
+            ran.num_steps += 1
+            ran.num_steps_with_drafts += bool(made.spans.drafts)
         return made
 
-    def take_in(result: StepResult) -> Any:
-        spend(clock, _UPDATING_S, len(result.tokens), sum(len(each) > 1 for each in result.tokens))
-        return update(result)
+    def take_in(result: StepResult, interval_s: float | None) -> Any:
+        num_accepted = [len(each) - 1 for each in result.tokens]
+        spend(clock, host.updating, len(num_accepted), sum(each > 0 for each in num_accepted), sum(num_accepted))
+        return update(result, interval_s)
 
     scheduler.schedule, scheduler.update = plan, take_in  # type: ignore[method-assign]
     waiting = deque(sorted(jobs, key=lambda job: job.arrival_s))
-    ran = Ran()
     while waiting or core.has_work:
+        scheduler.is_whole_batch = together and not waiting
         if not core.has_work:
             clock.advance_to(waiting[0].arrival_s)
         while waiting and waiting[0].arrival_s <= clock():
@@ -175,7 +235,7 @@ def run(jobs: list[Job], cost: StepCost, monkeypatch: pytest.MonkeyPatch, method
                 assert seq.first_token_s is not None
                 ran.first_s.append(seq.first_token_s - arrival_s)
                 ran.whole_s.append(clock() - arrival_s)
-        spend(clock, _DELIVERING_S, len(updates))
+        spend(clock, host.delivering, len(updates))
     ran.seconds = clock()
     ran.num_drafts, ran.num_accepted = scheduler.stats.num_draft_tokens, scheduler.stats.num_accepted_tokens
     assert kv.num_used_blocks == 0

@@ -11,8 +11,8 @@ from sim_engine import BREAK, SimSettings, make_core
 
 from quire.engine.core import EngineCore
 from quire.errors import BadRequestError, EngineDeadError
+from quire.plan import StepResult
 from quire.request import FinishReason, Sequence
-from quire.step_costs import StepKind
 
 
 def watched(core: EngineCore) -> list[str]:
@@ -125,12 +125,31 @@ def test_preparing_ends_when_there_is_nothing_left(monkeypatch: pytest.MonkeyPat
     assert not core.prepare_more() and not core.can_prepare
 
 
+def test_a_step_is_timed_from_the_result_before_it_with_all_that_the_host_did_meanwhile() -> None:
+    core, told = make_core(), []
+    update = core.scheduler.update
+
+    def updated(result: StepResult, interval_s: float | None) -> Any:
+        told.append(interval_s)
+        return update(result, interval_s)
+
+    core.scheduler.update = updated  # type: ignore[method-assign]
+    now_s = 0.0
+    core.interval_clock = lambda: now_s
+    for request_id in "ab":
+        core.add(make_request(request_id, [1, 2, 3], max_tokens=3))
+        while core.has_work:
+            core.step()
+            now_s += 2.0
+    assert told == [None, 2.0, 2.0] * 2  # nothing ran between the two requests
+
+
 class Always(Proposer):
     def propose(self, seq: Sequence) -> list[int] | int:
         return [1, 2]
 
 
-def test_after_a_step_with_drafts_the_device_waits_and_that_is_counted_as_their_cost() -> None:
+def test_after_a_step_with_drafts_the_device_waits() -> None:
     core = make_core(SimSettings(depth=2))
     events = watched(core)
     core.scheduler.drafter = Always()
@@ -138,11 +157,7 @@ def test_after_a_step_with_drafts_the_device_waits_and_that_is_counted_as_their_
     for _ in range(5):
         if not core.device_waits:
             core.step()
-    costs, num_submitted = core.scheduler.costs, events.count("submit")
+    num_submitted = events.count("submit")
     assert core.begin_step() and not core.device_waits
     assert not core.begin_step()  # it has drafts, so that the next is not planned beside it
     assert events.count("submit") == num_submitted + 1
-    costs.observe_step(StepKind(1, 0), device_s=1.0, total_s=1.0)
-    assert costs.draft_costs(1).waiting_s == 0  # type: ignore[union-attr]
-    core.step()
-    assert costs.draft_costs(1).waiting_s > 0  # type: ignore[union-attr]

@@ -59,7 +59,7 @@ class Proposer(Drafter):
     def propose(self, seq: Sequence) -> list[int] | int:
         return 0
 
-    def draft(self, running: list[Sequence], most: int) -> dict[int, list[int] | int]:
+    def draft(self, running: list[Sequence], most: int, *, ends_together: bool = False) -> dict[int, list[int] | int]:
         decoding = [s for s in running if s.num_computed_tokens == len(s.token_ids) + s.num_pending_tokens - 1]
         return {seq.seq_id: drafts for seq in decoding if (drafts := self.propose(seq))}
 

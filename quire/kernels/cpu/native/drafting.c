@@ -19,7 +19,7 @@ struct rules {
 };
 
 struct costs { /* of a step, by its number of drafts: a line with bends */
-    double plain_s, waiting_s, more_s;
+    double plain_s, more_s;
     const double *seconds;
     const int32_t *numbers;
     int32_t num_bends;
@@ -282,9 +282,8 @@ static double extra_s(const struct costs *costs, int32_t num_drafts) {
         below = costs->numbers[low];
         below_s = costs->seconds[low++];
     }
-    if (low == costs->num_bends) return below_s + (num_drafts - below) * costs->more_s + costs->waiting_s;
-    return below_s + (costs->seconds[low] - below_s) * (num_drafts - below) / (costs->numbers[low] - below) +
-           costs->waiting_s;
+    if (low == costs->num_bends) return below_s + (num_drafts - below) * costs->more_s;
+    return below_s + (costs->seconds[low] - below_s) * (num_drafts - below) / (costs->numbers[low] - below);
 }
 
 /* How many drafts to verify, in the order of their chances, so that the step brings the most tokens a second. Their
