@@ -58,7 +58,7 @@ class ChildProcess:
         self._reader.start()
         self._waiter.start()
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # then it has died already, and on_exit says so
+        with contextlib.suppress(BrokenPipeError, ValueError):  # then it has died already, and on_exit says so
             self._process.stdin.write(struct.pack("<Q", len(launch)) + launch)
             self._process.stdin.flush()  # and it stays open: its end tells the child that we are gone
 
@@ -85,16 +85,20 @@ class ChildProcess:
         """Close what is left open after the exit."""
         self._waiter.join()
         self._reader.join(timeout=1.0)  # a grandchild may still hold it open
+        self._close_pipes()
+
+    def _wait(self) -> None:
+        status = self._process.wait()
+        self._reader.join(timeout=0.5)  # its last words
+        self._close_pipes()  # whether or not somebody releases us
+        self._on_exit(status)
+
+    def _close_pipes(self) -> None:
         assert self._process.stdin is not None and self._process.stderr is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         if not self._reader.is_alive():
             self._process.stderr.close()
-
-    def _wait(self) -> None:
-        status = self._process.wait()
-        self._reader.join(timeout=0.5)  # its last words
-        self._on_exit(status)
 
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None
