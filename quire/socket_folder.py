@@ -1,4 +1,4 @@
-"""A folder for sockets that only this user can enter, and that is gone when we are."""
+"""A folder for sockets that only this user can enter, and that is gone when we are; and how sockets end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,26 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
 
 import zmq
+
+from quire.log import get_logger
 
 _PREFIX = "quire-"
 _LOCK = "lock"
 _SHORT_FOLDER = "/tmp"
+_END_S = 5.0
+
+
+def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """After its sockets were closed. The library waits for its own threads here, and after a peer was killed it has
+    been seen to wait forever: whoever closes an engine does not."""
+    ending = threading.Thread(target=context.term, name="quire-sockets-end", daemon=True)
+    ending.start()
+    ending.join(_END_S)
+    if ending.is_alive():
+        get_logger().warning("sockets to processes that have ended could not be let go of; they end with this process")
 
 
 class SocketFolder:

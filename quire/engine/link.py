@@ -9,7 +9,7 @@ import msgspec
 import zmq
 
 from quire.engine.messages import Command, EngineMessage, Launch
-from quire.socket_folder import SocketFolder
+from quire.socket_folder import SocketFolder, end_context
 from quire.wire import Codec, encoder
 
 _MESSAGES_PER_TURN = 16  # then others on the event loop have theirs
@@ -70,7 +70,7 @@ class EngineLink:
         self._loop.remove_reader(self._outputs.FD)
         self._outputs.close(linger=0)
         self._commands.close(linger=0)
-        self._context.term()
+        end_context(self._context)
         self._folder.close()
 
     def _read_one(self) -> bool:

@@ -53,7 +53,7 @@ from quire.grammar import GrammarCompiler
 from quire.log import get_logger
 from quire.models.share import check_degrees
 from quire.plan import StepPlan, StepResult
-from quire.socket_folder import SocketFolder
+from quire.socket_folder import SocketFolder, end_context
 from quire.tiers.sealed import SealedStore
 from quire.weights.model import OpenedModel
 
@@ -327,7 +327,7 @@ def _end(
     hosts.stop(_STOP_S)
     plans.close(linger=0)
     results.close(linger=0)
-    context.term()
+    end_context(context)
     folder.close()
 
 

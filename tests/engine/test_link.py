@@ -9,8 +9,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import zmq
 
+from quire import socket_folder
 from quire.engine.link import EngineLink
+from quire.socket_folder import end_context
 
 
 async def folder_of_a_link() -> Path:
@@ -76,3 +79,14 @@ def test_a_temporary_folder_whose_path_is_too_long_for_a_socket(
     folder = asyncio.run(folder_of_a_link())
     assert folder.parent == Path("/tmp")
     assert not folder.exists()
+
+
+def test_sockets_that_cannot_be_let_go_of_hold_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(socket_folder, "_END_S", 0.05)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    held = context.socket(zmq.PULL)
+    end_context(context)  # waits for the socket
+    assert "could not be let go of" in caplog.text
+    held.close()
