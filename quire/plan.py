@@ -216,3 +216,5 @@ class StepResult:
     missing: dict[int, list[int]] = field(default_factory=dict)
     timings: StepTimings = field(default_factory=StepTimings)
     ended_s: float | None = None  # perf_counter() when the wait for it ended; None: it had ended before
+    # Whether the step after this one waits to be sampled until another is submitted: then that is urgent.
+    next_is_unsampled: bool = False

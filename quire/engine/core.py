@@ -197,7 +197,7 @@ class EngineCore:
             flight = self._flights.popleft()
             result = self.executor.collect(flight.ticket)
             collected = time.perf_counter()
-            self.device_waits = flight.has_drafts and self.executor.depth > 1
+            self.device_waits = result.next_is_unsampled or (flight.has_drafts and self.executor.depth > 1)
             if self._flights and result.ended_s is not None:
                 self._flights[0].began_s = result.ended_s  # it had to wait for this one
             updates = self.scheduler.update(result, self._take_interval_s())

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +16,7 @@ from quire.executor.clock import StepClock
 from quire.executor.precompile import Precompile
 from quire.executor.profile import hold_activation_memory, let_go_of_held_memory
 from quire.executor.virtual_memory import SleepingMemory
-from quire.executor.worker import ForwardPass, Sampled, Worker
+from quire.executor.worker import ForwardPass, Sampled, StepMasks, Worker
 from quire.grammar.rows import ConstrainedLine
 from quire.plan import StepPlan, StepResult
 from quire.request import FinishReason
@@ -30,10 +30,12 @@ class _Submitted:
 
     plan: StepPlan
     done: ForwardPass
-    sampled: Sampled | None
     clock: StepClock
-    constrained: list[ConstrainedLine] = field(default_factory=list)
-    is_followed: bool = False  # whether their constraints know its tokens
+    constrained: list[ConstrainedLine]
+    is_followed: bool  # whether their constraints know its tokens
+    masks: StepMasks | None = None  # while they are filled
+    is_sampled: bool = False  # all but the last one are
+    sampled: Sampled | None = None
 
 
 class LocalExecutor:
@@ -71,30 +73,51 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan) -> int:
         worker = self.worker
+        self._sample_masked()
         with torch.inference_mode(), torch_threads(single=self._single_threaded_torch):
             for step in self._submitted:
                 self._judge(step)  # where its drafts are not judged, the next step would not know where to start
             clock = StepClock(on_gpu=worker.is_gpu, host_clock=self.host_clock)
             worker.apply(plan)
             constrained = worker.constrained(plan)
-            done, masks = self._forward_and_masks(plan, clock, constrained)
-            sampled = worker.sample(plan, done, masks)
-            clock.mark("sample")
-        self._submitted.append(_Submitted(plan, done, sampled, clock, constrained, not constrained))
+            done = worker.forward(plan, clock)
+            step = _Submitted(plan, done, clock, constrained, is_followed=not constrained)
+            self._submitted.append(step)
+            if not constrained:
+                self._sample(step, None)
+            elif self.depth == 1:
+                self._sample_masked()
+            elif len(self._submitted) == 1:
+                self._begin_masks(step)
         return plan.step
 
-    def _forward_and_masks(
-        self, plan: StepPlan, clock: StepClock, lines: list[ConstrainedLine]
-    ) -> tuple[ForwardPass, TokenMasks | None]:
-        """Masks are filled while a GPU runs the forward pass. Where tokens of the step before are not known yet, this
-        step's pass is queued behind that one, and the host waits for them meanwhile; other steps wait for nothing. On a
-        CPU a thread beside the pass costs more than filling a mask: the two would take turns at the interpreter."""
-        done = self.worker.forward(plan, clock)
-        if not lines:
-            return done, None
-        for step in self._submitted:
-            self._follow(step)
-        return done, self.worker.masks(lines, done)
+    def _begin_masks(self, step: _Submitted) -> None:
+        """Masks are filled while a GPU runs the forward pass, which is queued before the tokens of the step before are
+        known. When those come, in `collect`, threads begin to fill the masks; the host takes the tokens in and plans
+        the next step meanwhile, and when that is submitted, this one is sampled first. Steps without constrained rows
+        wait for nothing.
+
+        On a CPU a thread beside the pass costs more than filling a mask: the two would take turns at the interpreter.
+        """
+        for earlier in self._submitted:
+            if earlier is not step:
+                self._follow(earlier)
+        step.masks = self.worker.begin_masks(step.constrained, step.done)
+
+    def _sample_masked(self) -> None:
+        """Sample what was submitted last, if it was left for its masks."""
+        if not self._submitted or (step := self._submitted[-1]).is_sampled:
+            return
+        with torch.inference_mode(), torch_threads(single=self._single_threaded_torch):
+            if step.masks is None:
+                self._begin_masks(step)
+            assert step.masks is not None
+            self._sample(step, step.masks.finish())
+
+    def _sample(self, step: _Submitted, masks: TokenMasks | None) -> None:
+        step.sampled = self.worker.sample(step.plan, step.done, masks)
+        step.is_sampled, step.masks = True, None
+        step.clock.mark("sample")
 
     def _follow(self, step: _Submitted) -> None:
         """Tell a step's tokens to the constraints of its rows. Waits for the step, where it has any."""
@@ -110,14 +133,18 @@ class LocalExecutor:
     @property
     def last_sampled(self) -> Sampled | None:
         """What the step that was submitted last samples."""
+        self._sample_masked()
         return self._submitted[-1].sampled
 
     @property
     def has_ended(self) -> bool:
         """Whether the step that is collected next is over."""
+        self._sample_masked()
         return self._submitted[0].clock.is_over()
 
     def collect(self, ticket: int) -> StepResult:
+        if len(self._submitted) == 1:
+            self._sample_masked()
         step = self._submitted.popleft()
         assert step.plan.step == ticket, f"step {ticket} collected out of order, {step.plan.step} is next"
         result = StepResult(step=ticket, prompt_logprobs=step.done.prompt_logprobs)
@@ -136,6 +163,10 @@ class LocalExecutor:
             if line.index in result.failed and result.failed[line.index][0] is FinishReason.BANNED:
                 result.failed[line.index] = (FinishReason.BANNED, line.constraint.why_stuck())
         self._follow(step)
+        if self._submitted and not (last := self._submitted[-1]).is_sampled:
+            if last.masks is None:
+                self._begin_masks(last)
+            result.next_is_unsampled = True
         result.timings = step.clock.read()
         if isinstance(sampler := self.worker.sampler, Sampler):
             result.timings.processors_s = sampler.processors.take_seconds()
@@ -162,14 +193,17 @@ class LocalExecutor:
         step.done.unjudged = []
 
     def is_idle(self) -> bool:
+        self._sample_masked()  # else the device might wait for it
         return not self._submitted or self._submitted[-1].clock.is_over()
 
     def has_time(self) -> bool:
         if self._precompile is not None and not self._precompile.is_done():
             return False
+        self._sample_masked()
         return bool(self._submitted) and not self._submitted[0].clock.is_over()
 
     def prepare_more(self) -> bool:
+        self._sample_masked()  # captures may write where its logits are
         with torch.inference_mode():
             return self.worker.capture_more()
 
@@ -213,13 +247,19 @@ class LocalExecutor:
             worker.cache.wake_up()
         hold_activation_memory(self._activation_bytes, worker.cache.device_blocks.device)
 
+    def _forget_steps(self) -> None:
+        for step in self._submitted:
+            if step.masks is not None:
+                step.masks.finish()  # threads write to memory that would be the next one's
+        self._submitted.clear()
+
     def reset(self) -> None:
         """Forget every row and every step: the next plan may be another scheduler's first."""
-        self._submitted.clear()
+        self._forget_steps()
         self.worker.reset()
 
     def close(self) -> None:
-        self._submitted.clear()
+        self._forget_steps()
         self.worker.stores.close()
 
 

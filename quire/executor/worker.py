@@ -25,7 +25,7 @@ from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.mixed_step import MixedShape, drafts_as_decodes
 from quire.executor.pooling import PooledBatch, RowPools, pooled_spans
 from quire.executor.store_moves import StoreMoves
-from quire.grammar.rows import ConstrainedLine, RowConstraints
+from quire.grammar.rows import ConstrainedLine, PendingMasks, RowConstraints
 from quire.models.decoder import Decoder
 from quire.params import SamplingSpec
 from quire.plan import StepPlan, TokenLogprobs
@@ -59,6 +59,17 @@ class ForwardPass:
     unjudged: list[Unjudged] = field(default_factory=list)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
     pooled: PooledBatch | None = None  # of a model that pools, in the order of the rows
+
+
+@dataclass(slots=True)
+class StepMasks:
+    """The masks of a step's lines of logits, which may be on their way."""
+
+    places: list[int]
+    pending: PendingMasks
+
+    def finish(self) -> TokenMasks:
+        return TokenMasks(self.places, self.pending.finish())
 
 
 class ElsewhereSampled:
@@ -177,10 +188,8 @@ class Worker:
         """The rows of this step that sample under a grammar. Asked once a step, after `apply`."""
         return self.constraints.of_step(plan) if self.constraints is not None else []
 
-    def masks(self, lines: list[ConstrainedLine], done: ForwardPass) -> TokenMasks | None:
+    def begin_masks(self, lines: list[ConstrainedLine], done: ForwardPass) -> StepMasks:
         """Which tokens those rows may sample. Their tokens so far must have been told to them."""
-        if not lines:
-            return None
         assert self.constraints is not None
         places: list[int] = [line.index for line in lines]
         drafts: list[list[int]] = [[] for _ in lines]
@@ -189,7 +198,7 @@ class Worker:
             drafts = [of_row.get(line.row, []) for line in lines]
             firsts = list(itertools.accumulate((1 + len(of_row.get(row, ())) for row in done.rows), initial=0))
             places = [firsts[p] + i for p, some in zip(places, drafts, strict=True) for i in range(1 + len(some))]
-        return TokenMasks(places, self.constraints.masks(lines, drafts))
+        return StepMasks(places, self.constraints.begin_masks(lines, drafts))
 
     def sample(self, plan: StepPlan, done: ForwardPass, masks: TokenMasks | None = None) -> Sampled | None:
         """The next tokens of the rows that sample, stored where the next step reads them. None where no row does.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,7 +20,7 @@ from quire.plan import StepPlan
 from quire.request import Sequence
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor
+    from llguidance import LLExecutor, LLMatcher
 
 # Fewer forced tokens are cheaper one by one: a step that verifies samples every position.
 _WORTH_A_JUMP = 3
@@ -38,6 +40,37 @@ class ConstrainedLine:
     index: int  # among the rows that sample
     row: int
     constraint: Constraint
+
+
+class PendingMasks:
+    """A step's masks, which may be on their way."""
+
+    def __init__(self, lines: Seq[ConstrainedLine], drafts: Seq[Seq[int]], firsts: Seq[int], packed: Words) -> None:
+        """firsts: the first mask of each line; packed: [masks, words], where they will be."""
+        self._lines, self._drafts, self._firsts, self._packed = lines, drafts, firsts, packed
+        self._filling: Future[None] | None = None
+        self._filled: set[int] = set()
+
+    def wait_for(self, filling: Future[None], filled: set[int]) -> None:
+        """filling: fills these of the masks."""
+        self._filling, self._filled = filling, filled
+
+    def finish(self) -> Words:
+        """[masks, words], good until the next step's are begun."""
+        packed, filled = self._packed, self._filled
+        if self._filling is not None:
+            self._filling.result()
+        # A forced continuation allows its own beginnings alone. Where more tokens than that are allowed, nothing is
+        # forced and nothing failed: to ask each of 64 rows for both takes longer than many masks do.
+        is_wide = (np.count_nonzero(packed, axis=1) > _MAX_FORCED_CHOICES).tolist() if filled else []
+        for line, of_line, first in zip(self._lines, self._drafts, self._firsts, strict=False):
+            if first in filled and is_wide[first] and not of_line and line.constraint.is_answering:
+                continue
+            if of_line:
+                line.constraint.fill_along(of_line, packed[first : first + 1 + len(of_line)], is_filled=first in filled)
+            else:
+                line.constraint.fill(packed[first], is_filled=first in filled)
+        return packed
 
 
 class RowConstraints:
@@ -116,34 +149,42 @@ class RowConstraints:
         for line in lines:
             line.constraint.advance(tokens[line.index])
 
-    def masks(self, lines: Seq[ConstrainedLine], drafts: Seq[Seq[int]]) -> Words:
-        """[lines, words]: for each of them a line, and one more for each of its drafts. Good until the next call: new
-        memory for each step would cost as much as a narrow grammar's masks."""
+    def begin_masks(self, lines: Seq[ConstrainedLine], drafts: Seq[Seq[int]]) -> PendingMasks:
+        """Which tokens the lines may sample next: for each of them a mask, and one more for each of its drafts.
+
+        Where there are threads they work on it from now on, and the caller goes on with something else. One step's
+        masks at a time: their memory is the last step's.
+        """
         firsts = list(itertools.accumulate((1 + len(some) for some in drafts), initial=0))
-        if len(self._packed) < firsts[-1]:
+        if len(self._packed) < firsts[-1]:  # new memory for each step would cost as much as a narrow grammar's masks
             self._packed = np.empty((firsts[-1], self._num_words), dtype=np.int32)
         packed = self._packed[: firsts[-1]]
-        filled: set[int] = set()
+        pending = PendingMasks(lines, drafts, firsts, packed)
         if self._num_threads > 1:
             # Threads take neighbours, and those that share a lexer would wait for each other.
             order = sorted(range(len(lines)), key=lambda i: self._lexers.get(lines[i].row, ("", 0)))
             matchers = [(lines[i].constraint.matcher, firsts[i]) for i in order]
             working = [(matcher, first) for matcher, first in matchers if matcher is not None]
             if len(working) > 1:
-                # Threads of its own, and the interpreter is let go of once for all of them.
-                self._executor.unsafe_compute_mask_ptr(working, packed.ctypes.data, self._num_words * 4, len(packed))
-                filled = {first for _, first in working}
-        # A forced continuation allows its own beginnings alone. Where more tokens than that are allowed, nothing is
-        # forced and nothing failed: to ask each of 64 rows for both takes longer than many masks do.
-        is_wide = (np.count_nonzero(packed, axis=1) > _MAX_FORCED_CHOICES).tolist() if filled else []
-        for line, of_line, first in zip(lines, drafts, firsts, strict=False):
-            if first in filled and is_wide[first] and not of_line and line.constraint.is_answering:
-                continue
-            if of_line:
-                line.constraint.fill_along(of_line, packed[first : first + 1 + len(of_line)], is_filled=first in filled)
-            else:
-                line.constraint.fill(packed[first], is_filled=first in filled)
-        return packed
+                pending.wait_for(self._fill(working, packed), {first for _, first in working})
+        return pending
+
+    def _fill(self, working: list[tuple[LLMatcher, int]], packed: Words) -> Future[None]:
+        has_begun = threading.Event()
+
+        def fill() -> None:
+            has_begun.set()
+            # Threads of its own, and the interpreter is let go of once for all of them.
+            self._executor.unsafe_compute_mask_ptr(working, packed.ctypes.data, self._num_words * 4, len(packed))
+
+        filling = self._beside.submit(fill)
+        # A thread that only wants the interpreter may have to wait 5 ms for it; who waits here gives it away.
+        has_begun.wait()
+        return filling
+
+    @cached_property
+    def _beside(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
 
     @cached_property
     def _executor(self) -> LLExecutor:

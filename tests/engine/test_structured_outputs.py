@@ -144,10 +144,23 @@ def test_forced_tokens_need_no_steps_of_their_own(tiny_model: Path) -> None:
     assert scheduler.stats.num_draft_tokens == 0
 
 
-def test_two_steps_in_flight_give_the_same_answers(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = tokens(run(make(tiny_model), params(n=2)))
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_two_steps_in_flight_give_the_same_answers(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    """As on a GPU, where threads fill the masks of one step while the one before is taken in."""
+    wanted = [params(n=2) if i % 3 else params(bad_words=['"']) for i in range(len(PROMPTS))]
+    expected = run(make(tiny_model), wanted)
     monkeypatch.setattr(LocalExecutor, "depth", 2)
-    assert tokens(run(make(tiny_model), params(n=2))) == expected
+    llm = make(tiny_model)
+    executor = llm.llm_engine.core.executor
+    assert isinstance(executor, LocalExecutor) and executor.worker.constraints is not None
+    executor.worker.constraints._num_threads = num_threads
+    found = run(llm, wanted)
+    assert tokens(found) == tokens(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert [c.error for c in one.outputs] == [c.error for c in other.outputs]
+    assert [output.outputs[0].finish_reason for output in found[:2]] == ["banned", "stop"]
 
 
 def test_the_prefix_cache_changes_nothing(llm: LLM) -> None:

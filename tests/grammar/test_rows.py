@@ -38,8 +38,8 @@ def allowed_ids(compiler: GrammarCompiler, constraint: Constraint) -> list[int]:
 def test_masks_are_the_same_in_one_thread_and_in_many(compiler: GrammarCompiler) -> None:
     lines = make_lines(compiler)
     drafts = [[1, 2] if i % 4 == 0 else [] for i in range(len(lines))]
-    serial = RowConstraints(compiler).masks(lines, drafts)
-    assert np.array_equal(serial, RowConstraints(compiler, num_threads=3).masks(lines, drafts))
+    serial = RowConstraints(compiler).begin_masks(lines, drafts).finish()
+    assert np.array_equal(serial, RowConstraints(compiler, num_threads=3).begin_masks(lines, drafts).finish())
 
 
 def test_tokens_are_followed_the_same_in_one_thread_and_in_many(compiler: GrammarCompiler) -> None:
@@ -54,7 +54,7 @@ def test_tokens_are_followed_the_same_in_one_thread_and_in_many(compiler: Gramma
         alone.advance(serial, tokens)
         threads.advance(parallel, tokens)
         none: list[list[int]] = [[] for _ in serial]
-        assert np.array_equal(alone.masks(serial, none), threads.masks(parallel, none))
+        assert np.array_equal(alone.begin_masks(serial, none).finish(), threads.begin_masks(parallel, none).finish())
         assert [line.constraint.forced() for line in serial] == [line.constraint.forced() for line in parallel]
 
 
