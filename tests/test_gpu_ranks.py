@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,3 +78,34 @@ def test_more_ranks_than_gpus_are_refused(weights: Path) -> None:
     count = torch.cuda.device_count() + 1
     with pytest.raises(ConfigError, match=f"{count} ranks need a GPU each"):
         make(weights, pipeline_parallel_size=count)
+
+
+_ONE_RANK = """
+import torch
+import torch.distributed as dist
+from quire.parallel.ranks import Ranks
+
+device = torch.device("cuda", 0)
+torch.cuda.set_device(device)
+ranks = Ranks(dist.HashStore(), 0, 1, 1, [96], device)
+assert dist.get_backend_config() == "cpu:gloo,cuda:nccl", dist.get_backend_config()
+x = torch.randn(33, 96, device=device)
+expected = x.clone()
+assert torch.equal(ranks.sum(x), expected)
+graph, out = torch.cuda.CUDAGraph(), torch.zeros_like(x)
+with torch.cuda.graph(graph):
+    out.copy_(ranks.sum(x * 2))
+for _ in range(3):
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(out, x * 2)
+gathered = ranks.gather(x)
+assert gathered is not None and torch.equal(gathered, x)
+ranks.close()
+"""
+
+
+def test_nccl_sums_in_a_captured_graph() -> None:
+    """With the one rank that one GPU can have; in a process of its own, since torch has one group in each."""
+    done = subprocess.run([sys.executable, "-c", _ONE_RANK], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
