@@ -68,7 +68,7 @@ def same_until_a_tie(ours: RequestOutput, theirs: RequestOutput, margin: float =
         first, second = sorted((v.logprob for v in entry.values()), reverse=True)[:2]
         if first - second < margin:
             break
-        assert mine == truth
+        assert mine == truth, f"{mine} instead of {truth}, of which {entry}"
         compared += 1
     return compared
 

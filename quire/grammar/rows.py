@@ -62,7 +62,8 @@ class PendingMasks:
             self._filling.result()
         # A forced continuation allows its own beginnings alone. Where more tokens than that are allowed, nothing is
         # forced and nothing failed: to ask each of 64 rows for both takes longer than many masks do.
-        is_wide = (np.count_nonzero(packed, axis=1) > _MAX_FORCED_CHOICES).tolist() if filled else []
+        some = packed[:, :: max(1, packed.shape[1] // (2 * _MAX_FORCED_CHOICES))]  # a mask of text shows in any of them
+        is_wide = (np.count_nonzero(some, axis=1) > _MAX_FORCED_CHOICES).tolist() if filled else []
         for line, of_line, first in zip(self._lines, self._drafts, self._firsts, strict=False):
             if first in filled and is_wide[first] and not of_line and line.constraint.is_answering:
                 continue
