@@ -18,7 +18,7 @@ from quire.kernels.triton.ops import TritonOps
 
 
 class InvariantLinear(DenseLinear):
-    """A matrix in 16 bits, whose products are followed by what follows them in launches of their own."""
+    """A matrix in 16 bits. What follows a product gives the same bits in its launch and in one of its own."""
 
     __slots__ = ()
 
@@ -30,6 +30,22 @@ class InvariantLinear(DenseLinear):
     def multiply(self, x: Normed) -> Tensor:
         assert isinstance(x, Tensor)
         return self._product(x)
+
+    def multiply_act(self, x: Normed, activation: str) -> Normed:
+        from quire.kernels.triton.invariant_product import invariant_act
+
+        assert isinstance(x, Tensor)
+        return invariant_act(x, self.weight, self.bias, activation, self.ops.skinny_scratch)
+
+    def multiply_rope_write(
+        self, x: Normed, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        from quire.kernels.triton.invariant_product import can_rope, invariant_rope_write
+
+        assert isinstance(x, Tensor)
+        if not can_rope(len(x), self.out_features, self.in_features, rotary, spec):
+            return super().multiply_rope_write(x, rotary, kv, batch, spec)
+        return invariant_rope_write(x, self.weight, self.bias, rotary, kv, batch, spec, self.ops.skinny_scratch)
 
     def embed(self, token_ids: Tensor, scale: float | None = None) -> Tensor:
         rows = F.embedding(token_ids, self.weight)

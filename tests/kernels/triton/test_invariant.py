@@ -8,12 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels.interface import AttentionSpec
+from quire.kernels.interface import AttentionSpec, Rotary
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import invariant_attention as attention_module
+from quire.kernels.triton.activation import act_mul
 from quire.kernels.triton.decode import AttentionScratch
+from quire.kernels.triton.invariant import InvariantOps
 from quire.kernels.triton.invariant_attention import invariant_attention
-from quire.kernels.triton.invariant_product import ProductConfig, invariant_product, num_parts, product_config
+from quire.kernels.triton.invariant_product import (
+    ProductConfig,
+    can_rope,
+    invariant_act,
+    invariant_product,
+    invariant_rope_write,
+    num_parts,
+    product_config,
+)
 from quire.kernels.triton.skinny import SkinnyScratch
 from tests.kernels.triton.test_attention import make_inputs
 
@@ -38,6 +48,39 @@ def test_products(rows, n, k, bias, config, device):
         invariant_product(x, weight, b, scratch, out=out, config=config)
         assert (out.double() - expected).norm() <= bound * expected.norm()
         assert not scratch.arrivals.any()  # as the next launch needs them
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 96, 80), (37, 72, 2080), (70, 160, 4096)])
+def test_an_activation_in_the_products_launch_gives_the_bits_of_its_own(rows, n, k, activation, device):
+    x, weight, bias = product_inputs(rows, 2 * n, k, device, bias=True)
+    weight *= k**-0.5  # where the activation is no straight line
+    scratch = SkinnyScratch.allocate(64, device)
+    for b, config in itertools.product((None, bias), (None, SMALL, IN_TURN)):
+        expected = act_mul(invariant_product(x, weight, b, scratch, config=config), activation)
+        assert torch.equal(invariant_act(x, weight, b, activation, scratch, config=config), expected)
+        assert not scratch.arrivals.any()
+
+
+@pytest.mark.parametrize(("rows", "head_dim", "k"), [(1, 64, 80), (37, 64, 2080), (5, 128, 4096)])
+def test_a_rotation_in_the_products_launch_gives_the_bits_of_its_own(rows, head_dim, k, device):
+    spec = AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=head_dim, scale=0.125)
+    x, weight, bias = product_inputs(rows, 5 * head_dim, k, device, bias=True)
+    _, kv, batch = make_inputs([rows], [rows], spec, 16, device)
+    batch.positions = torch.randint(0, 500, (rows,), device=device)
+    batch.slots = torch.randperm(kv.shape[0] * 16, device=device)[:rows]
+    if rows > 1:
+        batch.slots[0] = -1  # only pads the batch
+    rotary = Rotary(torch.randn(500, head_dim, device=device))
+    ops = InvariantOps(device, torch.bfloat16)
+    for b in (None, bias):
+        copies = [kv.clone(), kv.clone()]
+        qkv = invariant_product(x, weight, b, ops.skinny_scratch)
+        expected = ops.rope_and_write(qkv, rotary, copies[0], batch, spec)
+        assert can_rope(rows, len(weight), k, rotary, spec)
+        found = invariant_rope_write(x, weight, b, rotary, copies[1], batch, spec, ops.skinny_scratch)
+        first, second, before = (cache.view(torch.int16) for cache in (*copies, kv))  # slots that nobody wrote are NaN
+        assert torch.equal(found, expected) and torch.equal(first, second) and not torch.equal(first, before)
 
 
 def test_no_rows_are_no_launch(device):
