@@ -21,8 +21,10 @@ from quire.kernels.triton.configs import NUM_SMS, padded_head_dim
 from quire.kernels.triton.decode import AttentionScratch, qk_scale
 from quire.kernels.triton.prefill import attend, prompt_tile
 
-_TILE_ROWS = 64
+_TILE_ROWS = 64  # of a decode
+_PROMPT_ROWS = 128  # of a prompt: rows do not depend on each other, and twice as many share each tile of keys
 _NUM_STAGES = 3
+_PROMPT_STAGES = 3
 _PART_TOKENS = 1024  # that one part of a sequence has: a decode's share of a program
 _ROOM = 4 * NUM_SMS  # parts that have a program of their own, at most
 
@@ -208,10 +210,13 @@ def invariant_prompt_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_pt
     first_part = 0
     if WINDOW > 0:
         first_part = tl.maximum(first_position - WINDOW + 1, 0) // (PART_TILES * TILE_TOKENS)
-    acc = tl.zeros([TILE_ROWS, DIM_PAD], tl.float32)
-    top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([TILE_ROWS], tl.float32)
-    for part in range(first_part, last_position // (PART_TILES * TILE_TOKENS) + 1):
+    # The first by itself, as a decode's: most prompts have only one, and both results fill more than the registers.
+    acc, top, weight_sum = _attend_part(
+        q, kv_ptr, table_ptr, first_part, first_position, last_position, kv_len, row_position, kv_head, scale, softcap,
+        KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_ROWS, TILE_TOKENS, PART_TILES, WINDOW, SOFTCAP, COMPUTE,
+        STAGES,
+    )  # fmt: skip
+    for part in range(first_part + 1, last_position // (PART_TILES * TILE_TOKENS) + 1):
         part_acc, part_top, part_sum = _attend_part(
             q, kv_ptr, table_ptr, part, first_position, last_position, kv_len, row_position, kv_head, scale, softcap,
             KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_ROWS, TILE_TOKENS, PART_TILES, WINDOW, SOFTCAP, COMPUTE,
@@ -263,6 +268,9 @@ def invariant_attention(
             room, *numbers, SEQS_PAD=padded_seqs(num_decodes), **constants,
         )  # fmt: skip
     if num_seqs > num_decodes:
+        if dim_pad <= 128 and batch.max_query_len * group > tile_rows:
+            tile_rows = max(_PROMPT_ROWS, tile_rows)
+            constants |= {"TILE_ROWS": tile_rows, "STAGES": _PROMPT_STAGES, "num_warps": tile_rows // 16}
         num_prompts, num_tokens = num_seqs - num_decodes, q.shape[0] - num_decodes
         invariant_prompt_kernel[(num_kv_heads, num_tokens // (tile_rows // group) + num_prompts)](
             q, kv, out, batch.query_starts, batch.kv_lens, tables, num_decodes, num_prompts, tables.stride(0),

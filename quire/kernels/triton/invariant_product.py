@@ -82,6 +82,7 @@ class _Tile:
 
 _NARROW = _Tile(128, 64, 8, us=3.5, step_us=0.205, parts_us=5.0)
 _SQUARE = _Tile(128, 128, 6, us=6.5, step_us=0.284, parts_us=8.0)
+_TALL = _Tile(128, 192, 4, us=6.5, step_us=0.43, parts_us=12.0)
 _WIDE = _Tile(256, 128, 3, us=2.5, step_us=0.655, parts_us=20.0)
 
 
@@ -105,9 +106,9 @@ def product_config(rows: int, n: int, k: int, *, gates: bool = False) -> Product
     if rows > 1024:  # for so many tiles, how often they come out of the L2 cache counts
         tile, apart = _WIDE if max(n, k) > 8192 else _SQUARE, False
     else:
-        choices = [(tile, apart) for tile in (_NARROW, _SQUARE, _WIDE) for apart in (False, True)]
+        choices = [(tile, apart) for tile in (_NARROW, _SQUARE, _TALL, _WIDE) for apart in (False, True)]
         tile, apart = min(choices, key=lambda choice: choice[0].cost_us(rows, n, k, parts if choice[1] else 1))
-    num_stages = tile.num_stages + (gates and tile is _WIDE)
+    num_stages = tile.num_stages + (gates and tile in (_TALL, _WIDE))
     return ProductConfig(tile.n, tile.rows, 64, 8, num_stages, apart, uses_bulk_copies=True)
 
 
