@@ -1,9 +1,10 @@
 """The decoder's operations on one GPU with results that do not depend on the batch: `batch_invariant=True`.
 
 Every operation here computes a row by itself, in an order that nothing but the model decides: products by one kernel
-for any number of rows, attention in parts of a fixed size, one program for each row's norm. What the other backend
-wins by choosing a kernel for each number of rows, by folding norms into products and by reading shared prefixes once,
-is left out, because each of these sums in an order of its own.
+for any number of rows, attention in parts of a fixed size, one program for each row's norm. What follows a product
+may be in its launch, where it computes what it would in one of its own. What the other backend wins by choosing a
+kernel for each number of rows, by folding norms into products and by reading shared prefixes once, is left out, because
+each of these sums in an order of its own.
 """
 
 from __future__ import annotations

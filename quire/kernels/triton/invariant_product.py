@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Rotary
 from quire.kernels.triton import epilogue
+from quire.kernels.triton.activation import ACTIVATIONS
 from quire.kernels.triton.common import HAS_GLUON, INTERPRETED
 from quire.kernels.triton.configs import NUM_SMS
 from quire.kernels.triton.epilogue import GATE, ROPE, STORE, Rope
@@ -255,6 +256,7 @@ def invariant_act(
     config: ProductConfig | None = None,
 ) -> Tensor:
     """activation(first half of x @ weight.T + bias) * second half -> [rows, n], bitwise as act_mul of the product."""
+    assert activation in ACTIVATIONS, activation
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, out, None, config, scratch, mode=GATE.value, silu=activation == "silu")
     return out
