@@ -75,7 +75,7 @@ SHAPES = {
 }
 # Parts of a step by the names of the kernels that do them.
 _KERNELS = {
-    "attention": ("decode_kernel", "prefill_kernel", "prefill_hopper_kernel", "prefix_kernel"),
+    "attention": ("decode_kernel", "prefill_kernel", "prefill_hopper_kernel", "prefix_kernel", "prompt_kernel"),
     "experts": ("route_kernel", "picked_kernel", "grouped_kernel", "combine_kernel"),
     "matrix products": (
         "vector_kernel",
@@ -88,6 +88,8 @@ _KERNELS = {
         "splitK",
         "cublas",
         "gated_hopper_kernel",
+        "product_kernel",
+        "product_hopper_kernel",
     ),
     "sampling": ("chunk_kernel", "winner_kernel", "bound_kernel", "gather_kernel", "finish_kernel"),
 }

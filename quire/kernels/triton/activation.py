@@ -18,6 +18,16 @@ _ALONE = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 
 
 @triton.jit
+def gated(gate, up, SILU: tl.constexpr):
+    """activation(gate) * up. Kernels that must give the same bits all do it so (invariant_hopper.py in Gluon)."""
+    inner = gate
+    if not SILU:
+        # 0.5 * (1 + tanh(u)) is sigmoid(2 * u), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp2(inner * -1.4426950408889634)) * up
+
+
+@triton.jit
 def activate_kernel(x_ptr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
     """In place. ACTIVATION: one of _ALONE."""
     TILES: tl.constexpr = (WIDTH + TILE - 1) // TILE
@@ -27,7 +37,7 @@ def activate_kernel(x_ptr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, TILE: 
     if ACTIVATION == 0:
         x *= tl.sigmoid(x)
     elif ACTIVATION == 1:
-        x *= tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # see act_mul_kernel
+        x *= tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # see gated
     elif ACTIVATION == 2:
         x *= 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -65,12 +75,7 @@ def act_mul_kernel(x_ptr, out_ptr, bias_ptr, stream_ptr, eps, WIDTH: tl.constexp
         if bias_ptr is not None:
             gate += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
             up += tl.load(bias_ptr + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-        if SILU:
-            gate = gate * tl.sigmoid(gate)
-        else:
-            # 0.5 * (1 + tanh(u)) is sigmoid(2 * u), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
-            gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-        tl.store(out_ptr + row * WIDTH + cols, (gate * up).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + row * WIDTH + cols, gated(gate, up, SILU).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)

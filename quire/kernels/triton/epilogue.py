@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Rotary
+from quire.kernels.triton.activation import gated
 from quire.kernels.triton.common import store_narrowed
+from quire.kernels.triton.rope import turned
 
 STORE = tl.constexpr(0)
 ADD = tl.constexpr(1)  # to the residual stream, and prepare the next norm
@@ -101,13 +103,9 @@ def add(out_ptr, to, sums, rows, m, tile, n, num_rows):
 @triton.jit
 def gate(out_ptr, low, high, tile, m, n, num_rows, SILU: tl.constexpr, STRIP: tl.constexpr):
     cols = tile * STRIP + tl.arange(0, STRIP)
-    if SILU:
-        low = low * tl.sigmoid(low)
-    else:
-        # 0.5 * (1 + tanh(u)) is sigmoid(2 * u), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
-        low = low * tl.sigmoid(1.5957691216057308 * (low + 0.044715 * low * low * low))
     mask = (cols < n // 2)[:, None] & (m < num_rows)[None, :]
-    tl.store(out_ptr + m[None, :] * (n // 2) + cols[:, None], (low * high).to(out_ptr.dtype.element_ty), mask=mask)
+    result = gated(low, high, SILU).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + m[None, :] * (n // 2) + cols[:, None], result, mask=mask)
 
 
 @triton.jit
@@ -123,9 +121,7 @@ def rope(q_ptr, to, low, high, tile, m, num_rows, STRIP: tl.constexpr, HEADS: tl
         angles = to.cos_sin + position[None, :] * HEAD_DIM + dims[:, None]
         cos = tl.load(angles, mask=exists, other=0.0)
         sin = tl.load(angles + HALF_DIM, mask=exists, other=0.0)
-        turned = low * cos - high * sin
-        high = high * cos + low * sin
-        low = turned
+        low, high = turned(low, high, cos, sin)
     if head < HEADS:
         q_out = q_ptr + m[None, :] * (HEADS * HEAD_DIM) + head * HEAD_DIM + dims[:, None]
         tl.store(q_out, low.to(q_ptr.dtype.element_ty), mask=exists)

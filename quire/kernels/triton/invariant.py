@@ -1,9 +1,10 @@
 """The decoder's operations on one GPU with results that do not depend on the batch: `batch_invariant=True`.
 
 Every operation here computes a row by itself, in an order that nothing but the model decides: products by one kernel
-for any number of rows, attention in parts of a fixed size, one program for each row's norm. What the other backend
-wins by choosing a kernel for each number of rows, by folding norms into products and by reading shared prefixes once,
-is left out, because each of these sums in an order of its own.
+for any number of rows, attention in parts of a fixed size, one program for each row's norm. What follows a product
+may be in its launch, where it computes what it would in one of its own. What the other backend wins by choosing a
+kernel for each number of rows, by folding norms into products and by reading shared prefixes once, is left out, because
+each of these sums in an order of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from quire.kernels.triton.ops import TritonOps
 
 
 class InvariantLinear(DenseLinear):
-    """A matrix in 16 bits, whose products are followed by what follows them in launches of their own."""
+    """A matrix in 16 bits. What follows a product gives the same bits in its launch and in one of its own."""
 
     __slots__ = ()
 
@@ -30,6 +31,22 @@ class InvariantLinear(DenseLinear):
     def multiply(self, x: Normed) -> Tensor:
         assert isinstance(x, Tensor)
         return self._product(x)
+
+    def multiply_act(self, x: Normed, activation: str) -> Normed:
+        from quire.kernels.triton.invariant_product import invariant_act
+
+        assert isinstance(x, Tensor)
+        return invariant_act(x, self.weight, self.bias, activation, self.ops.skinny_scratch)
+
+    def multiply_rope_write(
+        self, x: Normed, rotary: Rotary, kv: Tensor, batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        from quire.kernels.triton.invariant_product import can_rope, invariant_rope_write
+
+        assert isinstance(x, Tensor)
+        if not can_rope(len(x), self.out_features, self.in_features, rotary, spec):
+            return super().multiply_rope_write(x, rotary, kv, batch, spec)
+        return invariant_rope_write(x, self.weight, self.bias, rotary, kv, batch, spec, self.ops.skinny_scratch)
 
     def embed(self, token_ids: Tensor, scale: float | None = None) -> Tensor:
         rows = F.embedding(token_ids, self.weight)

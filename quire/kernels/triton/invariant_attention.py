@@ -21,8 +21,11 @@ from quire.kernels.triton.configs import NUM_SMS, padded_head_dim
 from quire.kernels.triton.decode import AttentionScratch, qk_scale
 from quire.kernels.triton.prefill import attend, prompt_tile
 
-_TILE_ROWS = 64
+_TILE_ROWS = 64  # of a decode
+_PROMPT_ROWS = 128  # of a prompt: rows do not depend on each other, and twice as many share each tile of keys
 _NUM_STAGES = 3
+_PROMPT_STAGES = 3
+_DECODES_IN_ONE_LOOP = True
 _PART_TOKENS = 1024  # that one part of a sequence has: a decode's share of a program
 _ROOM = 4 * NUM_SMS  # parts that have a program of their own, at most
 
@@ -44,11 +47,15 @@ def _attend_part(q, kv_ptr, table_ptr, part, first_position, last_position, kv_l
                  softcap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                  BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr,
                  PART_TILES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr,
-                 STAGES: tl.constexpr):  # fmt: skip
-    """One part of the keys of rows from first_position to last_position on."""
+                 STAGES: tl.constexpr, ONE_LOOP: tl.constexpr):  # fmt: skip
+    """One part of the keys of rows from first_position to last_position on. ONE_LOOP: tiles that need no mask have one,
+    too, which changes no number: few rows wait longer for the first keys of another loop than a mask takes."""
     tile_begin = part * PART_TILES
     tile_end = tl.minimum(tile_begin + PART_TILES, last_position // TILE_TOKENS + 1)
     full_begin = tile_begin
+    acc = tl.zeros([TILE_ROWS, DIM_PAD], tl.float32)
+    top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([TILE_ROWS], tl.float32)
     if WINDOW > 0:
         tile_begin = tl.maximum(tile_begin, tl.maximum(first_position - WINDOW + 1, 0) // TILE_TOKENS)
         # Tiles from here on start inside the last row's window, so inside everyone's.
@@ -56,18 +63,18 @@ def _attend_part(q, kv_ptr, table_ptr, part, first_position, last_position, kv_l
         full_begin = tl.minimum(tl.maximum(inside, tile_begin), tile_end)
     # Tiles below end at or before the first row's own token.
     full_end = tl.minimum(tl.maximum((first_position + 1) // TILE_TOKENS, full_begin), tile_end)
-    acc = tl.zeros([TILE_ROWS, DIM_PAD], tl.float32)
-    top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([TILE_ROWS], tl.float32)
-    if WINDOW > 0:
+    if ONE_LOOP:
+        full_end = tile_begin
+    if WINDOW > 0 and not ONE_LOOP:
         acc, top, weight_sum = attend(
             acc, top, weight_sum, q, kv_ptr, table_ptr, tile_begin, full_begin, kv_len, row_position, kv_head, scale,
             softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, WINDOW, SOFTCAP, COMPUTE, True, STAGES,
         )  # fmt: skip
-    acc, top, weight_sum = attend(
-        acc, top, weight_sum, q, kv_ptr, table_ptr, full_begin, full_end, kv_len, row_position, kv_head, scale,
-        softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, 0, SOFTCAP, COMPUTE, False, STAGES,
-    )  # fmt: skip
+    if not ONE_LOOP:
+        acc, top, weight_sum = attend(
+            acc, top, weight_sum, q, kv_ptr, table_ptr, full_begin, full_end, kv_len, row_position, kv_head, scale,
+            softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, 0, SOFTCAP, COMPUTE, False, STAGES,
+        )  # fmt: skip
     return attend(
         acc, top, weight_sum, q, kv_ptr, table_ptr, full_end, tile_end, kv_len, row_position, kv_head, scale,
         softcap, KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_TOKENS, WINDOW, SOFTCAP, COMPUTE, True, STAGES,
@@ -99,7 +106,7 @@ def invariant_decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, tops_ptr, sums_
                             DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
                             TILE_TOKENS: tl.constexpr, PART_TILES: tl.constexpr, WINDOW: tl.constexpr,
                             SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SEQS_PAD: tl.constexpr,
-                            STAGES: tl.constexpr):  # fmt: skip
+                            STAGES: tl.constexpr, ONE_LOOP: tl.constexpr):  # fmt: skip
     """One token of each sequence. As long as there is room for their results, parts have programs of their own; further
     sequences have one program for all their parts, which computes the same."""
     PART_TOKENS: tl.constexpr = PART_TILES * TILE_TOKENS
@@ -148,7 +155,7 @@ def invariant_decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, tops_ptr, sums_
         acc, top, weight_sum = _attend_part(
             q, kv_ptr, table_ptr, part, kv_len - 1, kv_len - 1, kv_len, row_position, kv_head, scale, softcap,
             KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_ROWS, TILE_TOKENS, PART_TILES, WINDOW, SOFTCAP, COMPUTE,
-            STAGES,
+            STAGES, ONE_LOOP,
         )  # fmt: skip
         # What the parts before left waits in memory: registers have room for one of the two.
         if part > first_part:
@@ -208,14 +215,17 @@ def invariant_prompt_kernel(q_ptr, kv_ptr, out_ptr, query_starts_ptr, kv_lens_pt
     first_part = 0
     if WINDOW > 0:
         first_part = tl.maximum(first_position - WINDOW + 1, 0) // (PART_TILES * TILE_TOKENS)
-    acc = tl.zeros([TILE_ROWS, DIM_PAD], tl.float32)
-    top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([TILE_ROWS], tl.float32)
-    for part in range(first_part, last_position // (PART_TILES * TILE_TOKENS) + 1):
+    # The first by itself, as a decode's: most prompts have only one, and both results fill more than the registers.
+    acc, top, weight_sum = _attend_part(
+        q, kv_ptr, table_ptr, first_part, first_position, last_position, kv_len, row_position, kv_head, scale, softcap,
+        KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_ROWS, TILE_TOKENS, PART_TILES, WINDOW, SOFTCAP, COMPUTE,
+        STAGES, False,
+    )  # fmt: skip
+    for part in range(first_part + 1, last_position // (PART_TILES * TILE_TOKENS) + 1):
         part_acc, part_top, part_sum = _attend_part(
             q, kv_ptr, table_ptr, part, first_position, last_position, kv_len, row_position, kv_head, scale, softcap,
             KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_ROWS, TILE_TOKENS, PART_TILES, WINDOW, SOFTCAP, COMPUTE,
-            STAGES,
+            STAGES, False,
         )  # fmt: skip
         acc, top, weight_sum = _merge(acc, top, weight_sum, part_acc, part_top, part_sum)
     acc = acc * (v_scale / tl.where(weight_sum > 0.0, weight_sum, 1.0))[:, None]
@@ -260,9 +270,12 @@ def invariant_attention(
         assert scratch.arrivals.numel() >= num_decodes * num_kv_heads
         invariant_decode_kernel[(num_kv_heads, items)](
             q, kv, out, partial, tops, sums, scratch.arrivals, tables, batch.kv_lens, num_decodes, tables.stride(0),
-            room, *numbers, SEQS_PAD=padded_seqs(num_decodes), **constants,
+            room, *numbers, SEQS_PAD=padded_seqs(num_decodes), ONE_LOOP=_DECODES_IN_ONE_LOOP, **constants,
         )  # fmt: skip
     if num_seqs > num_decodes:
+        if dim_pad <= 128 and batch.max_query_len * group > tile_rows:
+            tile_rows = max(_PROMPT_ROWS, tile_rows)
+            constants |= {"TILE_ROWS": tile_rows, "STAGES": _PROMPT_STAGES, "num_warps": tile_rows // 16}
         num_prompts, num_tokens = num_seqs - num_decodes, q.shape[0] - num_decodes
         invariant_prompt_kernel[(num_kv_heads, num_tokens // (tile_rows // group) + num_prompts)](
             q, kv, out, batch.query_starts, batch.kv_lens, tables, num_decodes, num_prompts, tables.stride(0),

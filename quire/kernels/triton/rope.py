@@ -16,6 +16,14 @@ from quire.kernels.triton.norm import ROWS_OF_SEVERAL_PROGRAMS, row_factor, stre
 
 
 @triton.jit
+def turned(low, high, cos, sin):
+    """Both halves of heads, rotated. Written out, because a compiler may join either product with the sum, and not
+    everywhere the same."""
+    cos = tl.broadcast_to(cos, low.shape)
+    return tl.fma(low, cos, -(high * sin)), tl.fma(high, cos, low * sin)
+
+
+@triton.jit
 def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
                 bias_ptr, stream_ptr, stream_eps, row_scales_ptr, row_scale, column_scales_ptr, eps, k_offset_ptr,
                 k_inverse, v_inverse, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -70,8 +78,7 @@ def rope_kernel(qkv_ptr, cos_sin_ptr, kv_ptr, q_out_ptr, positions_ptr, slots_pt
             w_high = tl.load(k_norm_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
             n_low = tl.where(is_q[:, None], n_low, low * rms * w_low)
             n_high = tl.where(is_q[:, None], n_high, high * rms * w_high)
-        r_low = n_low * cos - n_high * sin
-        r_high = n_high * cos + n_low * sin
+        r_low, r_high = turned(n_low, n_high, cos, sin)
 
         q_out = q_out_ptr + token * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
         q_mask = is_q[:, None] & in_half
