@@ -279,7 +279,8 @@ class ExpertsMlp:
         return self.ops.add_norm(branch, residual, next_norm)
 
     def fold_norm(self, norm: Norm) -> Norm:
-        return norm
+        # A shared expert's gate takes rows that are normalized.
+        return norm if self.shared is not None else self.experts.fold_norm(norm)
 
     def matrices(self) -> Iterable[tuple[LinearWeight, bool]]:
         """The matrices that are multiplied by themselves: experts are multiplied together."""
