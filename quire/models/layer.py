@@ -71,7 +71,8 @@ class SelfAttention:
         return qkv
 
     def fold_norm(self, norm: Norm) -> Norm:
-        return self.qkv.fold_norm(norm)
+        # Norms of all of q and of all of k take a product of rows that are normalized.
+        return norm if self.wide_norms is not None else self.qkv.fold_norm(norm)
 
     def matrices(self) -> Iterable[tuple[LinearWeight, bool]]:
         """Each matrix, and whether its product is added to the residual stream."""

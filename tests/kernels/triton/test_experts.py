@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import models_harness as harness
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from quire.kernels.interface import Norm, Quantized, SharedExpert, Unscaled
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps, experts
 from quire.kernels.triton.configs import GroupedConfig, PickedConfig, experts_config
+from tests.models.families import EXPERTS, saved, tiny_model
 
 PICKED = PickedConfig(tile_n=4, tile_k=32, num_warps=4, unroll=2)
 GROUPED = GroupedConfig(tile_m=16, tile_n=16, tile_k=32, num_warps=4, num_stages=2)
@@ -182,3 +184,15 @@ def test_norms_that_are_not_folded(dtype, quantization, has_bias, device):
     )
     norm = Norm(torch.rand(32, device=device), 1e-5, bias=torch.zeros(32, device=device) if has_bias else None)
     assert made.fold_norm(norm) is norm
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "olmoe"])
+def test_whole_models_whose_norms_are_folded(name, tmp_path, device):
+    """More than 32 tokens: rows are multiplied before they are normalized, but for OLMoE's q and k."""
+    spec, tensors = saved(tiny_model(EXPERTS[name]), tmp_path)
+    sequences, schedule = harness.random_sequences(spec.vocab_size, (40,)), harness.whole((40,))
+    [found], [expected] = (
+        harness.run_paged(spec, tensors, ops, sequences, schedule, 16, device=device)
+        for ops in (TritonOps(device, torch.float32), ReferenceOps(device, torch.float32))
+    )
+    assert close(found, expected, 1e-4)
