@@ -61,7 +61,7 @@ def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> 
     with collecting(target) as later:
         for adapted in steps.kinds:
             steps.prompts(_SHORT_PROMPT, adapted=adapted)
-        for size in (16, 128, steps.max_num_seqs):  # a kernel for each class of batch sizes
+        for size in sorted({16, 128, min(256, steps.max_num_seqs), steps.max_num_seqs}):  # one of each class
             for adapted in steps.kinds:
                 steps.decode(min(size, steps.max_num_seqs), shares=True, adapted=adapted)
                 for num_tokens in (2, 16, 64, 128):  # short chunks have smaller tiles

@@ -190,6 +190,9 @@ class ComposedExperts:
         self.normalizes = normalizes
         self.activation = activation
 
+    def fold_norm(self, norm: Norm) -> Norm:
+        return norm
+
     def multiply(self, x: Normed, shared: SharedExpert | None = None) -> Tensor:
         assert isinstance(x, Tensor), "experts take rows that are normalized already"
         weights, chosen = self._route(x)

@@ -263,6 +263,9 @@ class Experts(Protocol):
     @property
     def downs(self) -> Sequence[LinearWeight]: ...
 
+    def fold_norm(self, norm: Norm) -> Norm:
+        """See LinearWeight.fold_norm: of the router and of every expert's gate and up."""
+
     def multiply(self, x: Normed, shared: SharedExpert | None = None) -> Tensor:
         """x: [tokens, hidden] -> the same: each token's experts, each times its weight, and the shared one."""
 

@@ -71,7 +71,8 @@ class SelfAttention:
         return qkv
 
     def fold_norm(self, norm: Norm) -> Norm:
-        return self.qkv.fold_norm(norm)
+        # Norms of all of q and of all of k take a product of rows that are normalized.
+        return norm if self.wide_norms is not None else self.qkv.fold_norm(norm)
 
     def matrices(self) -> Iterable[tuple[LinearWeight, bool]]:
         """Each matrix, and whether its product is added to the residual stream."""
@@ -279,7 +280,8 @@ class ExpertsMlp:
         return self.ops.add_norm(branch, residual, next_norm)
 
     def fold_norm(self, norm: Norm) -> Norm:
-        return norm
+        # A shared expert's gate takes rows that are normalized.
+        return norm if self.shared is not None else self.experts.fold_norm(norm)
 
     def matrices(self) -> Iterable[tuple[LinearWeight, bool]]:
         """The matrices that are multiplied by themselves: experts are multiplied together."""

@@ -40,7 +40,7 @@ def next_power_of_2(value: int) -> int:
 
 def padded_seqs(num_seqs: int) -> int:
     """Few classes, so that few variants are compiled: each program holds one vector of all lengths."""
-    for size in (16, 128, 1024):
+    for size in (16, 128, 256, 1024):
         if num_seqs <= size:
             return size
     return next_power_of_2(num_seqs)

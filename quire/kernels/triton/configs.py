@@ -27,7 +27,12 @@ class DecodeConfig:
     num_warps: int = 4
     num_stages: int = 3
     programs_per_sm: int = 1  # what the splits of a small batch add up to
+    long_programs_per_sm: int = 2  # the same where that would make pieces longer than long_tiles
+    long_tiles: int = 64
     busy_programs_per_sm: int = 4  # the same once whole sequences fill the chip: smaller pieces, shorter tail
+    # Then so many times the sequences, where that is more: whole ones would leave a long tail. More would mean more
+    # programs that find nothing to do in steps of short sequences.
+    busy_pieces_per_seq: float = 1.5
     min_tiles_per_split: int = 4
 
 
@@ -106,11 +111,14 @@ class GroupedConfig:
     num_warps: int
     num_stages: int
 
-    def max_blocks(self, picks: int, tokens: int, experts: int) -> int:
-        """How many blocks of tile_m picks of one expert any routing needs at most: every expert may leave one that is
-        not full. A token has an expert at most once."""
+    def num_blocks(self, picks: int, tokens: int, experts: int) -> int:
+        """How many blocks of tile_m picks of one expert a product's grid has: with what chance adds to those that are
+        expected, and never more than any routing needs, where every expert used may leave one that is not full. A
+        token has an expert at most once."""
         used = min(picks, experts)
-        return min(used + (picks - used) // self.tile_m, used * -(-tokens // self.tile_m))
+        most = min(used + (picks - used) // self.tile_m, used * -(-tokens // self.tile_m))
+        _, expected = _expected_blocks(picks, experts, self.tile_m)
+        return max(1, min(most, math.ceil(1.02 * expected) + 2))
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -237,6 +245,7 @@ def experts_config(
     return GroupedConfig(tile_m, tile_n, tile_k, num_warps, num_stages)
 
 
+@cache
 def _expected_blocks(picks: int, experts: int, tile_m: int) -> tuple[float, float]:
     """How many experts are used, and how many blocks of tile_m rows they have, where each pick falls on any expert:
     rows of an expert then have a Poisson distribution."""

@@ -49,8 +49,9 @@ class PrefixResults(NamedTuple):
 
 
 @triton.jit
-def _pieces(kv_lens_ptr, prefix, num_seqs, wanted_items, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr,
-            TILE_TOKENS: tl.constexpr, SEQS_PAD: tl.constexpr):  # fmt: skip
+def _pieces(kv_lens_ptr, prefix, num_seqs, wanted_items, long_items, MIN_TILES: tl.constexpr,
+            LONG_TILES: tl.constexpr, WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr,
+            SEQS_PAD: tl.constexpr):  # fmt: skip
     """How many pieces each sequence is cut into; every program comes to the same answer."""
     index = tl.arange(0, SEQS_PAD)
     lens = tl.load(kv_lens_ptr + index, mask=index < num_seqs, other=0)
@@ -59,7 +60,10 @@ def _pieces(kv_lens_ptr, prefix, num_seqs, wanted_items, MIN_TILES: tl.constexpr
         tiles -= tl.maximum(lens - WINDOW, 0) // TILE_TOKENS
     if prefix is not None:
         tiles -= tl.load(prefix.seq_lens + index, mask=index < num_seqs, other=0) // TILE_TOKENS
-    tiles_per_piece = tl.maximum((tl.sum(tiles, axis=0) + wanted_items - 1) // wanted_items, MIN_TILES)
+    total = tl.sum(tiles, axis=0)
+    # Long pieces are worth more programs: one on a multiprocessor does not ask for memory as fast as that delivers.
+    wanted_items = tl.where(total > LONG_TILES * wanted_items, long_items, wanted_items)
+    tiles_per_piece = tl.maximum((total + wanted_items - 1) // wanted_items, MIN_TILES)
     pieces = tl.maximum((tiles + tiles_per_piece - 1) // tiles_per_piece, 1)
     return index, tl.where(index < num_seqs, pieces, 0)
 
@@ -135,18 +139,20 @@ def _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_pieces, kv_head, out_r
     store_narrowed(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], acc, mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "wanted_items"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "wanted_items", "long_items"])
 def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, tables_ptr, kv_lens_ptr, prefix,
-                  slopes_ptr, sinks_ptr, num_seqs, table_stride, wanted_items, qk_scale, softcap, v_scale,
+                  slopes_ptr, sinks_ptr, num_seqs, table_stride, wanted_items, long_items, qk_scale, softcap, v_scale,
                   KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_LOW: tl.constexpr, GROUP_PAD: tl.constexpr,
                   HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr,
                   WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SEQS_PAD: tl.constexpr,
-                  MIN_TILES: tl.constexpr, PREFIX_ROWS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                  MIN_TILES: tl.constexpr, LONG_TILES: tl.constexpr, PREFIX_ROWS: tl.constexpr,
+                  STAGES: tl.constexpr):  # fmt: skip
     """prefix: a PrefixResults, or None."""
     PAIRED: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv and DIM_PAD >= 32  # see widened_pairs
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
-    index, pieces = _pieces(kv_lens_ptr, prefix, num_seqs, wanted_items, MIN_TILES, WINDOW, TILE_TOKENS, SEQS_PAD)
+    index, pieces = _pieces(kv_lens_ptr, prefix, num_seqs, wanted_items, long_items, MIN_TILES, LONG_TILES, WINDOW,
+                            TILE_TOKENS, SEQS_PAD)  # fmt: skip
     ends = tl.cumsum(pieces, axis=0)
     seq = tl.sum(((ends <= item) & (index < num_seqs)).to(tl.int32), axis=0)
     if seq >= num_seqs:
@@ -287,22 +293,27 @@ def decode_attention(
     visible = max_kv_len if spec.window is None else min(max_kv_len, spec.window + config.tile_tokens)
     max_tiles = -(-visible // config.tile_tokens)
     busy = num_seqs * spec.num_kv_heads >= config.programs_per_sm * NUM_SMS
-    programs = (config.busy_programs_per_sm if busy else config.programs_per_sm) * NUM_SMS
-    wanted_items = max(1, programs // spec.num_kv_heads)
-    # Cutting at whole pieces leaves at most one short one for each sequence beside the wanted_items whole ones.
-    max_items = min(num_seqs + wanted_items, num_seqs * max(1, -(-max_tiles // config.min_tiles_per_split)))
+    few, many = (
+        max(1, programs * NUM_SMS // spec.num_kv_heads)
+        for programs in (config.programs_per_sm, config.long_programs_per_sm)
+    )
+    if busy:
+        many = max(1, config.busy_programs_per_sm * NUM_SMS // spec.num_kv_heads)
+        few = many = max(many, int(config.busy_pieces_per_seq * num_seqs))
+    # Cutting at whole pieces leaves at most one short one for each sequence beside the wanted whole ones.
+    max_items = min(num_seqs + max(few, many), num_seqs * max(1, -(-max_tiles // config.min_tiles_per_split)))
     entries = max_items * spec.num_kv_heads * group_low
     partial = torch.empty(entries * dim_pad, dtype=torch.float32, device=q.device)
     lse = torch.empty(entries, dtype=torch.float32, device=q.device)
     assert scratch.arrivals.numel() >= num_seqs * spec.num_kv_heads
     decode_kernel[(spec.num_kv_heads, max_items)](
         q, kv, out, partial, lse, scratch.arrivals, block_tables, kv_lens, prefix, spec.slopes, spec.sinks,
-        num_seqs, block_tables.stride(0), wanted_items, qk_scale(spec), spec.softcap or 0.0, spec.v_scale,
+        num_seqs, block_tables.stride(0), few, many, qk_scale(spec), spec.softcap or 0.0, spec.v_scale,
         KV_HEADS=spec.num_kv_heads, GROUP=group, GROUP_LOW=group_low, GROUP_PAD=group_pad, HEAD_DIM=spec.head_dim,
         DIM_PAD=dim_pad, BLOCK_SIZE=kv.shape[3], TILE_TOKENS=config.tile_tokens, WINDOW=spec.window or 0,
         SOFTCAP=spec.softcap is not None, COMPUTE=compute_dtype(q.dtype, kv.dtype), SEQS_PAD=padded_seqs(num_seqs),
-        MIN_TILES=config.min_tiles_per_split, PREFIX_ROWS=0 if prefix is None else prefix.lse.shape[2],
-        STAGES=config.num_stages, num_warps=config.num_warps,
+        MIN_TILES=config.min_tiles_per_split, LONG_TILES=config.long_tiles,
+        PREFIX_ROWS=0 if prefix is None else prefix.lse.shape[2], STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
 
 

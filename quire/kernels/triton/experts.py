@@ -106,6 +106,13 @@ class TritonExperts(ComposedExperts):
             activation=activation,
         )
 
+    def fold_norm(self, norm: Norm) -> Norm:
+        left = norm
+        if self._gate_up.scales is None and norm.bias is None and self._gate_up.weight.dtype != torch.float16:
+            self._gate_up.weight.mul_(norm.weight)  # in float32, rounded once
+            left = self._router.fold_norm(norm)
+        return left
+
     def multiply(self, x: Normed, shared: SharedExpert | None = None) -> Tensor:
         plain = _rows_of(x)
         out = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)

@@ -3,9 +3,10 @@
 
 Few picks are multiplied one by one, in plain float32: hardly any two have the same expert. More are grouped: a program
 has a tile of one expert's matrix, as the tensor cores' left operand, and up to TILE_M of the expert's picks as the
-right one. Which expert a program has follows from the counts on the device, so the grid is as large as any routing
-could need, and what is past the last block ends at once. Blocks of one expert are neighbours: the second finds the
-matrix in the L2 cache.
+right one. Which expert a program has follows from the counts on the device. The grid is as large as picks need that
+fall on experts by chance; a routing that needs more blocks has the first programs come back for them. (A grid for any
+routing is half as large again in steps of decodes: programs that only find out that they have nothing to do would take
+some 4 us of each product.) Blocks of one expert are neighbours: the second finds the matrix in the L2 cache.
 """
 
 from __future__ import annotations
@@ -113,16 +114,16 @@ def grouped_kernel(x_ptr, w_ptr, w_scales_ptr, bias_ptr, out_ptr, factors_ptr, w
                    num_tokens, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
                    TOP_K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, TILE_M: tl.constexpr,
                    TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """A block of one expert's picks with TILE_N rows of its matrix; GATED: with those of gate and those of up."""
+    """Blocks of one expert's picks with TILE_N rows of its matrix; GATED: with those of gate and those of up."""
     TILES: tl.constexpr = (N + TILE_N - 1) // TILE_N
-    block = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     experts = tl.arange(0, EXPERTS_PAD)
     counts = tl.load(counts_ptr + experts, mask=experts < EXPERTS, other=0)
     blocks = (counts + TILE_M - 1) // TILE_M
     ends = tl.cumsum(blocks, axis=0)
-    expert = tl.sum((ends <= block).to(tl.int32), axis=0)
-    if expert < EXPERTS:
+    num_blocks = tl.sum(blocks, axis=0)
+    for block in tl.range(tl.program_id(0) // TILES, num_blocks, tl.num_programs(0) // TILES, num_stages=1):
+        expert = tl.sum((ends <= block).to(tl.int32), axis=0)
         is_mine = experts == expert
         first = (block - tl.sum(tl.where(is_mine, ends - blocks, 0), axis=0)) * TILE_M
         m = first + tl.arange(0, TILE_M)
@@ -133,21 +134,21 @@ def grouped_kernel(x_ptr, w_ptr, w_scales_ptr, bias_ptr, out_ptr, factors_ptr, w
         STREAMS: tl.constexpr = TILE_M <= 32
         if GATED:
             sources = picks // TOP_K
-            w_ptr += expert.to(tl.int64) * (2 * N * K)
+            matrix_ptr = w_ptr + expert.to(tl.int64) * (2 * N * K)
         else:
             sources = picks
-            w_ptr += expert.to(tl.int64) * (N * K)
+            matrix_ptr = w_ptr + expert.to(tl.int64) * (N * K)
         x_ptrs = x_ptr + sources[None, :].to(tl.int64) * K
         acc = tl.zeros([TILE_N, TILE_M], tl.float32)
         up = tl.zeros([TILE_N, TILE_M], tl.float32)
         for start in tl.range(0, K, TILE_K, num_stages=STAGES):
             k = start + cols
-            w = _load_tile(w_ptr, rows, k, N, K, TILE_N, TILE_K, STREAMS)
+            w = _load_tile(matrix_ptr, rows, k, N, K, TILE_N, TILE_K, STREAMS)
             # Rows past the last are masked, so they cost no traffic.
             x = tl.load(x_ptrs + k[:, None], mask=exists[None, :] & (k < K)[:, None], other=0.0)
             acc = tl.dot(widened(w, x.dtype), x, acc, input_precision="ieee")
             if GATED:
-                w = _load_tile(w_ptr + N * K, rows, k, N, K, TILE_N, TILE_K, STREAMS)
+                w = _load_tile(matrix_ptr + N * K, rows, k, N, K, TILE_N, TILE_K, STREAMS)
                 up = tl.dot(widened(w, x.dtype), x, up, input_precision="ieee")
         if w_scales_ptr is not None:
             acc *= _of_rows(w_scales_ptr, expert, rows, 0, N, GATED)[:, None]
@@ -234,7 +235,7 @@ def multiply_picks(
             x, weight, weight_scales, bias, out, factors, weights, routing.chosen, UNROLL=config.unroll, **constants
         )
         return
-    grouped_kernel[(tiles * config.max_blocks(picks, tokens, experts),)](
+    grouped_kernel[(tiles * config.num_blocks(picks, tokens, experts),)](
         x, weight, weight_scales, bias, out, factors, weights, routing.members, counts, tokens, EXPERTS=experts,
         EXPERTS_PAD=next_power_of_2(experts), TILE_M=config.tile_m, STAGES=config.num_stages, **constants,
     )  # fmt: skip

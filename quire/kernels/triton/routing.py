@@ -29,6 +29,8 @@ def route_kernel(x_ptr, router_ptr, bias_ptr, scale, chosen_ptr, weights_ptr, fa
                  EXPERTS_PAD: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, NORMALIZES: tl.constexpr,
                  TILE_M: tl.constexpr, TILE_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
                  PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):  # fmt: skip
+    """PARTS: of the sums of squares that are known; 0 where each program is to add up its part of the row."""
+    SQUARES: tl.constexpr = scale is not None and PARTS == 0
     tile = tl.program_id(0)
     part = tl.program_id(1)
     m = tile * TILE_M + tl.arange(0, TILE_M)
@@ -39,6 +41,7 @@ def route_kernel(x_ptr, router_ptr, bias_ptr, scale, chosen_ptr, weights_ptr, fa
     first = part * STEPS // SPLIT_K
     last = (part + 1) * STEPS // SPLIT_K
     acc = tl.zeros([TILE_M, EXPERTS_PAD], tl.float32)
+    squares = tl.zeros([TILE_M], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         k = step * TILE_K + cols
         x = tl.load(
@@ -47,9 +50,14 @@ def route_kernel(x_ptr, router_ptr, bias_ptr, scale, chosen_ptr, weights_ptr, fa
         w_mask = (experts < EXPERTS)[None, :] & (k < K)[:, None]
         w = tl.load(router_ptr + experts[None, :] * K + k[:, None], mask=w_mask, other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
+        if SQUARES:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
     offsets = m[:, None] * EXPERTS_PAD + experts[None, :]
     part_size = num_tokens * EXPERTS_PAD
     tl.store(partial_ptr + part * part_size + offsets, acc, mask=exists[:, None])
+    if SQUARES:
+        tl.store(scale.square_sums + part * num_tokens + m, squares, mask=exists)
     tl.debug_barrier()  # every thread's part is stored before one thread announces it
     if tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
         tl.store(arrivals_ptr + tile, 0)  # ready for the next launch
@@ -59,8 +67,14 @@ def route_kernel(x_ptr, router_ptr, bias_ptr, scale, chosen_ptr, weights_ptr, fa
             other_part = partial_ptr + other * part_size + offsets
             logits += tl.load(other_part, mask=exists[:, None], other=0.0, cache_modifier=".cg")
         if scale is not None:
-            squares = epilogue.load_square_sums(scale, m, num_tokens, PARTS, PARTS_PAD)
-            factors = tl.rsqrt(tl.sum(squares, axis=0) / K + scale.eps)
+            if SQUARES:
+                squares = tl.zeros([TILE_M], tl.float32)
+                for other in tl.static_range(SPLIT_K):
+                    other_squares = scale.square_sums + other * num_tokens + m
+                    squares += tl.load(other_squares, mask=exists, other=0.0, cache_modifier=".cg")
+            else:
+                squares = tl.sum(epilogue.load_square_sums(scale, m, num_tokens, PARTS, PARTS_PAD), axis=0)
+            factors = tl.rsqrt(squares / K + scale.eps)
             logits = logits * factors[:, None]
             tl.store(factors_ptr + m, factors, mask=exists)
         if bias_ptr is not None:
@@ -74,7 +88,7 @@ def route_kernel(x_ptr, router_ptr, bias_ptr, scale, chosen_ptr, weights_ptr, fa
         slots = tl.arange(0, TOP_K_PAD)
         chosen = tl.zeros([TILE_M, TOP_K_PAD], tl.int32)
         weights = tl.zeros([TILE_M, TOP_K_PAD], tl.float32)
-        for i in tl.static_range(TOP_K):
+        for i in range(TOP_K):  # a loop: eight copies of it are more code than instruction caches like
             best, index = tl.max(left, axis=1, return_indices=True)
             chosen = tl.where(slots[None, :] == i, index[:, None], chosen)
             weights = tl.where(slots[None, :] == i, tl.exp(best - top)[:, None], weights)
@@ -115,6 +129,11 @@ class Routing:
     members: Tensor | None  # [experts, tokens] int32: each expert's picks, in any order, `scratch.counts` of them
 
 
+def route_tiles(tokens: int, is_wide: bool) -> tuple[int, int, int]:
+    """Tokens of a tile, parts of its product, and warps of a program."""
+    return (16, 8, 4) if tokens <= _MANY_TOKENS else (16 if is_wide else 32, 1, 4)
+
+
 class Router:
     """Allocates before it launches, so that what runs out of memory leaves the scratch as it was."""
 
@@ -131,11 +150,7 @@ class Router:
         normalizes: bool,
         is_grouped: bool,
     ) -> None:
-        scale, parts, factors = None, 0, None
-        if isinstance(x, Unscaled):
-            assert x.square_sums is not None, "experts take rows whose sums of squares are known"
-            scale, parts, x = Scale(x.square_sums, x.eps), x.square_sums.shape[0], x.x
-            factors = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        unscaled, x = (x, x.x) if isinstance(x, Unscaled) else (None, x)
         tokens, k = x.shape
         experts = router.shape[0]
         picks = tokens * top_k
@@ -146,9 +161,18 @@ class Router:
         else:
             chosen = torch.empty(picks, dtype=torch.int32, device=x.device)
         weights = torch.empty(picks, dtype=x.dtype, device=x.device)
-        self.routing = Routing(weights, factors, chosen, members)
         is_wide = x.element_size() == 4 or experts_pad > 256
-        tile_m, split_k = (16, 8) if tokens <= _MANY_TOKENS else (16 if is_wide else 32, 1)
+        tile_m, split_k, num_warps = route_tiles(tokens, is_wide)
+        scale, parts, factors = None, 0, None
+        if unscaled is not None:
+            factors = torch.empty(tokens, dtype=torch.float32, device=x.device)
+            square_sums = unscaled.square_sums
+            if square_sums is None:
+                square_sums = torch.empty((split_k, tokens), dtype=torch.float32, device=x.device)
+            else:
+                parts = square_sums.shape[0]
+            scale = Scale(square_sums, unscaled.eps)
+        self.routing = Routing(weights, factors, chosen, members)
         tiles = -(-tokens // tile_m)
         assert tiles <= scratch.arrivals.numel()
         partial = torch.empty(split_k * tokens * experts_pad, dtype=torch.float32, device=x.device)
@@ -170,7 +194,7 @@ class Router:
             "STAGES": 3,
             "PARTS": parts,
             "PARTS_PAD": next_power_of_2(parts),
-            "num_warps": 4,
+            "num_warps": num_warps,
         }
 
     def launch(self) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from quire.kernels.interface import AttentionBatch, AttentionSpec
 from quire.kernels.reference import ReferenceOps
+from quire.kernels.triton import decode
 from quire.kernels.triton.attention import attention
 from quire.kernels.triton.configs import DecodeConfig, PrefillConfig
 from quire.kernels.triton.decode import AttentionScratch
@@ -133,6 +134,16 @@ def test_float32_keeps_its_digits(device):
 
 def test_one_long_sequence_is_split_and_short_ones_are_not(device):
     check([400] + [3] * 16, [1] * 17, replace(SPEC, num_heads=2, num_kv_heads=1), 16, device, runs=2)
+
+
+@pytest.mark.parametrize("pieces_per_seq", [0.5, 3.0])
+def test_pieces_of_few_and_of_many_sequences(pieces_per_seq, monkeypatch, device):
+    """A chip of four: two sequences are cut for it, three times as finely where they are long; five fill it."""
+    monkeypatch.setattr(decode, "NUM_SMS", 4)
+    config = replace(SPLIT, long_programs_per_sm=3, long_tiles=4, busy_pieces_per_seq=pieces_per_seq)
+    one_head = replace(SPEC, num_heads=2, num_kv_heads=1)
+    for lens in ([100, 150], [300, 20], [200, 1], [90, 300, 17, 16, 5]):
+        check(lens, [1] * len(lens), one_head, 16, device, decode=config, runs=2)
 
 
 def test_a_row_that_only_pads_the_batch_gives_zeros(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import models_harness as harness
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from quire.kernels.interface import Norm, Quantized, SharedExpert, Unscaled
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps, experts
 from quire.kernels.triton.configs import GroupedConfig, PickedConfig, experts_config
+from tests.models.families import EXPERTS, saved, tiny_model
 
 PICKED = PickedConfig(tile_n=4, tile_k=32, num_warps=4, unroll=2)
 GROUPED = GroupedConfig(tile_m=16, tile_n=16, tile_k=32, num_warps=4, num_stages=2)
@@ -139,15 +141,58 @@ def test_experts_in_8_bits(config, tokens, device):
     assert close(residual, twin.multiply(x.float()), 1e-2) and isinstance(left, Quantized) == (tokens > 16)
 
 
-@pytest.mark.parametrize("picks", [1, 8, 24, 128, 2048, 8192, 65536])
-def test_every_routing_fits_the_grid(picks):
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_a_routing_that_needs_more_blocks_than_the_grid_has(num_blocks, monkeypatch, device):
+    monkeypatch.setattr(experts, "experts_config", lambda *args, **kwargs: GROUPED)
+    monkeypatch.setattr(GroupedConfig, "num_blocks", lambda *args: num_blocks)
+    _, made, twin = pair(device, torch.float32, 6, 20, 48, top_k=2, normalizes=True, activation="silu")
+    x = torch.randn(40, 48, device=device)
+    assert close(made.multiply(x), twin.multiply(x.double()), 1e-5)
+
+
+@pytest.mark.parametrize("picks", [24, 128, 2048, 8192, 65536])
+def test_the_grid_has_the_blocks_of_a_routing_by_chance(picks):
     config = experts_config(picks, 128, 768, 2048, 2, is_gated=True)
-    if isinstance(config, PickedConfig):
-        return
-    for top_k in (1, 8):
-        tokens = -(-picks // top_k)
-        for used in (top_k, min(128, picks)):  # all tokens have the same experts; as many experts as can be
-            counts = [picks // used + (number < picks % used) for number in range(used)]
-            if max(counts) <= tokens:
-                needed = sum(-(-count // config.tile_m) for count in counts)
-                assert needed <= config.max_blocks(picks, tokens, 128)
+    counts = torch.multinomial(torch.ones(picks // 8, 128), 8).flatten().bincount(minlength=128)
+    num_blocks = config.num_blocks(picks, picks // 8, 128)
+    assert abs(num_blocks - int((-(-counts // config.tile_m)).sum())) <= 0.1 * num_blocks + 2
+    assert config.num_blocks(picks, picks, 128) >= num_blocks - 1
+    assert config.num_blocks(8, 8, 128) == 8 and config.num_blocks(8, 1, 128) == 8  # no more than there are picks
+
+
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_a_folded_norm(config, tokens, device):
+    """The rows' factors are then worked out beside the router's product."""
+    _, made, twin = pair(device, torch.float32, 6, 32, 64, top_k=2, normalizes=True, activation="silu")
+    stream, norm = torch.randn(tokens, 64, device=device) * 3, Norm(torch.randn(64, device=device), 1e-5)
+    normed = ReferenceOps(device, torch.float64).normalize(stream.double(), norm)
+    left = made.fold_norm(norm)
+    assert left.is_folded and (left.weight == 1).all()
+    residual = stream.clone()  # the stream itself is multiplied, and added to
+    made.multiply_add_norm(Unscaled(residual, None, 1e-5), residual, None)
+    assert close(residual, stream.double() + twin.multiply(normed), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "has_bias"),
+    [(torch.float16, None, False), (torch.bfloat16, "fp8", False), (torch.float32, None, True)],
+)
+def test_norms_that_are_not_folded(dtype, quantization, has_bias, device):
+    """float16 may not hold the residual stream, 8-bit experts stay as they are, and a LayerNorm takes means away."""
+    made = TritonOps(device, dtype, quantization=quantization).new_experts(
+        4, 16, 32, top_k=2, normalizes=True, activation="silu"
+    )
+    norm = Norm(torch.rand(32, device=device), 1e-5, bias=torch.zeros(32, device=device) if has_bias else None)
+    assert made.fold_norm(norm) is norm
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "olmoe"])
+def test_whole_models_whose_norms_are_folded(name, tmp_path, device):
+    """More than 32 tokens: rows are multiplied before they are normalized, but for OLMoE's q and k."""
+    spec, tensors = saved(tiny_model(EXPERTS[name]), tmp_path)
+    sequences, schedule = harness.random_sequences(spec.vocab_size, (40,)), harness.whole((40,))
+    [found], [expected] = (
+        harness.run_paged(spec, tensors, ops, sequences, schedule, 16, device=device)
+        for ops in (TritonOps(device, torch.float32), ReferenceOps(device, torch.float32))
+    )
+    assert close(found, expected, 1e-4)
