@@ -14,7 +14,7 @@ MAX_SPECULATIVE_TOKENS = 128
 _MAX_LOOKUP = 64  # tokens of an n-gram, and of a match
 
 # By method: how many tokens are drafted at most, where nobody says.
-_DEFAULT_TOKENS = {"ngram": 15, "suffix": 24, "draft_model": 5}
+_DEFAULT_TOKENS = {"ngram": 31, "suffix": 31, "draft_model": 5}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

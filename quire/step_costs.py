@@ -150,6 +150,10 @@ class DraftCosts:
             self.seconds.insert(0, max(0.0, self.seconds[0] - slope * (self.numbers[0] - 1)))
             self.numbers.insert(0, 1)
 
+    def dearer(self, times: float) -> DraftCosts:
+        """As if drafts cost so much more."""
+        return DraftCosts(self.plain_s, times * self.more_s, self.numbers, [times * each for each in self.seconds])
+
     def extra_s(self, num_drafts: int) -> float:
         """How many seconds so many drafts add to the step, and to those around it."""
         number = rounded(num_drafts)
@@ -202,6 +206,7 @@ class StepCosts:
         self._drafts_s: dict[int, dict[int, tuple[float, int]]] = {}
         self._first_drafted: _FirstDrafted | None = None  # of the steps in a row that were observed last
         self._early_s = 0.0  # what the drafts that come next have cost already
+        self._is_late = False  # whether the step that is observed next could not be planned ahead
 
     # -- learning
 
@@ -234,20 +239,23 @@ class StepCosts:
         """Where steps are planned ahead, one that follows drafts cannot be: it takes longer by the host's part. So a
         step with drafts costs what it takes itself if it follows another. The first of several in a row was planned
         beside the step before; in its stead the plain step after the last one takes longer."""
-        first, early_s = self._first_drafted, self._early_s
+        first, early_s, is_late = self._first_drafted, self._early_s, self._is_late
+        self._is_late = self._plans_ahead and kind.num_draft_tokens > 0
         plain = self._plain.get(rounded(kind.num_decodes))
         later_s = 0.0 if plain is None else seconds - plain.seconds
         self._early_s = 0.0
         if kind.num_prompt_tokens:
             self._first_drafted = None
         elif kind.num_draft_tokens:
-            if first is None and self._plans_ahead:
+            if self._plans_ahead and not is_late:
                 self._first_drafted = _FirstDrafted(kind, later_s + early_s)
             else:
                 self._learn_extra(kind, later_s)
         elif first is not None:
             self._learn_extra(first.kind, first.extra_s + later_s)
             self._first_drafted = None
+        elif is_late:
+            return  # behind drafts beside prompts, of which nobody knows what they cost
         elif precedes_drafts:
             self._early_s = later_s
         elif plain is None:

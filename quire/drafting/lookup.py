@@ -23,7 +23,9 @@ _MAX_ENTERED = 8192  # tokens that one step enters beside those, so that none wa
 # seen.
 _MIN_TRIED, _TRIED_PER_DECODE, _TRIED_FACTOR = 16, 2, 2
 _LOOK_SHARE = 0.005  # of a step's time that looking in vain may take
+_GAIN_SHARE = 0.1  # of the time that drafts have spared: looking in vain may take that, too, but no more than a step's
 _MAX_REST = 32  # steps without a look
+_CAUTION = 1.2  # times what drafts cost, where others wait for a longer step
 
 
 @dataclass(slots=True)
@@ -60,13 +62,16 @@ class LookupDrafter(Drafter):
         self._free_slots: list[int] = []
         self._num_rests = 0  # steps until the next look
         self._num_resting = 0  # sequences that ran at the last
+        self._plain_s, self._token_s = 0.0, 0.0  # of the last look: a step without drafts, and each sequence's share
+        self._credit_s = 0.0  # that looking in vain may take without a rest after it
         self._has_entered = False  # with the last look
         self._trust = Trust()
         self._added_s = Mean()  # by drafts, were they run in each step
 
     def draft(self, running: list[Sequence], most: int, *, ends_together: bool = False) -> dict[int, list[int]]:
         """Where there is nothing to draft, the next look is so many steps away that looking stays cheap; not while
-        prompts are entered, which is done once, nor when half of those that ran have ended."""
+        prompts are entered, which is done once, nor when half of those that ran have ended, nor while drafts have
+        spared much more time than looking takes."""
         if self._num_rests and 2 * len(running) > self._num_resting:
             self._num_rests -= 1
             return {}
@@ -80,7 +85,10 @@ class LookupDrafter(Drafter):
         costs = self._costs.draft_costs(len(decoding))
         if costs is None:
             return {}
+        if len(decoding) > 1:
+            costs = costs.dearer(_CAUTION)
         drafts: dict[int, list[int]] = {}
+        self._plain_s, self._token_s = costs.plain_s, costs.plain_s / len(decoding)
         self._has_entered = False
         num_seen = costs.numbers[-1] if costs.numbers else 0
         most = min(most, max(_MIN_TRIED, _TRIED_PER_DECODE * len(decoding), _TRIED_FACTOR * num_seen))
@@ -88,6 +96,9 @@ class LookupDrafter(Drafter):
             drafts = self._look(decoding, most, costs, ends_together and len(decoding) > 1)
         if not drafts and not self._has_entered:
             looked_s = self._clock() - started
+            if looked_s <= self._credit_s:
+                self._credit_s -= looked_s
+                return drafts
             self._num_rests = min(_MAX_REST, int(looked_s / (_LOOK_SHARE * costs.plain_s)))
         return drafts
 
@@ -152,6 +163,7 @@ class LookupDrafter(Drafter):
 
     def judged(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         self._trust.judged(num_accepted)
+        self._credit_s = min(self._plain_s, self._credit_s + _GAIN_SHARE * num_accepted * self._token_s)
 
     def ended(self, seq: Sequence) -> None:
         """Its answer is remembered, its guess forgotten."""

@@ -6,6 +6,7 @@ a spare row and a spare block of their own.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from quire.executor.transfer import StagingRing
 from quire.kernels.adapters import AdapterBank
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.shared_prefix import (
+    PrefixGroup,
     find_shared_prefixes,
     pack_shared_prefixes,
     packed_length,
@@ -27,6 +29,9 @@ from quire.log import get_logger
 from quire.sampling.transfer import to_device
 
 MAX_GROUPS = 8  # of sequences with a common prefix; more are served, each reading for itself
+# Of keys and values that the drafts of one sequence must spare each layer to be read once for all of them. Where it is
+# less, they find them in the GPU's own cache.
+_MIN_SAVED_BYTES = 16 << 20
 _COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -84,6 +89,9 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         self._adapters_of: tuple[int, list[int], int] | None = None  # version, rows and size that _adapters is about
         self._grouped: tuple[int, list[int]] | None = None  # the batch's version and rows that _groups is about
         self._has_groups = False
+        self._token_bytes = parts.layers[0][0].nbytes // batch.block_size
+        self._sequences: tuple[int, list[int]] | None = None  # the version and rows that _do_share is about
+        self._do_share = False
         self._has_full_attention = parts.decoder.layout.windows[0] is None
         self._next = DecodeShape(0, shares=False)
         self._rows: list[int] = []  # of the step that is about to run; none while idle
@@ -149,17 +157,35 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         """Find who shares a prefix. It stays true until the batch changes: tables only grow at their end."""
         batch = self._batch
         self._grouped = (batch.version, list(rows))
+        self._has_groups = False
         if not self._has_full_attention:
             return  # a window moves away from a prefix
-        num_full_blocks = np.array(positions) // batch.block_size
-        width = int(num_full_blocks.max())
-        groups = find_shared_prefixes(
-            batch.host_tables[0, rows, :width], num_full_blocks, batch.block_size, max_groups=MAX_GROUPS
-        )
-        self._has_groups = bool(groups)
-        if groups:
+        if groups := self._groups_of(rows, positions):
+            self._has_groups = True
             packed = pack_shared_prefixes(groups, size, MAX_GROUPS)
             self._groups[: len(packed)].copy_(to_device(packed, batch.device))
+
+    def _groups_of(self, rows: list[int], positions: list[int]) -> list[PrefixGroup]:
+        """A sequence's drafts stand in its row as well, and how many there are changes from step to step. Whether its
+        sequences share anything does not, until the batch changes: where they do not, nothing is looked for."""
+        last = dict(zip(rows, positions, strict=True))
+        has_drafts = len(last) < len(rows)
+        if has_drafts:
+            counts = Counter(rows)
+            if any((counts[row] - 1) * place * self._token_bytes >= _MIN_SAVED_BYTES for row, place in last.items()):
+                return self._find_groups(rows, positions)
+        if self._sequences != (key := (self._batch.version, sorted(last))):
+            groups = self._find_groups([*last], [*last.values()])
+            self._sequences, self._do_share = key, bool(groups)
+            if not has_drafts:
+                return groups
+        return self._find_groups(rows, positions) if self._do_share else []
+
+    def _find_groups(self, rows: list[int], positions: list[int]) -> list[PrefixGroup]:
+        batch = self._batch
+        num_full_blocks = np.array(positions) // batch.block_size
+        tables = batch.host_tables[0, rows, : int(num_full_blocks.max())]
+        return find_shared_prefixes(tables, num_full_blocks, batch.block_size, max_groups=MAX_GROUPS)
 
     def _place_adapters(self, rows: list[int], size: int) -> None:
         """Which rows have which adapter. It stays true until the batch changes."""

@@ -18,6 +18,8 @@ from quire.sampling.masks import TokenMasks
 from quire.sampling.sampler import SampledBatch, Sampler
 from quire.sampling.transfer import to_device
 
+_Lists = tuple[list[list[int]], dict[int, list[TokenLogprobs]], dict[int, tuple[FinishReason, str]]]
+
 
 @dataclass(slots=True)
 class SampledPart:
@@ -36,11 +38,16 @@ class VerifiedBatch:
     def __init__(self, drafts: list[list[int]], parts: list[SampledPart]) -> None:
         self._drafts = drafts
         self.parts = parts
+        self._lists: _Lists | None = None
 
-    def to_lists(
-        self,
-    ) -> tuple[list[list[int]], dict[int, list[TokenLogprobs]], dict[int, tuple[FinishReason, str]]]:
-        """As of SampledBatch: the accepted drafts of each row and the token after them. Waits for the device."""
+    def to_lists(self) -> _Lists:
+        """As of SampledBatch: the accepted drafts of each row and the token after them. Waits for the device. Asked by
+        whoever judges the drafts and by whoever collects the step: worked out once."""
+        if self._lists is None:
+            self._lists = self._to_lists()
+        return self._lists
+
+    def _to_lists(self) -> _Lists:
         tokens: list[dict[int, int]] = [{} for _ in self._drafts]
         entries: dict[tuple[int, int], TokenLogprobs] = {}
         failures: dict[tuple[int, int], tuple[FinishReason, str]] = {}

@@ -31,6 +31,7 @@ from quire.scheduler.traffic import BlockTraffic
 from quire.scheduler.types import Drafter, SchedulerStats, SequenceUpdate, TenantLoad
 from quire.step_costs import StepCosts, StepKind
 
+_PLENTY = 0.5  # of all blocks: while so many are free, sequences keep those that their drafts did not need
 _BACKLOG_STEPS = 4  # smooth steps work off a quarter of what waits
 
 # Looked up once: reading an enum's member costs as much as the rest of a sequence's turn in a loop.
@@ -466,6 +467,8 @@ class Scheduler:
             return
         seq.num_unverified_drafts -= num_tokens
         seq.num_computed_tokens += num_accepted
+        if self._kv.num_free_blocks > _PLENTY * self._kv.num_blocks:
+            return  # it will grow into them, and nobody else misses them: tables that change take the host's time
         # One more than what is computed: its next token will need it.
         num_kept = self._kv.trim(seq.seq_id, seq.num_computed_tokens + seq.num_unverified_drafts + 1)
         if num_kept is not None:

@@ -42,12 +42,17 @@ def plain_s(costs: StepCosts, num_decodes: int) -> float:
 
 def test_a_chance_follows_what_is_seen_where_it_is_seen() -> None:
     chances = Chances()
-    long, short = chances.of(20, True), chances.of(2, True)
+    long, short, disputed = chances.of(20, True), chances.of(2, True), chances.of(2, False)
     for _ in range(400):
         chances.learn(2, True, is_right=False)
         chances.learn(20, True, is_right=True)
     assert chances.of(2, True) < 0.05 < short and chances.of(20, True) > max(0.95, long)
-    assert chances.of(2, False) == short  # not where it was not
+    assert chances.of(2, False) == disputed  # not where it was not
+
+
+def test_a_request_s_own_record_tells_of_its_next_guess_and_agreement_of_those_behind_it() -> None:
+    usual, doubtful = (Chances().reach(8, True, ratio, 4, 0.0) for ratio in (1.0, 0.5))
+    assert doubtful == pytest.approx([each / 2 for each in usual])
 
 
 def test_a_request_whose_guesses_miss_is_trusted_less_and_trusted_again() -> None:
@@ -148,3 +153,12 @@ def test_drafts_do_not_teach_what_decodes_alone_cost() -> None:
     assert costs.draft_costs(5) is None
     observe(costs, StepKind(5, 0), 10e-3)
     assert costs.drafts_s(5, 20) == costs.drafts_s(4, 20)  # the nearest that was seen
+
+
+def test_a_step_that_drafts_beside_prompts_made_late_does_not_teach_what_decodes_cost() -> None:
+    costs = StepCosts(prefill_tokens_per_s=1000.0, plans_ahead=True)
+    observe(costs, StepKind(4, 0), *[10e-3] * 5)
+    for _ in range(5):
+        observe(costs, StepKind(4, 100, 20), 60e-3)
+        observe(costs, StepKind(4, 0), 20e-3)  # planned when that one's result was there
+    assert plain_s(costs, 4) == pytest.approx(10e-3)

@@ -166,6 +166,28 @@ def test_after_a_look_in_vain_so_many_steps_rest_that_looking_stays_cheap() -> N
     assert 6 <= sum(looks) <= 10
 
 
+def test_what_drafts_have_spared_may_be_spent_on_looking_in_vain() -> None:
+    ticks = itertools.count()  # a look takes a millisecond, a step ten
+    drafter = drafter_of(method="ngram", clock=lambda: 1e-3 * next(ticks))
+    seq = decoding([*range(50), 0, 1])
+
+    def num_looks() -> int:
+        looks = 0
+        for _ in range(20):
+            come(seq, 1000 + len(seq.token_ids))
+            before = drafter._opened[seq.seq_id].num_seen
+            step(drafter, seq)
+            looks += drafter._opened[seq.seq_id].num_seen > before
+        return looks
+
+    assert step(drafter, seq) != [[]]
+    num_looks()
+    assert num_looks() <= 1
+    drafter.judged(seq, 5, 5)  # a tenth of five steps
+    assert 5 <= num_looks() <= 6
+    assert num_looks() <= 1
+
+
 def test_nothing_rests_while_a_prompt_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "_MAX_ENTERED", 100)
     ticks = itertools.count()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
-from drafting.virtual_gpu import SLOW_HOST, Job, Ran, run
+from drafting.virtual_gpu import SLOW_HOST, SMOLLM2_HOST, Job, Ran, SmallModel, run
 
 from quire.bench.workloads import Workload, mixed256, sharegpt
 from quire.lab.shapes import read_model_spec
@@ -178,3 +178,65 @@ def test_where_drafts_lose_few_steps_try_them(monkeypatch: pytest.MonkeyPatch) -
     ran = run(copies(256, ANSWERS["all copy"]), SMALL_COST, monkeypatch, "ngram", host=dear, max_num_seqs=64)
     assert ran.num_accepted > 0.4 * ran.num_drafts > 0
     assert ran.num_steps_with_drafts < 0.01 * ran.num_steps
+
+
+def edits(rng: random.Random, piece: list[int]) -> list[int]:
+    """A few words are replaced wherever they stand, and here and there a word is put in or left out."""
+    replaced = rng.sample([*dict.fromkeys(piece)], 5)
+    answer = []
+    for token in piece:
+        answer += [VOCAB + token if token in replaced else token] * (rng.random() > 0.02)
+        answer += [2 * VOCAB + rng.randrange(VOCAB)] * (rng.random() < 0.02)
+    return answer
+
+
+def extraction(rng: random.Random, piece: list[int]) -> list[int]:
+    """Passages of 5 to 40 tokens, one after the other, with a few others between them."""
+    answer, at = [], 0
+    while at < len(piece):
+        answer += [2 * VOCAB + rng.randrange(VOCAB) for _ in range(rng.randrange(4))]
+        size = rng.randrange(5, 40)
+        answer += piece[at : at + size]
+        at += size + rng.randrange(30)
+    return answer
+
+
+def quotes(rng: random.Random, piece: list[int]) -> list[int]:
+    """Word for word, and for a while in the model's own words."""
+    own = [2 * VOCAB + rng.randrange(VOCAB) for _ in range(32)]
+    at = rng.randrange(40, 120)
+    return [*piece[:at], *own, *piece[at:]]
+
+
+def of_kind(kind: Callable[[random.Random, list[int]], list[int]], count: int, num_out: int = 192) -> list[Job]:
+    rng, jobs = random.Random(4), []
+    for i in range(count):
+        start = rng.randrange(len(TEXT) - 600)
+        piece = TEXT[start : start + 600]
+        jobs.append(Job([4 * VOCAB + i, *piece], kind(rng, piece)[:num_out]))
+    return jobs
+
+
+@pytest.mark.parametrize(("kind", "times"), [(edits, 2.8), (extraction, 2.8), (quotes, 3.7)])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_four_short_requests_one_after_the_other_are_enough_to_gain(
+    kind: Callable[[random.Random, list[int]], list[int]], times: float, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolLM2 on an H200: 192 tokens are some thirty steps with drafts, so that whoever learns slowly gains nothing."""
+    jobs = of_kind(kind, 4)
+    for i, job in enumerate(jobs):
+        job.arrival_s = 100.0 * i
+    plain, drafting = (run(jobs, SmallModel(), monkeypatch, each, host=SMOLLM2_HOST) for each in (None, method))
+    assert statistics.mean(plain.whole_s) > times * statistics.mean(drafting.whole_s)
+
+
+@pytest.mark.parametrize("kind", [edits, extraction, quotes])
+@pytest.mark.parametrize("width", [16, 64])
+def test_a_batch_of_a_small_model_is_no_slower_with_drafts(
+    kind: Callable[[random.Random, list[int]], list[int]], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = of_kind(kind, width)
+    plain, drafting = (
+        run(jobs, SmallModel(), monkeypatch, each, host=SMOLLM2_HOST, together=True) for each in (None, "ngram")
+    )
+    assert drafting.tokens_per_s > 0.98 * plain.tokens_per_s

@@ -5,6 +5,7 @@ So everything but CUDA itself is the real thing: which graph serves a step, what
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -231,6 +232,29 @@ def test_a_step_with_drafts_is_a_captured_step_of_so_many_decodes(weights: Path)
     stats = engine.core.scheduler.stats
     assert 0.5 < stats.num_accepted_tokens / stats.num_draft_tokens < 1
     assert memory.num_played[0] == stats.num_steps
+
+
+def test_who_shares_a_prefix_is_looked_up_when_the_batch_changes_and_not_for_each_number_of_drafts(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    work = [(prompt, params) for prompt, _ in requests(5, 3)]
+    expected = run(make_engine(weights), work)
+    engine = make_engine(weights)
+    with_graphs(engine)
+    while engine.core.prepare_more():
+        pass
+    engine.core.scheduler.drafter = Oracle([prompt for prompt, _ in work], expected)
+    num_looks, find = itertools.count(), decode_module.find_shared_prefixes
+
+    def counted(*args: Any, **options: Any) -> Any:
+        next(num_looks)
+        return find(*args, **options)
+
+    monkeypatch.setattr(decode_module, "find_shared_prefixes", counted)
+    assert run(engine, work) == expected
+    assert engine.core.scheduler.stats.num_steps > 20
+    assert next(num_looks) < 10
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,7 @@ static int advance(const struct lookup *lookup, struct reach *reach) {
     if (reach->num_left == 0) return 0;
     const double chance = reach->ratio * lookup->chances[place_of(reach->num_agreed, reach->is_unanimous)];
     reach->chance *= chance < rules->max_chance ? chance : rules->max_chance;
+    reach->ratio = 1.0; /* once it was right, how many agree tells more than what the request did before */
     reach->num_agreed++;
     reach->num_left--;
     return reach->chance >= rules->min_chance;
