@@ -21,7 +21,7 @@ from quire.router.hashes import CHARS_PER_TOKEN, KnownTexts, piece_ends, text_of
 from quire.router.http_client import HttpClient
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 
-LOOK_S = 0.25  # between two looks at a server's cache and health
+LOOK_S = 0.5  # between two looks at a server's cache and health
 _SLOW_LOOK_S = 1.0  # at one that tells nothing, or is down
 _ANSWER_S = 5.0
 _HASH_S = 2.0
@@ -130,7 +130,11 @@ class Servers:
         num_tokens = max(1, int(len(text) * tokens_per_char))
         ends = [int(end * tokens_per_char) for end in piece_ends(len(text))]
         prompt = Prompt(num_tokens, hashes, tenant, _num_sequences(body), pieces, ends)
-        num_unknown = num_tokens - len(hashes) * self.router.block_size
+        # What nobody was sent before may never come again, and where it does, the text itself says where it went. The
+        # very first text is asked about all the same: it tells how many tokens characters make.
+        is_first = self._known.tokens_per_char is None
+        num_sent = num_tokens if is_first else self.router.num_sent_tokens(prompt)
+        num_unknown = num_sent - len(hashes) * self.router.block_size
         if (
             num_known == len(pieces)
             or num_unknown < max(_MIN_ASKED_BLOCKS * self.router.block_size, _ASKED_SHARE * num_tokens)
