@@ -280,7 +280,7 @@ async def measure(
     try:
         import aiohttp
     except ImportError:
-        raise ConfigError(f"quire bench router needs the package aiohttp: {install_hint('server')}") from None
+        raise ConfigError(f"quire bench router needs the package aiohttp: {install_hint('bench')}") from None
     for kind in traffics:
         make_traffic(kind, scale, 0)  # a wrong name is told before anything starts
     found: list[FrontRun] = []

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         from quire.server.listen import address_of, open_socket
         from quire.server.logs import set_up_logs
         from quire.server.proxy import create_proxy_app, run_proxy
+        from quire.server.run import loop_factory
         from quire.server.settings import ServerSettings
     settings = ServerSettings(host=args.host, port=args.port, log_level=args.log_level)
     listener = open_socket(settings)
@@ -66,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
         await run_proxy(servers, listener, HttpServer(app, settings, None), stop)
 
     try:
-        asyncio.run(serve())
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(serve())
     finally:
         listener.close()
     return 0

@@ -41,7 +41,7 @@ _MIN_TOKENS_FOR_RATE = 64  # a shorter prompt's time is mostly the step's, not t
 _FOLLOWERS = 2.0
 _TIE = 0.1  # of the best expected time: the estimate is no finer than that
 _REMEMBERED_PIECES = 32_768  # of the texts that were routed to a replica: some 250,000 tokens of English
-_TOLD_S = 1.0  # by then a replica has told which blocks a request left: servers are asked four times a second
+_TOLD_S = 1.0  # by then a replica has told which blocks a request left: servers are asked twice a second
 _FIRST_RATE = 1_000.0  # tokens/s, until something was measured
 
 
@@ -184,6 +184,11 @@ class Router:
         """How many blocks of a prefix a replica has, from the first on."""
         bit = self.replicas[name].bit
         return self._index.leading(hashes, 1 << bit).get(bit, 0)
+
+    def num_sent_tokens(self, prompt: Prompt) -> int:
+        """About how many of a prompt's tokens some replica was sent before, by its text."""
+        num_pieces = max(self._texts.leading(prompt.pieces, sum(1 << bit for bit in self._by_bit)).values(), default=0)
+        return prompt.piece_ends[num_pieces - 1] if num_pieces else 0
 
     # -- the choice
 

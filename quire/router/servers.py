@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from quire.errors import ConfigError
 from quire.kv.hashing import HASH_BYTES
 from quire.log import get_logger
 from quire.router.hashes import CHARS_PER_TOKEN, KnownTexts, piece_ends, text_of, text_pieces
+from quire.router.http_client import HttpClient
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 
-LOOK_S = 0.25  # between two looks at a server's cache and health
+LOOK_S = 0.5  # between two looks at a server's cache and health
 _SLOW_LOOK_S = 1.0  # at one that tells nothing, or is down
 _ANSWER_S = 5.0
 _HASH_S = 2.0
@@ -71,20 +71,19 @@ class Servers:
         self.router = Router(_BLOCK_SIZE)
         self.models: tuple[str, ...] = ()  # of the first server that answered; the others must serve the same
         self._fingerprints: dict[str, str] = {}  # by model, of servers that tell them
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         self._tasks: list[asyncio.Task[None]] = []
         self._meeting = asyncio.Lock()
         self._known = KnownTexts()
         self._asked: dict[bytes, asyncio.Task[None]] = {}  # by the first piece of a text that is not known
 
     async def start(self) -> None:
-        # No limit on connections: each is a client's. A proxy named in the environment is not for these.
-        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
+        self.http = HttpClient()
         await self.start_following()
 
     async def close(self) -> None:
         await self.stop_following()
-        await self.session.close()
+        await self.http.close()
 
     async def start_following(self) -> None:
         """Wait until every server was looked at once; from then on they are followed in the background."""
@@ -131,7 +130,11 @@ class Servers:
         num_tokens = max(1, int(len(text) * tokens_per_char))
         ends = [int(end * tokens_per_char) for end in piece_ends(len(text))]
         prompt = Prompt(num_tokens, hashes, tenant, _num_sequences(body), pieces, ends)
-        num_unknown = num_tokens - len(hashes) * self.router.block_size
+        # What nobody was sent before may never come again, and where it does, the text itself says where it went. The
+        # very first text is asked about all the same: it tells how many tokens characters make.
+        is_first = self._known.tokens_per_char is None
+        num_sent = num_tokens if is_first else self.router.num_sent_tokens(prompt)
+        num_unknown = num_sent - len(hashes) * self.router.block_size
         if (
             num_known == len(pieces)
             or num_unknown < max(_MIN_ASKED_BLOCKS * self.router.block_size, _ASKED_SHARE * num_tokens)
@@ -153,7 +156,7 @@ class Servers:
         if not exact:
             return
         upstream = next((one for one in exact if one.url == ticket.replica), exact[0])
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, KeyError, ValueError):
+        with contextlib.suppress(OSError, KeyError, ValueError):
             num_tokens, hashes = await self._ask_hashes(upstream, question)
             self._known.learn(question.pieces, question.text, num_tokens, hashes, self.router.block_size)
             self.router.on_hashes(ticket, hashes)
@@ -165,13 +168,17 @@ class Servers:
             fields = {"token_ids": prompt} | {k: v for k, v in fields.items() if k == "cache_salt"}
         elif isinstance(prompt, list):
             fields["prompt"] = str(prompt[0]) if prompt else ""  # several prompts go together: the first decides
-        headers = {} if question.authorization is None else {"authorization": question.authorization}
-        timeout = aiohttp.ClientTimeout(total=_HASH_S)
-        url = f"{upstream.url}/debug/cache/hashes"
-        async with self.session.post(url, json=fields, headers=headers, timeout=timeout) as response:
-            if response.status != 200:
-                raise ValueError(f"status {response.status}")
-            found = await response.json()
+        headers = [(b"content-type", b"application/json")]
+        if question.authorization is not None:
+            headers.append((b"authorization", question.authorization.encode("latin-1")))
+        async with asyncio.timeout(_HASH_S):
+            body = json.dumps(fields).encode()
+            reply = await self.http.ask("POST", upstream.url, b"/debug/cache/hashes", headers, body)
+            with contextlib.closing(reply):
+                data = await reply.read(_MAX_ANSWER_BYTES)
+        if reply.status != 200:
+            raise ValueError(f"status {reply.status}")
+        found = json.loads(data)
         return max(1, int(found["num_tokens"])), [bytes.fromhex(one) for one in found["hashes"]]
 
     # -- looking at one
@@ -180,7 +187,7 @@ class Servers:
         while True:
             try:
                 await self._look(upstream)
-            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 self.mark_down(upstream.url, _words(error))
             except _OtherModelError as error:
                 self.mark_down(upstream.url, str(error))
@@ -269,16 +276,12 @@ class Servers:
         )
 
     async def _get(self, upstream: Upstream, path: str) -> tuple[int, Any]:
-        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-        async with self.session.get(upstream.url + path, headers=self._headers, timeout=timeout) as response:
-            if response.status != 200:
-                return response.status, None
-            if (response.content_length or 0) > _MAX_ANSWER_BYTES:
-                raise ValueError(f"the answer of {path} is too long")
-            if response.content_type != "application/json":
-                await response.read()
-                return response.status, None
-            return response.status, await response.json()
+        async with asyncio.timeout(_ANSWER_S):
+            reply = await self.http.ask("GET", upstream.url, path.encode(), self._headers)
+            with contextlib.closing(reply):
+                data = await reply.read(_MAX_ANSWER_BYTES)
+        is_told = reply.status == 200 and reply.content_type == b"application/json"
+        return reply.status, json.loads(data) if is_told else None
 
 
 class _OtherModelError(Exception):
@@ -287,7 +290,13 @@ class _OtherModelError(Exception):
 
 def _checked(url: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.path not in ("", "/")
+        or parts.query
+        or "@" in url
+    ):
         raise ConfigError(f"a server is given as http://host:port, got {url!r}")
     return f"{parts.scheme}://{parts.netloc}"
 

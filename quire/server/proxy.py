@@ -8,44 +8,49 @@ and a second one would word the answer anew: their streams end with an error eve
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
-import aiohttp
+import msgspec
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.log import get_logger
+from quire.router.http_client import Headers, Reply
 from quire.router.policy import Prompt, Ticket
 from quire.router.servers import Question, Servers
 from quire.server.endpoint import REQUEST_ID_HEADER
-from quire.server.errors import RETRY_SOON, ApiError, UnavailableError, any_error, bad_request
+from quire.server.errors import RETRY_SOON, ApiError, UnavailableError, any_error, bad_request, to_api_error
 from quire.server.guards import BodyLimits, Hosts, allowed_hosts
 from quire.server.http_server import HttpServer
 from quire.server.resuming import RESUMABLE_HEADER, RESUMABLE_PATHS, SEED_HEADER
 from quire.server.settings import ServerSettings
 from quire.server.sse import DONE
 
-_CONNECT_S = 5.0
+_ANSWER_S = 5.0  # for a GET
 _ELSEWHERE = (429, 502, 503)  # what another server may do better
 _GONE = (b"engine_dead", b"aborted", b"model_unavailable")  # error events of a server that cannot go on
 _TOKENS = re.compile(rb": tokens ([0-9 ]*)\n\n")
+_REQUEST_ID, _RESUMABLE, _SEED = (one.encode() for one in (REQUEST_ID_HEADER, RESUMABLE_HEADER, SEED_HEADER))
 # What belongs to one connection, not to the message.
-_HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers", "transfer-encoding"}
-_HOP |= {"upgrade", "host", "content-length", "accept-encoding", "date", "server", RESUMABLE_HEADER, SEED_HEADER}
+_HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailers", b"upgrade"}
+_HOP |= {b"transfer-encoding", b"host", b"content-length", b"accept-encoding", b"expect", b"date", b"server"}
+_HOP |= {_RESUMABLE, _SEED}
 # Kept by the server that took them: another one does not know them.
 _STATEFUL = ("/v1/files", "/v1/batches", "/v1/responses/")
 
@@ -54,53 +59,89 @@ _STATEFUL = ("/v1/files", "/v1/batches", "/v1/responses/")
 class _Asked:
     """A client's request, and what it has had of its answer."""
 
-    request: HttpRequest
+    path: bytes
+    headers: Headers  # for the server
     body: dict[str, Any]
     raw: bytes
     prompt: Prompt
     tried: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     token_ids: list[int] = field(default_factory=list)
-    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    has_begun: bool = False
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """How a server that could not do it said so."""
+
+    status: int
+    headers: Headers
+    body: bytes
 
 
 @dataclass(slots=True)
 class _Answer:
-    """A server's answer that has begun."""
+    """A server's answer that has begun. seed: of a stream that another server can go on with; None of any other."""
 
     ticket: Ticket
-    response: aiohttp.ClientResponse
+    reply: Reply
     first: bytes
+    seed: int | None
 
-    @property
-    def seed(self) -> int | None:
-        """The seed of a stream that another server can go on with; None of any other."""
-        seed = self.response.headers.get(SEED_HEADER)
-        return None if seed is None else int(seed)
-
-    async def pieces(self, token_ids: list[int]) -> AsyncIterator[bytes]:
-        """The pieces to hand to the client. `token_ids` is extended by the tokens that the stream tells of them."""
+    async def pass_on(self, token_ids: list[int], send: Send) -> None:
+        """Hand the pieces to the client. `token_ids` is extended by the tokens that the stream tells of them. The last
+        piece ends the answer if it comes with the end, as it does from a Quire server."""
+        reply = self.reply
         if self.seed is None:
-            yield self.first
-            async for piece in self.response.content.iter_any():
-                yield piece
+            piece = self.first
+            while not reply.is_complete:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                piece = await reply.read_some()
+            await send({"type": "http.response.body", "body": piece})
             return
-        pending, is_done = self.first, False
-        while not is_done:
+        pending = self.first
+        while True:
             while (found := _TOKENS.search(pending)) is not None:
                 events, pending = pending[: found.start()], pending[found.end() :]
                 token_ids += map(int, found[1].split())
-                is_done = events.endswith(DONE)
+                if events.endswith(DONE):
+                    await send({"type": "http.response.body", "body": events})
+                    await reply.read()  # the rest of its framing, if that is not here yet
+                    return
                 if events:
-                    yield events
-            if not (piece := await self.response.content.readany()):
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+            if not (piece := await reply.read_some()):
                 break
             pending += piece
-        if is_done:
-            return
         if any(b'"code":"%b"' % code in pending for code in _GONE) or not pending.endswith(DONE):
             raise ConnectionError("its stream ended before the answer did")
-        yield pending  # an error of the request's own
+        await send({"type": "http.response.body", "body": pending})  # an error of the request's own
+
+
+class _WhileConnected:
+    """Cancels what is within when the client hangs up, and ends it quietly."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_gone = self._is_over = False
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._watch = asyncio.ensure_future(self._receive())  # nothing but a hang-up comes after the body
+        self._watch.add_done_callback(self._on_gone)
+
+    def _on_gone(self, watch: asyncio.Future[Any]) -> None:
+        if not watch.cancelled() and not self._is_over and self._task is not None:
+            self._is_gone = True
+            self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> bool:
+        self._is_over = True
+        self._watch.cancel()
+        if not self._is_gone or self._task is None:
+            return False
+        self._task.uncancel()
+        return kind is asyncio.CancelledError
 
 
 class Proxy(Collector):
@@ -116,14 +157,34 @@ class Proxy(Collector):
         self._num_cached_tokens = 0
         self._num_uncached_tokens = 0
 
-    async def post(self, request: HttpRequest) -> Response:
-        path = request.url.path
+    async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A plain ASGI application: what a framework does around a request and each piece of its answer would cost more
+        than the rest."""
+        asked = None
+        try:
+            raw = await _body(receive)
+            if raw is None:
+                return  # hung up
+            asked, question = self._asked(scope, raw)
+            with _WhileConnected(receive):
+                found = await self._ask(asked, question)
+                if isinstance(found, _Refusal):
+                    await send({"type": "http.response.start", "status": found.status, "headers": found.headers})
+                    await send({"type": "http.response.body", "body": found.body})
+                    return
+                await self._pass_on(asked, found, send)
+        except Exception as error:
+            if asked is not None and asked.has_begun:
+                raise
+            await to_api_error(error).respond(send)
+
+    def _asked(self, scope: Scope, raw: bytes) -> tuple[_Asked, Question | None]:
+        path = scope["path"]
         if path.startswith(_STATEFUL):
             raise ApiError(404, f"{path} is kept by one server: ask that one itself", code="not_routed")
-        raw = await request.body()
         try:
-            body = json.loads(raw or b"{}")
-        except ValueError as error:
+            body = msgspec.json.decode(raw or b"{}")
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise bad_request(f"the body is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise bad_request("the body must be a JSON object")
@@ -134,63 +195,77 @@ class Proxy(Collector):
         if isinstance(model, str) and model not in servers.models:
             known = " or ".join(map(repr, servers.models))
             raise ApiError(404, f"no server has the model {model[:200]!r}: they have {known}", code="model_not_found")
-        prompt, question = servers.prompt_of(body, request.headers.get("authorization"))
-        asked = _Asked(request, body, raw, prompt)
-        found = await self._ask(asked, question)
-        if isinstance(found, Response):
-            return found
-        headers = _kept(found.response)
-        return StreamingResponse(self._pass_on(asked, found), status_code=found.response.status, headers=headers)
+        given = dict(scope["headers"])
+        key = given.get(b"authorization")
+        prompt, question = servers.prompt_of(body, None if key is None else key.decode("latin-1"))
+        headers = _kept(scope["headers"])
+        if _REQUEST_ID not in given:
+            headers.append((_REQUEST_ID, uuid.uuid4().hex.encode()))  # whoever goes on with it tells the same
+        if path in RESUMABLE_PATHS:
+            headers.append((_RESUMABLE, b"1"))
+        return _Asked(scope["raw_path"], headers, body, raw, prompt), question
 
-    async def _ask(self, asked: _Asked, question: Question | None = None) -> _Answer | Response:
+    async def _ask(self, asked: _Asked, question: Question | None = None) -> _Answer | _Refusal:
         """The first server that answers, or how the last one refused."""
         servers = self._servers
-        refused: Response | None = None
+        refused: _Refusal | None = None
         while (ticket := self._router.route(asked.prompt, excluding=asked.tried)) is not None:
             asked.tried.add(ticket.replica)
             if question is not None:
                 servers.learn(question, ticket)
                 question = None
+            reply = None
             try:
-                response = await self._send(ticket, asked)
-                first = await response.content.readany()
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                self._router.on_end(ticket)
+                # No limit on the whole: answers take what they take. A client that waits no longer hangs up.
+                reply = await servers.http.ask("POST", ticket.replica, asked.path, asked.headers, asked.raw)
+                first = await reply.read_some()
+                if reply.status in _ELSEWHERE:
+                    first += await reply.read()
+            except OSError as error:
+                self._give_up(ticket, reply)
                 servers.mark_down(ticket.replica, str(error) or type(error).__name__)
                 self._num_retries += 1
                 continue
             except BaseException:
-                self._router.on_end(ticket)
+                self._give_up(ticket, reply)
                 raise
-            if response.status in _ELSEWHERE:
-                refused = Response(first + await response.read(), response.status, _kept(response))
-                response.close()
-                self._router.on_end(ticket)
+            if reply.status in _ELSEWHERE:
+                refused = _Refusal(reply.status, _kept(reply.headers), first)
+                self._give_up(ticket, reply)
                 self._num_retries += 1
                 continue
             self._num_cached_tokens += ticket.num_cached_tokens
             self._num_uncached_tokens += ticket.num_uncached_tokens
-            self._answers[ticket.replica, str(response.status)] += 1
+            self._answers[ticket.replica, str(reply.status)] += 1
             # An answer in one piece comes when all of it is made.
-            self._router.on_first_token(ticket, is_timed=response.content_type == "text/event-stream")
-            return _Answer(ticket, response, first)
+            self._router.on_first_token(ticket, is_timed=reply.content_type == b"text/event-stream")
+            seed = reply.header(_SEED)
+            return _Answer(ticket, reply, first, None if seed is None else int(seed))
         if refused is not None:
             return refused
         raise _none_left()
+
+    def _give_up(self, ticket: Ticket, reply: Reply | None) -> None:
+        self._router.on_end(ticket)
+        if reply is not None:
+            reply.close()
 
     async def get(self, request: HttpRequest) -> Response:
         """Ask any server that is up: all of them answer this alike."""
         for upstream in self._servers.all.values():
             if not upstream.is_up:
                 continue
-            headers = {"authorization": request.headers["authorization"]} if "authorization" in request.headers else {}
-            timeout = aiohttp.ClientTimeout(total=_CONNECT_S)
+            headers = [(name, value) for name, value in request.headers.raw if name == b"authorization"]
             try:
-                url = upstream.url + request.url.path
-                async with self._servers.session.get(url, headers=headers, timeout=timeout) as response:
-                    return Response(await response.read(), response.status, _kept(response))
-            except (aiohttp.ClientError, TimeoutError) as error:
+                async with asyncio.timeout(_ANSWER_S):
+                    reply = await self._servers.http.ask("GET", upstream.url, request.scope["raw_path"], headers)
+                    with contextlib.closing(reply):
+                        found = Response(await reply.read(), reply.status)
+            except OSError as error:
                 self._servers.mark_down(upstream.url, str(error) or type(error).__name__)
+                continue
+            found.raw_headers += _kept(reply.headers)
+            return found
         raise _none_left()
 
     async def health(self, _: HttpRequest) -> Response:
@@ -234,40 +309,24 @@ class Proxy(Collector):
                 gauge.add_metric((server,), value)
             yield gauge
 
-    async def _send(self, ticket: Ticket, asked: _Asked) -> aiohttp.ClientResponse:
-        path = asked.request.url.path
-        headers = {name: value for name, value in asked.request.headers.items() if name not in _HOP}
-        headers.setdefault(REQUEST_ID_HEADER, asked.request_id)  # whoever goes on with it tells the same
-        if path in RESUMABLE_PATHS:
-            headers[RESUMABLE_HEADER] = "1"
-        # No limit on the whole: answers take what they take. A client that waits no longer hangs up.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        return await self._servers.session.post(
-            ticket.replica + path, data=asked.raw, headers=headers, timeout=timeout, allow_redirects=False
-        )
-
-    async def _pass_on(self, asked: _Asked, answer: _Answer) -> AsyncIterator[bytes]:
+    async def _pass_on(self, asked: _Asked, answer: _Answer, send: Send) -> None:
         """A piece is read when the one before it is sent: what a slow client does not take stays at the server."""
+        headers = _kept(answer.reply.headers)
+        asked.has_begun = True
+        await send({"type": "http.response.start", "status": answer.reply.status, "headers": headers})
         while True:
-            ticket, response = answer.ticket, answer.response
-            is_whole = False
+            ticket = answer.ticket
             try:
-                async for piece in answer.pieces(asked.token_ids):
-                    yield piece
-                is_whole = True
+                await answer.pass_on(asked.token_ids, send)
                 return
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            except OSError as error:
                 reason = str(error) or type(error).__name__
                 self._servers.mark_down(ticket.replica, reason)
-                if response.content_type != "text/event-stream":
+                if answer.reply.content_type != b"text/event-stream":
                     self._num_broken += 1
-                    raise  # the connection closes before the length that was promised
+                    raise  # the connection closes before the end of the answer
             finally:
-                self._router.on_end(ticket)
-                if is_whole:
-                    response.release()
-                else:
-                    response.close()  # the server notices, and stops
+                self._give_up(ticket, answer.reply)
             found = await self._resume(asked, answer)
             if found is None:
                 break
@@ -276,7 +335,8 @@ class Proxy(Collector):
         get_logger().error("server %s failed in mid-answer: %s", ticket.replica, reason)
         message = f"the server {ticket.replica} failed in mid-answer: send the request again"
         problem = {"message": message, "type": "service_unavailable", "param": None, "code": "server_lost"}
-        yield b"\n\ndata: " + json.dumps({"error": problem}).encode() + b"\n\n"
+        body = b"\n\ndata: " + json.dumps({"error": problem}).encode() + b"\n\n"
+        await send({"type": "http.response.body", "body": body})
 
     async def _resume(self, asked: _Asked, lost: _Answer) -> _Answer | None:
         """Another server that goes on with a stream; None where none can."""
@@ -285,16 +345,15 @@ class Proxy(Collector):
         asked.lost.add(lost.ticket.replica)
         asked.tried = set(asked.lost)
         more = {"seed": lost.seed, "continued_token_ids": asked.token_ids}
-        asked.raw = json.dumps(asked.body | more).encode() if asked.token_ids else asked.raw
+        asked.raw = msgspec.json.encode(asked.body | more) if asked.token_ids else asked.raw
         try:
             found = await self._ask(asked)
         except ApiError:
             return None
-        if isinstance(found, Response):
+        if isinstance(found, _Refusal):
             return None
-        if found.response.status != 200 or found.seed is None:
-            self._router.on_end(found.ticket)
-            found.response.close()
+        if found.reply.status != 200 or found.seed is None:
+            self._give_up(found.ticket, found.reply)
             return None
         self._num_resumed += 1
         get_logger().warning("a stream of server %s goes on at %s", lost.ticket.replica, found.ticket.replica)
@@ -305,26 +364,41 @@ def _none_left() -> ApiError:
     return UnavailableError("no server is up: /health says why", "no_server")
 
 
-def _kept(response: aiohttp.ClientResponse) -> dict[str, str]:
-    return {name: value for name, value in response.headers.items() if name.lower() not in _HOP}
+def _kept(headers: Headers) -> Headers:
+    return [header for header in headers if header[0] not in _HOP]
 
 
-def create_proxy_app(servers: Servers, settings: ServerSettings) -> Starlette:
+async def _body(receive: Receive) -> bytes | None:
+    """None: the client hung up before it was here."""
+    pieces = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def create_proxy_app(servers: Servers, settings: ServerSettings) -> ASGIApp:
     proxy = Proxy(servers)
-    limits = Middleware(BodyLimits, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
-    names = allowed_hosts(settings)
-    hosts = [] if names is None else [Middleware(Hosts, names=names, on_refused=lambda error, client: None)]
-    return Starlette(
+    rest = Starlette(
         routes=[
             Route("/health", proxy.health, methods=["GET"]),
             Route("/metrics", proxy.metrics, methods=["GET"]),
             Route("/v1/models", proxy.get, methods=["GET"]),
             Route("/version", proxy.get, methods=["GET"]),
-            Route("/{path:path}", proxy.post, methods=["POST"]),
         ],
-        middleware=[*hosts, limits],
         exception_handlers={ApiError: any_error, Exception: any_error},
     )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        await (proxy.post if is_post else rest)(scope, receive, send)
+
+    limited = BodyLimits(app, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+    names = allowed_hosts(settings)
+    return limited if names is None else Hosts(limited, names)
 
 
 async def run_proxy(servers: Servers, listener: socket.socket, server: HttpServer, stop: asyncio.Event) -> None:

@@ -76,7 +76,7 @@ def serve(models: Sequence[ModelSettings], settings: ServerSettings, *, make_eng
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     tracer = Tracer(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
 
             async def run() -> int:
                 life = ServerLife()
@@ -302,7 +302,7 @@ def _raise_file_limit() -> None:
         )
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:

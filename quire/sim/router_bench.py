@@ -1,7 +1,7 @@
 """`quire bench router --simulate`: the same clients, fronts and traffic on simulated servers, in virtual time.
 
 Routing is the product's: `router/servers.py` follows simulated servers as it follows real ones, with the same
-questions, four looks a second and what it remembers of texts. The servers are engines of the bench's model, which
+questions, two looks a second and what it remembers of texts. The servers are engines of the bench's model, which
 share a few cores. So runs repeat exactly, whatever else the machine does, and a choice that was wrong can be looked at.
 """
 

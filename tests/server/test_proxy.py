@@ -394,3 +394,24 @@ def shared_front(tiny_model: Path) -> Iterator[Front]:
 def test_addresses_are_checked(urls: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
         Servers(urls)
+
+
+@pytest.mark.parametrize("num_lines", [0, 3])
+def test_a_client_that_hangs_up_is_not_computed_for(tiny_model: Path, num_lines: int) -> None:
+    """Before its first token, and after some."""
+    with sim_server(tiny_model, step_s=0.2) as server, routing(server.url) as front:
+        eventually(lambda: front.servers.num_up == 1)
+        connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)
+        body = json.dumps(body_of("hello", stream=True, max_tokens=100)).encode()
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        if num_lines:
+            response = connection.getresponse()
+            assert all(response.readline() for _ in range(num_lines))
+        else:
+            eventually(lambda: front.metric("server_sequences") == 1)
+        connection.close()
+        if num_lines:
+            response.close()
+        eventually(lambda: front.metric("server_sequences") == 0)
+        eventually(lambda: server.engine.load().num_running == 0)
+        assert front.servers.num_up == 1 and front.metric("broken_total") == front.metric("retries_total") == 0
