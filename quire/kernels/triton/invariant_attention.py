@@ -24,8 +24,6 @@ from quire.kernels.triton.prefill import attend, prompt_tile
 _TILE_ROWS = 64  # of a decode
 _PROMPT_ROWS = 128  # of a prompt: rows do not depend on each other, and twice as many share each tile of keys
 _NUM_STAGES = 3
-_PROMPT_STAGES = 3
-_DECODES_IN_ONE_LOOP = True
 _PART_TOKENS = 1024  # that one part of a sequence has: a decode's share of a program
 _ROOM = 4 * NUM_SMS  # parts that have a program of their own, at most
 
@@ -106,7 +104,7 @@ def invariant_decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, tops_ptr, sums_
                             DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
                             TILE_TOKENS: tl.constexpr, PART_TILES: tl.constexpr, WINDOW: tl.constexpr,
                             SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SEQS_PAD: tl.constexpr,
-                            STAGES: tl.constexpr, ONE_LOOP: tl.constexpr):  # fmt: skip
+                            STAGES: tl.constexpr):  # fmt: skip
     """One token of each sequence. As long as there is room for their results, parts have programs of their own; further
     sequences have one program for all their parts, which computes the same."""
     PART_TOKENS: tl.constexpr = PART_TILES * TILE_TOKENS
@@ -155,7 +153,7 @@ def invariant_decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, tops_ptr, sums_
         acc, top, weight_sum = _attend_part(
             q, kv_ptr, table_ptr, part, kv_len - 1, kv_len - 1, kv_len, row_position, kv_head, scale, softcap,
             KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE_ROWS, TILE_TOKENS, PART_TILES, WINDOW, SOFTCAP, COMPUTE,
-            STAGES, ONE_LOOP,
+            STAGES, True,
         )  # fmt: skip
         # What the parts before left waits in memory: registers have room for one of the two.
         if part > first_part:
@@ -270,12 +268,12 @@ def invariant_attention(
         assert scratch.arrivals.numel() >= num_decodes * num_kv_heads
         invariant_decode_kernel[(num_kv_heads, items)](
             q, kv, out, partial, tops, sums, scratch.arrivals, tables, batch.kv_lens, num_decodes, tables.stride(0),
-            room, *numbers, SEQS_PAD=padded_seqs(num_decodes), ONE_LOOP=_DECODES_IN_ONE_LOOP, **constants,
+            room, *numbers, SEQS_PAD=padded_seqs(num_decodes), **constants,
         )  # fmt: skip
     if num_seqs > num_decodes:
         if dim_pad <= 128 and batch.max_query_len * group > tile_rows:
             tile_rows = max(_PROMPT_ROWS, tile_rows)
-            constants |= {"TILE_ROWS": tile_rows, "STAGES": _PROMPT_STAGES, "num_warps": tile_rows // 16}
+            constants |= {"TILE_ROWS": tile_rows, "num_warps": tile_rows // 16}
         num_prompts, num_tokens = num_seqs - num_decodes, q.shape[0] - num_decodes
         invariant_prompt_kernel[(num_kv_heads, num_tokens // (tile_rows // group) + num_prompts)](
             q, kv, out, batch.query_starts, batch.kv_lens, tables, num_decodes, num_prompts, tables.stride(0),
