@@ -126,7 +126,7 @@ def test_levels_below_bring_the_same_tokens(weights: Path, tmp_path: Path, level
     for _ in range(2):
         found = run_all(engine, work)
         for ours, theirs in zip(found, expected, strict=True):
-            same_until_a_tie(ours, theirs, 5e-3 if dtype == "float32" else 0.1)
+            same_until_a_tie(ours, theirs, 5e-3 if dtype == "float32" else 0.2)
         engine.core.settle(30.0)
         engine.core.kv.check()
     tiers = engine.core.kv.tiers
