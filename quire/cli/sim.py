@@ -45,6 +45,13 @@ def add_parser(subparsers: Any) -> None:
     where.add_argument(
         "--link-gbs", type=float, default=50.0, metavar="GB/S", help="at which blocks leave a replica (default 50)"
     )
+    where.add_argument(
+        "--link-pieces",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of a prompt's chunk, sent as they are computed: 1, or the model's layers (default 1, as engines do)",
+    )
     where.add_argument("--policy", default="first-token", metavar="NAME", help=f"of the router: {', '.join(POLICIES)}")
     where.add_argument("--front-ms", type=float, metavar="MS", help="HTTP and tokenizing before and behind the engine")
     add_workload_flags(parser, default="sharegpt")
@@ -124,6 +131,8 @@ def _simulate(args: argparse.Namespace) -> Any:
     roles = EngineConfig(data_parallel_size=args.replicas, roles=tuple(args.roles or ())).roles
     if not 0 < args.link_gbs < math.inf:
         raise ConfigError(f"--link-gbs must be more than 0, got {args.link_gbs:g}")
+    if args.link_pieces < 1:
+        raise ConfigError(f"--link-pieces must be 1 or more, got {args.link_pieces}")
     config = engine_config(args)
     _check_followed(config, has_profile=args.profile is not None)
     is_read_along = args.trace is not None or args.request_rate is not None
@@ -158,7 +167,7 @@ def _simulate(args: argparse.Namespace) -> Any:
             front_s=front_s,
             num_cores=args.cores,
             roles=roles,
-            link=Link(bytes_per_s=args.link_gbs * 1e9),
+            link=Link(bytes_per_s=args.link_gbs * 1e9, num_pieces=args.link_pieces),
         )
         fleet.run(requests)
         report = fleet.report(name, len(requests))

@@ -24,6 +24,9 @@ class Link:
 
     bytes_per_s: float
     latency_s: float = 1e-3
+    # In how many pieces a chunk of a prompt leaves while it is computed: 1, when all of it is done, as engines do, or
+    # as many as the model has layers.
+    num_pieces: int = 1
 
 
 @dataclass(slots=True)
@@ -61,7 +64,8 @@ class Handovers:
         return index if request.num_prompt_tokens - match.num_tokens <= SHORT_PROMPT else None
 
     def on_first_token(self, source: int, request: Request, now_s: float, begun_s: float) -> None:
-        """Its prompt is computed: all blocks but those of the last chunk may have left by now, if the link was free."""
+        """Its prompt is computed: all but the last piece of the last chunk may have left by now, if the link was
+        free."""
         [seq] = request.sequences
         target, kv = self.least_loaded(), self.replicas[source].kv
         num_bytes = len(kv.tables[seq.seq_id].hashes) * self.block_bytes
@@ -70,7 +74,7 @@ class Handovers:
         )
         rate = self.link.bytes_per_s
         sent_s = max(self._free_s.get(source, 0.0), begun_s) + num_bytes / rate
-        sent_s = self._free_s[source] = max(sent_s, now_s + chunk / rate)
+        sent_s = self._free_s[source] = max(sent_s, now_s + chunk / self.link.num_pieces / rate)
         self._num_coming[target] = self._num_coming.get(target, 0) + 1
         arrive = lambda then_s: self._arrived(source, target, request, then_s)  # noqa: E731
         heapq.heappush(self.timers, (sent_s + self.link.latency_s, next(self._numbers), arrive))

@@ -23,8 +23,9 @@ COST = CostModel(overhead_s=0.0, weights_s=0.005, token_s=1e-4, kv_token_s=0.0, 
 LONG = [SimRequest(0.27 * (i - i % 3), 2000 + 100 * (i % 5), 120) for i in range(30)]
 
 
-def serve(requests: list[SimRequest], roles: tuple[str, ...] = (), gbs: float = 10.0) -> Fleet:
-    fleet = Fleet(config=CONFIG, cost=COST, num_replicas=2, roles=roles, link=Link(bytes_per_s=gbs * 1e9))
+def serve(requests: list[SimRequest], roles: tuple[str, ...] = (), gbs: float = 10.0, num_pieces: int = 1) -> Fleet:
+    link = Link(bytes_per_s=gbs * 1e9, num_pieces=num_pieces)
+    fleet = Fleet(config=CONFIG, cost=COST, num_replicas=2, roles=roles, link=link)
     fleet.run(requests)
     report = fleet.report("apart", len(requests))
     assert report.completed == len(requests)
@@ -44,6 +45,13 @@ def test_decodes_do_not_meet_prompts_and_first_tokens_wait_for_fewer_replicas() 
     assert sum(apart.times.first_s) >= sum(together.times.first_s)
     decoding = apart.replicas[1].scheduler.stats
     assert decoding.num_recomputed_tokens <= 40 * len(LONG)  # a tail of each, not its prompt
+
+
+def test_layers_that_leave_one_by_one_arrive_sooner() -> None:
+    alone = [SimRequest(0.0, 2000, 120)]
+    whole, layers = (serve(alone, ("prefill", "decode"), gbs=1.0, num_pieces=pieces) for pieces in (1, 32))
+    decoded = [fleet.replicas[1].scheduler.stats.num_steps for fleet in (whole, layers)]
+    assert decoded[0] < decoded[1]
 
 
 def test_a_slow_link_leaves_requests_where_they_are() -> None:
