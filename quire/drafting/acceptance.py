@@ -24,6 +24,7 @@ _MIN_GAIN_OF_ALL = 1.1  # of the time that a batch takes: sequences that gain al
 MAX_LOOKED_AT = 512  # drafts that one step considers
 RECORD_MEMORY, RECORD_PRIOR = 0.9, 0.2  # of a request's own record, at each guess
 _TRUST_MEMORY, _TRUST_PRIOR = 0.95, 8.0  # at each step with drafts; tokens
+_FIRST_TRUST = 0.7  # before any were run: whoever copies gains enough all the same, and free text tries less in vain
 _TRUST_RETURN = 0.998  # at each step without
 _MEAN_FIRST_WEIGHT, _MEAN_MAX_WEIGHT = 4, 32  # observations
 
@@ -101,7 +102,7 @@ class Trust:
         """The share of what is expected that will come."""
         width = num_decodes.bit_length()
         expected, accepted = self._expected.get(width, 0.0), self._accepted.get(width, 0.0)
-        return min(1.0, (accepted + _TRUST_PRIOR) / (expected + _TRUST_PRIOR))
+        return min(1.0, (accepted + _FIRST_TRUST * _TRUST_PRIOR) / (expected + _TRUST_PRIOR))
 
     def chose(self, num_decodes: int, expected: float) -> None:
         """A step has drafts of which so many should be right; or none, and trust comes back, else it would be lost for

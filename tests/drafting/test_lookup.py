@@ -11,7 +11,7 @@ import fakes
 import pytest
 from scheduler.harness import Rig, alone, make_request
 
-from quire.drafting import LookupDrafter, lookup
+from quire.drafting import LookupDrafter, acceptance, lookup
 from quire.drafting.native import is_built
 from quire.request import FinishReason, Request, Sequence, SequenceState
 from quire.speculation import SpeculativeConfig
@@ -60,7 +60,8 @@ def come(seq: Sequence, *tokens: int) -> None:
     seq.num_computed_tokens += len(tokens)
 
 
-def test_ngram_proposes_what_followed_the_longest_match() -> None:
+def test_ngram_proposes_what_followed_the_longest_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "_FIRST_TRUST", 1.0)  # what is guessed, and not how much of it is believed
     drafter = drafter_of(method="ngram", num_speculative_tokens=3, prompt_lookup_min=2, prompt_lookup_max=4)
     seq = decoding([1, 2, 3, 40, 41, 42, 43, 9, 2, 3, 50, 51, 52, 53, 1, 2, 3])
     assert step(drafter, seq) == [[40, 41, 42]]
