@@ -141,3 +141,16 @@ def rope(q_ptr, to, low, high, tile, m, num_rows, STRIP: tl.constexpr, HEADS: tl
         mask = exists & (slot >= 0)  # a negative slot belongs to a row that only pads the batch
         store_narrowed(target, low * inverse, mask)
         store_narrowed(target + HALF_DIM, high * inverse, mask)
+
+
+@triton.jit
+def both_strips(out_ptr, to, sums, tile, m, n, num_rows, MODE: tl.constexpr, TILE_N: tl.constexpr, ROWS: tl.constexpr,
+                SILU: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr,
+                BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """sums: [TILE_N, ROWS] of a tile of two strips: gate one by the other, or turn them and write keys and values."""
+    STRIP: tl.constexpr = TILE_N // 2
+    low, high = tl.split(tl.permute(tl.reshape(sums, [2, STRIP, ROWS]), [1, 2, 0]))
+    if MODE == GATE:
+        gate(out_ptr, low, high, tile, m, n, num_rows, SILU, STRIP)
+    else:
+        rope(out_ptr, to, low, high, tile, m, num_rows, STRIP, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)

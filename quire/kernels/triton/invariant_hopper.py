@@ -223,8 +223,8 @@ def product_hopper_kernel(w_desc, x_desc, strip_desc, out_desc, bias_ptr, out_pt
                           STAGES: gl.constexpr, STRIP: gl.constexpr, GROUP: gl.constexpr,
                           GATE: gl.constexpr, PIECES: gl.constexpr):  # fmt: skip
     """APART: how many parts of k are items of their own, all of them or one. PART_STEPS: tiles of k in a part, or in
-    all of k where parts are no items. GATE: 0 for none, 1 for silu, 2 for gelu. PIECES: of
-    a tile's rows of x, one or three."""
+    all of k where parts are no items. GATE: 0 for none, 1 for silu, 2 for gelu. PIECES: of a tile's rows of x, one or
+    three."""
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TILE_N, TILE_K], tile_layout)
     x_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES * PIECES, TILE_ROWS // PIECES, TILE_K], tile_layout)

@@ -154,12 +154,8 @@ def _finish(out_ptr, bias_ptr, to, sums, tile, n, w_rows, w_exists, rows, num_ro
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + w_rows, mask=w_exists, other=0.0).to(tl.float32)[:, None]
     sums = sums.to(out_ptr.dtype.element_ty).to(tl.float32)
-    STRIP: tl.constexpr = TILE_N // 2
-    low, high = tl.split(tl.permute(tl.reshape(sums, [2, STRIP, ROWS]), [1, 2, 0]))
-    if MODE == GATE:
-        epilogue.gate(out_ptr, low, high, tile, rows, n, num_rows, SILU, STRIP)
-    else:
-        epilogue.rope(out_ptr, to, low, high, tile, rows, num_rows, STRIP, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)
+    epilogue.both_strips(out_ptr, to, sums, tile, rows, n, num_rows, MODE, TILE_N, ROWS, SILU, HEADS, KV_HEADS,
+                         HALF_DIM, BLOCK_SIZE)  # fmt: skip
 
 
 @triton.jit

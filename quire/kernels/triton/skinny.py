@@ -60,12 +60,8 @@ def _finish(sums, rows, exists, out_ptr, w_scales_ptr, bias_ptr, scale, to, tile
     elif MODE == ADD:
         epilogue.add(out_ptr, to, sums, rows, m, tile, n, num_rows)
     else:
-        STRIP: tl.constexpr = TILE_N // 2
-        low, high = tl.split(tl.permute(tl.reshape(sums, [2, STRIP, ROWS_PAD]), [1, 2, 0]))
-        if MODE == GATE:
-            epilogue.gate(out_ptr, low, high, tile, m, n, num_rows, SILU, STRIP)
-        else:
-            epilogue.rope(out_ptr, to, low, high, tile, m, num_rows, STRIP, HEADS, KV_HEADS, HALF_DIM, BLOCK_SIZE)
+        epilogue.both_strips(out_ptr, to, sums, tile, m, n, num_rows, MODE, TILE_N, ROWS_PAD, SILU, HEADS, KV_HEADS,
+                             HALF_DIM, BLOCK_SIZE)  # fmt: skip
 
 
 @triton.jit
