@@ -96,7 +96,9 @@ def _send(args: argparse.Namespace, body: dict[str, Any] | None) -> dict[str, An
 def _show(answer: dict[str, Any]) -> None:
     for level in answer["levels"]:
         name = level.pop("level")
-        print(f"{name}: " + ", ".join(f"{key} {value:,.6g}" for key, value in level.items()))
+        # Counts and bytes to the last digit, seconds as far as they are known.
+        shown = ((key, f"{value:,.0f}" if value == int(value) else f"{value:,.4g}") for key, value in level.items())
+        print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in shown))
     for key, value in answer.items():
         if key != "levels":
             print(f"{key}: {value:,}")
