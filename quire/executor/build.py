@@ -118,7 +118,7 @@ def build_executor(
         max_num_seqs=loaded.max_num_seqs,
         with_graphs=has_graphs(config, backend, pools=spec.pooler is not None),
         precompile=loaded.precompile,
-        constraints=RowConstraints(grammars, num_threads=mask_threads() if backend.device.type == "cuda" else 1),
+        constraints=row_constraints(grammars, beside_gpu=backend.device.type == "cuda"),
         stores=stores,
         draft=draft,
         memory=loaded.memory,
@@ -301,6 +301,18 @@ def make_sampler(loaded: LoadedModel, ledger: MemoryLedger) -> Sampler | Elsewhe
             max_model_len=ledger.max_model_len,
             plugins=load_plugins(loaded.config.logits_processors, loaded.config, loaded.backend.device),
         )
+
+
+def row_constraints(grammars: GrammarCompiler, *, beside_gpu: bool) -> RowConstraints:
+    """A GPU leaves the host time for threads that fill masks, and copies them out of pinned memory. Had torch to copy
+    them there first, its own threads would, which then spin for milliseconds on the cores that fill the next ones."""
+    if not beside_gpu:
+        return RowConstraints(grammars)
+    return RowConstraints(
+        grammars,
+        num_threads=mask_threads(),
+        new_words=lambda *shape: torch.empty(shape, dtype=torch.int32, pin_memory=True).numpy(),
+    )
 
 
 @contextmanager

@@ -136,13 +136,19 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     """Load this rank's share, agree with the others on the number of blocks, and put the worker together."""
     import torch  # only now: the engine has heard from us
 
-    from quire.executor.build import assemble_executor, has_graphs, load_model, make_cache, make_sampler
+    from quire.executor.build import (
+        assemble_executor,
+        has_graphs,
+        load_model,
+        make_cache,
+        make_sampler,
+        row_constraints,
+    )
     from quire.executor.device import device_of_rank, ranks_per_gpu
     from quire.executor.rank_steps import RankSteps
     from quire.executor.timeline import Timeline
     from quire.executor.worker import ElsewhereSampled
     from quire.grammar import GrammarCompiler
-    from quire.grammar.rows import RowConstraints, mask_threads
     from quire.kernels.cpu.threads import default_num_threads
     from quire.parallel.ranks import Ranks
     from quire.weights.model import open_model
@@ -218,10 +224,8 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
         )
     )
     if ranks.samples:
-        local.worker.constraints = RowConstraints(
-            GrammarCompiler.of_model(config, opened.checkpoint, opened.spec),
-            num_threads=mask_threads() if local.worker.is_gpu else 1,
-        )
+        grammars = GrammarCompiler.of_model(config, opened.checkpoint, opened.spec)
+        local.worker.constraints = row_constraints(grammars, beside_gpu=local.worker.is_gpu)
     return RankSteps(local, ranks, lag=num_stages, single_threaded_torch=backend.is_native_cpu)
 
 

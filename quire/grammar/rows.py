@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 # Fewer forced tokens are cheaper one by one: a step that verifies samples every position.
 _WORTH_A_JUMP = 3
 _MAX_FORCED_CHOICES = 256  # tokens that begin with each other: as many as the longest has bytes, and some
+
+
+def _new_words(num_masks: int, num_words: int) -> Words:
+    return np.empty((num_masks, num_words), dtype=np.int32)
 
 
 def mask_threads() -> int:
@@ -77,15 +82,23 @@ class PendingMasks:
 class RowConstraints:
     """The constraint of each row, from its admission or fork until its release."""
 
-    def __init__(self, compiler: GrammarCompiler, *, num_threads: int = 1) -> None:
-        """num_threads: that fill masks, where the device leaves the host time for it."""
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        *,
+        num_threads: int = 1,
+        new_words: Callable[[int, int], Words] = _new_words,
+    ) -> None:
+        """num_threads: that fill masks, where the device leaves the host time for it; new_words: memory for so many
+        masks of so many words, from which the device can copy by itself."""
         self.compiler = compiler
+        self._new_words = new_words
         self._num_threads = num_threads
         self._rows: dict[int, Constraint] = {}
         self._lexers: dict[int, tuple[str, int]] = {}  # of each row with a grammar: the grammar, and which it uses
         self._num_users: dict[str, list[int]] = {}  # by grammar, of each lexer
         self._num_words = -(-compiler.vocab_size // 32)
-        self._packed: Words = np.empty((0, self._num_words), dtype=np.int32)
+        self._packed: Words = _new_words(0, self._num_words)
 
     def admit(self, row: int, spec: SamplingSpec, output_token_ids: Seq[int]) -> None:
         """Waits for the compiler where nobody did before. Raises BadRequestError only where nobody checked either."""
@@ -154,11 +167,11 @@ class RowConstraints:
         """Which tokens the lines may sample next: for each of them a mask, and one more for each of its drafts.
 
         Where there are threads they work on it from now on, and the caller goes on with something else. One step's
-        masks at a time: their memory is the last step's.
+        masks at a time: their memory is the last step's, which has sampled, and so has copied its own.
         """
         firsts = list(itertools.accumulate((1 + len(some) for some in drafts), initial=0))
         if len(self._packed) < firsts[-1]:  # new memory for each step would cost as much as a narrow grammar's masks
-            self._packed = np.empty((firsts[-1], self._num_words), dtype=np.int32)
+            self._packed = self._new_words(max(firsts[-1], 2 * len(self._packed)), self._num_words)
         packed = self._packed[: firsts[-1]]
         pending = PendingMasks(lines, drafts, firsts, packed)
         if self._num_threads > 1:
