@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 # Fewer forced tokens are cheaper one by one: a step that verifies samples every position.
 _WORTH_A_JUMP = 3
+# Rows of one lexer wait for each other. With as many lexers as threads, a thread whose rows need long masks is waited
+# for by all; with more, another takes some of them.
+_LEXERS_PER_THREAD = 2
 _MAX_FORCED_CHOICES = 256  # tokens that begin with each other: as many as the longest has bytes, and some
 
 
@@ -94,6 +97,7 @@ class RowConstraints:
         self.compiler = compiler
         self._new_words = new_words
         self._num_threads = num_threads
+        self._num_lexers = num_threads * _LEXERS_PER_THREAD if num_threads > 1 else 1
         self._rows: dict[int, Constraint] = {}
         self._lexers: dict[int, tuple[str, int]] = {}  # of each row with a grammar: the grammar, and which it uses
         self._num_users: dict[str, list[int]] = {}  # by grammar, of each lexer
@@ -106,7 +110,7 @@ class RowConstraints:
             return
         matcher = None
         if spec.grammar is not None:
-            users = self._num_users.get(spec.grammar) or [0] * self._num_threads
+            users = self._num_users.get(spec.grammar) or [0] * self._num_lexers
             lexer = users.index(min(users))
             matcher = self.compiler.matcher(spec.grammar, lexer)
             self._use(row, spec.grammar, lexer)
@@ -137,7 +141,7 @@ class RowConstraints:
 
     def _use(self, row: int, grammar: str, lexer: int) -> None:
         self._lexers[row] = grammar, lexer
-        self._num_users.setdefault(grammar, [0] * self._num_threads)[lexer] += 1
+        self._num_users.setdefault(grammar, [0] * self._num_lexers)[lexer] += 1
 
     def forced_tokens(self, seq: Sequence) -> list[int]:
         """What must follow a running sequence's last token, where the constraint knows that one."""

@@ -63,12 +63,12 @@ def test_rows_at_once_use_other_lexers_and_rows_in_turn_the_same(compiler: Gramm
     grammar = lower(StructuredOutputsParams(json=SCHEMA))
     spec = SamplingSpec(grammar=grammar)
     rows = RowConstraints(compiler, num_threads=3)
-    for row in range(7):
+    for row in range(13):
         rows.admit(row, spec, [])
-    assert sorted(rows._num_users[grammar]) == [2, 2, 3]
-    rows.fork(0, 7)
-    assert rows._lexers[7] == rows._lexers[0]
-    for row in range(8):
+    assert sorted(rows._num_users[grammar]) == [2, 2, 2, 2, 2, 3], "two lexers for each thread"
+    rows.fork(0, 13)
+    assert rows._lexers[13] == rows._lexers[0]
+    for row in range(14):
         rows.release(row)
     assert not rows._num_users and not rows._lexers
     for row in range(3):
