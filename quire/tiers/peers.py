@@ -2,61 +2,107 @@
 
     it accepts       a nonce; the caller answers with its digest under the secret, and says what its blocks are
     it answers       nothing, or why it takes none of them: another model, dtype, block size, ...
-    then, repeated   a count, and for each block its key and the sealed bytes; the answer is a byte for each, 1: taken
+    then, repeated   a piece: which blocks, which bytes of each of them, these bytes, and a seal over all of it
+                     the answer is a byte, 1: taken
+
+A piece is the whole of a few blocks, or a few layers of more, while a step still computes the others. Only blocks of
+which every piece has come count: the one with their last bytes comes last, and is taken if nothing lacks then.
 
 Whatever goes wrong is an error at the sender, who keeps what it has. What is taken is a level of the prefix cache: the
-engine finds it by its hash, checks the seal once more, and loads it as it loads from a disk.
+engine finds it by its hash, and loads it as it loads from a disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import os
 import socket
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from quire.errors import ConfigError
 from quire.log import get_logger
 from quire.tiers.connector import Bytes
 
 MAGIC = b"QUIREKVP"
-VERSION = 1
+VERSION = 2
 SECRET_VARIABLE = "QUIRE_KV_SECRET"
 _HELLO = struct.Struct("<8sI32sI")  # magic, version, digest of the nonce, length of the description
 _LENGTH = struct.Struct("<I")
+_PIECE = struct.Struct(
+    "<16sIIQQ"
+)  # send id, number of blocks, length of the keys, first byte of a block, the one after
+_SEAL_BYTES = 16
 _NONCE_BYTES = 16
-_TIMEOUT_S = 10.0  # of one piece: a peer that says nothing for so long is gone
+_TIMEOUT_S = 10.0  # of one message: a peer that says nothing for so long is gone
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_BATCH = 4096
 
-IsWhole = Callable[[bytes, Bytes], bool]
-
 
 class PeerError(Exception):
-    """A peer could not be reached, does not take these blocks, or did not take all of them."""
+    """A peer could not be reached, does not take these blocks, or did not take a piece of them."""
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """Bytes [begin, end) of each of these blocks."""
+
+    send_id: bytes  # of 16 bytes, the same for all pieces of the same blocks from one sender
+    keys: list[bytes]
+    begin: int
+    end: int
+
+
+def new_send_id() -> bytes:
+    return os.urandom(16)
+
+
+@dataclass(slots=True)
+class _Incomplete:
+    """Blocks of which some pieces have come."""
+
+    keys: list[bytes]
+    parts: dict[int, tuple[int, list[bytearray]]] = field(default_factory=dict)  # by first byte: the end, each block's
+    arrived: int = 0  # the number of its last piece
+
+    @property
+    def num_bytes(self) -> int:
+        return sum((end - begin) * len(self.keys) for begin, (end, _) in self.parts.items())
+
+    def blocks(self, block_bytes: int) -> list[bytearray] | None:
+        """All of them, or None where a piece lacks."""
+        found, at = [], 0
+        while at < block_bytes:
+            if at not in self.parts:
+                return None
+            at, parts = self.parts[at]
+            found.append(parts)
+        return [bytearray().join(parts) for parts in zip(*found, strict=True)]
 
 
 class Peers:
     """A `Connector` whose blocks come from other engines, and `send`, which gives blocks to them."""
 
-    def __init__(
-        self, listen: str, *, description: str, record_bytes: int, max_bytes: int, is_whole: IsWhole | None = None
-    ) -> None:
-        """listen: host:port, or the path of a Unix socket. is_whole: whether a record is what its key says."""
+    def __init__(self, listen: str, *, description: str, block_bytes: int, max_bytes: int) -> None:
+        """listen: host:port, or the path of a Unix socket."""
         self._description = description
-        self._record_bytes = record_bytes
-        self._max_blocks = max(1, max_bytes // record_bytes)
-        self._is_whole = is_whole or (lambda key, record: True)
+        self._block_bytes = block_bytes
+        self._max_bytes = max(block_bytes, max_bytes)
         self._secret = os.environ.get(SECRET_VARIABLE, "").encode()
-        self._inbox: OrderedDict[bytes, bytearray] = OrderedDict()
-        self._lock = threading.Lock()  # guards the inbox, the counters and the connections
+        # Both with the oldest first; each block with the number of its last piece.
+        self._inbox: OrderedDict[bytes, tuple[int, bytearray]] = OrderedDict()
+        self._incomplete: OrderedDict[bytes, _Incomplete] = OrderedDict()  # by send id
+        self._lock = threading.Lock()  # guards both of these, the counters and the connections
         self._links: dict[tuple[str, int], socket.socket] = {}  # by address and thread
         self._incoming: set[socket.socket] = set()
-        self.num_received = self.num_sent = self.num_rejected = 0
+        self._num_pieces = 0
+        self._incomplete_bytes = 0
+        self.num_received = self.num_sent = self.num_rejected = self.num_incomplete = 0
         self._server = _listen(listen, has_secret=bool(self._secret))
         self.address = _address_of(self._server)
         threading.Thread(target=self._accept, name="kv-peers", daemon=True).start()
@@ -67,9 +113,10 @@ class Peers:
         return key in self._inbox
 
     def load(self, keys: Sequence[bytes]) -> list[bytearray | None]:
-        """Each is given once: it is on the device then."""
+        """Each is given once: it is on the device then. They were checked when they came, and were here since."""
         with self._lock:
-            return [self._inbox.pop(key, None) for key in keys]
+            found = [self._inbox.pop(key, None) for key in keys]
+        return [None if each is None else each[1] for each in found]
 
     def store(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
         raise AssertionError("blocks are sent to one peer, not stored with all")
@@ -80,14 +127,17 @@ class Peers:
                 self._inbox.pop(key, None)
 
     def usage(self) -> dict[str, float]:
+        """In blocks. num_rejected: in pieces with a wrong seal, or of which another lacked. num_incomplete: dropped
+        before all of their pieces had come."""
         num_blocks = len(self._inbox)
         return {
             "num_blocks": num_blocks,
-            "num_bytes": num_blocks * self._record_bytes,
-            "max_bytes": self._max_blocks * self._record_bytes,
+            "num_bytes": num_blocks * self._block_bytes + self._incomplete_bytes,
+            "max_bytes": self._max_bytes,
             "num_received": self.num_received,
             "num_sent": self.num_sent,
             "num_rejected": self.num_rejected,
+            "num_incomplete": self.num_incomplete,
         }
 
     def close(self) -> None:
@@ -106,23 +156,27 @@ class Peers:
 
     # -- to a peer
 
-    def send(self, to: str, keys: Sequence[bytes], records: Sequence[Bytes]) -> None:
-        """Returns once the peer has all of them, and has checked them. Raises PeerError where it has not."""
+    def send(self, to: str, piece: Piece, data: Bytes) -> None:
+        """data: the piece's bytes, block after block. Returns once the peer has it, and has checked it. Raises
+        PeerError where it has not. The piece with the blocks' last bytes is to be sent when the others have come."""
+        keys = b"".join(bytes((len(key),)) + key for key in piece.keys)
+        head = _PIECE.pack(piece.send_id, len(piece.keys), len(keys), piece.begin, piece.end) + keys
+        view = memoryview(data).cast("B")
+        assert len(view) == len(piece.keys) * (piece.end - piece.begin), "a piece is not what it says"
         try:
             connection = self._connection(to)
-            connection.sendall(_LENGTH.pack(len(keys)))
-            for key, record in zip(keys, records, strict=True):
-                connection.sendall(bytes((len(key),)) + key)
-                connection.sendall(record)
-            taken = _read(connection, len(keys))
+            connection.sendall(head)
+            connection.sendall(view)
+            connection.sendall(_seal(head, [view]))
+            [is_taken] = _read(connection, 1)
         except (OSError, EOFError) as error:
             self._drop(to)
             raise PeerError(f"{to}: {error or type(error).__name__}") from error
-        num_taken = sum(taken)
-        with self._lock:
-            self.num_sent += num_taken
-        if num_taken < len(keys):
-            raise PeerError(f"{to} took {num_taken} of {len(keys)} blocks")
+        if not is_taken:
+            raise PeerError(f"{to} did not take a piece of {len(piece.keys)} blocks")
+        if piece.end == self._block_bytes:
+            with self._lock:
+                self.num_sent += len(piece.keys)
 
     def _connection(self, to: str) -> socket.socket:
         """This thread's own."""
@@ -173,7 +227,7 @@ class Peers:
             connection.sendall(_text(""))
             connection.settimeout(None)  # it may be long before something moves again
             while True:
-                self._take_batch(connection)
+                self._take_piece(connection)
         except (OSError, EOFError, ValueError):
             pass  # it is gone, or talks nonsense: nothing of it is kept that was not whole
         finally:
@@ -186,31 +240,92 @@ class Peers:
         nonce = os.urandom(_NONCE_BYTES)
         connection.sendall(nonce)
         magic, version, digest, length = _HELLO.unpack(_read(connection, _HELLO.size))
-        if (magic, version) != (MAGIC, VERSION) or length > _MAX_TEXT_BYTES:
-            return "it speaks another version"
+        if magic != MAGIC or length > _MAX_TEXT_BYTES:
+            return "it is no engine of this kind"
         theirs = bytes(_read(connection, length)).decode("utf-8", "replace")
+        if version != VERSION:
+            return f"it sends blocks by version {version}, this engine takes version {VERSION}: run the same Quire"
         if not hmac.compare_digest(digest, hmac.digest(self._secret, nonce, "sha256")):
             return f"its {SECRET_VARIABLE} is another"
         return difference(self._description, theirs)
 
-    def _take_batch(self, connection: socket.socket) -> None:
-        [count] = _LENGTH.unpack(_read(connection, _LENGTH.size))
-        if not 0 < count <= _MAX_BATCH:
-            raise ValueError(f"{count} blocks at once")
-        taken = bytearray(count)
-        for i in range(count):
-            key = bytes(_read(connection, _read(connection, 1)[0]))
-            record = _read(connection, self._record_bytes)
-            taken[i] = self._is_whole(key, record)
+    def _take_piece(self, connection: socket.socket) -> None:
+        head = _read(connection, _PIECE.size)
+        send_id, count, keys_length, begin, end = _PIECE.unpack(head)
+        if not 0 < count <= _MAX_BATCH or keys_length > count * 256:
+            raise ValueError(f"{count} blocks at once, whose keys take {keys_length} bytes")
+        if not begin < end <= self._block_bytes or count * (end - begin) > self._max_bytes:
+            raise ValueError(f"bytes {begin} to {end} of {count} blocks of {self._block_bytes}")
+        head += _read(connection, keys_length)
+        keys = _split_keys(head[_PIECE.size :], count)
+        parts = [_read(connection, end - begin) for _ in keys]
+        is_right = _seal(head, parts) == _read(connection, _SEAL_BYTES)
+        is_taken = is_right and self._keep(Piece(send_id, keys, begin, end), parts)
+        if not is_taken:
             with self._lock:
-                self.num_received += taken[i]
-                self.num_rejected += not taken[i]
-                if taken[i]:
-                    self._inbox[key] = record
-                    self._inbox.move_to_end(key)
-                    if len(self._inbox) > self._max_blocks:
-                        self._inbox.popitem(last=False)
-        connection.sendall(taken)
+                self.num_rejected += count
+        connection.sendall(bytes((is_taken,)))
+
+    def _keep(self, piece: Piece, parts: list[bytearray]) -> bool:
+        """Whether it could be used: together with those that came before, where it has the blocks' last bytes."""
+        blocks: list[bytearray] | None = parts
+        if piece.end - piece.begin < self._block_bytes:
+            with self._lock:
+                known = self._incomplete.pop(piece.send_id, None) or _Incomplete(piece.keys)
+                self._incomplete_bytes -= known.num_bytes
+                if known.keys != piece.keys or piece.begin in known.parts:
+                    return False  # of all of them nothing is kept
+                known.parts[piece.begin] = piece.end, parts
+                if piece.end < self._block_bytes:
+                    self._incomplete[piece.send_id] = known
+                    self._incomplete_bytes += known.num_bytes
+                    self._num_pieces += 1
+                    known.arrived = self._num_pieces
+                    self._make_room()
+                    return True
+            blocks = known.blocks(self._block_bytes)
+        if blocks is None:
+            return False
+        with self._lock:
+            self._num_pieces += 1
+            for key, block in zip(piece.keys, blocks, strict=True):
+                self._inbox[key] = self._num_pieces, block
+                self._inbox.move_to_end(key)
+            self.num_received += len(blocks)
+            self._make_room()
+        return True
+
+    def _make_room(self) -> None:
+        """What came before all others goes, whole or not: who stopped halfway does not come back."""
+        while len(self._inbox) * self._block_bytes + self._incomplete_bytes > self._max_bytes:
+            block = next(iter(self._inbox.values()), None)
+            incomplete = next(iter(self._incomplete.values()), None)
+            if incomplete is None or (block is not None and block[0] < incomplete.arrived):
+                self._inbox.popitem(last=False)
+            else:
+                self._incomplete.popitem(last=False)
+                self._incomplete_bytes -= incomplete.num_bytes
+                self.num_incomplete += len(incomplete.keys)
+
+
+def _seal(head: Bytes, parts: Sequence[Bytes]) -> bytes:
+    """A digest of a piece. Nobody who has the secret is kept from making one: it is against accidents."""
+    digest = hashlib.sha256(head)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()[:_SEAL_BYTES]
+
+
+def _split_keys(data: bytearray, count: int) -> list[bytes]:
+    """Keys, each behind its length."""
+    keys, at = [], 0
+    for _ in range(count):
+        end = at + 1 + (data[at] if at < len(data) else 0)
+        keys.append(bytes(data[at + 1 : end]))
+        at = end
+    if at != len(data):
+        raise ValueError("the keys do not add up")
+    return keys
 
 
 def difference(ours: str, theirs: str) -> str:
