@@ -195,19 +195,21 @@ class KVCache:
         return read
 
     def mark(self) -> torch.cuda.Event | None:
-        """All that was submitted so far, for `read_slots`; None on a CPU, where it is over."""
-        return None if self._transfers is None else self._transfers.mark()
+        """All that was submitted so far; None on a CPU, where it is over. Who waits for it takes no processor."""
+        if self._transfers is None:
+            return None
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device_blocks.device))
+        return event
 
-    def read_slots(self, block_ids: list[int], slots: range, after: torch.cuda.Event | None) -> memoryview:
-        """Bytes of some slots of these blocks, block after block, as they are behind a mark. Waits for it: to be called
-        on a thread of its own, at any time while nobody writes there."""
+    def read_slots(self, block_ids: list[int], slots: range) -> memoryview:
+        """Bytes of some slots of these blocks, block after block. To be called on a thread beside the steps, once what
+        was written there is over, and before anybody writes there again."""
         rows = np.array(block_ids, dtype=np.int64)[:, None] + self._first_rows[slots.start : slots.stop]
         if self._transfers is None:
             taken = self._rows.numpy().take(rows.ravel(), axis=0)  # torch would use threads of its own
             return taken.view(np.uint8).data.cast("B")
         stream = self._own_stream()
-        if after is not None:
-            stream.wait_event(after)
         with torch.cuda.stream(stream):
             gathered = self._rows.index_select(0, to_device(rows.ravel(), self.device_blocks.device))
             staged = torch.empty(gathered.shape, dtype=_WORD, pin_memory=True)

@@ -13,16 +13,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
 from quire.executor.kv_cache import KVCache
 from quire.models.kv_layout import KVLayout
 from quire.plan import KeyedMove
 from quire.tiers.peers import Piece, new_send_id
 from quire.tiers.sealed import SealedStore
-
-if TYPE_CHECKING:
-    import torch
 
 # Before the last layer, which is alone so that as little as possible is left when a step ends. Each piece costs the
 # host a message, its answer and a turn of a thread, while it launches the step: layer by layer that would be much of
@@ -51,7 +48,7 @@ def layer_runs(layout: KVLayout, group: int) -> list[LayerRun]:
 
 
 class BlockSend:
-    """One move of blocks to another engine. Pieces leave from the thread that runs steps, and arrive on others."""
+    """One move of blocks to another engine. Its runs are begun on one thread and arrive on others."""
 
     def __init__(
         self, move: KeyedMove, store: SealedStore, cache: KVCache, runs: list[LayerRun], done: Callable[[bool], None]
@@ -61,57 +58,65 @@ class BlockSend:
         self._to = move.to
         self._block_ids = [block_id for block_id, _ in move.pairs]
         self._keys = [key for _, key in move.pairs]
+        self._is_filled = move.filled_group is not None
         self._store = store
         self._cache = cache
         self._slot_bytes = cache.block_bytes // runs[-1].slots.stop
         self._runs = runs
         self._done = done
-        self._is_filled = move.filled_group is not None
         self._send_id = new_send_id()
-        self._num_begun = 0  # runs
         self._lock = threading.Lock()  # guards what follows
+        self._num_begun = 0  # runs
         self._num_under_way = 0
         self._num_arrived_bytes = 0
         self._has_failed = False
         self._may_end: bool | None = None  # whether the last run may leave; None: that is not known yet
+        self._is_ending = False
 
-    def begin(self, through_layer: int, after: torch.cuda.Event | None) -> None:
-        """Runs up to this layer leave, but for the last: they are as the other engine shall have them behind a mark."""
-        while self._num_begun < len(self._runs) - 1 and self._runs[self._num_begun].last_layer <= through_layer:
-            if self._has_failed:
+    def begin(self, through_layer: int) -> None:
+        """Runs up to this layer are written. They leave, but for the last."""
+        with self._lock:
+            first = end = self._num_begun
+            while end < len(self._runs) - 1 and self._runs[end].last_layer <= through_layer:
+                end += 1
+            if self._has_failed or self._may_end is False:
                 return
-            with self._lock:
-                self._num_under_way += 1
-            self._start(self._runs[self._num_begun], after, self._on_arrived)
-            self._num_begun += 1
+            self._num_begun = end
+            self._num_under_way += end - first
+        for run in self._runs[first:end]:
+            self._start(run, partial(self._on_arrived, len(run.slots)))
 
-    def end(self, *, is_good: bool, after: torch.cuda.Event | None = None) -> None:
-        """The last run leaves behind all others; or it never will, and what has arrived is of no use there."""
+    def end(self, *, is_good: bool) -> None:
+        """All is written and good, so that the last run may leave when the others have arrived; or it never will, and
+        what has arrived is of no use."""
         with self._lock:
             self._may_end = is_good
             if self._is_filled:
                 num_bytes = len(self._keys) * self._cache.block_bytes
                 self._store.counters.num_bytes_beside += self._num_arrived_bytes
                 self._store.counters.num_bytes_behind += num_bytes - self._num_arrived_bytes
-            if self._num_under_way:
-                return  # the one that arrives last goes on
-        self._end(after)
+        self._end_if_due()
 
-    def _end(self, after: torch.cuda.Event | None) -> None:
-        if self._may_end and not self._has_failed:
-            self._start(self._runs[-1], after, self._done)
-        else:
-            self._done(False)
-
-    def _start(self, run: LayerRun, after: torch.cuda.Event | None, done: Callable[[bool], None]) -> None:
-        slots, size = run.slots, self._slot_bytes
-        piece = Piece(self._send_id, self._keys, slots.start * size, slots.stop * size)
-        self._store.start_send(self._to, piece, lambda: self._cache.read_slots(self._block_ids, slots, after), done)
-
-    def _on_arrived(self, is_taken: bool) -> None:
+    def _on_arrived(self, num_slots: int, is_taken: bool) -> None:
         with self._lock:
             self._num_under_way -= 1
+            self._num_arrived_bytes += is_taken * num_slots * self._slot_bytes * len(self._keys)
             self._has_failed |= not is_taken
-            if self._num_under_way or self._may_end is None:
+        self._end_if_due()
+
+    def _end_if_due(self) -> None:
+        with self._lock:
+            is_lost = self._has_failed or self._may_end is False
+            has_begun = self._num_begun == len(self._runs) - 1
+            if self._may_end is None or self._num_under_way or self._is_ending or not (has_begun or is_lost):
                 return
-        self._end(None)
+            self._is_ending = True
+        if is_lost:
+            self._done(False)
+        else:
+            self._start(self._runs[-1], self._done)
+
+    def _start(self, run: LayerRun, done: Callable[[bool], None]) -> None:
+        slots, size = run.slots, self._slot_bytes
+        piece = Piece(self._send_id, self._keys, slots.start * size, slots.stop * size)
+        self._store.start_send(self._to, piece, partial(self._cache.read_slots, self._block_ids, slots), done)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
 
 from quire.executor.kv_cache import KVCache
 from quire.executor.layer_sends import BlockSend, LayerRun, layer_runs
@@ -23,6 +26,7 @@ class StoreMoves:
         self._cache = cache
         self._whole = [LayerRun(range(layout.num_slots), len(layout.groups) - 1)]
         self._runs = [layer_runs(layout, group) for group in range(len(layout.windows))] if stores else []
+        self._waiting = ThreadPoolExecutor(1, "kv-written")  # for a GPU, which writes layers in the order of submission
         self._awaited = {run.last_layer for runs in self._runs for run in runs[:-1]}  # layers
         self._filled: dict[int, list[BlockSend]] = {}  # by step: of the blocks that it fills, until it is over
         self._changed = threading.Condition()  # guards what follows
@@ -49,12 +53,15 @@ class StoreMoves:
         elif move.to is None:
             store.start_store(keys, self._cache.payloads(block_ids, SEAL_BYTES), done)
         else:
+
+            def arrived(is_taken: bool) -> None:
+                """As one: the other engine has all of the blocks, or none may be relied on."""
+                done([] if is_taken else list(range(len(keys))))
+
             runs = self._whole if move.filled_group is None else self._runs[move.filled_group]
-            # As one: the other engine has all of its blocks, or may not rely on any.
-            arrived = lambda is_taken: done([] if is_taken else list(range(len(keys))))  # noqa: E731
             send = BlockSend(move, store, self._cache, runs, arrived)
             if move.filled_group is None:
-                send.end(is_good=True, after=self._cache.mark())
+                self._when_written(lambda: send.end(is_good=True))
             else:
                 self._filled.setdefault(step, []).append(send)
 
@@ -78,9 +85,20 @@ class StoreMoves:
             self._begin(self._filled[step], len(self._cache.layers) - 1)
 
     def _begin(self, sends: list[BlockSend], through_layer: int) -> None:
-        after = self._cache.mark()
-        for send in sends:
-            send.begin(through_layer, after)
+        def begin() -> None:
+            for send in sends:
+                send.begin(through_layer)
+
+        self._when_written(begin)
+
+    def _when_written(self, call: Callable[[], None]) -> None:
+        """Call it once the device has done all that was submitted so far; neither it nor the steps wait for that. One
+        thread does, so that those which send are free for what can be sent."""
+        mark = self._cache.mark()
+        if mark is None:
+            call()
+        else:
+            self._waiting.submit(_wait_and_call, mark, call)
 
     def on_step(self, step: int, *, is_good: bool) -> None:
         """A step is over. What one that failed has left in its blocks must not count anywhere."""
@@ -116,5 +134,11 @@ class StoreMoves:
     def close(self) -> None:
         """Waits for what is under way."""
         self._give_up_filled()
+        self._waiting.shutdown(wait=True)
         for store in self.stores:
             store.close()
+
+
+def _wait_and_call(mark: torch.cuda.Event, call: Callable[[], None]) -> None:
+    mark.synchronize()
+    call()
