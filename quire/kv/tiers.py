@@ -27,6 +27,7 @@ _MAX_STORING_BLOCKS = 64  # on their way down at once: these cannot be evicted
 _STORING_SHARE = 8  # and no more than one in so many of all
 _HOST_LATENCY_S = 0.2e-3
 _LOADED_TOGETHER = 32  # blocks of a store
+_FETCHED_TOGETHER = 8  # blocks that another engine sent: they are in memory, and more threads copy them
 
 
 class _Holder(Protocol):
@@ -277,7 +278,9 @@ class Tiers:
         moves = []
         for number, of_level in by_level.items():
             level = self.levels[number]
-            size = _LOADED_TOGETHER if isinstance(level, StoreLevel) else len(of_level)
+            size = len(of_level)
+            if isinstance(level, StoreLevel):
+                size = _LOADED_TOGETHER if level.takes_all else _FETCHED_TOGETHER
             for first in range(0, len(of_level), size):
                 ticket, chosen = take_ticket(), of_level[first : first + size]
                 pairs = [each[:2] for each in chosen]

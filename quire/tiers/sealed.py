@@ -8,6 +8,7 @@ on their way (`peers.py`), and lie in this process when they have come.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,9 @@ from quire.tiers.peers import Peers, Piece
 
 SEAL_BYTES = 16
 _READERS = 2
-_SENDERS = 4  # sealing takes a core longer than a socket takes to pass the bytes on
+# Threads that send to other engines, and that load what these sent. Sealing takes a core longer than a socket takes to
+# pass the bytes on; half of the cores are left for steps.
+_SENDERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 _FIRST_BYTES_PER_S = 500e6  # before a load was measured
 _LATENCY_S = 1e-3  # a step has to end before a load is noticed
 _SMOOTHING = 0.3

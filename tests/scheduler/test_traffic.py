@@ -295,3 +295,19 @@ def test_requests_move_to_and_fro_and_nothing_is_lost_repeated_or_different(
         assert [found[index] for index in range(n)] == expected
     for rig in pair.rigs.values():
         rig.check_idle()
+
+
+def test_who_asks_again_is_told_again_and_nothing_is_sent_twice() -> None:
+    """As where a request comes with the order to send it, before anybody listens to how far its blocks have come."""
+    pair = Pair()
+    request = make_request(30, max_tokens=20)
+    pair.rigs["a"].add(request)
+    pair.send(request, "b")
+    for _ in range(3):
+        pair.rigs["a"].step()
+    assert pair.reports("a")[-1].num_tokens == 28
+    pair.send(request, "b")
+    assert sent_tokens(pair, "a", request, 28).num_tokens >= 28
+    keys = [key for plan in pair.rigs["a"].history for move in plan.keyed_moves for _, key in move.pairs]
+    assert len(keys) == len(set(keys))
+    pair.check_idle()
