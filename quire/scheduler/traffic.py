@@ -79,7 +79,7 @@ class BlockTraffic:
         """Send every full block of a request to another engine, until the request ends or `stop` is called. Asked for
         again, it is told again how far they have come."""
         known = self._sending.get(request.request_id)
-        if known is not None and known.to == to:
+        if known is not None and known.request is request and known.to == to:
             known.num_told = None
         elif self._kv.tiers is None or self._kv.tiers.peers is None or request.beams is not None:
             self._reports.append(SendReport(request.request_id, 0, has_failed=True))

@@ -25,6 +25,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from quire.errors import ConfigError
 from quire.log import get_logger
 from quire.tiers.connector import Bytes
@@ -62,27 +64,15 @@ def new_send_id() -> bytes:
     return os.urandom(16)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Incomplete:
-    """Blocks of which some pieces have come."""
+    """Blocks of which pieces are coming. These are read to where they belong: nothing is copied when all are there."""
 
     keys: list[bytes]
-    parts: dict[int, tuple[int, list[bytearray]]] = field(default_factory=dict)  # by first byte: the end, each block's
+    records: list[memoryview]
+    begun: list[tuple[int, int]] = field(default_factory=list)  # which bytes of each block
+    num_right: int = 0  # bytes of each block that have come and were checked
     arrived: int = 0  # the number of its last piece
-
-    @property
-    def num_bytes(self) -> int:
-        return sum((end - begin) * len(self.keys) for begin, (end, _) in self.parts.items())
-
-    def blocks(self, block_bytes: int) -> list[bytearray] | None:
-        """All of them, or None where a piece lacks."""
-        found, at = [], 0
-        while at < block_bytes:
-            if at not in self.parts:
-                return None
-            at, parts = self.parts[at]
-            found.append(parts)
-        return [bytearray().join(parts) for parts in zip(*found, strict=True)]
 
 
 class Peers:
@@ -95,13 +85,13 @@ class Peers:
         self._max_bytes = max(block_bytes, max_bytes)
         self._secret = os.environ.get(SECRET_VARIABLE, "").encode()
         # Both with the oldest first; each block with the number of its last piece.
-        self._inbox: OrderedDict[bytes, tuple[int, bytearray]] = OrderedDict()
+        self._inbox: OrderedDict[bytes, tuple[int, memoryview]] = OrderedDict()
         self._incomplete: OrderedDict[bytes, _Incomplete] = OrderedDict()  # by send id
         self._lock = threading.Lock()  # guards both of these, the counters and the connections
         self._links: dict[tuple[str, int], socket.socket] = {}  # by address and thread
         self._incoming: set[socket.socket] = set()
         self._num_pieces = 0
-        self._incomplete_bytes = 0
+        self._num_held = 0  # blocks, whole or not
         self.num_received = self.num_sent = self.num_rejected = self.num_incomplete = 0
         self._server = _listen(listen, has_secret=bool(self._secret))
         self.address = _address_of(self._server)
@@ -112,27 +102,32 @@ class Peers:
     def contains(self, key: bytes) -> bool:
         return key in self._inbox
 
-    def load(self, keys: Sequence[bytes]) -> list[bytearray | None]:
+    def load(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         """Each is given once: it is on the device then. They were checked when they came, and were here since."""
-        with self._lock:
-            found = [self._inbox.pop(key, None) for key in keys]
-        return [None if each is None else each[1] for each in found]
+        return self._take(keys)
 
     def store(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
         raise AssertionError("blocks are sent to one peer, not stored with all")
 
     def forget(self, keys: Sequence[bytes]) -> None:
+        self._take(keys)
+
+    def _take(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         with self._lock:
-            for key in keys:
-                self._inbox.pop(key, None)
+            found = [self._inbox.pop(key, None) for key in keys]
+            self._num_held -= sum(each is not None for each in found)
+        return [None if each is None else each[1] for each in found]
 
     def usage(self) -> dict[str, float]:
-        """In blocks. num_rejected: in pieces with a wrong seal, or of which another lacked. num_incomplete: dropped
-        before all of their pieces had come."""
-        num_blocks = len(self._inbox)
+        """In blocks. num_rejected: in pieces that were wrong, or came when others lacked. num_incomplete: of which not
+        all pieces came."""
+        with self._lock:
+            incomplete_bytes = sum(each.num_right * len(each.keys) for each in self._incomplete.values())
+            num_blocks, num_held = len(self._inbox), self._num_held
         return {
             "num_blocks": num_blocks,
-            "num_bytes": num_blocks * self._block_bytes + self._incomplete_bytes,
+            "num_bytes": num_held * self._block_bytes,
+            "incomplete_bytes": incomplete_bytes,
             "max_bytes": self._max_bytes,
             "num_received": self.num_received,
             "num_sent": self.num_sent,
@@ -252,60 +247,94 @@ class Peers:
     def _take_piece(self, connection: socket.socket) -> None:
         head = _read(connection, _PIECE.size)
         send_id, count, keys_length, begin, end = _PIECE.unpack(head)
-        if not 0 < count <= _MAX_BATCH or keys_length > count * 256:
+        if not 0 < count <= _MAX_BATCH or keys_length > count * 256 or count * self._block_bytes > self._max_bytes:
             raise ValueError(f"{count} blocks at once, whose keys take {keys_length} bytes")
-        if not begin < end <= self._block_bytes or count * (end - begin) > self._max_bytes:
-            raise ValueError(f"bytes {begin} to {end} of {count} blocks of {self._block_bytes}")
         head += _read(connection, keys_length)
-        keys = _split_keys(head[_PIECE.size :], count)
-        parts = [_read(connection, end - begin) for _ in keys]
-        is_right = _seal(head, parts) == _read(connection, _SEAL_BYTES)
-        is_taken = is_right and self._keep(Piece(send_id, keys, begin, end), parts)
+        piece = Piece(send_id, _split_keys(head[_PIECE.size :], count), begin, end)
+        blocks = self._open(piece)
+        try:
+            parts = [record[begin:end] for record in blocks.records]
+            for part in parts:
+                _read_into(connection, part)
+            is_right = _seal(head, parts) == _read(connection, _SEAL_BYTES)
+        except BaseException:
+            self._give_up(piece, blocks)
+            raise
+        is_taken = self._keep(piece, blocks) if is_right else self._give_up(piece, blocks)
         if not is_taken:
             with self._lock:
                 self.num_rejected += count
         connection.sendall(bytes((is_taken,)))
 
-    def _keep(self, piece: Piece, parts: list[bytearray]) -> bool:
-        """Whether it could be used: together with those that came before, where it has the blocks' last bytes."""
-        blocks: list[bytearray] | None = parts
-        if piece.end - piece.begin < self._block_bytes:
-            with self._lock:
-                known = self._incomplete.pop(piece.send_id, None) or _Incomplete(piece.keys)
-                self._incomplete_bytes -= known.num_bytes
-                if known.keys != piece.keys or piece.begin in known.parts:
-                    return False  # of all of them nothing is kept
-                known.parts[piece.begin] = piece.end, parts
-                if piece.end < self._block_bytes:
-                    self._incomplete[piece.send_id] = known
-                    self._incomplete_bytes += known.num_bytes
-                    self._num_pieces += 1
-                    known.arrived = self._num_pieces
-                    self._make_room()
-                    return True
-            blocks = known.blocks(self._block_bytes)
-        if blocks is None:
-            return False
+    def _open(self, piece: Piece) -> _Incomplete:
+        """The blocks that a piece belongs to, where it alone may write its bytes."""
+        begin, end, send_id = piece.begin, piece.end, piece.send_id
+        if not begin < end <= self._block_bytes:
+            raise ValueError(f"bytes {begin} to {end} of blocks of {self._block_bytes}")
         with self._lock:
+            blocks = self._incomplete.get(send_id)
+            if blocks is None:
+                # Not zeroed, which would take as long as reading.
+                records = [np.empty(self._block_bytes, dtype=np.uint8).data for _ in piece.keys]
+                blocks = self._incomplete[send_id] = _Incomplete(piece.keys, records)
+                self._num_held += len(records)
+            elif blocks.keys != piece.keys or any(begin < last and first < end for first, last in blocks.begun):
+                raise ValueError("a piece is of other blocks than those before it, or repeats one")
+            blocks.begun.append((begin, end))
+            self._touch(send_id, blocks)
+        return blocks
+
+    def _keep(self, piece: Piece, blocks: _Incomplete) -> bool:
+        """Whether a piece that is right is of use, with those before it. It has the blocks' last bytes, and one lacks:
+        nothing of them is."""
+        with self._lock:
+            if self._incomplete.get(piece.send_id) is not blocks:
+                return False  # others needed the room, or another piece was wrong
+            blocks.num_right += piece.end - piece.begin
+            if piece.end < self._block_bytes:
+                self._touch(piece.send_id, blocks)
+                return True
+            is_whole = blocks.num_right == self._block_bytes
+            self._drop_incomplete(piece.send_id, is_counted=not is_whole)
+            if not is_whole:
+                return False
             self._num_pieces += 1
-            for key, block in zip(piece.keys, blocks, strict=True):
-                self._inbox[key] = self._num_pieces, block
+            for key, record in zip(blocks.keys, blocks.records, strict=True):
+                self._num_held += key not in self._inbox
+                self._inbox[key] = self._num_pieces, record
                 self._inbox.move_to_end(key)
-            self.num_received += len(blocks)
+            self.num_received += len(blocks.keys)
             self._make_room()
         return True
 
+    def _give_up(self, piece: Piece, blocks: _Incomplete) -> bool:
+        """A piece did not come as it was sent. Of no use are the others, too: False."""
+        with self._lock:
+            if self._incomplete.get(piece.send_id) is blocks:
+                self._drop_incomplete(piece.send_id, is_counted=True)
+        return False
+
+    def _touch(self, send_id: bytes, blocks: _Incomplete) -> None:
+        self._num_pieces += 1
+        blocks.arrived = self._num_pieces
+        self._incomplete.move_to_end(send_id)
+        self._make_room()
+
+    def _drop_incomplete(self, send_id: bytes, *, is_counted: bool) -> None:
+        count = len(self._incomplete.pop(send_id).keys)
+        self._num_held -= count
+        self.num_incomplete += count if is_counted else 0
+
     def _make_room(self) -> None:
         """What came before all others goes, whole or not: who stopped halfway does not come back."""
-        while len(self._inbox) * self._block_bytes + self._incomplete_bytes > self._max_bytes:
+        while self._num_held * self._block_bytes > self._max_bytes:
             block = next(iter(self._inbox.values()), None)
-            incomplete = next(iter(self._incomplete.values()), None)
-            if incomplete is None or (block is not None and block[0] < incomplete.arrived):
+            send_id = next(iter(self._incomplete), None)
+            if send_id is None or (block is not None and block[0] < self._incomplete[send_id].arrived):
                 self._inbox.popitem(last=False)
+                self._num_held -= 1
             else:
-                self._incomplete.popitem(last=False)
-                self._incomplete_bytes -= incomplete.num_bytes
-                self.num_incomplete += len(incomplete.keys)
+                self._drop_incomplete(send_id, is_counted=True)
 
 
 def _seal(head: Bytes, parts: Sequence[Bytes]) -> bytes:
@@ -384,13 +413,16 @@ def split_address(address: str) -> tuple[str, int]:
 
 def _read(connection: socket.socket, num_bytes: int) -> bytearray:
     data = bytearray(num_bytes)
-    view = memoryview(data)
+    _read_into(connection, memoryview(data))
+    return data
+
+
+def _read_into(connection: socket.socket, view: memoryview) -> None:
     while view:
         count = connection.recv_into(view)
         if not count:
             raise EOFError("the connection was closed")
         view = view[count:]
-    return data
 
 
 def _text(text: str) -> bytes:

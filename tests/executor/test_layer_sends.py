@@ -343,7 +343,7 @@ def test_a_peer_that_goes_away_in_the_middle_has_nothing_and_the_sender_hears_it
     hook = sending.layer_hook(STEP)
     assert hook is not None
     hook(1)
-    wait_until(lambda: inbox.usage()["num_bytes"] > 0)
+    wait_until(lambda: inbox.usage()["incomplete_bytes"] > 0)
     inbox.close()
     sending.on_pass(STEP)
     sending.on_step(STEP, is_good=True)

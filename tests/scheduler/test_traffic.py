@@ -311,3 +311,14 @@ def test_who_asks_again_is_told_again_and_nothing_is_sent_twice() -> None:
     keys = [key for plan in pair.rigs["a"].history for move in plan.keyed_moves for _, key in move.pairs]
     assert len(keys) == len(set(keys))
     pair.check_idle()
+
+
+def test_another_request_with_the_id_of_one_that_ended_is_sent_too() -> None:
+    pair = Pair()
+    for _ in range(2):
+        request = make_request(30, max_tokens=5, request_id="same")
+        pair.rigs["a"].add(request)
+        pair.send(request, "b")
+        assert sent_tokens(pair, "a", request, 28).num_tokens == 28
+        pair.rigs["a"].abort("same")
+    pair.check_idle()

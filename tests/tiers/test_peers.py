@@ -31,7 +31,7 @@ def record(key: bytes) -> bytes:
 
 def send(one: Peers, to: str, keys: list[bytes], begin: int = 0, end: int = BLOCK, send_id: bytes = b"") -> None:
     """Bytes [begin, end) of what the keys name: by default all of it."""
-    data = b"".join(record(key)[begin:end] for key in keys)
+    data = b"".join(record(key).ljust(BLOCK + 1)[begin:end] for key in keys)
     one.send(to, Piece(send_id or new_send_id(), keys, begin, end), data)
 
 
@@ -68,46 +68,45 @@ def test_a_block_counts_when_its_last_piece_is_there(pair: tuple[Peers, Peers]) 
         assert not any(two.contains(key) for key in KEYS) and two.load(KEYS) == [None] * 8
         # What another engine computed of the same tokens is not mixed with it.
         send(one, two.address, KEYS[:2], begin, end, new_send_id())
-    assert two.usage()["num_bytes"] == 180 * 8 + 180 * 2
+    usage = two.usage()
+    assert usage["incomplete_bytes"] == 180 * 8 + 180 * 2 and usage["num_bytes"] == (8 + 3 * 2) * BLOCK
     send(one, two.address, KEYS, 180, BLOCK, ours)
     assert two.usage()["num_received"] == one.usage()["num_sent"] == 8
     assert two.load(KEYS) == [record(key) for key in KEYS]
-    assert two.usage()["num_bytes"] == 180 * 2
+    assert two.usage()["num_bytes"] == 3 * 2 * BLOCK and two.usage()["num_rejected"] == 0
 
 
 def test_what_does_not_fit_together_is_not_taken(pair: tuple[Peers, Peers]) -> None:
     one, two = pair
-    for lacking, pieces in {
-        "a piece": [(0, 50), (100, BLOCK)],
-        "all others": [(100, BLOCK)],
-        "nothing, but one came twice": [(0, 100), (0, 100)],
-    }.items():
+    for pieces in ([(0, 50), (100, BLOCK)], [(100, BLOCK)]):  # something lacks when the last one comes
         ours = new_send_id()
         for begin, end in pieces[:-1]:
             send(one, two.address, KEYS, begin, end, ours)
         with pytest.raises(PeerError, match="did not take a piece of 8 blocks"):
             send(one, two.address, KEYS, *pieces[-1], ours)
-        assert two.usage()["num_bytes"] == 0, lacking
+        assert two.usage()["num_bytes"] == 0
     ours = new_send_id()
     send(one, two.address, KEYS[:2], 0, 100, ours)
-    with pytest.raises(PeerError):
-        send(one, two.address, KEYS[1:3], 100, BLOCK, ours)
+    for keys, begin, end in ((KEYS[:2], 0, 100), (KEYS[:2], 50, 150), (KEYS[1:3], 100, 150), (KEYS[:2], 100, 201)):
+        with pytest.raises(PeerError):  # nonsense: the connection is closed, and nothing is written
+            send(one, two.address, keys, begin, end, ours)
+    send(one, two.address, KEYS[:2], 100, BLOCK, ours)
+    assert two.load(KEYS) == [*map(record, KEYS[:2]), *[None] * 6]
     usage = two.usage()
-    assert usage["num_blocks"] == usage["num_bytes"] == 0 and usage["num_rejected"] == 3 * 8 + 2
-    send(one, two.address, KEYS)  # the connection lives
-    assert two.load(KEYS) == [record(key) for key in KEYS]
+    assert usage["num_bytes"] == 0 and usage["num_rejected"] == 16 and usage["num_incomplete"] == 16
 
 
 def test_what_was_never_finished_makes_room_when_it_is_the_oldest(tmp_path: Path) -> None:
     one, two = make(str(tmp_path / "a")), make(str(tmp_path / "b"), num_blocks=4)
     given_up, ours = new_send_id(), new_send_id()
     send(one, two.address, KEYS[:2], 0, 100, given_up)
-    send(one, two.address, KEYS[2:4])
-    send(one, two.address, KEYS[4:6], 0, 100, ours)
+    send(one, two.address, KEYS[2:3])
+    send(one, two.address, KEYS[3:4], 0, 100, ours)
     assert two.usage()["num_incomplete"] == 0 and two.usage()["num_bytes"] == 4 * BLOCK
-    send(one, two.address, KEYS[6:7])
-    assert two.usage()["num_incomplete"] == 2 and two.usage()["num_bytes"] == 4 * BLOCK
-    send(one, two.address, KEYS[4:6], 100, BLOCK, ours)  # the oldest whole one goes for it
+    send(one, two.address, KEYS[4:5])
+    assert two.usage()["num_incomplete"] == 2 and two.usage()["num_bytes"] == 3 * BLOCK
+    send(one, two.address, KEYS[5:7])  # the oldest whole one goes for it
+    send(one, two.address, KEYS[3:4], 100, BLOCK, ours)
     assert [two.contains(key) for key in KEYS] == [False] * 3 + [True] * 4 + [False]
     with pytest.raises(PeerError):
         send(one, two.address, KEYS[:2], 100, BLOCK, given_up)
@@ -249,7 +248,8 @@ def test_a_byte_that_changed_anywhere_is_found_out(pieces: list[tuple[int, int]]
         patch.setattr(peers, "_TIMEOUT_S", 0.3)
         is_well = send_through(two, pieces, at, b"", is_flipped=True)
     two.close()
-    assert not is_well or at >= 1800
+    around = peers._PIECE.size + sum(1 + len(key) for key in KEYS) + peers._SEAL_BYTES  # of each piece
+    assert is_well == (at >= peers._HELLO.size + len(TEXT) + len(KEYS) * BLOCK + len(pieces) * around)
     for key, data in zip(KEYS, two.load(KEYS), strict=True):
         assert data == (record(key) if is_well else None)
 
