@@ -1,8 +1,8 @@
 """Blocks on their way to another engine, a few layers at a time.
 
-    layers of a step that fills them    0 1 2 3 | 4 5 6 7 | ... | 28 29 30 | 31
-                                              each run of layers leaves when its last layer is written
-    the step has ended well                                                   the last layer leaves, behind all others
+    layers of a step that fills them    0 1 2 | 3 4 5 6 | 7 8 9 10 | ... | 27 28 29 30 | 31
+                                              each run of layers leaves when its last is written
+    the step has ended well                                              the last layer leaves, behind all others
 
 The other engine uses no block before it has the last layer. So whatever becomes of the step, nothing counts there that
 would not count here.
