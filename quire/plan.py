@@ -131,6 +131,9 @@ class KeyedMove:
     is_load: bool
     pairs: list[tuple[int, bytes]]  # (device block, its hash)
     to: str | None = None  # of a store whose blocks go to other engines: which one
+    # The KV group of blocks that go out while the plan's own step fills them, each layer's part once that layer is
+    # computed. They count as arrived only if the step has ended well. None: earlier steps have filled them.
+    filled_group: int | None = None
 
 
 @dataclass(slots=True)

@@ -102,6 +102,7 @@ class SimExecutor:
         self._drafter = drafter  # its own: given a row's tokens and how many at most
         self._stores = list(stores)
         self._moving: deque[tuple[int, Move | KeyedMove]] = deque()  # (step, blocks on their way)
+        self._useless: set[int] = set()  # tickets of sends whose own step has failed
         self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which the step is done
         self._busy_until_s = 0.0
         self._last_step: int | None = None
@@ -116,6 +117,8 @@ class SimExecutor:
         self._last_step = plan.step
         self._apply(plan)
         spans = self._spans(plan)
+        if self._verify:
+            self._check_filled(plan, spans)
         counts, starts = [span.num_tokens for span in spans], [span.start for span in spans]
         num_moved = sum(len(move.pairs) for move in plan.all_moves())
         total_s = self._cost.step_s(counts, starts, num_moved)
@@ -125,6 +128,8 @@ class SimExecutor:
             self._check_writes(spans)
         self._forward(spans, result)
         self._sample(plan, spans, result)
+        if any(reason is FinishReason.ERROR for reason, _ in result.failed.values()):
+            self._useless |= {move.ticket for move in plan.keyed_moves if move.filled_group is not None}
         self._finish_moves(plan.step - self._transfer_steps, result)
         self._results.append((result, self._busy_until_s))
         return plan.step
@@ -272,6 +277,20 @@ class SimExecutor:
                                 f"{span.row} writes block {block}, which {other} reads as something else"
                             )
 
+    def _check_filled(self, plan: StepPlan, spans: list[_Span]) -> None:
+        """What goes out with a step are blocks that a span of it fills."""
+        size = self.memory.block_size
+        filled = {
+            (table.group, table.block_at(index))
+            for span in spans
+            for table in span.row.tables
+            for index in range(span.start // size, span.end // size)
+        }
+        for move in plan.keyed_moves:
+            if move.filled_group is not None:
+                sent = {(move.filled_group, block) for block, _ in move.pairs}
+                assert sent <= filled, f"move {move.ticket} sends blocks that step {plan.step} does not fill"
+
     def _check_span(self, span: _Span) -> None:
         row, num_known = span.row, len(span.row.token_ids)
         assert span.num_tokens > 0, f"{row} has an empty span"
@@ -357,7 +376,8 @@ class SimExecutor:
         while self._moving and self._moving[0][0] <= through_step:
             move = self._moving.popleft()[1]
             if isinstance(move, KeyedMove):
-                missing = self._stores[move.level].move(move, self.memory.device)
+                is_useless = move.ticket in self._useless
+                missing = self._stores[move.level].move(move, self.memory.device, is_useless=is_useless)
                 if missing:
                     result.missing[move.ticket] = missing
             else:

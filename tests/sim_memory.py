@@ -63,7 +63,7 @@ class SimStore:
         self.name = name
         self.takes_all = peers is None
         self._peers = {} if peers is None else peers
-        self.is_torn = False  # the next send fails in its middle
+        self.is_torn = False  # the next send fails
         self.blocks: dict[bytes, list[int | None]] = {}
         self.lost: set[bytes] = set()
         self._block_s = block_s
@@ -84,15 +84,17 @@ class SimStore:
     def usage(self) -> dict[str, float]:
         return {"num_blocks": len(self.blocks)}
 
-    def move(self, move: KeyedMove, device: list[list[int | None]]) -> list[int]:
-        """Returns the entries of a load that did not come, or of a send that did not arrive."""
+    def move(self, move: KeyedMove, device: list[list[int | None]], *, is_useless: bool = False) -> list[int]:
+        """Returns the entries of a load that did not come, or of a send that did not arrive. is_useless: of a send, the
+        step that fills its blocks has failed."""
         missing: list[int] = []
         if move.to is not None:
-            num_sent = len(move.pairs) // 2 if self.is_torn else len(move.pairs)
-            self.is_torn = False
-            for block, key in move.pairs[:num_sent]:
+            is_torn, self.is_torn = self.is_torn, False
+            if is_torn or is_useless:  # some of it may be there, of which nothing counts
+                return list(range(len(move.pairs)))
+            for block, key in move.pairs:
                 self._peers[move.to].blocks[key] = list(device[block])
-            return list(range(num_sent, len(move.pairs)))
+            return []
         for i, (block, key) in enumerate(move.pairs):
             if not move.is_load:
                 self.blocks[key] = list(device[block])

@@ -134,6 +134,73 @@ def test_levels_below_bring_the_same_tokens(weights: Path, tmp_path: Path, level
     engine.close()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_a_prompts_layers_leave_while_its_step_runs(tmp_path: Path, dtype: str, enforce_eager: bool) -> None:
+    """Two engines on one GPU. What arrives is, byte by byte, what was computed, and most of it before its step ended:
+    the device is slowed down in each layer, so that threads which send could keep up."""
+    import torch
+
+    from quire.executor.stores import address_of
+    from quire.scheduler.traffic import FetchReport, SendReport
+
+    weights = fakes.write_tiny_model(tmp_path, num_hidden_layers=6, max_position_embeddings=2048)
+    values: dict[str, Any] = {"dtype": dtype, "load_format": "dummy", "enforce_eager": enforce_eager}
+    values |= {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 640, "max_num_seqs": 8}
+    here, there = (make(weights, device="cuda", kv_listen=str(tmp_path / name), **values) for name in "ab")
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
+    prompt = [(i * 31) % 251 for i in range(1400)]  # in chunks of more tokens than any captured step has
+    stores, layer_hook = here.core.executor.worker.stores, here.core.executor.worker.stores.layer_hook
+    hooked: list[int] = []
+
+    def slow_hook(step: int) -> Any:
+        hook = layer_hook(step)
+        if hook is None:
+            return None
+
+        def on_written(layer: int) -> None:
+            hooked.append(layer)
+            hook(layer)
+            torch.cuda._sleep(20_000_000)  # cycles: some 10 ms
+
+        return on_written
+
+    stores.layer_hook = slow_hook
+    here.add_request("0", prompt, params)
+    scheduler = here.core.scheduler
+    scheduler.traffic.send(scheduler.requests["0"], address_of(there.core.executor.stores))
+    reports: list[SendReport] = []
+    done: list[RequestOutput] = []
+    while not done:
+        done += [output for output in here.step() if output.finished]
+        reports += scheduler.traffic.take_reports()
+    assert reports and not any(report.has_failed for report in reports) and reports[-1].num_tokens >= 1392
+    assert hooked[:10] == [*range(5), *range(5)]
+    usage = stores.stores[0].usage()
+    # One layer in six is left by each chunk that runs layer by layer, and a little that is on its way.
+    assert usage["num_bytes_beside"] > 0.6 * (usage["num_bytes_beside"] + usage["num_bytes_behind"])
+    tokens = [*prompt, *done[0].outputs[0].token_ids]
+    there.core.scheduler.traffic.fetch(1, tokens, None, None)
+    fetched: list[FetchReport] = []
+    while not fetched:
+        there.step()
+        fetched += there.core.scheduler.traffic.take_reports()
+    assert fetched[0].num_tokens >= 1392
+    torch.cuda.synchronize()
+    caches = [engine.core.executor.worker.cache.device_blocks for engine in (here, there)]
+    found = [{block.block_hash: block.block_id for block in engine.core.kv.cache.blocks()} for engine in (here, there)]
+    assert len(found[1]) >= 1392 // 16
+    for block_hash, block_id in found[1].items():
+        assert torch.equal(caches[1][:, block_id], caches[0][:, found[0][block_hash]])
+    [again] = run_all(there, [(prompt, params)])
+    assert again.num_cached_tokens >= 1392
+    same_until_a_tie(again, done[0], 5e-3 if dtype == "float32" else 0.2)
+    for engine in (here, there):
+        engine.core.settle(30.0)
+        engine.core.kv.check()
+        engine.close()
+
+
 def test_a_lone_request_waits_on_the_device_for_what_is_loaded(weights: Path) -> None:
     """Its step is submitted with the load, behind which it runs: the tokens are those of a prompt that is computed."""
     engine = make(weights, device="cuda", kv_offloading_size=0.02)

@@ -11,7 +11,7 @@ from quire.cli.options import add_engine_flags, engine_config
 from quire.cli.parser import WideHelp
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.sim.devices import DEVICES, device_named, read_devices
+from quire.sim.devices import DEVICES, LINK_PIECES, device_named, read_devices
 from quire.sim.policies import POLICIES
 
 
@@ -48,9 +48,10 @@ def add_parser(subparsers: Any) -> None:
     where.add_argument(
         "--link-pieces",
         type=int,
-        default=1,
+        default=LINK_PIECES,
         metavar="N",
-        help="of a prompt's chunk, sent as they are computed: 1, or the model's layers (default 1, as engines do)",
+        help="of a prompt's chunk, sent as they are computed: the model's layers, as engines leave one of them behind "
+        f"(default {LINK_PIECES}), or 1",
     )
     where.add_argument("--policy", default="first-token", metavar="NAME", help=f"of the router: {', '.join(POLICIES)}")
     where.add_argument("--front-ms", type=float, metavar="MS", help="HTTP and tokenizing before and behind the engine")

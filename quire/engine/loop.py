@@ -158,6 +158,8 @@ class EngineLoop:
             return
         self._requests[command.key] = request
         self._keys[request.request_id] = command.key
+        if command.blocks_to is not None:
+            self.core.scheduler.traffic.send(request, *command.blocks_to)
 
     def _abort(self, key: int) -> None:
         request = self._requests.get(key)

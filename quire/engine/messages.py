@@ -40,6 +40,8 @@ class Launch:
 class Add:
     key: int
     request: Request  # as it was made: nothing has scheduled it yet
+    # What a `Send` says, `to` and `num_known`: behind this, that might come too late for the request's first step.
+    blocks_to: tuple[str, int] | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -133,11 +133,11 @@ class Streams:
             prepared.num_made_tokens, prepared.num_cached_tokens = stream.num_made_tokens, stream.num_cached_tokens
             stream.home.close(stream)
 
-    def start(self, prepared: PreparedRequest) -> Stream:
+    def start(self, prepared: PreparedRequest, blocks_to: tuple[str, int] | None = None) -> Stream:
         """Hand a request to the engine. Whoever starts one closes it. The first output of one that goes on is what it
-        goes on after."""
+        goes on after. blocks_to: see `messages.Add`."""
         stream = self.open(prepared)
-        self._send(messages.Add(stream.key, prepared.request))
+        self._send(messages.Add(stream.key, prepared.request, blocks_to))
         for index, token_ids in prepared.request.continued.items():
             stream.lines[index].waiting.new_token_ids += token_ids
         self._make(stream)

@@ -87,7 +87,8 @@ class EngineVariants:
         if config.has_kv_stores:
             assert isinstance(built.backend, Backend)
             description = describe_blocks(config, self.base().built.checkpoint, built.backend, worker.decoder)
-        worker.stores = StoreMoves(worker.cache, build_stores(config, description, worker.cache.block_bytes))
+        stores = build_stores(config, description, worker.cache.block_bytes)
+        worker.stores = StoreMoves(worker.cache, stores, worker.decoder.layout)
 
     def clear(self) -> None:
         """Give the memory back."""

@@ -194,6 +194,29 @@ class KVCache:
 
         return read
 
+    def mark(self) -> torch.cuda.Event | None:
+        """All that was submitted so far; None on a CPU, where it is over. Who waits for it takes no processor."""
+        if self._transfers is None:
+            return None
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device_blocks.device))
+        return event
+
+    def read_slots(self, block_ids: list[int], slots: range) -> memoryview:
+        """Bytes of some slots of these blocks, block after block. To be called on a thread beside the steps, once what
+        was written there is over, and before anybody writes there again."""
+        rows = np.array(block_ids, dtype=np.int64)[:, None] + self._first_rows[slots.start : slots.stop]
+        if self._transfers is None:
+            taken = self._rows.numpy().take(rows.ravel(), axis=0)  # torch would use threads of its own
+            return taken.view(np.uint8).data.cast("B")
+        stream = self._own_stream()
+        with torch.cuda.stream(stream):
+            gathered = self._rows.index_select(0, to_device(rows.ravel(), self.device_blocks.device))
+            staged = torch.empty(gathered.shape, dtype=_WORD, pin_memory=True)
+            staged.copy_(gathered, non_blocking=True)
+        stream.synchronize()
+        return staged.numpy().view(np.uint8).data.cast("B")
+
     def fillers(self, block_ids: list[int]) -> Callable[[int, memoryview], None]:
         """A function that writes the bytes of one of these blocks, by its place, once earlier steps are over."""
         before: torch.cuda.Event | None = None
@@ -206,8 +229,9 @@ class KVCache:
                 target = self._device_words[:, block_ids[place]].numpy()
                 np.copyto(target, np.frombuffer(payload, dtype=target.dtype).reshape(target.shape))
                 return
-            words = torch.frombuffer(bytearray(payload), dtype=_WORD).view(-1, self._rows.shape[1])
-            stream = self._loading_stream()
+            writable = bytearray(payload) if payload.readonly else payload  # torch takes no other
+            words = torch.frombuffer(writable, dtype=_WORD).view(-1, self._rows.shape[1])
+            stream = self._own_stream()
             stream.wait_event(before)
             with torch.cuda.stream(stream):
                 self._rows[self._rows_of([block_ids[place]])] = words.to(self.device_blocks.device)
@@ -215,8 +239,8 @@ class KVCache:
 
         return fill
 
-    def _loading_stream(self) -> torch.cuda.Stream:
-        """One for each thread that loads."""
+    def _own_stream(self) -> torch.cuda.Stream:
+        """One for each thread that loads or sends."""
         stream: torch.cuda.Stream | None = getattr(self._threads, "stream", None)
         if stream is None:
             stream = torch.cuda.Stream(self.device_blocks.device)  # type: ignore[no-untyped-call]

@@ -171,6 +171,8 @@ class LocalExecutor:
         if isinstance(sampler := self.worker.sampler, Sampler):
             result.timings.processors_s = sampler.processors.take_seconds()
         cache, stores = self.worker.cache, self.worker.stores
+        has_failed = any(reason is FinishReason.ERROR for reason, _ in result.failed.values())  # its KV may be bad
+        stores.on_step(ticket, is_good=not has_failed)
         if not step.plan.spans.rows:  # nobody runs: without waiting, the loop would spin until a move is over
             cache.wait_for_a_move()
             stores.wait_a_moment()

@@ -12,7 +12,7 @@ from quire.models.decoder import Decoder
 from quire.tiers.connector import make_connector
 from quire.tiers.disk import DiskStore
 from quire.tiers.peers import Peers
-from quire.tiers.sealed import SEAL_BYTES, SealedStore, is_whole
+from quire.tiers.sealed import SEAL_BYTES, SealedStore
 from quire.weights import Checkpoint
 from quire.weights.fingerprint import weights_fingerprint
 
@@ -72,9 +72,8 @@ def build_stores(config: EngineConfig, description: str, block_bytes: int) -> li
         peers = Peers(
             config.kv_listen,
             description="\n".join(lines),
-            record_bytes=block_bytes + SEAL_BYTES,
+            block_bytes=block_bytes,
             max_bytes=_INBOX_BYTES,
-            is_whole=is_whole,
         )
         stores.append(SealedStore("peers", peers, identity=identity, block_bytes=block_bytes))
     return stores

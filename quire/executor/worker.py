@@ -105,7 +105,7 @@ class Worker:
         self.decoder = decoder
         self.pools = RowPools(decoder.classifier) if decoder.spec.pooler is not None else None
         self.cache = cache
-        self.stores = StoreMoves(cache, stores)
+        self.stores = StoreMoves(cache, stores, decoder.layout)
         self.batch = batch
         self.sampler = sampler
         self.graphs = graphs
@@ -134,7 +134,7 @@ class Worker:
         if plan.awaits_loads:
             self.cache.start_moves()  # before all that the host has to do for the step: it takes longer than that
         for keyed in plan.keyed_moves:
-            self.stores.move(keyed)
+            self.stores.move(keyed, plan.step)
         self.cache.copy(plan.copies)
         for new in plan.admitted:
             slot = -1 if new.adapter is None or self.adapters is None else self.adapters.slot_of(new.adapter)
@@ -181,6 +181,7 @@ class Worker:
             done = ForwardPass()
         done.unjudged = self.batch.advance(plan.spans)
         clock.mark("forward")
+        self.stores.on_pass(plan.step)
         self.cache.start_moves()
         return done
 
@@ -295,7 +296,8 @@ class Worker:
         if self.measure_scales is not None:
             self.measure_scales(inputs.token_ids)
             self.measure_scales = None
-        hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.cache.layers, inputs.read)
+        on_written = self.stores.layer_hook(plan.step)
+        hidden = self.decoder.forward(inputs.token_ids, inputs.attention, self.cache.layers, inputs.read, on_written)
         done = ForwardPass(inputs.sampled_rows, inputs.sampled_positions)
         if self.pools is not None:
             done.pooled = self.pools.take(self.decoder.normalized(hidden), pooled_spans(plan))

@@ -26,7 +26,7 @@ from quire.kv.matching import longest_match, match_below, slices_of
 from quire.kv.prefix_cache import PrefixMatch
 from quire.kv.stats import KVStats, RateMeter, read_stats
 from quire.kv.swap import Moves, SwappedSequence, finish_swap, swap_in, swap_out
-from quire.kv.table import BlockTables, TableSlices
+from quire.kv.table import BlockTable, BlockTables, TableSlices
 from quire.kv.tiers import HostLevel, Level, Store, StoreLevel, TakeTicket, Tiers, Wanted
 from quire.kv.watch import KVWatch
 from quire.plan import KeyedMove, Move
@@ -36,7 +36,8 @@ from quire.request import CacheOutcome
 _LOOKED_UP = (CacheOutcome.COLD, CacheOutcome.PARTIAL, CacheOutcome.EVICTED)
 
 _NOBODY = -1  # holds blocks that are fetched for later
-_SENT_TOGETHER = 8  # blocks: several such pieces are sealed, sent and checked at the same time
+_SENT_TOGETHER = 8  # blocks: several such moves are sealed, sent and checked at the same time
+_FILLED_TOGETHER = 64  # blocks that travel a few layers at a time: as many bytes in a message as of whole ones
 _SLOWEST = 1e-9  # tokens/s: as if computing took for ever
 
 
@@ -233,14 +234,23 @@ class KVManager(BlockTables):
         assert self.tiers is not None
         table = self.tables[seq_id]
         end = max(first, min(len(table.hashes), first + self.tiers.num_storable // len(table.groups)))
-        pairs = []
-        for number, group in enumerate(table.groups):
-            for index in range(max(first, group.first), end):
-                key = in_group(table.hashes[index], number)
-                if key not in known:
-                    pairs.append((group.block_ids[index - group.first], key))
-        pieces = (pairs[i : i + _SENT_TOGETHER] for i in range(0, len(pairs), _SENT_TOGETHER))
-        return end, [self.tiers.start_send(piece, to, take_ticket) for piece in pieces]
+        pairs = [pair for number in range(len(table.groups)) for pair in _unsent(table, number, first, end, known)]
+        parts = (pairs[i : i + _SENT_TOGETHER] for i in range(0, len(pairs), _SENT_TOGETHER))
+        return end, [self.tiers.start_send(part, to, take_ticket) for part in parts]
+
+    def start_send_filled(
+        self, seq_id: int, first: int, known: Collection[BlockHash], *, to: str, take_ticket: TakeTicket
+    ) -> tuple[int, list[KeyedMove]]:
+        """Likewise of the blocks, from `first` on, that the step in the making fills. They go out while it runs: what
+        it will leave in them is known by its hash already, since `commit` was told of a prompt's tokens."""
+        assert self.tiers is not None
+        table = self.tables[seq_id]
+        moves = []
+        for number in range(len(table.groups)):
+            pairs = _unsent(table, number, first, len(table.hashes), known)
+            for i in range(0, len(pairs), _FILLED_TOGETHER):
+                moves.append(self.tiers.start_send(pairs[i : i + _FILLED_TOGETHER], to, take_ticket, number))
+        return max(first, len(table.hashes)), moves
 
     def start_fetch(
         self, token_ids: Sequence[int], *, salt: str | None, adapter: str | None, take_ticket: TakeTicket
@@ -379,3 +389,15 @@ class KVManager(BlockTables):
     def check(self) -> None:
         """Prove every invariant; AssertionError says which one broke. Costs a look at every block."""
         check_manager(self)
+
+
+def _unsent(
+    table: BlockTable, number: int, first: int, end: int, known: Collection[BlockHash]
+) -> list[tuple[int, BlockHash]]:
+    """Device block and hash of a sequence's blocks [first, end) in a group, without those `known` to be there."""
+    group, pairs = table.groups[number], []
+    for index in range(max(first, group.first), end):
+        key = in_group(table.hashes[index], number)
+        if key not in known:
+            pairs.append((group.block_ids[index - group.first], key))
+    return pairs

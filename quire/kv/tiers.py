@@ -27,6 +27,7 @@ _MAX_STORING_BLOCKS = 64  # on their way down at once: these cannot be evicted
 _STORING_SHARE = 8  # and no more than one in so many of all
 _HOST_LATENCY_S = 0.2e-3
 _LOADED_TOGETHER = 32  # blocks of a store
+_FETCHED_TOGETHER = 8  # blocks that another engine sent: they are in memory, and more threads copy them
 
 
 class _Holder(Protocol):
@@ -183,8 +184,8 @@ class StoreLevel:
     def start_store(self, ticket: int, pairs: Pairs) -> KeyedMove:
         return KeyedMove(ticket, self._number, False, pairs)
 
-    def start_send(self, ticket: int, pairs: Pairs, to: str) -> KeyedMove:
-        return KeyedMove(ticket, self._number, False, pairs, to)
+    def start_send(self, ticket: int, pairs: Pairs, to: str, filled_group: int | None) -> KeyedMove:
+        return KeyedMove(ticket, self._number, False, pairs, to, filled_group)
 
     def done(self, ticket: int) -> None:
         pass
@@ -205,6 +206,7 @@ class TierMove:
     pairs: Pairs
     wanted: Sequence[Wanted] = ()  # of a load: the same blocks, and what they will hold
     token_ids: Sequence[int] = ()  # of the whole prefix that they belong to
+    is_limited: bool = True  # of a store: whether it counts among those that may be on their way at once
 
 
 @dataclass(slots=True)
@@ -269,14 +271,16 @@ class Tiers:
     ) -> list[Move | KeyedMove]:
         """Moves that bring these blocks of one prefix, each from the level that was found to have it. One that is gone
         since then, because others write to that level too, will be told missing."""
-        # A store's in pieces, which several threads load. Host blocks cross the link one after the other anyway.
+        # A store's in several moves, which as many threads load. Host blocks cross the link one after the other anyway.
         by_level: dict[int, list[Wanted]] = {}
         for each in wanted:
             by_level.setdefault(sources[each[1]], []).append(each)
         moves = []
         for number, of_level in by_level.items():
             level = self.levels[number]
-            size = _LOADED_TOGETHER if isinstance(level, StoreLevel) else len(of_level)
+            size = len(of_level)
+            if isinstance(level, StoreLevel):
+                size = _LOADED_TOGETHER if level.takes_all else _FETCHED_TOGETHER
             for first in range(0, len(of_level), size):
                 ticket, chosen = take_ticket(), of_level[first : first + size]
                 pairs = [each[:2] for each in chosen]
@@ -334,13 +338,14 @@ class Tiers:
         """Blocks that may begin to go down or out now."""
         return max(0, self._max_storing - self._num_storing)
 
-    def start_send(self, pairs: Pairs, to: str, take_ticket: TakeTicket) -> KeyedMove:
-        """A move that gives blocks to another engine. As with stores, earlier steps must have computed them."""
+    def start_send(self, pairs: Pairs, to: str, take_ticket: TakeTicket, filled_group: int | None = None) -> KeyedMove:
+        """A move that gives blocks to another engine: what earlier steps have computed, or what the step in the making
+        fills of a KV group. Of the latter there is no limit: a sequence that runs holds them anyway."""
         assert self.peers is not None, "this engine has no peers"
-        ticket = take_ticket()
-        self._start(ticket, TierMove(self.peers, False, pairs))
-        self._num_storing += len(pairs)
-        return self.peers.start_send(ticket, pairs, to)
+        ticket, is_limited = take_ticket(), filled_group is None
+        self._start(ticket, TierMove(self.peers, False, pairs, is_limited=is_limited))
+        self._num_storing += len(pairs) if is_limited else 0
+        return self.peers.start_send(ticket, pairs, to, filled_group)
 
     def _start(self, ticket: int, move: TierMove) -> None:
         self.moves[ticket] = move
@@ -371,7 +376,7 @@ class Tiers:
             counters.num_missing += len(lost)
         else:
             counters.num_stored += len(move.pairs) - len(lost)
-            self._num_storing -= len(move.pairs)
+            self._num_storing -= len(move.pairs) if move.is_limited else 0
         return not lost
 
     def forget(self, keys: Sequence[BlockHash]) -> None:
@@ -392,5 +397,5 @@ class Tiers:
             assert [each[:2] for each in move.wanted] == move.pairs, "a load brings other blocks than are wanted"
         for block_id, _ in coming.values():
             assert self._pool.blocks[block_id].block_hash is None, f"block {block_id} has a hash before its bytes"
-        num_storing = sum(len(move.pairs) for move in self.moves.values() if not move.is_load)
+        num_storing = sum(len(move.pairs) for move in self.moves.values() if not move.is_load and move.is_limited)
         assert num_storing == self._num_storing, f"{num_storing} blocks go down, counted {self._num_storing}"

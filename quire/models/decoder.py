@@ -6,7 +6,7 @@ follows it, so that a matrix may make one launch of the two: a layer is five ope
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -107,10 +107,14 @@ class Decoder:
         batches: Sequence[AttentionBatch],
         kv: Sequence[Tensor],
         read: ReadRows | None = None,
+        on_written: Callable[[int], None] | None = None,
     ) -> Tensor:
         """token_ids: [tokens] int64, placed by `batches`, one for each KV group; kv: each layer's cache.
         -> [tokens, hidden], before the final norm, which only the tokens that give logits need; with `read`, of these
-        alone. Where there are stages, they come from the one before and go to the one after."""
+        alone. Where there are stages, they come from the one before and go to the one after.
+
+        on_written: called with each layer's index when the launches that write its keys and values are submitted, which
+        on a CPU is when they are written. Not for layers that run in one call, nor for the last."""
         ops, layers = self.ops, self._layers
         if self.adapters is not None:
             self.adapters.rows = batches[0].adapters
@@ -123,8 +127,10 @@ class Decoder:
         if self.stack is not None and len(residual) <= _STACKED_TOKENS and batches[0].adapters is None:
             x = self.stack.run(x, residual, kv, batches)
         else:
-            for layer, following, layer_kv in zip(layers[:-1], layers[1:], kv[:-1], strict=True):
-                x, residual = layer.attend(ops, x, residual, layer_kv, batches)
+            for index, (layer, following) in enumerate(pairwise(layers)):
+                x, residual = layer.attend(ops, x, residual, kv[index], batches)
+                if on_written is not None:
+                    on_written(index)
                 x = layer.mlp.run(x, residual, following.attention_norm)
         x, residual = layers[-1].attend(ops, x, residual, kv[-1], batches, read)
         if len(residual):

@@ -55,6 +55,15 @@ class Moves:
         ]
         return min(found, key=lambda member: self._router.replicas[member.name].num_sequences, default=None)
 
+    def blocks_of_prompt_go(self, replica: str, prompt: Prompt) -> tuple[str, int] | None:
+        """Where the blocks of a prompt go while it is computed, and how many leading ones are there: to who goes on
+        with it, if all that its replica is for are prompts."""
+        source = self._members[replica]
+        target = self._target_for(source) if source.role == "prefill" else None
+        if target is None or (to := target.client.info.kv_address) is None or source.client.info.kv_address is None:
+            return None
+        return to, self._router.num_leading_blocks(target.name, prompt.hashes)
+
     def start(self, stream: Stream, flight: Flight) -> asyncio.Task[bool] | None:
         """Begin to move a running request, where there is a replica for it. It stays where it is if that fails."""
         source = self._members.get(flight.ticket.replica)

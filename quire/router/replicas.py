@@ -341,13 +341,14 @@ class ReplicaSet(TextFront):
         while (ticket := self._route(prompt)) is None:
             await self._wait_for_replica()
         try:
-            stream = self._members[ticket.replica].client.streams.start(prepared)
+            blocks_to = self.moves.blocks_of_prompt_go(ticket.replica, prompt)
+            stream = self._members[ticket.replica].client.streams.start(prepared, blocks_to)
         except BaseException:
             self.router.on_end(ticket)
             raise
         flight = self._flights[stream] = Flight(ticket)
         stream.on_start = partial(self._on_start, flight)
-        if self._members[ticket.replica].role == "prefill":
+        if blocks_to is not None:
             self.moves.start(stream, flight)
         try:
             while not stream.is_finished:

@@ -334,6 +334,7 @@ class Scheduler:
         return (seq for seq in list(self._life.running) if seq.state is _RUNNING)
 
     def _issue(self, step: StepBuilder) -> StepPlan:
+        self.traffic.plan_filled(step)
         plan, memory = step.issue(self._life.rows.take_released(), self._life.rows.take_trimmed())
         self._in_flight.append(memory)
         self._next_step += 1

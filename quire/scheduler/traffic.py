@@ -1,5 +1,7 @@
 """Blocks between engines: those of running requests go out while they run, and others' are fetched before they come.
 
+A prompt's blocks go out in the very step that fills them, a few layers at a time; what decodes fill goes after it.
+
 Neither stops a step, and nothing depends on either: a request whose blocks did not arrive is computed where it goes on,
 and one that does not go stays as it is.
 """
@@ -14,6 +16,7 @@ from quire.kv.hashing import BlockHash
 from quire.plan import StepPlan
 from quire.request import Request, SequenceState
 from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.step import StepBuilder
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,8 +43,9 @@ class _Sending:
     num_known: int  # leading blocks that the other has already
     num_sent: dict[int, int] = field(default_factory=dict)  # by seq_id: leading blocks
     keys: set[BlockHash] = field(default_factory=set)  # what was sent: sequences of one request share blocks
-    tickets: set[int] = field(default_factory=set)
-    is_told: bool = False
+    tickets: set[int] = field(default_factory=set)  # of blocks that earlier steps had filled
+    filling: set[int] = field(default_factory=set)  # of blocks that went out with their own step
+    num_told: int | None = None  # tokens, in the last report
 
 
 @dataclass(slots=True)
@@ -72,8 +76,12 @@ class BlockTraffic:
         return reports
 
     def send(self, request: Request, to: str, num_known: int = 0) -> None:
-        """Send every full block of a request to another engine, until the request ends or `stop` is called."""
-        if self._kv.tiers is None or self._kv.tiers.peers is None or request.beams is not None:
+        """Send every full block of a request to another engine, until the request ends or `stop` is called. Asked for
+        again, it is told again how far they have come."""
+        known = self._sending.get(request.request_id)
+        if known is not None and known.request is request and known.to == to:
+            known.num_told = None
+        elif self._kv.tiers is None or self._kv.tiers.peers is None or request.beams is not None:
             self._reports.append(SendReport(request.request_id, 0, has_failed=True))
         else:
             self._sending[request.request_id] = _Sending(request, to, num_known)
@@ -116,14 +124,41 @@ class BlockTraffic:
                 sending.keys.update(key for _, key in move.pairs)
                 sending.tickets.add(move.ticket)
             self._life.enter_moves(plan, moves)
-        if not sending.tickets and sending.num_sent and not sending.is_told:
-            self._tell(sending)  # there was nothing to send
+        self._tell(sending)
+
+    def plan_filled(self, step: StepBuilder) -> None:
+        """Plan, when the rest of a step is planned, what its chunks fill of blocks that are sent anyway."""
+        for seq, start in zip(step.chunks, step.chunk_starts, strict=True) if self._sending else ():
+            sending = self._sending.get(seq.request.request_id)
+            if sending is None:
+                continue
+            num_before = start // self._kv.block_size
+            end, moves = self._kv.start_send_filled(
+                seq.seq_id,
+                max(num_before, sending.num_known),
+                sending.keys,
+                to=sending.to,
+                take_ticket=self._life.take_ticket,
+            )
+            # Blocks before these may still wait for their turn. `_send_more` then comes to these, too, and skips them.
+            num_sent = sending.num_sent.get(seq.seq_id, sending.num_known)
+            if num_sent >= num_before:
+                sending.num_sent[seq.seq_id] = max(num_sent, end)
+            for move in moves:
+                sending.keys.update(key for _, key in move.pairs)
+                sending.filling.add(move.ticket)
+            self._life.enter_moves(step.plan, moves)
 
     def _tell(self, sending: _Sending) -> None:
-        sending.is_told = True
+        """How far blocks have come, when nothing more is on its way and it is not what was told before."""
+        if sending.tickets or sending.filling or not sending.num_sent:
+            return
         running = {seq.seq_id for seq in sending.request.sequences if seq.state is SequenceState.RUNNING}
         blocks = [count for seq_id, count in sending.num_sent.items() if seq_id in running]
         num_tokens = min(blocks, default=0) * self._kv.block_size
+        if num_tokens == sending.num_told:
+            return
+        sending.num_told = num_tokens
         self._reports.append(SendReport(sending.request.request_id, num_tokens))
 
     def on_moved(self, ticket: int, is_complete: bool) -> None:
@@ -132,13 +167,14 @@ class BlockTraffic:
                 fetch.tickets.discard(ticket)
         self._tell_fetches()
         for request_id, sending in list(self._sending.items()):
-            if ticket not in sending.tickets:
+            if ticket not in sending.tickets and ticket not in sending.filling:
                 continue
             sending.tickets.discard(ticket)
+            sending.filling.discard(ticket)
             if not is_complete:
                 del self._sending[request_id]
                 self._reports.append(SendReport(request_id, 0, has_failed=True))
-            elif not sending.tickets:
+            else:
                 self._tell(sending)
 
     def _tell_fetches(self) -> None:

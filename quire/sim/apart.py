@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from quire.request import Request
 from quire.scheduler.traffic import FetchReport
+from quire.sim.devices import LINK_PIECES
 from quire.sim.replica import Replica
 
 SHORT_PROMPT = 256  # uncached tokens that a decoding replica computes itself, as router/replicas.py has it
@@ -24,9 +25,7 @@ class Link:
 
     bytes_per_s: float
     latency_s: float = 1e-3
-    # In how many pieces a chunk of a prompt leaves while it is computed: 1, when all of it is done, as engines do, or
-    # as many as the model has layers.
-    num_pieces: int = 1
+    num_pieces: int = LINK_PIECES
 
 
 @dataclass(slots=True)

@@ -142,6 +142,9 @@ def product_s(reading_s: float, multiplying_s: float) -> float:
 _FAST_START_S, _SLOW_START_S = 4e-6, 12e-6  # a kernel that waits for its peers' flags
 _RING_HOP_S = 3e-6
 _RING_START_S = 10e-6  # NCCL's own
+# In how many pieces a chunk of a prompt leaves for another engine while it is computed: as many as the model has
+# layers, since engines leave one of them to be sent at the end; 1: when all of it is done.
+LINK_PIECES = 32
 _LINK_EFFICIENCY = 0.75
 _SEND_START_S, _NETWORK_START_S = 10e-6, 25e-6
 

@@ -2,61 +2,97 @@
 
     it accepts       a nonce; the caller answers with its digest under the secret, and says what its blocks are
     it answers       nothing, or why it takes none of them: another model, dtype, block size, ...
-    then, repeated   a count, and for each block its key and the sealed bytes; the answer is a byte for each, 1: taken
+    then, repeated   a piece: which blocks, which bytes of each of them, these bytes, and a seal over all of it
+                     the answer is a byte, 1: taken
+
+A piece is the whole of a few blocks, or a few layers of more, while a step still computes the others. Only blocks of
+which every piece has come count: the one with their last bytes comes last, and is taken if nothing lacks then.
 
 Whatever goes wrong is an error at the sender, who keeps what it has. What is taken is a level of the prefix cache: the
-engine finds it by its hash, checks the seal once more, and loads it as it loads from a disk.
+engine finds it by its hash, and loads it as it loads from a disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import os
 import socket
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from quire.errors import ConfigError
 from quire.log import get_logger
 from quire.tiers.connector import Bytes
 
 MAGIC = b"QUIREKVP"
-VERSION = 1
+VERSION = 2
 SECRET_VARIABLE = "QUIRE_KV_SECRET"
 _HELLO = struct.Struct("<8sI32sI")  # magic, version, digest of the nonce, length of the description
 _LENGTH = struct.Struct("<I")
+_PIECE = struct.Struct(
+    "<16sIIQQ"
+)  # send id, number of blocks, length of the keys, first byte of a block, the one after
+_SEAL_BYTES = 16
 _NONCE_BYTES = 16
-_TIMEOUT_S = 10.0  # of one piece: a peer that says nothing for so long is gone
+_TIMEOUT_S = 10.0  # of one message: a peer that says nothing for so long is gone
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_BATCH = 4096
 
-IsWhole = Callable[[bytes, Bytes], bool]
-
 
 class PeerError(Exception):
-    """A peer could not be reached, does not take these blocks, or did not take all of them."""
+    """A peer could not be reached, does not take these blocks, or did not take a piece of them."""
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """Bytes [begin, end) of each of these blocks."""
+
+    send_id: bytes  # of 16 bytes, the same for all pieces of the same blocks from one sender
+    keys: list[bytes]
+    begin: int
+    end: int
+
+
+def new_send_id() -> bytes:
+    return os.urandom(16)
+
+
+@dataclass(slots=True, eq=False)
+class _Incomplete:
+    """Blocks of which pieces are coming. These are read to where they belong: nothing is copied when all are there."""
+
+    keys: list[bytes]
+    records: list[memoryview]
+    begun: list[tuple[int, int]] = field(default_factory=list)  # which bytes of each block
+    num_right: int = 0  # bytes of each block that have come and were checked
+    arrived: int = 0  # the number of its last piece
 
 
 class Peers:
     """A `Connector` whose blocks come from other engines, and `send`, which gives blocks to them."""
 
-    def __init__(
-        self, listen: str, *, description: str, record_bytes: int, max_bytes: int, is_whole: IsWhole | None = None
-    ) -> None:
-        """listen: host:port, or the path of a Unix socket. is_whole: whether a record is what its key says."""
+    def __init__(self, listen: str, *, description: str, block_bytes: int, max_bytes: int) -> None:
+        """listen: host:port, or the path of a Unix socket."""
         self._description = description
-        self._record_bytes = record_bytes
-        self._max_blocks = max(1, max_bytes // record_bytes)
-        self._is_whole = is_whole or (lambda key, record: True)
+        self._block_bytes = block_bytes
+        self._max_bytes = max(block_bytes, max_bytes)
         self._secret = os.environ.get(SECRET_VARIABLE, "").encode()
-        self._inbox: OrderedDict[bytes, bytearray] = OrderedDict()
-        self._lock = threading.Lock()  # guards the inbox, the counters and the connections
+        # Both with the oldest first; each block with the number of its last piece.
+        self._inbox: OrderedDict[bytes, tuple[int, memoryview]] = OrderedDict()
+        self._incomplete: OrderedDict[bytes, _Incomplete] = OrderedDict()  # by send id
+        self._lock = threading.Lock()  # guards both of these, the counters and the connections
         self._links: dict[tuple[str, int], socket.socket] = {}  # by address and thread
         self._incoming: set[socket.socket] = set()
-        self.num_received = self.num_sent = self.num_rejected = 0
+        self._num_pieces = 0
+        self._num_held = 0  # blocks, whole or not
+        self.num_received = self.num_sent = self.num_rejected = self.num_incomplete = 0
         self._server = _listen(listen, has_secret=bool(self._secret))
         self.address = _address_of(self._server)
         threading.Thread(target=self._accept, name="kv-peers", daemon=True).start()
@@ -66,28 +102,37 @@ class Peers:
     def contains(self, key: bytes) -> bool:
         return key in self._inbox
 
-    def load(self, keys: Sequence[bytes]) -> list[bytearray | None]:
-        """Each is given once: it is on the device then."""
-        with self._lock:
-            return [self._inbox.pop(key, None) for key in keys]
+    def load(self, keys: Sequence[bytes]) -> list[memoryview | None]:
+        """Each is given once: it is on the device then. They were checked when they came, and were here since."""
+        return self._take(keys)
 
     def store(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
         raise AssertionError("blocks are sent to one peer, not stored with all")
 
     def forget(self, keys: Sequence[bytes]) -> None:
+        self._take(keys)
+
+    def _take(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         with self._lock:
-            for key in keys:
-                self._inbox.pop(key, None)
+            found = [self._inbox.pop(key, None) for key in keys]
+            self._num_held -= sum(each is not None for each in found)
+        return [None if each is None else each[1] for each in found]
 
     def usage(self) -> dict[str, float]:
-        num_blocks = len(self._inbox)
+        """In blocks. num_rejected: in pieces that were wrong, or came when others lacked. num_incomplete: of which not
+        all pieces came."""
+        with self._lock:
+            incomplete_bytes = sum(each.num_right * len(each.keys) for each in self._incomplete.values())
+            num_blocks, num_held = len(self._inbox), self._num_held
         return {
             "num_blocks": num_blocks,
-            "num_bytes": num_blocks * self._record_bytes,
-            "max_bytes": self._max_blocks * self._record_bytes,
+            "num_bytes": num_held * self._block_bytes,
+            "incomplete_bytes": incomplete_bytes,
+            "max_bytes": self._max_bytes,
             "num_received": self.num_received,
             "num_sent": self.num_sent,
             "num_rejected": self.num_rejected,
+            "num_incomplete": self.num_incomplete,
         }
 
     def close(self) -> None:
@@ -106,23 +151,27 @@ class Peers:
 
     # -- to a peer
 
-    def send(self, to: str, keys: Sequence[bytes], records: Sequence[Bytes]) -> None:
-        """Returns once the peer has all of them, and has checked them. Raises PeerError where it has not."""
+    def send(self, to: str, piece: Piece, data: Bytes) -> None:
+        """data: the piece's bytes, block after block. Returns once the peer has it, and has checked it. Raises
+        PeerError where it has not. The piece with the blocks' last bytes is to be sent when the others have come."""
+        keys = b"".join(bytes((len(key),)) + key for key in piece.keys)
+        head = _PIECE.pack(piece.send_id, len(piece.keys), len(keys), piece.begin, piece.end) + keys
+        view = memoryview(data).cast("B")
+        assert len(view) == len(piece.keys) * (piece.end - piece.begin), "a piece is not what it says"
         try:
             connection = self._connection(to)
-            connection.sendall(_LENGTH.pack(len(keys)))
-            for key, record in zip(keys, records, strict=True):
-                connection.sendall(bytes((len(key),)) + key)
-                connection.sendall(record)
-            taken = _read(connection, len(keys))
+            connection.sendall(head)
+            connection.sendall(view)
+            connection.sendall(_seal(head, [view]))
+            [is_taken] = _read(connection, 1)
         except (OSError, EOFError) as error:
             self._drop(to)
             raise PeerError(f"{to}: {error or type(error).__name__}") from error
-        num_taken = sum(taken)
-        with self._lock:
-            self.num_sent += num_taken
-        if num_taken < len(keys):
-            raise PeerError(f"{to} took {num_taken} of {len(keys)} blocks")
+        if not is_taken:
+            raise PeerError(f"{to} did not take a piece of {len(piece.keys)} blocks")
+        if piece.end == self._block_bytes:
+            with self._lock:
+                self.num_sent += len(piece.keys)
 
     def _connection(self, to: str) -> socket.socket:
         """This thread's own."""
@@ -173,7 +222,7 @@ class Peers:
             connection.sendall(_text(""))
             connection.settimeout(None)  # it may be long before something moves again
             while True:
-                self._take_batch(connection)
+                self._take_piece(connection)
         except (OSError, EOFError, ValueError):
             pass  # it is gone, or talks nonsense: nothing of it is kept that was not whole
         finally:
@@ -186,31 +235,126 @@ class Peers:
         nonce = os.urandom(_NONCE_BYTES)
         connection.sendall(nonce)
         magic, version, digest, length = _HELLO.unpack(_read(connection, _HELLO.size))
-        if (magic, version) != (MAGIC, VERSION) or length > _MAX_TEXT_BYTES:
-            return "it speaks another version"
+        if magic != MAGIC or length > _MAX_TEXT_BYTES:
+            return "it is no engine of this kind"
         theirs = bytes(_read(connection, length)).decode("utf-8", "replace")
+        if version != VERSION:
+            return f"it sends blocks by version {version}, this engine takes version {VERSION}: run the same Quire"
         if not hmac.compare_digest(digest, hmac.digest(self._secret, nonce, "sha256")):
             return f"its {SECRET_VARIABLE} is another"
         return difference(self._description, theirs)
 
-    def _take_batch(self, connection: socket.socket) -> None:
-        [count] = _LENGTH.unpack(_read(connection, _LENGTH.size))
-        if not 0 < count <= _MAX_BATCH:
-            raise ValueError(f"{count} blocks at once")
-        taken = bytearray(count)
-        for i in range(count):
-            key = bytes(_read(connection, _read(connection, 1)[0]))
-            record = _read(connection, self._record_bytes)
-            taken[i] = self._is_whole(key, record)
+    def _take_piece(self, connection: socket.socket) -> None:
+        head = _read(connection, _PIECE.size)
+        send_id, count, keys_length, begin, end = _PIECE.unpack(head)
+        if not 0 < count <= _MAX_BATCH or keys_length > count * 256 or count * self._block_bytes > self._max_bytes:
+            raise ValueError(f"{count} blocks at once, whose keys take {keys_length} bytes")
+        head += _read(connection, keys_length)
+        piece = Piece(send_id, _split_keys(head[_PIECE.size :], count), begin, end)
+        blocks = self._open(piece)
+        try:
+            parts = [record[begin:end] for record in blocks.records]
+            for part in parts:
+                _read_into(connection, part)
+            is_right = _seal(head, parts) == _read(connection, _SEAL_BYTES)
+        except BaseException:
+            self._give_up(piece, blocks)
+            raise
+        is_taken = self._keep(piece, blocks) if is_right else self._give_up(piece, blocks)
+        if not is_taken:
             with self._lock:
-                self.num_received += taken[i]
-                self.num_rejected += not taken[i]
-                if taken[i]:
-                    self._inbox[key] = record
-                    self._inbox.move_to_end(key)
-                    if len(self._inbox) > self._max_blocks:
-                        self._inbox.popitem(last=False)
-        connection.sendall(taken)
+                self.num_rejected += count
+        connection.sendall(bytes((is_taken,)))
+
+    def _open(self, piece: Piece) -> _Incomplete:
+        """The blocks that a piece belongs to, where it alone may write its bytes."""
+        begin, end, send_id = piece.begin, piece.end, piece.send_id
+        if not begin < end <= self._block_bytes:
+            raise ValueError(f"bytes {begin} to {end} of blocks of {self._block_bytes}")
+        with self._lock:
+            blocks = self._incomplete.get(send_id)
+            if blocks is None:
+                # Not zeroed, which would take as long as reading.
+                records = [np.empty(self._block_bytes, dtype=np.uint8).data for _ in piece.keys]
+                blocks = self._incomplete[send_id] = _Incomplete(piece.keys, records)
+                self._num_held += len(records)
+            elif blocks.keys != piece.keys or any(begin < last and first < end for first, last in blocks.begun):
+                raise ValueError("a piece is of other blocks than those before it, or repeats one")
+            blocks.begun.append((begin, end))
+            self._touch(send_id, blocks)
+        return blocks
+
+    def _keep(self, piece: Piece, blocks: _Incomplete) -> bool:
+        """Whether a piece that is right is of use, with those before it. It has the blocks' last bytes, and one lacks:
+        nothing of them is."""
+        with self._lock:
+            if self._incomplete.get(piece.send_id) is not blocks:
+                return False  # others needed the room, or another piece was wrong
+            blocks.num_right += piece.end - piece.begin
+            if piece.end < self._block_bytes:
+                self._touch(piece.send_id, blocks)
+                return True
+            is_whole = blocks.num_right == self._block_bytes
+            self._drop_incomplete(piece.send_id, is_counted=not is_whole)
+            if not is_whole:
+                return False
+            self._num_pieces += 1
+            for key, record in zip(blocks.keys, blocks.records, strict=True):
+                self._num_held += key not in self._inbox
+                self._inbox[key] = self._num_pieces, record
+                self._inbox.move_to_end(key)
+            self.num_received += len(blocks.keys)
+            self._make_room()
+        return True
+
+    def _give_up(self, piece: Piece, blocks: _Incomplete) -> bool:
+        """A piece did not come as it was sent. Of no use are the others, too: False."""
+        with self._lock:
+            if self._incomplete.get(piece.send_id) is blocks:
+                self._drop_incomplete(piece.send_id, is_counted=True)
+        return False
+
+    def _touch(self, send_id: bytes, blocks: _Incomplete) -> None:
+        self._num_pieces += 1
+        blocks.arrived = self._num_pieces
+        self._incomplete.move_to_end(send_id)
+        self._make_room()
+
+    def _drop_incomplete(self, send_id: bytes, *, is_counted: bool) -> None:
+        count = len(self._incomplete.pop(send_id).keys)
+        self._num_held -= count
+        self.num_incomplete += count if is_counted else 0
+
+    def _make_room(self) -> None:
+        """What came before all others goes, whole or not: who stopped halfway does not come back."""
+        while self._num_held * self._block_bytes > self._max_bytes:
+            block = next(iter(self._inbox.values()), None)
+            send_id = next(iter(self._incomplete), None)
+            if send_id is None or (block is not None and block[0] < self._incomplete[send_id].arrived):
+                self._inbox.popitem(last=False)
+                self._num_held -= 1
+            else:
+                self._drop_incomplete(send_id, is_counted=True)
+
+
+def _seal(head: Bytes, parts: Sequence[Bytes]) -> bytes:
+    """A digest of a piece. Nobody who has the secret is kept from making one: it is against accidents."""
+    digest = hashlib.sha256(head)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()[:_SEAL_BYTES]
+
+
+def _split_keys(data: bytearray, count: int) -> list[bytes]:
+    """Keys, each behind its length."""
+    keys, at = [], 0
+    for _ in range(count):
+        end = at + 1 + (data[at] if at < len(data) else 0)
+        keys.append(bytes(data[at + 1 : end]))
+        at = end
+    if at != len(data):
+        raise ValueError("the keys do not add up")
+    return keys
 
 
 def difference(ours: str, theirs: str) -> str:
@@ -269,13 +413,16 @@ def split_address(address: str) -> tuple[str, int]:
 
 def _read(connection: socket.socket, num_bytes: int) -> bytearray:
     data = bytearray(num_bytes)
-    view = memoryview(data)
+    _read_into(connection, memoryview(data))
+    return data
+
+
+def _read_into(connection: socket.socket, view: memoryview) -> None:
     while view:
         count = connection.recv_into(view)
         if not count:
             raise EOFError("the connection was closed")
         view = view[count:]
-    return data
 
 
 def _text(text: str) -> bytes:

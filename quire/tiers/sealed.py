@@ -1,25 +1,29 @@
 """A connector as the engine uses it: keys with the engine's identity in front, sealed blocks, threads, and numbers.
 
 A sealed block is the payload and a digest of key and payload. It is made when the block goes out and checked when it
-comes back, so that no store can make the engine read bytes that are not this block's.
+comes back, so that no store can make the engine read bytes that are not this block's. Blocks between engines are sealed
+on their way (`peers.py`), and lie in this process when they have come.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.log import get_logger
 from quire.tiers.connector import Bytes, Connector, Expires, HasUsage
-from quire.tiers.peers import Peers
+from quire.tiers.peers import Peers, Piece
 
 SEAL_BYTES = 16
 _READERS = 2
-_SENDERS = 4  # sealing takes a core longer than a socket takes to pass the bytes on
+# Threads that send to other engines, and that load what these sent. Sealing takes a core longer than a socket takes to
+# pass the bytes on; half of the cores are left for steps.
+_SENDERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 _FIRST_BYTES_PER_S = 500e6  # before a load was measured
 _LATENCY_S = 1e-3  # a step has to end before a load is noticed
 _SMOOTHING = 0.3
@@ -32,12 +36,6 @@ def seal_of(key: bytes, payload: Bytes) -> bytes:
     return digest.digest()[:SEAL_BYTES]
 
 
-def is_whole(key: bytes, record: Bytes) -> bool:
-    """Whether a sealed block is what was sealed under this key."""
-    view = memoryview(record)
-    return seal_of(key, view[:-SEAL_BYTES]) == view[-SEAL_BYTES:]
-
-
 @dataclass(slots=True)
 class StoreCounters:
     """Totals since the start, in blocks."""
@@ -47,6 +45,10 @@ class StoreCounters:
     num_missing: int = 0  # were said to be there, and were not
     num_rejected: int = 0  # came, and were not what they should be
     num_errors: int = 0  # calls that raised
+    # Bytes of blocks that went to other engines with the step that filled them: those that had arrived when the step
+    # ended, and those that had not.
+    num_bytes_beside: int = 0
+    num_bytes_behind: int = 0
 
 
 class SealedStore:
@@ -111,12 +113,17 @@ class SealedStore:
             self._num_queued += len(keys)
         self._readers.submit(self._load, [self._identity + key for key in keys], use, done)
 
-    def start_store(
-        self, keys: Sequence[bytes], read: Callable[[], Sequence[memoryview]], done: Done, to: str | None = None
-    ) -> None:
-        """`read` gives the blocks, each with room for the seal behind its payload. It is called on another thread.
-        to: a peer that they are sent to."""
-        self._writer.submit(self._store, [self._identity + key for key in keys], read, done, to)
+    def start_store(self, keys: Sequence[bytes], read: Callable[[], Sequence[memoryview]], done: Done) -> None:
+        """`read` gives the blocks, each with room for the seal behind its payload. It is called on another thread."""
+        self._writer.submit(self._store, [self._identity + key for key in keys], read, done)
+
+    def start_send(self, to: str, piece: Piece, read: Callable[[], Bytes], done: Callable[[bool], None]) -> None:
+        """Send a piece of blocks to another engine. `read` gives its bytes; `done` hears whether it was taken. Both are
+        called on another thread, `done` at once where there is none any more."""
+        try:
+            self._writer.submit(self._send, to, piece, read, done)
+        except RuntimeError:  # this store is closed
+            done(False)
 
     def _load(self, keys: list[bytes], use: Callable[[int, memoryview], None], done: Done) -> None:
         missing = list(range(len(keys)))
@@ -149,29 +156,41 @@ class SealedStore:
     def _open(self, key: bytes, block: Bytes) -> memoryview | None:
         """The payload, if the block is what was stored under this key."""
         view = memoryview(block).cast("B")
+        if not self.takes_all:
+            return view  # it was checked when it came
         if len(view) != self.block_bytes + SEAL_BYTES:
             return None
-        return view[: self.block_bytes] if is_whole(key, view) else None
+        payload = view[: self.block_bytes]
+        return payload if seal_of(key, payload) == view[self.block_bytes :] else None
 
-    def _store(
-        self, keys: list[bytes], read: Callable[[], Sequence[memoryview]], done: Done, to: str | None = None
-    ) -> None:
+    def _store(self, keys: list[bytes], read: Callable[[], Sequence[memoryview]], done: Done) -> None:
         missing = list(range(len(keys)))
         try:
             blocks = read()
             for key, block in zip(keys, blocks, strict=True):
                 block[self.block_bytes :] = seal_of(key, block[: self.block_bytes])
-            if to is None:
-                self.connector.store(keys, blocks)
-            else:
-                assert isinstance(self.connector, Peers)
-                self.connector.send(to, keys, blocks)
+            self.connector.store(keys, blocks)
             self.counters.num_stored += len(keys)
             missing = []
         except Exception as error:
             self._note_error("store", error)
         finally:
             done(missing)
+
+    def _send(self, to: str, piece: Piece, read: Callable[[], Bytes], done: Callable[[bool], None]) -> None:
+        assert isinstance(self.connector, Peers)
+        is_taken = False
+        try:
+            keys = [self._identity + key for key in piece.keys]
+            self.connector.send(to, replace(piece, keys=keys), read())
+            is_taken = True
+        except Exception as error:
+            self._note_error("send", error)
+        finally:
+            with self._lock:
+                is_last = piece.end == self.block_bytes
+                self.counters.num_stored += len(piece.keys) if is_taken and is_last else 0
+            done(is_taken)
 
     def _note_error(self, call: str, error: Exception) -> None:
         self.counters.num_errors += 1
@@ -186,6 +205,8 @@ class SealedStore:
         held = dict(self.connector.usage()) if isinstance(self.connector, HasUsage) else {}
         counters = self.counters
         moved = (counters.num_loaded + counters.num_stored) * self.block_bytes
+        if not self.takes_all:
+            held |= {"num_bytes_beside": counters.num_bytes_beside, "num_bytes_behind": counters.num_bytes_behind}
         return held | {
             "num_rejected": held.get("num_rejected", 0) + counters.num_rejected,
             "num_errors": counters.num_errors,

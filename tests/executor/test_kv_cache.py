@@ -157,3 +157,28 @@ def test_blocks_as_bytes_and_back(dtype: torch.dtype) -> None:
         fill(place, block[: cache.block_bytes])
     assert torch.equal(words[:, [0, 5]], before[:, [4, 1]])
     assert torch.equal(words[:, 1:5], before[:, 1:5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("has_link", [False, True])
+def test_some_slots_of_blocks_are_read_block_after_block(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has_link: bool
+) -> None:
+    """With a link as on a GPU: gathered and copied on the stream of the thread that reads."""
+    cache = make(dtype=dtype)
+    assert cache.mark() is None
+    if has_link:
+        link: Any = PlainLink()
+        cache._open_link(link)
+        waits: list[str] = []
+        stream = type("Stream", (), {"synchronize": lambda self: waits.append("copied")})()
+        monkeypatch.setattr(cache, "_own_stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda each: contextlib.nullcontext())
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **rest: empty(*size, **rest))
+    blocks, raw = [4, 0, 5], cache.device_blocks.view(torch.uint8)
+    for slots in (range(1), range(1, 2), range(2)):
+        expected = torch.cat([raw[slots.start : slots.stop, block].flatten() for block in blocks])
+        found = cache.read_slots(blocks, slots)
+        assert found.nbytes == len(found) == len(expected) and bytes(found) == expected.numpy().tobytes()
+    assert not has_link or waits == ["copied"] * 3

@@ -127,6 +127,25 @@ def test_ignored_weights():
     assert not untied.is_ignored_weight("model.layers.0.self_attn.q_proj.weight")
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_pass_tells_of_each_layer_once_its_keys_and_values_are_written(name):
+    spec, state_dict, sequences, _ = _case(name)
+    decoder = harness.load_decoder(spec, state_dict, _ops())
+    run = harness.PagedRun(decoder, sequences[:1], 8)
+    forward, told, found = decoder.forward, [], []
+
+    def on_written(layer):
+        told.append(layer)
+        found.append(run.kv[layer].clone())
+        assert all(later.isnan().all() for later in run.kv[layer + 1 :])
+
+    decoder.forward = functools.partial(forward, on_written=on_written)
+    run.step([(0, len(sequences[0]))])
+    assert told == list(range(spec.num_layers - 1))  # of the last, the end of the pass tells
+    for layer, kv in enumerate(found):
+        assert torch.equal(kv.nan_to_num(), run.kv[layer].nan_to_num()) and kv.isfinite().any()
+
+
 def test_layers_with_the_same_rotary_share_one_table():
     decoder = harness.load_decoder(*_case("gemma3")[:2], _ops())
     tables = {layer.attention.rotary.cos_sin.data_ptr() for layer in decoder._layers}

@@ -166,11 +166,19 @@ def test_requests_leave_a_replica_that_drains_and_one_that_is_fuller(
 def test_prompts_are_computed_here_and_decoded_there(model: Path) -> None:
     async def body(group: ReplicaSet) -> None:
         long = {f"long{i}": prompt(i, 600) for i in range(4)}
-        found = await asyncio.gather(*(read(group, name, what, GREEDY) for name, what in long.items()))
+        kinds = [GREEDY, KINDS["seeded"]] * 2
+        asked = zip(long.items(), kinds, strict=True)
+        found = await asyncio.gather(*(read(group, name, what, params) for (name, what), params in asked))
         num_carried = group.num_carried
         assert 0 < num_carried <= 4  # one may have ended before its blocks were there
         metrics = {name: {m.name: m.value for m in await one.metrics()} for name, one in group.replicas.items()}
         assert all(one["vllm:generation_tokens_total"] > 0 for one in metrics.values())
+        # Prompts' blocks left with the steps that filled them, all but those which nobody could be sent to.
+        [levels, there] = [await group.replicas[name].call("kv_levels") for name in ("0", "1")]
+        sent, received = levels["levels"][-1], there["levels"][-1]
+        block_bytes = group.replicas["0"].info.block_bytes
+        assert sent["num_bytes_beside"] + sent["num_bytes_behind"] == 4 * (600 // BLOCK) * block_bytes
+        assert received["num_received"] >= 4 * (600 // BLOCK) and received["num_incomplete"] == 0
         # A prompt that comes back is cached where it was decoded, and a short one is computed there.
         again = await read(group, "again", long["long0"], GREEDY)
         assert line(again) == line(found[0])
@@ -180,7 +188,9 @@ def test_prompts_are_computed_here_and_decoded_there(model: Path) -> None:
         assert [one["role"] for one in group.describe()] == ["prefill", "decode"]
         # Without the other, each does both.
         await group.drain("1")
-        assert line(await read(group, "alone", prompt(3, 600), GREEDY)) == line(found[3])
+        for number in (2, 3):
+            alone = await read(group, f"alone{number}", prompt(number, 600), kinds[number])
+            assert line(alone) == line(found[number])
 
     run(model, body, data_parallel_size=2, roles=("kv_producer", "decode"))
 

@@ -101,9 +101,103 @@ def test_blocks_go_out_while_later_chunks_are_computed() -> None:
     while not request.sequences[0].num_output_tokens:
         pair.rigs["a"].step()
         sent += [report.num_tokens for report in pair.reports("a")]
-    assert len(sent) > 4 and sent == sorted(sent)  # a piece with each chunk
-    assert pair.fetch("b", request) >= 52  # the last chunk follows with the next step
+    assert sent == [*range(8, 60, 8), 60]  # each chunk with its own step
+    assert pair.fetch("b", request) == 60
+    moves = [move for plan in pair.rigs["a"].history for move in plan.keyed_moves]
+    assert all(move.filled_group == 0 for move in moves) and sum(len(move.pairs) for move in moves) == 60 // BLOCK
     pair.check_idle()
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+def test_what_was_cached_goes_beside_what_a_chunk_fills(windows: tuple[int | None, ...]) -> None:
+    """The one was computed by earlier steps, and its turn may come after that of the other."""
+    pair = Pair(max_num_batched_tokens=16, windows=windows)  # 40 blocks, of which 5 may go down or out at once
+    first = make_request(40, max_tokens=2)
+    pair.rigs["a"].add(first)
+    pair.rigs["a"].run()
+    request = make_request([*first.prompt_token_ids, *range(24)], max_tokens=30)
+    pair.rigs["a"].add(request)
+    pair.send(request, "b")
+    planned = len(pair.rigs["a"].history)
+    assert not sent_tokens(pair, "a", request, 64).has_failed
+    moves = [move for plan in pair.rigs["a"].history[planned:] for move in plan.keyed_moves]
+    filled = {key for move in moves if move.filled_group is not None for _, key in move.pairs}
+    others = [key for move in moves if move.filled_group is None for _, key in move.pairs]
+    assert len(filled) == len(windows) * 24 // BLOCK and len(others) == len(set(others)) and filled.isdisjoint(others)
+    assert moves[0].filled_group is not None  # with the first chunk, before the other's turn has come
+    assert pair.fetch("b", request) >= 64
+    pair.check_idle()
+
+
+def test_a_step_that_fails_gives_the_other_nothing() -> None:
+    bad = make_request(24, max_tokens=8)
+    pair = Pair(fault=lambda token_ids: "broken" if token_ids[:24] == bad.prompt_token_ids else None)
+    pair.rigs["a"].add(bad)
+    pair.send(bad, "b")
+    pair.rigs["a"].run()
+    assert bad.is_finished and not pair.inboxes["b"].blocks
+    assert pair.reports("a") in ([], [SendReport(bad.request_id, 0, has_failed=True)])
+    pair.check_idle()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    depth=st.sampled_from([1, 2, 3]),
+    windows=st.sampled_from([(None,), (None, 8), (12,)]),
+    transfer_steps=st.integers(0, 3),
+)
+def test_prompts_that_leave_as_they_are_computed_are_right_or_not_there(
+    seed: int, depth: int, windows: tuple[int | None, ...], transfer_steps: int
+) -> None:
+    """One engine computes prompts, chunk by chunk and with little memory, and another goes on with some of them, while
+    connections tear, requests are aborted and preempted, and steps fail. Whatever is read is what it should be."""
+    rng = random.Random(seed)
+    bad_token = VOCAB + 1  # whose sequence fails when its prompt is done
+    pair = Pair(
+        depth=depth,
+        windows=windows,
+        num_blocks=rng.choice((28, 60)),
+        transfer_steps=transfer_steps,
+        max_num_batched_tokens=rng.choice((8, 16, 40)),
+        max_model_len=80,
+        fault=lambda token_ids: "broken" if bad_token in token_ids[:60] else None,
+    )
+    source = pair.rigs["a"]
+    head = [rng.randrange(VOCAB) for _ in range(17)]
+    tails = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 25))] for _ in range(5)]
+    requests: list[Request] = []
+    moved: list[tuple[Request, list[int]]] = []
+    for number in range(80):
+        chance = rng.random()
+        running = [one for one in requests if one.sequences and not one.is_finished]
+        if chance < 0.25 and len(running) < 6:
+            prompt = head[: rng.randrange(len(head))] + rng.choice(tails) + [bad_token] * (rng.random() < 0.15)
+            request = make_request(prompt, max_tokens=rng.randrange(2, 15), seed=number)
+            requests.append(request)
+            source.add(request)
+            if rng.random() < 0.8:
+                pair.send(request, "b", rng.randrange(2))
+        elif chance < 0.3 and running:
+            source.abort(rng.choice(running).request_id)
+        elif chance < 0.38:
+            pair.inboxes["a"].is_torn = True
+        elif chance < 0.5 and (begun := [one for one in running if one.sequences[0].num_output_tokens]):
+            request = rng.choice(begun)
+            pair.rigs["b"].scheduler.traffic.fetch(1, request.sequences[0].token_ids, None, None)
+            moved.append((pair.hand_over(request, "a"), request.prompt_token_ids))
+        else:
+            pair.rigs[rng.choice("aaab")].step()
+        pair.reports("a")
+        pair.reports("b")
+    for rig in pair.rigs.values():
+        while rig.scheduler.has_work:
+            rig.step()
+            rig.scheduler.traffic.take_reports()
+        rig.check_idle()
+    for request, prompt in moved:
+        expected = alone(make_request(prompt, max_tokens=request.max_tokens, seed=request.spec.seed), VOCAB)
+        assert [seq.output_token_ids for seq in request.sequences] == expected
 
 
 def test_what_the_other_has_is_not_sent_and_sequences_share_what_was() -> None:
@@ -201,3 +295,30 @@ def test_requests_move_to_and_fro_and_nothing_is_lost_repeated_or_different(
         assert [found[index] for index in range(n)] == expected
     for rig in pair.rigs.values():
         rig.check_idle()
+
+
+def test_who_asks_again_is_told_again_and_nothing_is_sent_twice() -> None:
+    """As where a request comes with the order to send it, before anybody listens to how far its blocks have come."""
+    pair = Pair()
+    request = make_request(30, max_tokens=20)
+    pair.rigs["a"].add(request)
+    pair.send(request, "b")
+    for _ in range(3):
+        pair.rigs["a"].step()
+    assert pair.reports("a")[-1].num_tokens == 28
+    pair.send(request, "b")
+    assert sent_tokens(pair, "a", request, 28).num_tokens >= 28
+    keys = [key for plan in pair.rigs["a"].history for move in plan.keyed_moves for _, key in move.pairs]
+    assert len(keys) == len(set(keys))
+    pair.check_idle()
+
+
+def test_another_request_with_the_id_of_one_that_ended_is_sent_too() -> None:
+    pair = Pair()
+    for _ in range(2):
+        request = make_request(30, max_tokens=5, request_id="same")
+        pair.rigs["a"].add(request)
+        pair.send(request, "b")
+        assert sent_tokens(pair, "a", request, 28).num_tokens == 28
+        pair.rigs["a"].abort("same")
+    pair.check_idle()
