@@ -79,8 +79,8 @@ async def measure(args: argparse.Namespace) -> None:
         template.write_text(_TEMPLATE)
         server = url = f"http://127.0.0.1:{free_port()}"
         flags = ["--load-format", "dummy", "--num-gpu-blocks-override", "200", "--device", "cpu", "--num-threads", "1"]
-        flags += ["--max-model-len", str(MAX_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--chat-template", str(template)]
-        flags += ["--served-model-name", "bench", "--port", server.rsplit(":", 1)[1], "--log-level", args.log_level]
+        flags += ["--max-model-len", str(MAX_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--served-model-name", "bench"]
+        flags += ["--chat-template", str(template), "--port", server.rsplit(":", 1)[1], "--log-level", args.log_level]
         child = processes.start(server, sys.executable, "-m", "quire", "serve", str(write_model(folder)), *flags)
         await processes.ready(server)
         pids = {"HTTP": child.pid} | children_of(child)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, bad_request, shown, to_api_error
+from quire.server.guards import after_body
 from quire.server.protocol import LONG_BODY_BYTES, BodyDecoder, check_shape
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Exchange:
                 raise ClientGone
             parts.append(message.get("body", b""))
             if not message.get("more_body", False):
+                self.receive, self.send = after_body(self.scope, self.receive, self.send)
                 return b"".join(parts)
 
     def detached(self) -> Exchange:
@@ -192,4 +194,4 @@ def request_id_of(scope: Scope) -> str:
     given = header_of(scope, REQUEST_ID_HEADER)
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()

@@ -213,6 +213,7 @@ class Connection(HttpToolsProtocol):
         if not self._is_in_headers or self._is_refused:
             return
         # They have not ended in this piece. The parser keeps what it has, so their length is bounded here.
+        self._start_timer()
         self._num_header_bytes = self._num_header_bytes + len(data) if was_in_headers else 0
         if self._num_header_bytes > self.settings.max_header_bytes:
             self._refuse(self._headers_too_large())
@@ -258,7 +259,6 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_headers = True
-        self._start_timer()
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
