@@ -120,7 +120,7 @@ class Generation:
             self._only = streams[0]
         else:
             self._tasks = [asyncio.create_task(self._read(i, stream)) for i, stream in enumerate(streams)]
-        self._tasks.append(asyncio.create_task(self._watch_client()))
+        self._stop_watching = self._exchange.on_gone(self._on_gone)
         return self
 
     async def take(self) -> list[tuple[int, RequestOutput]]:
@@ -157,10 +157,12 @@ class Generation:
         return await self._context.text_work.run(self._exchange, self._deadline, make, num_parts)
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stop_watching()
         for task in self._tasks:
             task.cancel()
         try:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._tasks:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._only is not None:
                 await self._only.aclose()
         finally:
@@ -187,8 +189,7 @@ class Generation:
         if output.finished:
             _check_ends(output)
 
-    async def _watch_client(self) -> None:
-        await self._exchange.wait_until_gone()
+    def _on_gone(self) -> None:
         self._mailbox.fail(ClientGone())
         # Never while it sends: that ends by itself on a closed connection.
         if self._is_reading and self._reader is not None:

@@ -30,6 +30,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quire.server.errors import ApiError, OnRefused
+from quire.server.hang_up import HANG_UP, HangUp
 from quire.server.settings import ServerSettings
 
 _OTHER_FILES = 48  # about thirty are open before the first connection
@@ -138,6 +139,7 @@ class Connection(HttpToolsProtocol):
         self._is_refused = False
         self._unread_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # whose answer is under way
+        self._hang_up = HangUp()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -157,6 +159,7 @@ class Connection(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+        self._hang_up.happened()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -194,6 +197,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        cycle.scope["state"][HANG_UP] = self._hang_up
         if cycle.scope["http_version"] == "1.0":
             _end_by_closing(cycle)
         super()._start_asgi_task(cycle, app)
