@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import select
 import socket
 import threading
@@ -62,12 +63,12 @@ class FrameSocket:
         except OSError:  # the other side is gone: nobody will read it
             self.unsent.clear()
 
-    def read(self) -> list[bytes]:
-        """Whole frames out of what has come, at most `_READ_BYTES` of it."""
+    def read(self) -> list[bytes] | None:
+        """Whole frames out of what has come, at most `_READ_BYTES` of it; None where nothing has."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
-            return []
+            return None
         except OSError:  # it was reset: the other process was killed while something lay unread there
             data = b""
         if not data:
@@ -93,7 +94,8 @@ class FrameSocket:
         return len(self._partial) >= _LENGTH_BYTES + length
 
     def wait(self, seconds: float | None) -> bool:
-        """Whether something has come, after at most so many seconds. What is unsent is sent meanwhile."""
+        """Whether something has come, after at most so many seconds. What is unsent is sent meanwhile. For a process
+        with few open files: select() takes descriptors below 1,024 only."""
         until_s = None if seconds is None else time.perf_counter() + seconds
         while True:
             writing = [self.descriptor] if self.unsent else []
@@ -119,10 +121,9 @@ class EngineEnd:
     """The engine's end."""
 
     def __init__(self, descriptor: int) -> None:
-        """descriptor: inherited from the server."""
-        inherited = socket.socket(fileno=descriptor)
-        inherited.set_inheritable(False)
-        self._frames = FrameSocket(inherited)
+        """descriptor: inherited from the server, where it may be a high one."""
+        self._frames = FrameSocket(socket.socket(fileno=os.dup(descriptor)))
+        os.close(descriptor)
         self._received: deque[bytes] = deque()
         self.close = self._frames.close
 
@@ -134,7 +135,7 @@ class EngineEnd:
         while not self._received:
             if not self._frames.wait(wait_s):
                 return None
-            self._received += self._frames.read()
+            self._received += self._frames.read() or ()
             if self._frames.is_ended:
                 return Stop()  # nobody is left to serve
         return commands.decode(self._received.popleft())
@@ -178,7 +179,7 @@ class EngineLink:
         if self._is_closed:
             return
         if not self._received:
-            self._received += self._frames.read()
+            self._received += self._frames.read() or ()
             if self._frames.is_ended:
                 self._loop.remove_reader(self._frames.descriptor)
         for _ in range(min(_MESSAGES_PER_TURN, len(self._received))):
@@ -188,8 +189,8 @@ class EngineLink:
 
     def read_all(self) -> None:
         """Everything that there is: nothing more will come."""
-        while not self._is_closed and not self._frames.is_ended and self._frames.wait(0.0):
-            self._received += self._frames.read()
+        while not self._is_closed and not self._frames.is_ended and (frames := self._frames.read()) is not None:
+            self._received += frames
         while self._received:
             self._take(self._received.popleft())
 

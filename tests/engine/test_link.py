@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import random
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -25,8 +27,8 @@ def ends() -> Iterator[tuple[FrameSocket, FrameSocket]]:
 
 def read_everything(end: FrameSocket) -> list[bytes]:
     found = []
-    while end.wait(0.0) and not end.is_ended:
-        found += end.read()
+    while (frames := end.read()) is not None and not end.is_ended:
+        found += frames
     return found
 
 
@@ -38,7 +40,7 @@ def test_frames_arrive_whole_and_in_order_whatever_their_lengths(ends: tuple[Fra
     for frame in sent:
         one.send(frame)  # never waits, though nobody has read the one before
     while one.unsent:
-        found += other.read()
+        found += other.read() or ()
         one.flush()
     assert found + read_everything(other) == sent
 
@@ -60,7 +62,7 @@ def test_nothing_waits_for_who_does_not_read_and_nothing_is_lost(ends: tuple[Fra
 def _until_ended(end: FrameSocket) -> Iterator[bytes]:
     while not end.is_ended:
         end.wait(None)
-        yield from end.read()
+        yield from end.read() or ()
 
 
 def test_who_waits_for_a_message_sends_what_is_unsent(ends: tuple[FrameSocket, FrameSocket]) -> None:
@@ -146,6 +148,21 @@ async def test_what_an_engine_said_last_is_read_after_its_end() -> None:
     assert told == words
     link.close()
     link.send(Stop())  # nobody is there: no error
+
+
+async def test_an_engine_of_a_server_with_thousands_of_connections() -> None:
+    link = EngineLink(asyncio.get_running_loop(), lambda message: None, lambda error: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2_048 if hard == resource.RLIM_INFINITY else min(2_048, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    try:
+        engine = EngineEnd(fcntl.fcntl(link.engines_end.fileno(), fcntl.F_DUPFD, 1_100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    link.send(Abort(1))
+    assert engine.receive(1.0) == Abort(1)
+    link.close()
+    engine.close()
 
 
 async def test_an_engine_whose_server_is_gone_stops() -> None:
