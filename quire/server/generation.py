@@ -170,8 +170,9 @@ class Generation:
                 ticket.stop_waiting(was_served=False)
             telling = self._tell(error)  # only with many prompts does it let others run meanwhile
             await (telling if len(self._prepared) <= _TOLD_AT_ONCE else asyncio.shield(telling))
-            # Tracebacks of these lead back here: only the garbage collector would free all that the request holds.
+            # All of these lead back here: only the garbage collector would free all that the request holds.
             self._tasks, self._mailbox.failure = [], None
+            del self._stop_watching
 
     async def _read(self, index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
         try:

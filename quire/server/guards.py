@@ -285,6 +285,9 @@ class BodyLimits:
             if error is not refusal or held.has_begun:
                 raise
             await error.respond(held)
+        finally:
+            # Both lead back to the scope by their request: only the garbage collector would free it.
+            scope["state"].pop(_AFTER_BODY, None)
         if refusal is not None and refusal.status == 413 and not is_complete:
             await held.let_go(receive)
         else:
@@ -293,7 +296,7 @@ class BodyLimits:
 
 def after_body(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
     """ASGI's receive and send without the limits of a body, for after its end."""
-    plain: tuple[Receive, Send] = scope.get("state", {}).get(_AFTER_BODY, (receive, send))
+    plain: tuple[Receive, Send] = scope.get("state", {}).pop(_AFTER_BODY, (receive, send))
     return plain
 
 

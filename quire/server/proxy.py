@@ -136,6 +136,7 @@ class _WhileConnected:
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> bool:
         self._stop_watching()
+        del self._stop_watching  # it holds us
         if not self._is_gone or self._task is None:
             return False
         self._task.uncancel()
