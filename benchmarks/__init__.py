@@ -7,5 +7,6 @@ python -m benchmarks.gpu            the GPU table: workloads end to end, and a s
 python -m benchmarks.gpu_kernels    the GPU kernels, and the configurations that suit them
 python -m benchmarks.gpu_sampling   sampling on a GPU
 python -m benchmarks.sends          a prompt's blocks on their way to another engine
+python -m benchmarks.http_cost      processor time of a server and the router beside the model
 python -m benchmarks.soak           a server under load and under clients that hang up
 """

@@ -40,8 +40,10 @@ class ChildProcess:
         *,
         name: str = "engine",
         environment: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        """launch: what it reads first; environment: what it has beside ours."""
+        """launch: what it reads first; environment: what it has beside ours; descriptors: open files of ours that it
+        has too, under the same numbers."""
         self._name = name
         # A process group of its own: Ctrl-C in a terminal goes to the parent alone.
         self._process = subprocess.Popen(
@@ -50,6 +52,7 @@ class ChildProcess:
             stderr=subprocess.PIPE,
             env=child_environment() | dict(environment or {}),
             process_group=0,
+            pass_fds=descriptors,
         )
         self._on_exit = on_exit
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)

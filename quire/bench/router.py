@@ -225,10 +225,12 @@ class Processes:
         self._folder = folder
         self._children: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}  # by address
 
-    def start(self, url: str, *command: str) -> None:
+    def start(self, url: str, *command: str) -> subprocess.Popen[bytes]:
         log = self._folder / f"{len(self._children)}.log"
         with log.open("wb") as out:
-            self._children[url] = subprocess.Popen(command, stdout=out, stderr=out), log
+            child = subprocess.Popen(command, stdout=out, stderr=out)
+        self._children[url] = child, log
+        return child
 
     async def ready(self, url: str) -> None:
         """Wait until /health says 200."""
@@ -259,7 +261,7 @@ async def _is_well(session: Any, url: str) -> bool:
     return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -290,7 +292,7 @@ async def measure(
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
         model = write_model(folder)
-        urls = [f"http://127.0.0.1:{_free_port()}" for _ in range(num_servers)]
+        urls = [f"http://127.0.0.1:{free_port()}" for _ in range(num_servers)]
         tell(f"starting {num_servers} servers")
         processes = Processes(session, folder)
         stack.callback(processes.end)
@@ -301,14 +303,14 @@ async def measure(
             processes.start(url, sys.executable, "-m", "quire", "serve", str(model), *flags)
         for url in urls:
             await processes.ready(url)
-        ours, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
+        ours, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         flags = ["--port", ours.rsplit(":", 1)[1], "--log-level", "error"]
         processes.start(ours, sys.executable, "-m", "quire", "router", *urls, *flags)
         await processes.ready(ours)
         fronts: dict[str, Callable[[], Any]] = {OURS: lambda: ours}
         if peer_python is not None:
             flags = ["--policy", "cache_aware", "--host", "127.0.0.1", "--port", peer.rsplit(":", 1)[1]]
-            flags += ["--log-level", "error", "--prometheus-port", str(_free_port())]
+            flags += ["--log-level", "error", "--prometheus-port", str(free_port())]
             processes.start(peer, peer_python, "-m", "sglang_router.launch_router", "--worker-urls", *urls, *flags)
             await processes.ready(peer)
             fronts[PEER] = lambda: peer

@@ -20,7 +20,7 @@ from quire.config import EngineConfig
 from quire.engine.api import EngineHealth, EngineInfo, EngineLoad, EngineState, PreparedRequest
 from quire.engine.launch import EngineProcess, EngineProcessOptions
 from quire.engine.link import EngineLink, encode_launch
-from quire.engine.messages import CacheReport, EngineMessage, Failed, Heartbeat, Hello, Launch, LoadReport, Ready, Stop
+from quire.engine.messages import CacheReport, EngineMessage, Failed, Heartbeat, Launch, LoadReport, Ready, Stop
 from quire.engine.metrics import request_metrics
 from quire.engine.stats import Metric
 from quire.engine.streams import Stream, Streams
@@ -75,14 +75,14 @@ class EngineClient(TextFront):
         self._link = EngineLink(loop, self._on_message, self._on_bug)
         launch = Launch(
             config=self.config,
-            outputs_address=self._link.outputs_address,
-            commands_address=self._link.commands_address,
+            link=self._link.engines_end.fileno(),
             parent_pid=os.getpid(),
             dies_with_parent_thread=threading.current_thread() is threading.main_thread(),
             log_level=get_logger().getEffectiveLevel(),
             options=self.options,
         )
-        self._child = EngineProcess(self.options, encode_launch(launch), self._on_exit)
+        self._child = EngineProcess(self.options, encode_launch(launch), self._on_exit, (launch.link,))
+        self._link.engines_end.close()  # or its end here would outlive the engine
         self._readying = asyncio.create_task(self._become_ready())
         # Whoever awaits ready() gets the error; nobody has to.
         self._readying.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -228,8 +228,6 @@ class EngineClient(TextFront):
             case CacheReport():
                 if self._on_report is not None:
                     self._on_report(message)
-            case Hello():
-                self._link.connect()
             case Ready():
                 if not self._info.done():
                     self._info.set_result(message.info)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.child import ChildProcess
@@ -36,9 +36,15 @@ class EngineProcessOptions:
 class EngineProcess(ChildProcess):
     """A running engine process."""
 
-    def __init__(self, options: EngineProcessOptions, launch: bytes, on_exit: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        options: EngineProcessOptions,
+        launch: bytes,
+        on_exit: Callable[[int], None],
+        descriptors: Sequence[int] = (),
+    ) -> None:
         command = options.command or (sys.executable, "-P", "-m", "quire.engine.process")
-        super().__init__(command, launch, on_exit, environment=options.environment)
+        super().__init__(command, launch, on_exit, environment=options.environment, descriptors=descriptors)
 
 
 def keep_what_is_built() -> None:

@@ -1,18 +1,29 @@
-"""Messages as bytes, and the server's end of the sockets between it and the engine's process."""
+"""The connection between a server and its engine's process: one pair of sockets that both were born with.
+
+A message is a frame: its length in four bytes, then what a codec made of it. Neither side ever waits for the other:
+what the other one has not read yet stays in memory here. There is no thread in between, and nothing in a file system.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
-import zmq
 
-from quire.engine.messages import Command, EngineMessage, Launch
-from quire.socket_folder import SocketFolder, end_context
+from quire.engine.messages import Command, EngineMessage, Launch, Stop
 from quire.wire import Codec, encoder
 
 _MESSAGES_PER_TURN = 16  # then others on the event loop have theirs
+_READ_BYTES = 1 << 16
+_LENGTH_BYTES = 4
 
 commands: Codec[Command] = Codec(Command)
 messages: Codec[EngineMessage] = Codec(EngineMessage)
@@ -20,8 +31,118 @@ encode_launch = encoder.encode
 decode_launch = msgspec.msgpack.Decoder(Launch).decode
 
 
+class FrameSocket:
+    """One end of the connection. Any thread may send; one reads."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self.descriptor = connected.fileno()
+        self._sending = threading.Lock()
+        self.unsent = bytearray()  # what the system did not take yet
+        self._partial = bytearray()  # the beginning of a frame
+        self.is_ended = False  # the other side is gone, and all that it sent was read
+
+    def send(self, frame: bytes) -> None:
+        with self._sending:
+            self.unsent += len(frame).to_bytes(_LENGTH_BYTES, "little")
+            self.unsent += frame
+            self._flush()
+
+    def flush(self) -> None:
+        """Send what the system takes by now of what it did not take before."""
+        with self._sending:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self.unsent:
+                del self.unsent[: self._socket.send(self.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the other side is gone: nobody will read it
+            self.unsent.clear()
+
+    def read(self) -> list[bytes] | None:
+        """Whole frames out of what has come, at most `_READ_BYTES` of it; None where nothing has."""
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:  # it was reset: the other process was killed while something lay unread there
+            data = b""
+        if not data:
+            self.is_ended = True
+            return []
+        if self._partial:
+            self._partial += data
+            data = bytes(self._partial) if self._has_whole_frame() else b""
+        frames, begin = [], 0
+        while begin + _LENGTH_BYTES <= len(data):
+            end = begin + _LENGTH_BYTES + int.from_bytes(data[begin : begin + _LENGTH_BYTES], "little")
+            if end > len(data):
+                break
+            frames.append(data[begin + _LENGTH_BYTES : end])
+            begin = end
+        if data:
+            self._partial = bytearray(data[begin:])
+        return frames
+
+    def _has_whole_frame(self) -> bool:
+        """Of a long frame that comes in many pieces, nothing is copied before its last one."""
+        length = int.from_bytes(self._partial[:_LENGTH_BYTES], "little")
+        return len(self._partial) >= _LENGTH_BYTES + length
+
+    def wait(self, seconds: float | None) -> bool:
+        """Whether something has come, after at most so many seconds. What is unsent is sent meanwhile. For a process
+        with few open files: select() takes descriptors below 1,024 only."""
+        until_s = None if seconds is None else time.perf_counter() + seconds
+        while True:
+            writing = [self.descriptor] if self.unsent else []
+            # To the microsecond, where a poll knows milliseconds.
+            readable, writable, _ = select.select([self.descriptor], writing, [], seconds)
+            if writable:
+                self.flush()
+            if readable or not writable:
+                return bool(readable)
+            if until_s is not None:
+                seconds = max(0.0, until_s - time.perf_counter())
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """linger_s: so long the other side may take to read what is unsent."""
+        until_s = time.perf_counter() + linger_s
+        while self.unsent and (left_s := until_s - time.perf_counter()) > 0:
+            select.select([], [self.descriptor], [], left_s)
+            self.flush()
+        self._socket.close()
+
+
+class EngineEnd:
+    """The engine's end."""
+
+    def __init__(self, descriptor: int) -> None:
+        """descriptor: inherited from the server, where it may be a high one."""
+        self._frames = FrameSocket(socket.socket(fileno=os.dup(descriptor)))
+        os.close(descriptor)
+        self._received: deque[bytes] = deque()
+        self.close = self._frames.close
+
+    def send(self, message: EngineMessage) -> None:
+        self._frames.send(messages.encode(message))
+
+    def receive(self, wait_s: float | None) -> Command | None:
+        """The next command. Waits for one so many seconds, or, with None, until one comes."""
+        while not self._received:
+            if not self._frames.wait(wait_s):
+                return None
+            self._received += self._frames.read() or ()
+            if self._frames.is_ended:
+                return Stop()  # nobody is left to serve
+        return commands.decode(self._received.popleft())
+
+
 class EngineLink:
-    """Two sockets in a folder that only this user can enter. Neither side ever waits for the other."""
+    """The server's end, in an event loop."""
 
     def __init__(
         self,
@@ -33,53 +154,58 @@ class EngineLink:
         self._loop = loop
         self._on_message = on_message
         self._on_error = on_error
-        self._folder = SocketFolder()
-        self.outputs_address = self._folder.address("outputs")
-        self.commands_address = self._folder.address("commands")
-        self._context = zmq.Context()
-        self._outputs = self._context.socket(zmq.PULL)
-        self._outputs.setsockopt(zmq.RCVHWM, 0)
-        self._outputs.bind(self.outputs_address)
-        self._commands = self._context.socket(zmq.PUSH)
-        self._commands.setsockopt(zmq.SNDHWM, 0)
-        loop.add_reader(self._outputs.FD, self.read)
-
-    def connect(self) -> None:
-        """The engine listens now: commands can be sent."""
-        self._commands.connect(self.commands_address)
+        ours, self.engines_end = socket.socketpair()
+        self._frames = FrameSocket(ours)
+        self._received: deque[bytes] = deque()
+        self._is_writing = self._is_closed = False
+        loop.add_reader(self._frames.descriptor, self.read)
 
     def send(self, command: Command) -> None:
-        if not self._commands.closed:
-            self._commands.send(commands.encode(command), zmq.NOBLOCK)
+        if self._is_closed:
+            return
+        self._frames.send(commands.encode(command))
+        if self._frames.unsent and not self._is_writing:
+            self._is_writing = True
+            self._loop.add_writer(self._frames.descriptor, self._write)
+
+    def _write(self) -> None:
+        self._frames.flush()
+        if not self._frames.unsent:
+            self._is_writing = False
+            self._loop.remove_writer(self._frames.descriptor)
 
     def read(self) -> None:
-        """What has come. The descriptor tells of it once: whoever stops before the end must come again."""
-        if self._outputs.closed:
+        """What has come, some of it: the loop calls again for what is left in the socket."""
+        if self._is_closed:
             return
-        for _ in range(_MESSAGES_PER_TURN):
-            if not self._read_one():
-                return
-        self._loop.call_soon(self.read)
+        if not self._received:
+            self._received += self._frames.read() or ()
+            if self._frames.is_ended:
+                self._loop.remove_reader(self._frames.descriptor)
+        for _ in range(min(_MESSAGES_PER_TURN, len(self._received))):
+            self._take(self._received.popleft())
+        if self._received:
+            self._loop.call_soon(self.read)
 
     def read_all(self) -> None:
         """Everything that there is: nothing more will come."""
-        while not self._outputs.closed and self._read_one():
-            pass
+        while not self._is_closed and not self._frames.is_ended and (frames := self._frames.read()) is not None:
+            self._received += frames
+        while self._received:
+            self._take(self._received.popleft())
 
-    def close(self) -> None:
-        self._loop.remove_reader(self._outputs.FD)
-        self._outputs.close(linger=0)
-        self._commands.close(linger=0)
-        end_context(self._context)
-        self._folder.close()
-
-    def _read_one(self) -> bool:
+    def _take(self, frame: bytes) -> None:
         try:
-            message = self._outputs.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        try:
-            self._on_message(messages.decode(message))
+            self._on_message(messages.decode(frame))
         except Exception as error:
             self._on_error(error)
-        return True
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.remove_reader(self._frames.descriptor)
+            self._loop.remove_writer(self._frames.descriptor)
+        self._frames.close()
+        self.engines_end.close()

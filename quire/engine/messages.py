@@ -25,8 +25,7 @@ class Launch:
     """The first thing that an engine's process reads, on its standard input. When that ends, its parent is gone."""
 
     config: EngineConfig
-    outputs_address: str  # where the parent listens
-    commands_address: str  # where the engine shall listen
+    link: int  # the descriptor of its end of the connection (`link.py`)
     parent_pid: int
     dies_with_parent_thread: bool  # the thread that started it is there as long as the parent is
     log_level: int
@@ -97,11 +96,6 @@ Command = Add | Abort | Finish | Call | Stop | Send | Fetch
 
 
 # -- from the engine
-
-
-@dataclass(slots=True, frozen=True)
-class Hello:
-    """The engine's process listens for commands; it is not ready yet."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -235,8 +229,7 @@ class Fetched:
 
 
 EngineMessage = (
-    Hello
-    | Ready
+    Ready
     | Failed
     | Refused
     | StepOutputs

@@ -7,28 +7,24 @@ or its parent is gone.
 from __future__ import annotations
 
 import faulthandler
-import select
 import signal
 import sys
-import time
 from collections.abc import Callable
-
-import zmq
 
 from quire.child import die_with_parent, log_to_parent, read_launch
 from quire.engine.api import EngineInfo
 from quire.engine.brownout import Brownout
 from quire.engine.core import EngineCore
 from quire.engine.launch import settle_for_serving
-from quire.engine.link import commands as command_codec
-from quire.engine.link import decode_launch
-from quire.engine.link import messages as message_codec
-from quire.engine.loop import EngineLoop, Receive
-from quire.engine.messages import Command, ErrorInfo, Failed, Hello, Launch, Ready
+from quire.engine.link import EngineEnd, decode_launch
+from quire.engine.loop import EngineLoop
+from quire.engine.messages import ErrorInfo, Failed, Launch, Ready
 from quire.engine.text_side import open_model
 from quire.engine.watchdog import Watchdog, write_dump
 from quire.errors import QuireError
 from quire.log import get_logger
+
+_LAST_WORDS_S = 2.0  # for the server to read what is left to tell
 
 
 def build_core(launch: Launch) -> tuple[EngineCore, EngineInfo]:
@@ -80,42 +76,32 @@ def main(build: Callable[[Launch], tuple[EngineCore, EngineInfo]] = build_core) 
     launch = decode_launch(read_launch(sys.stdin.buffer))
     log_to_parent(launch.log_level)
     die_with_parent(launch.parent_pid, with_its_thread=launch.dies_with_parent_thread)
-    context = zmq.Context()
-    outputs = _connect(context, launch.outputs_address)
-    commands = context.socket(zmq.PULL)
-    commands.setsockopt(zmq.RCVHWM, 0)
-    commands.bind(launch.commands_address)
-    outputs.send(message_codec.encode(Hello()))
+    link = EngineEnd(launch.link)
     try:
         core, info = build(launch)
-        _serve(core, info, launch, commands, outputs)
+        _serve(core, info, launch, link)
     except Exception as error:
         if not isinstance(error, QuireError):
             get_logger().exception("the engine stopped")
-        outputs.send(message_codec.encode(Failed(ErrorInfo.of(error))))
+        link.send(Failed(ErrorInfo.of(error)))
         return 1
     finally:
-        commands.close(linger=0)
-        outputs.close(linger=2000)
-        context.term()
+        link.close(_LAST_WORDS_S)
     return 0
 
 
-def _serve(
-    core: EngineCore, info: EngineInfo, launch: Launch, commands: zmq.Socket[bytes], outputs: zmq.Socket[bytes]
-) -> None:
+def _serve(core: EngineCore, info: EngineInfo, launch: Launch, link: EngineEnd) -> None:
     options = launch.options
     loop = EngineLoop(
         core,
-        receiver(commands),
-        lambda message: outputs.send(message_codec.encode(message)),
+        link.receive,
+        link.send,
         Brownout(options.brownout),
         publishes_cache=options.publishes_cache,
     )
-    beats = _connect(outputs.context, launch.outputs_address)  # the watchdog's thread alone uses it from here on
     watchdog = Watchdog(
         loop.progress,
-        lambda heartbeat: beats.send(message_codec.encode(heartbeat)),
+        link.send,
         lambda num_steps, for_s: write_dump(core, loop.live_requests, options.dump_dir, num_steps, for_s),
         step_timeout_s=options.step_timeout_s,
         heartbeat_s=options.heartbeat_s,
@@ -124,44 +110,13 @@ def _serve(
     # A supervisor may signal every process it finds; requests that drain need this one to go on.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    outputs.send(message_codec.encode(Ready(info)))
+    link.send(Ready(info))
     watchdog.start()
     try:
         loop.run()
     finally:
         watchdog.stop()
-        beats.close(linger=0)
         core.close()
-
-
-def receiver(commands: zmq.Socket[bytes]) -> Receive:
-    """Reads the socket without waiting, or waits for it."""
-    descriptor = commands.FD
-
-    def receive(wait_s: float | None) -> Command | None:
-        if wait_s is None:
-            return command_codec.decode(commands.recv())
-        until_s = time.perf_counter() + wait_s
-        while True:
-            # Asked first: the descriptor tells only of what comes after a vain question.
-            try:
-                return command_codec.decode(commands.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                pass
-            left_s = until_s - time.perf_counter()
-            if left_s <= 0:
-                return None
-            select.select([descriptor], [], [], left_s)  # to the microsecond, where a poll knows milliseconds
-
-    return receive
-
-
-def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """A way out that never blocks: what the server has not read yet waits in memory, not in the loop."""
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.connect(address)
-    return socket
 
 
 if __name__ == "__main__":

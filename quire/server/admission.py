@@ -22,7 +22,7 @@ import math
 import os
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from quire.engine.api import PreparedRequest, ServingEngine
@@ -135,21 +135,15 @@ class Admission:
             self._caps = _caps(self._settings)
         return self._caps
 
-    @contextlib.asynccontextmanager
-    async def admit(self, prepared: Sequence[PreparedRequest], tenant: str = "") -> AsyncIterator[list[Ticket]]:
-        """`async with admission.admit(prepared, tenant) as tickets:`, all of them or none. Raises OverloadedError on
-        entering; what still waits on leaving is let go of."""
+    def admit(self, prepared: Sequence[PreparedRequest], tenant: str = "") -> list[Ticket]:
+        """All of them or none: raises OverloadedError. Whoever is given the tickets has them `stop_waiting`, however
+        it ends."""
         self._tick()
         level = self._engine.load().brownout_level if self._settings.brownout else 0
         if level >= _NONE_TAKEN:
             raise self._overloaded("the server is short of memory and takes no new requests", "brownout")
         self._check_caps(tenant, len(prepared), sum(one.num_prompt_tokens for one in prepared))
-        tickets = [self._take(one, tenant, level) for one in prepared]
-        try:
-            yield tickets
-        finally:
-            for ticket in tickets:
-                ticket.stop_waiting(was_served=False)
+        return [self._take(one, tenant, level) for one in prepared]
 
     def _take(self, prepared: PreparedRequest, tenant: str, level: int) -> Ticket:
         num_tokens = prepared.num_prompt_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -9,7 +10,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import QuireError
 from quire.server import guards, page
@@ -26,12 +28,13 @@ if TYPE_CHECKING:
 _DOCS_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:"}
 
 
-def create_app(context: ServerContext) -> Starlette:
-    operations = [op for ops in OPERATIONS.values() for op in ops]
+def create_app(context: ServerContext) -> ASGIApp:
+    """The server's application. Requests for its endpoints do not pass through Starlette's: they answer their errors
+    themselves, and are found by their path."""
     context.answering = answering(context)
-    return Starlette(
-        routes=[*(make_route(op, context) for op in operations), *page.routes(), *_document_routes()],
-        middleware=guards.middleware(context),
+    endpoints = {op.path: _json_endpoint(op, context) for op in _operations() if op.is_endpoint and "{" not in op.path}
+    rest = Starlette(
+        routes=routes(context),
         exception_handlers={
             HTTPException: http_error,
             ApiError: any_error,
@@ -39,6 +42,21 @@ def create_app(context: ServerContext) -> Starlette:
             Exception: any_error,
         },
     )
+
+    def app(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = endpoints.get(scope["path"]) if is_post else None
+        return (endpoint or rest)(scope, receive, send)
+
+    return guards.guarded(app, context)
+
+
+def routes(context: ServerContext) -> list[BaseRoute]:
+    return [*(make_route(op, context) for op in _operations()), *page.routes(), *_document_routes()]
+
+
+def _operations() -> list[Operation]:
+    return [op for ops in OPERATIONS.values() for op in ops]
 
 
 def answering(context: ServerContext) -> dict[str, JsonEndpoint]:

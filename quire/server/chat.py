@@ -166,7 +166,8 @@ class _Shown:
         self.tokenizer = engine.tokenizer
         self.shows_reasoning = body.include_reasoning is not False
         self._num_top = body.top_logprobs or 0
-        self._names = TokenNames(engine.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        if body.logprobs:
+            self._names = TokenNames(engine.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
 
     def logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self.body.logprobs:

@@ -110,7 +110,8 @@ class _Shown:
         self.body = body
         self.is_echo_only = body.max_tokens == 0
         self._tokenizer = engine.tokenizer
-        self._names = TokenNames(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        if body.logprobs is not None:
+            self._names = TokenNames(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._skip_special = params.skip_special_tokens
         self.echoes = [self._echo_of(one) if body.echo else "" for one in prepared]
 
@@ -121,7 +122,10 @@ class _Shown:
             raise bad_request("echo needs a tokenizer, and this server has none", "echo")
         return self._tokenizer.decode(prepared.request.prompt_token_ids, skip_special_tokens=False)
 
-    def offsets(self) -> TextOffsets:
+    def offsets(self) -> TextOffsets | None:
+        """Of a choice, where logprobs are wanted."""
+        if self.body.logprobs is None:
+            return None
         stripped = self._tokenizer.num_spaces_stripped if self._tokenizer is not None and self.body.echo else 0
         return TextOffsets(self._tokenizer, skip_special_tokens=self._skip_special, num_spaces_stripped=stripped)
 
@@ -131,7 +135,7 @@ class _Shown:
         prompt: int,
         completion: CompletionOutput,
         output: RequestOutput,
-        offsets: TextOffsets,
+        offsets: TextOffsets | None,
         *,
         is_first: bool,
     ) -> CompletionChoice:
@@ -151,10 +155,11 @@ class _Shown:
         return choice
 
     def _logprobs(
-        self, completion: CompletionOutput, output: RequestOutput, offsets: TextOffsets, *, with_prompt: bool
+        self, completion: CompletionOutput, output: RequestOutput, offsets: TextOffsets | None, *, with_prompt: bool
     ) -> CompletionLogprobs | None:
         if self.body.logprobs is None:
             return None
+        assert offsets is not None
         token_ids: list[int] = []
         entries: list[Any] = []
         if with_prompt and self.body.echo:

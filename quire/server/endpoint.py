@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, bad_request, shown, to_api_error
+from quire.server.guards import after_body
+from quire.server.hang_up import HANG_UP, HangUp
 from quire.server.protocol import LONG_BODY_BYTES, BodyDecoder, check_shape
 
 if TYPE_CHECKING:
@@ -58,19 +60,17 @@ class Exchange:
                 raise ClientGone
             parts.append(message.get("body", b""))
             if not message.get("more_body", False):
+                self.receive, self.send = after_body(self.scope, self.receive, self.send)
                 return b"".join(parts)
 
     def detached(self) -> Exchange:
         """The same request for work that outlives its answer: what it sends goes nowhere, and it never hangs up."""
 
-        async def receive() -> Message:
-            await asyncio.Event().wait()
-            raise AssertionError("nobody sets it")
-
         async def send(_: Message) -> None:
             pass
 
-        return dataclasses.replace(self, receive=receive, send=send, has_begun=False)
+        scope = {**self.scope, "state": {**self.scope.get("state", {}), HANG_UP: HangUp()}}
+        return dataclasses.replace(self, scope=scope, send=send, has_begun=False)
 
     def take_request_id(self, given: str | None) -> None:
         """The body's own id, where no header named one."""
@@ -79,10 +79,9 @@ class Exchange:
                 raise bad_request("request_id must be visible ASCII characters without spaces", "request_id")
             self.request_id = given
 
-    async def wait_until_gone(self) -> None:
-        """Returns when the client has closed its connection. For after the body."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+    def on_gone(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have it called when the client closes its connection; returns what ends that. For after the body."""
+        return on_gone(self.scope, self.receive, callback)
 
     async def begin(
         self, status: int, content_type: bytes, headers: Mapping[str, str], *more: tuple[bytes, bytes]
@@ -187,9 +186,28 @@ def header_of(scope: Scope, name: str) -> str | None:
     return None
 
 
+def on_gone(scope: Scope, receive: Receive, callback: Callable[[], None]) -> Callable[[], None]:
+    """Have it called when the client closes its connection; returns what ends that. For after the body."""
+    hang_up: HangUp | None = scope.get("state", {}).get(HANG_UP)
+    if hang_up is not None:
+        return hang_up.watch(callback)
+
+    async def wait() -> None:  # where a server tells it in ASGI's way alone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        callback()
+
+    waiting = asyncio.ensure_future(wait())
+
+    def end() -> None:
+        waiting.cancel()
+
+    return end
+
+
 def request_id_of(scope: Scope) -> str:
     """The client's own id where it can be shown as it is, else a new one."""
     given = header_of(scope, REQUEST_ID_HEADER)
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()

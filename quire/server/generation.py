@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import quire
@@ -63,7 +63,11 @@ def answer_head(exchange: Exchange, kind: str, model: str, info: EngineInfo) -> 
 
 def fingerprint(info: EngineInfo) -> str:
     """Changes with whatever may change an answer to the same request."""
-    parts = (info.model, info.architecture, info.device, info.dtype, info.kv_dtype, info.kernels)
+    return _fingerprint(info.model, info.architecture, info.device, info.dtype, info.kv_dtype, info.kernels)
+
+
+@functools.cache  # a server has few models
+def _fingerprint(*parts: str) -> str:
     return f"quire-{quire.__version__}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
 
 
@@ -89,7 +93,6 @@ class Generation:
         self._model = model
         self._is_stream = bool(body.stream)
         self._deadline = deadline
-        self._places = AsyncExitStack()
         self._tickets: list[Ticket] = []
         self._last: list[RequestOutput | None] = [None] * len(prepared)
         self._tasks: list[asyncio.Task[None]] = []
@@ -108,8 +111,7 @@ class Generation:
         self.is_continued = self._comes_known = bool(prepared[0].request.continued)  # its client has the first output
 
     async def __aenter__(self) -> Generation:
-        places = self._admission.admit(self._prepared, self._exchange.tenant)
-        self._tickets = await self._places.enter_async_context(places)
+        self._tickets = self._admission.admit(self._prepared, self._exchange.tenant)
         for ticket in self._tickets:
             self.headers |= ticket.headers
         self._exchange.is_admitted = True
@@ -118,7 +120,7 @@ class Generation:
             self._only = streams[0]
         else:
             self._tasks = [asyncio.create_task(self._read(i, stream)) for i, stream in enumerate(streams)]
-        self._tasks.append(asyncio.create_task(self._watch_client()))
+        self._stop_watching = self._exchange.on_gone(self._on_gone)
         return self
 
     async def take(self) -> list[tuple[int, RequestOutput]]:
@@ -155,18 +157,22 @@ class Generation:
         return await self._context.text_work.run(self._exchange, self._deadline, make, num_parts)
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stop_watching()
         for task in self._tasks:
             task.cancel()
         try:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._tasks:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._only is not None:
                 await self._only.aclose()
         finally:
-            await self._places.aclose()
+            for ticket in self._tickets:
+                ticket.stop_waiting(was_served=False)
             telling = self._tell(error)  # only with many prompts does it let others run meanwhile
             await (telling if len(self._prepared) <= _TOLD_AT_ONCE else asyncio.shield(telling))
-            # Tracebacks of these lead back here: only the garbage collector would free all that the request holds.
+            # All of these lead back here: only the garbage collector would free all that the request holds.
             self._tasks, self._mailbox.failure = [], None
+            del self._stop_watching
 
     async def _read(self, index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
         try:
@@ -184,8 +190,7 @@ class Generation:
         if output.finished:
             _check_ends(output)
 
-    async def _watch_client(self) -> None:
-        await self._exchange.wait_until_gone()
+    def _on_gone(self) -> None:
         self._mailbox.fail(ClientGone())
         # Never while it sends: that ends by itself on a closed connection.
         if self._is_reading and self._reader is not None:

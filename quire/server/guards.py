@@ -19,6 +19,10 @@ Work is whatever is not a GET: those requests are counted, and a drain waits for
 
 A body that is too large is a 413, and one that trickles in is a 408. Both are enforced while the body arrives, so a
 chunked one without a length is no way around them. `http_server.py` limits headers, below ASGI.
+
+Whenever a token wakes a request's task, every coroutine that waits for another one is resumed on the way to the one
+that reads it. So a guard that is done with a request hands back the next application's coroutine instead of waiting
+for it.
 """
 
 from __future__ import annotations
@@ -26,10 +30,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.server.admission import MAX_TOKENS_HEADER
@@ -45,31 +48,28 @@ if TYPE_CHECKING:
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
-def middleware(context: ServerContext) -> list[Middleware]:
+def guarded(app: ASGIApp, context: ServerContext) -> ASGIApp:
+    """The application behind all of its guards."""
     settings = context.settings
-    guards = [
-        Middleware(Auth, keys=settings.api_keys, on_refused=context.refused),
-        Middleware(Gate, life=context.life, on_refused=lambda reason: context.first.metrics.on_refused(reason)),
-        Middleware(
-            BodyLimits,
-            max_body_bytes=settings.max_body_bytes,
-            timeout_s=settings.body_timeout_s,
-            max_file_bytes=settings.batch_dir_bytes if settings.batch_dir else None,
-        ),
-    ]
+    app = BodyLimits(
+        app,
+        max_body_bytes=settings.max_body_bytes,
+        timeout_s=settings.body_timeout_s,
+        max_file_bytes=settings.batch_dir_bytes if settings.batch_dir else None,
+    )
+    app = Gate(app, life=context.life, on_refused=lambda reason: context.first.metrics.on_refused(reason))
+    app = Auth(app, keys=settings.api_keys, on_refused=context.refused)
     if settings.cors_origins:
-        # Outermost: a browser asks beforehand without the key, and must be able to read errors too.
-        cors = Middleware(
-            CORSMiddleware,
+        # Before the keys: a browser asks beforehand without one, and must be able to read errors too.
+        app = CORSMiddleware(
+            app,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", MAX_TOKENS_HEADER],
         )
-        guards.insert(0, cors)
-    if (names := allowed_hosts(settings)) is not None:
-        guards.insert(0, Middleware(Hosts, names=names, on_refused=context.refused))
-    return guards
+    names = allowed_hosts(settings)
+    return app if names is None else Hosts(app, names=names, on_refused=context.refused)
 
 
 def allowed_hosts(settings: ServerSettings) -> frozenset[str] | None:
@@ -96,7 +96,7 @@ class Hosts:
         self._names = names
         self._on_refused = on_refused
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http":
             for name, value in scope["headers"]:
                 if name == b"host" and (host := _name(bytes(value))) not in self._names:
@@ -108,9 +108,8 @@ class Hosts:
                     )
                     if self._on_refused is not None:
                         self._on_refused(error, scope.get("client"))
-                    await error.respond(send)
-                    return
-        await self._app(scope, receive, send)
+                    return error.respond(send)
+        return self._app(scope, receive, send)
 
 
 def _name(host: bytes) -> str:
@@ -138,10 +137,9 @@ class Auth:
         self._digests = [(_digest(key.key.encode()), key) for key in keys]
         self._has_tenants = len({key.tenant for key in keys}) > 1
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         tenant, sees = "", None
         if self._digests and not is_open(scope["path"], scope["method"]):
             given = _given_key(scope)
@@ -156,12 +154,11 @@ class Auth:
                 )
                 if self._on_refused is not None:
                     self._on_refused(error, scope.get("client"))
-                await error.respond(send)
-                return
+                return error.respond(send)
             tenant = key.tenant
             sees = tenant if self._has_tenants and not key.is_admin else None
         scope.setdefault("state", {}).update(tenant=tenant, sees=sees)
-        await self._app(scope, receive, send)
+        return self._app(scope, receive, send)
 
     def key_of(self, key: bytes) -> ApiKey | None:
         """Which key it is. Every key is compared, whichever matches: the time taken tells nothing."""
@@ -196,24 +193,22 @@ class Gate:
         self._life = life
         self._on_refused = on_refused
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http" or is_open(scope["path"], scope["method"]):
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         state = self._life.state
         is_work = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         if state is LifeState.SERVING or (state is LifeState.DRAINING and not is_work):
-            if not is_work:
-                await self._app(scope, receive, send)
-                return
-            with self._life.request():
-                await self._app(scope, receive, send)
-            return
+            return self._counted(scope, receive, send) if is_work else self._app(scope, receive, send)
         if self._on_refused is not None:
             self._on_refused(state.value)
         error = not_serving(state)
         error.headers["connection"] = "close"  # its next request should reach another server
-        await error.respond(send)
+        return error.respond(send)
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._life.request():
+            await self._app(scope, receive, send)
 
 
 # After a 413 the rest is read and thrown away for a moment: closing at once would reset the connection, and most
@@ -221,6 +216,7 @@ class Gate:
 _LINGER_S = 1.0
 _LINGER_BYTES = 64 << 20
 _CLOSE = {"connection": "close"}
+_AFTER_BODY = "after_body"  # of scope["state"]
 
 
 def _too_large(max_bytes: int) -> ApiError:
@@ -231,7 +227,8 @@ def _too_large(max_bytes: int) -> ApiError:
 class BodyLimits:
     """ASGI middleware: counts and times the body as the application reads it.
 
-    A file that is uploaded may be larger (`max_file_bytes`), and then each piece of it has the time of a body.
+    A file that is uploaded may be larger (`max_file_bytes`), and then each piece of it has the time of a body. Once the
+    body is there, an application that sends its answer in many pieces goes on with what `after_body` gives.
     """
 
     def __init__(
@@ -254,6 +251,7 @@ class BodyLimits:
             await _too_large(max_bytes).respond(held.hold())
             await held.let_go(receive)
             return
+        scope.setdefault("state", {})[_AFTER_BODY] = receive, send
         ends_s: float | None = None
         num_bytes = 0
         is_complete = False
@@ -287,10 +285,19 @@ class BodyLimits:
             if error is not refusal or held.has_begun:
                 raise
             await error.respond(held)
+        finally:
+            # Both lead back to the scope by their request: only the garbage collector would free it.
+            scope["state"].pop(_AFTER_BODY, None)
         if refusal is not None and refusal.status == 413 and not is_complete:
             await held.let_go(receive)
         else:
             await held.let_go()
+
+
+def after_body(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """ASGI's receive and send without the limits of a body, for after its end."""
+    plain: tuple[Receive, Send] = scope.get("state", {}).pop(_AFTER_BODY, (receive, send))
+    return plain
 
 
 def content_length(scope: Scope) -> int | None:

@@ -30,6 +30,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quire.server.errors import ApiError, OnRefused
+from quire.server.hang_up import HANG_UP, HangUp
 from quire.server.settings import ServerSettings
 
 _OTHER_FILES = 48  # about thirty are open before the first connection
@@ -138,6 +139,7 @@ class Connection(HttpToolsProtocol):
         self._is_refused = False
         self._unread_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # whose answer is under way
+        self._hang_up = HangUp()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -157,6 +159,7 @@ class Connection(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+        self._hang_up.happened()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -194,6 +197,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        cycle.scope["state"][HANG_UP] = self._hang_up
         if cycle.scope["http_version"] == "1.0":
             _end_by_closing(cycle)
         super()._start_asgi_task(cycle, app)
@@ -213,6 +217,7 @@ class Connection(HttpToolsProtocol):
         if not self._is_in_headers or self._is_refused:
             return
         # They have not ended in this piece. The parser keeps what it has, so their length is bounded here.
+        self._start_timer()
         self._num_header_bytes = self._num_header_bytes + len(data) if was_in_headers else 0
         if self._num_header_bytes > self.settings.max_header_bytes:
             self._refuse(self._headers_too_large())
@@ -258,7 +263,6 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_headers = True
-        self._start_timer()
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False

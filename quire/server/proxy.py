@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import socket
-import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -34,9 +34,9 @@ from quire.log import get_logger
 from quire.router.http_client import Headers, Reply
 from quire.router.policy import Prompt, Ticket
 from quire.router.servers import Question, Servers
-from quire.server.endpoint import REQUEST_ID_HEADER
+from quire.server.endpoint import REQUEST_ID_HEADER, on_gone
 from quire.server.errors import RETRY_SOON, ApiError, UnavailableError, any_error, bad_request, to_api_error
-from quire.server.guards import BodyLimits, Hosts, allowed_hosts
+from quire.server.guards import BodyLimits, Hosts, after_body, allowed_hosts
 from quire.server.http_server import HttpServer
 from quire.server.resuming import RESUMABLE_HEADER, RESUMABLE_PATHS, SEED_HEADER
 from quire.server.settings import ServerSettings
@@ -121,23 +121,22 @@ class _Answer:
 class _WhileConnected:
     """Cancels what is within when the client hangs up, and ends it quietly."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._is_gone = self._is_over = False
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._scope, self._receive = scope, receive
+        self._is_gone = False
 
     def __enter__(self) -> None:
         self._task = asyncio.current_task()
-        self._watch = asyncio.ensure_future(self._receive())  # nothing but a hang-up comes after the body
-        self._watch.add_done_callback(self._on_gone)
+        self._stop_watching = on_gone(self._scope, self._receive, self._on_gone)
 
-    def _on_gone(self, watch: asyncio.Future[Any]) -> None:
-        if not watch.cancelled() and not self._is_over and self._task is not None:
+    def _on_gone(self) -> None:
+        if self._task is not None:
             self._is_gone = True
             self._task.cancel()
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> bool:
-        self._is_over = True
-        self._watch.cancel()
+        self._stop_watching()
+        del self._stop_watching  # it holds us
         if not self._is_gone or self._task is None:
             return False
         self._task.uncancel()
@@ -166,7 +165,8 @@ class Proxy(Collector):
             if raw is None:
                 return  # hung up
             asked, question = self._asked(scope, raw)
-            with _WhileConnected(receive):
+            receive, send = after_body(scope, receive, send)
+            with _WhileConnected(scope, receive):
                 found = await self._ask(asked, question)
                 if isinstance(found, _Refusal):
                     await send({"type": "http.response.start", "status": found.status, "headers": found.headers})
@@ -200,7 +200,7 @@ class Proxy(Collector):
         prompt, question = servers.prompt_of(body, None if key is None else key.decode("latin-1"))
         headers = _kept(scope["headers"])
         if _REQUEST_ID not in given:
-            headers.append((_REQUEST_ID, uuid.uuid4().hex.encode()))  # whoever goes on with it tells the same
+            headers.append((_REQUEST_ID, os.urandom(16).hex().encode()))  # whoever goes on with it tells the same
         if path in RESUMABLE_PATHS:
             headers.append((_RESUMABLE, b"1"))
         return _Asked(scope["raw_path"], headers, body, raw, prompt), question
@@ -392,9 +392,9 @@ def create_proxy_app(servers: Servers, settings: ServerSettings) -> ASGIApp:
         exception_handlers={ApiError: any_error, Exception: any_error},
     )
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    def app(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         is_post = scope["type"] == "http" and scope["method"] == "POST"
-        await (proxy.post if is_post else rest)(scope, receive, send)
+        return (proxy.post if is_post else rest)(scope, receive, send)
 
     limited = BodyLimits(app, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
     names = allowed_hosts(settings)

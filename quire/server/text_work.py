@@ -54,13 +54,14 @@ class TextWork:
             lane = self._compiling
         job = lane.submit(make)
         work = asyncio.wrap_future(job)
-        gone = asyncio.ensure_future(exchange.wait_until_gone())
+        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stop_watching = exchange.on_gone(lambda: gone.set_result(None))
         try:
             if not await deadline.wait_for(work, gone):
                 raise ClientGone
             return work.result()
         finally:
-            gone.cancel()
+            stop_watching()
             if not work.done():
                 exchange.is_abandoned = True
                 job.cancel()  # takes it out of the lane, if it has not begun

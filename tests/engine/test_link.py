@@ -1,92 +1,174 @@
-"""Where the sockets between server and engine lie. What goes through them is test_client.py's."""
+"""The connection between server and engine, both ends in this process. test_client.py has it between two."""
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+import fcntl
+import os
+import random
+import resource
+import socket
+import threading
+from collections.abc import Iterator
 
 import pytest
-import zmq
 
-from quire import socket_folder
-from quire.engine.link import EngineLink
-from quire.socket_folder import end_context
+from quire.engine.link import EngineEnd, EngineLink, FrameSocket
+from quire.engine.messages import Abort, Call, CallDone, EngineMessage, Heartbeat, Stop
 
 
-async def folder_of_a_link() -> Path:
-    link = EngineLink(asyncio.get_running_loop(), lambda message: None, lambda error: None)
+@pytest.fixture
+def ends() -> Iterator[tuple[FrameSocket, FrameSocket]]:
+    one, other = (FrameSocket(end) for end in socket.socketpair())
+    yield one, other
+    one.close()
+    other.close()
+
+
+def read_everything(end: FrameSocket) -> list[bytes]:
+    found = []
+    while (frames := end.read()) is not None and not end.is_ended:
+        found += frames
+    return found
+
+
+def test_frames_arrive_whole_and_in_order_whatever_their_lengths(ends: tuple[FrameSocket, FrameSocket]) -> None:
+    one, other = ends
+    rng = random.Random(0)
+    sent = [rng.randbytes(rng.choice((0, 1, 3, 200, 70_000, 400_000))) for _ in range(60)]
+    found = []
+    for frame in sent:
+        one.send(frame)  # never waits, though nobody has read the one before
+    while one.unsent:
+        found += other.read() or ()
+        one.flush()
+    assert found + read_everything(other) == sent
+
+
+def test_nothing_waits_for_who_does_not_read_and_nothing_is_lost(ends: tuple[FrameSocket, FrameSocket]) -> None:
+    one, other = ends
+    sent = [bytes([number]) * 100_000 for number in range(50)]
+    for frame in sent:
+        one.send(frame)
+    assert len(one.unsent) > 1_000_000
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.extend(_until_ended(other)))
+    reader.start()
+    one.close(linger_s=10.0)
+    reader.join()
+    assert found == sent
+
+
+def _until_ended(end: FrameSocket) -> Iterator[bytes]:
+    while not end.is_ended:
+        end.wait(None)
+        yield from end.read() or ()
+
+
+def test_who_waits_for_a_message_sends_what_is_unsent(ends: tuple[FrameSocket, FrameSocket]) -> None:
+    one, other = ends
+    one.send(bytes(1_000_000))
+
+    def answer() -> None:
+        while not other.read():
+            other.wait(None)
+        other.send(b"thanks")
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    assert one.wait(10.0) and one.read() == [b"thanks"]
+    answering.join()
+    assert not one.wait(0.01)
+
+
+def test_sending_to_who_is_gone_is_no_error(ends: tuple[FrameSocket, FrameSocket]) -> None:
+    one, other = ends
+    other.close()
+    one.send(bytes(1_000_000))
+    assert not one.unsent
+    assert one.wait(None) and one.read() == [] and one.is_ended
+
+
+def both(on_message: list[EngineMessage], errors: list[Exception]) -> tuple[EngineLink, EngineEnd]:
+    def take(message: EngineMessage) -> None:
+        if isinstance(message, CallDone) and message.value == "bad":
+            raise ValueError("bad")
+        on_message.append(message)
+
+    link = EngineLink(asyncio.get_running_loop(), take, errors.append)
+    engine = EngineEnd(os.dup(link.engines_end.fileno()))
+    link.engines_end.close()
+    return link, engine
+
+
+async def test_messages_both_ways_and_a_bad_one_takes_no_other_with_it() -> None:
+    told: list[EngineMessage] = []
+    errors: list[Exception] = []
+    link, engine = both(told, errors)
+    for number in range(40):
+        link.send(Abort(number))
+    assert [engine.receive(0.0) for _ in range(40)] == [Abort(number) for number in range(40)]
+    assert engine.receive(0.0) is None
+    values = [CallDone(number, "bad" if number == 20 else number) for number in range(50)]
+    for value in values:
+        engine.send(value)
+    while len(told) < 49:
+        await asyncio.sleep(0)
+    assert told == [value for value in values if value.value != "bad"]
+    assert [str(error) for error in errors] == ["bad"]
     link.close()
-    return Path(link.outputs_address.removeprefix("ipc://")).parent
+    engine.close()
 
 
-def test_the_folder_is_a_temporary_one_and_goes_with_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = asyncio.run(folder_of_a_link())
-    assert folder.parent == tmp_path
-    assert not folder.exists()
+async def test_a_long_command_reaches_an_engine_that_is_busy() -> None:
+    link, engine = both([], [])
+    call = Call(1, "name", {"text": "x" * 3_000_000})
+    link.send(call)
+    link.send(Abort(2))
+    found = []
+    while len(found) < 2:
+        await asyncio.sleep(0.001)
+        if (command := engine.receive(0.0)) is not None:
+            found.append(command)
+    assert found == [call, Abort(2)]
+    link.close()
+    engine.close()
 
 
-def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "\n".join(
-        (
-            "import asyncio, sys, tempfile, time",
-            "from quire.engine.link import EngineLink",
-            "tempfile.tempdir = sys.argv[1]",
-            "async def main():",
-            "    link = EngineLink(asyncio.get_running_loop(), lambda message: None, lambda error: None)",
-            "    print(link.outputs_address, flush=True)",
-            "    time.sleep(60)",
-            "asyncio.run(main())",
-        )
-    )
-    servers = []
-    for _ in range(2):
-        server = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        servers.append((server, Path(server.stdout.readline().strip().removeprefix("ipc://")).parent))
-    (killed, abandoned), (_, in_use) = servers
+async def test_what_an_engine_said_last_is_read_after_its_end() -> None:
+    told: list[EngineMessage] = []
+    link, engine = both(told, [])
+    words = [Heartbeat(float(number), number, None, None) for number in range(2_000)]
+    sending = threading.Thread(target=lambda: ([engine.send(one) for one in words], engine.close(10.0)))
+    sending.start()
+    while len(told) < len(words) and not link._frames.is_ended:
+        link.read_all()
+    sending.join()
+    link.read_all()
+    assert told == words
+    link.close()
+    link.send(Stop())  # nobody is there: no error
+
+
+async def test_an_engine_of_a_server_with_thousands_of_connections() -> None:
+    link = EngineLink(asyncio.get_running_loop(), lambda message: None, lambda error: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2_048 if hard == resource.RLIM_INFINITY else min(2_048, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     try:
-        killed.kill()
-        killed.wait()
-        assert (abandoned / "outputs").exists() and (in_use / "outputs").exists()
-        others = tmp_path / "quire-lab-x"  # nothing in it says that it is a server's
-        others.mkdir()
-        elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir()
-        (elsewhere / "lock").touch()
-        (tmp_path / "quire-link").symlink_to(elsewhere)
-        asyncio.run(folder_of_a_link())
-        assert not abandoned.exists()
-        assert (in_use / "outputs").exists() and others.exists() and (elsewhere / "lock").exists()
+        engine = EngineEnd(fcntl.fcntl(link.engines_end.fileno(), fcntl.F_DUPFD, 1_100))
     finally:
-        for server, _ in servers:
-            server.kill()
-            server.wait()
-            assert server.stdout is not None
-            server.stdout.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    link.send(Abort(1))
+    assert engine.receive(1.0) == Abort(1)
+    link.close()
+    engine.close()
 
 
-def test_a_temporary_folder_whose_path_is_too_long_for_a_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = tmp_path / ("x" * 120)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    folder = asyncio.run(folder_of_a_link())
-    assert folder.parent == Path("/tmp")
-    assert not folder.exists()
-
-
-def test_sockets_that_cannot_be_let_go_of_hold_nobody_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(socket_folder, "_END_S", 0.05)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    held = context.socket(zmq.PULL)
-    end_context(context)  # waits for the socket
-    assert "could not be let go of" in caplog.text
-    held.close()
+async def test_an_engine_whose_server_is_gone_stops() -> None:
+    link, engine = both([], [])
+    link.send(Abort(1))
+    link.close()
+    assert engine.receive(None) == Abort(1)
+    assert engine.receive(None) == Stop()
+    engine.close()

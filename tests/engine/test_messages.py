@@ -31,8 +31,7 @@ def test_a_config_arrives_whole() -> None:
     )
     launch = Launch(
         config=config,
-        outputs_address="a",
-        commands_address="b",
+        link=7,
         parent_pid=1,
         dies_with_parent_thread=True,
         log_level=20,

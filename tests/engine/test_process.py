@@ -114,8 +114,7 @@ async def test_at_rest_it_burns_nothing(tiny_model: Path) -> None:
 def test_what_to_run_is_read_from_standard_input() -> None:
     launch = Launch(
         config=EngineConfig(model="m"),
-        outputs_address="ipc:///a",
-        commands_address="ipc:///b",
+        link=7,
         parent_pid=1,
         dies_with_parent_thread=False,
         log_level=20,

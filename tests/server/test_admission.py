@@ -27,11 +27,16 @@ class Bench:
 
     async def admit(self, num_tokens: int = 4, tenant: str = "", max_tokens: int = 16) -> Ticket:
         request = prepared(num_prompt_tokens=num_tokens, max_tokens=max_tokens)
-        return (await self.stack.enter_async_context(self.admission.admit([request], tenant)))[0]
+        (ticket,) = self.admission.admit([request], tenant)
+        self.stack.callback(ticket.stop_waiting, was_served=False)
+        return ticket
 
     async def admit_many(self, count: int, num_tokens: int = 4) -> list[Ticket]:
         requests = [prepared(num_prompt_tokens=num_tokens) for _ in range(count)]
-        return await self.stack.enter_async_context(self.admission.admit(requests))
+        tickets = self.admission.admit(requests)
+        for ticket in tickets:
+            self.stack.callback(ticket.stop_waiting, was_served=False)
+        return tickets
 
 
 async def test_over_the_cap_of_requests_is_a_429_and_a_first_output_makes_room() -> None:
@@ -184,9 +189,9 @@ async def test_brownout_shortens_new_answers_visibly_and_then_takes_none() -> No
     bench.load = EngineLoad(brownout_level=1)
     assert (await bench.admit(max_tokens=500)).headers == {}
     bench.load = EngineLoad(brownout_level=2)
-    async with bench.admission.admit([request]) as tickets:
-        assert request.request.max_tokens == 64
-        assert tickets[0].headers == {MAX_TOKENS_HEADER: "64"}
+    tickets = bench.admission.admit([request])
+    assert request.request.max_tokens == 64
+    assert tickets[0].headers == {MAX_TOKENS_HEADER: "64"}
     assert (await bench.admit(max_tokens=64)).headers == {}
     bench.load = EngineLoad(brownout_level=3)
     with pytest.raises(OverloadedError, match="short of memory") as refused:

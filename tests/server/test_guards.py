@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import ConfigError
 from quire.server import guards, logs
@@ -43,7 +43,16 @@ def client(**settings: Any) -> TestClient:
         settings=ServerSettings(**settings), life=life, first=first, refused=lambda error, client: None
     )
     routes = [Route("/v1/completions", answer, methods=["POST"]), Route("/v1/models", answer)]
-    return TestClient(Starlette(routes=routes, middleware=guards.middleware(context)), base_url="http://localhost")
+    return client_of(guards.guarded(Starlette(routes=routes), context))
+
+
+def client_of(app: ASGIApp) -> TestClient:
+    """TestClient looks whether an application is a coroutine function, which guards are not."""
+
+    async def awaiting(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, send)
+
+    return TestClient(awaiting, base_url="http://localhost")
 
 
 def test_the_key_is_checked_before_the_body_is_read() -> None:
@@ -80,7 +89,7 @@ async def tenant(request: Request) -> PlainTextResponse:
 
 def with_keys(*keys: Any) -> TestClient:
     app = Starlette(routes=[Route(path, tenant, methods=["GET", "POST"]) for path in PATHS])
-    return TestClient(Auth(app, keys))
+    return client_of(Auth(app, keys))
 
 
 ALICE = make_key("sk-alice", name="alice", source="test")
@@ -284,7 +293,7 @@ class Bench:
 
         paths = ("/", "/health", "/metrics", "/v1/completions")
         app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"]) for path in paths])
-        self.client = TestClient(Gate(app, self.life, self.refused.append))
+        self.client = client_of(Gate(app, self.life, self.refused.append))
 
 
 def test_a_serving_server_counts_the_work_under_way() -> None:

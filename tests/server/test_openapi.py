@@ -17,7 +17,7 @@ from server_harness import Reply, ScriptedEngine, Server, make_context, running
 from starlette.routing import Route
 
 from quire.refusals import FIELDS
-from quire.server.app import create_app
+from quire.server.app import routes
 from quire.server.openapi import docs_page, openapi_document
 from quire.server.paths import OPERATIONS
 from quire.server.protocol import ChatBody, refused_fields
@@ -44,10 +44,9 @@ def fuzzed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def routes_of_the_app(tiny_model: Path) -> set[tuple[str, str]]:
-    app = create_app(make_context(ScriptedEngine(tiny_model)))
     return {
         (route.path.replace(":path", ""), method.lower())
-        for route in app.routes
+        for route in routes(make_context(ScriptedEngine(tiny_model)))
         if isinstance(route, Route) and route.include_in_schema
         for method in (route.methods or ())
         if method != "HEAD"
