@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files first. Tests marked gpu skip, with a reason, where there is none."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
-    marked = [item for item in items if "gpu" in item.keywords]
+    marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
     if not torch.cuda.is_available():
