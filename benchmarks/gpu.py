@@ -142,7 +142,7 @@ def time_row(engine: LLMEngine, name: str, row: tuple[str, dict[str, float], str
 
 def _totals(engine: LLMEngine) -> tuple[float, ...]:
     stats, host = engine.stats, engine.core.host
-    graphs = getattr(engine.core.executor, "graphs", None)
+    graphs = getattr(getattr(engine.core.executor, "worker", None), "graphs", None)
     return (
         stats.num_steps,
         stats.busy_s,
