@@ -63,7 +63,11 @@ def add_parser(subparsers: Any) -> None:
     traffic.add_argument("--duration", type=float, metavar="S", help="as many requests as come in so many seconds")
     parser.add_argument("--output-json", metavar="FILE", help="keep every number, as quire bench does")
     parser.add_argument("--plot", metavar="FILE", help="charts (.svg, .html, .png, .pdf)")
-    parser.add_argument("--validate", metavar="WHAT", help="predictions beside measurements: h200 (recorded), or live")
+    parser.add_argument(
+        "--validate",
+        metavar="WHAT",
+        help="predictions beside measurements: h200 (recorded); live, an engine here; served, --replicas here",
+    )
     add_engine_flags(parser)
     parser.set_defaults(run=run, default_model=True)
 
@@ -75,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.validate is not None:
         from quire.lab.validation import validate
 
-        return validate(args.validate, engine_config(args), args.output_json)
+        return validate(args.validate, engine_config(args), args.replicas, args.output_json)
     from quire.bench.report import BenchFile, RunReport
     from quire.bench.text import show
 

@@ -90,6 +90,7 @@ def engine_by_arithmetic(
         windows=tuple(plan.layout.windows),
         smooth_tokens=smooth_tokens,
         lead_s=reached.lead_s if is_read_along else 0.0,
+        first_token_s=reached.first_token_s if is_read_along else 0.0,
     )
     return SimulatedEngine(replica, cost, reached.front_s if is_read_along else 0.0)
 

@@ -4,6 +4,7 @@
 but for the time of a layer's launches, which is from the row that says so.
 `live`: this machine, now. One engine is profiled on some workloads and measured on others, in turn, so that whatever
 else the machine does falls on both.
+`served`: the same of replicas that share this machine's cores (`served.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,9 @@ from quire.lab.shapes import read_model_spec
 from quire.lab.simulated import SimulatedEngine, engine_by_arithmetic, engine_by_profile
 from quire.request import Sequence as TokenSequence
 from quire.sim.devices import DEVICES
-from quire.sim.fleet import Fleet
+from quire.sim.fleet import Fleet, weighted_percentiles
 from quire.sim.profile import RecordedProfile, fit_steps
+from quire.sim.replica import TokenTimes
 from quire.sim.traffic import SimRequest, from_workload
 
 if TYPE_CHECKING:
@@ -39,27 +41,40 @@ WANTED_PERCENT = 10.0
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """One metric of one run."""
+    """One metric of one run. `loads`: what is predicted of each of several loads of the same kind, rising, where the
+    prediction is their median."""
 
     run: str
     metric: str
     measured: float
     predicted: float
+    loads: tuple[float, ...] = ()
 
     @property
     def error_percent(self) -> float:
         return 100 * (self.predicted / self.measured - 1)
 
     @property
+    def spread(self) -> str:
+        """From the second lowest to the second highest of the loads: so far it is chance what a run measures."""
+        return f"{number(self.loads[1])} to {number(self.loads[-2])}" if len(self.loads) > 4 else ""
+
+    @property
     def is_met(self) -> bool:
         return abs(self.error_percent) <= WANTED_PERCENT
 
 
-def validate(what: str, config: EngineConfig, output_json: str | None) -> int:
+def validate(what: str, config: EngineConfig, num_replicas: int, output_json: str | None) -> int:
     """Print the table. Misses are its finding, not a failure."""
-    ways: dict[str, Callable[[], list[Row]]] = {"h200": recorded_h200, "live": lambda: measured_live(config)}
+    ways: dict[str, Callable[[], list[Row]]] = {
+        "h200": recorded_h200,
+        "live": lambda: measured_live(config),
+        "served": lambda: measured_served(config, num_replicas),
+    }
     if what not in ways:
         raise ConfigError(f"--validate {what} is not known: there are {', '.join(ways)}")
+    if num_replicas != 1 and what != "served":
+        raise ConfigError(f"--validate {what} is of one engine: leave --replicas out, or use --validate served")
     rows = ways[what]()
     print(as_text(rows))
     if output_json:
@@ -68,64 +83,97 @@ def validate(what: str, config: EngineConfig, output_json: str | None) -> int:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    heads = ["run", "metric", "measured", "predicted", "error"]
+    heads = ["run", "metric", "measured", "predicted", "of single loads", "error"]
     cells = []
     for row in rows:
         mark = "" if row.is_met else "  miss"
-        cells.append(
-            [row.run, row.metric, number(row.measured), number(row.predicted), f"{row.error_percent:+.1f} %{mark}"]
-        )
+        numbers = [number(row.measured), number(row.predicted), row.spread]
+        cells.append([row.run, row.metric, *numbers, f"{row.error_percent:+.1f} %{mark}"])
     num_met = sum(row.is_met for row in rows)
     return f"{table(heads, cells)}\n{num_met} of {len(rows)} within {WANTED_PERCENT:g} %"
 
 
 # -- one H200, recorded
 
-# docs/performance.md: tokens/s, the mean of two runs; and of its serving table first token and inter-token p50 and p99.
+# docs/performance.md: tokens/s, the mean of two runs; and of its serving table first token and inter-token p50 and p99,
+# by a client over HTTP.
 _OFFLINE = {"single": 238.0, "lab16": 3_608.0, "mixed256": 10_498.0, "sharegpt": 14_119.0, "prefill": 42_142.0}
 _SERVING = {8: (200, (13.2, 48.0, 4.6, 9.7)), 24: (480, (16.7, 52.0, 5.6, 11.0))}
 _ALL_AT_ONCE = 13_696.0
-_FIRST_SEEDS = (10, 20, 30)
+_NUM_LOADS = 15  # of other seeds: which ones were sent is not known
 _CLIENT_TOKEN_S = 0.11e-3  # CPU time of a client in Python for a streamed token, on two cores
+# benchmarks/gpu_loop.py: output tokens/s, and the same percentiles of two loads together, at the engine's own loop. The
+# loads of a seed came after each other, so that 24 requests/s find the first 200 prompts in the cache.
+_AT_ENGINE = {8: (2_242.0, (11.66, 36.07, 4.72, 8.38)), 24: (6_202.0, (13.74, 52.55, 6.02, 11.19))}
+_ENGINE_SEEDS = (11, 12)
+_PAUSE_S = 100.0  # after which all of a load has been served
 
 
 def recorded_h200() -> list[Row]:
     spec = read_model_spec("llama-3.1-8b")
     config = EngineConfig(model="llama-3.1-8b", max_model_len=4096, gpu_memory_utilization=0.9)
 
-    def simulate(requests: list[SimRequest], *, is_read_along: bool) -> RunReport:
-        return _run(engine_by_arithmetic(config, spec, DEVICES["h200"], is_read_along=is_read_along), requests)
+    def engine(*, is_read_along: bool) -> SimulatedEngine:
+        return engine_by_arithmetic(config, spec, DEVICES["h200"], is_read_along=is_read_along)
 
     rows = []
     for name, measured in _OFFLINE.items():
-        report = simulate(from_workload(WORKLOADS[name](128_000), None), is_read_along=False)
+        report = _run(engine(is_read_along=False), from_workload(WORKLOADS[name](128_000), None))
         is_total = name == "prefill"
         metric = "tokens/s in and out" if is_total else "output tokens/s"
         origin = ", which one constant is from" if name == "lab16" else ""
         rows.append(
             Row(f"{name}, offline{origin}", metric, measured, report.total_tok_s if is_total else report.output_tok_s)
         )
+    for rate, (speed, measured_ms) in _AT_ENGINE.items():
+        found = _at_engine(engine(is_read_along=True), rate)
+        rows.append(Row(f"{rate} requests/s, engine", "output tokens/s", speed, found.output_tok_s))
+        rows += _latency_rows(f"{rate} requests/s, engine", measured_ms, [[one] for one in _latencies_ms(found)])
     for rate, (num, measured_ms) in _SERVING.items():
-        found = [simulate(_poisson(rate, num, first + rate), is_read_along=True) for first in _FIRST_SEEDS]
-        medians = _medians(found)
+        served = engine(is_read_along=True)
+        runs = [_run(served, _poisson(rate, num, 10 * nth + rate)) for nth in range(1, _NUM_LOADS + 1)]
+        columns = _columns(runs)
         # The client that measured took the value at a place and not between two, which of 200 requests is the second.
-        medians[1] = 1e3 * statistics.median(one.values["client_ttft_p99_s"] for one in found)
+        columns[1] = [1e3 * run.values["client_ttft_p99_s"] for run in runs]
         # And it was one process, in which a first token waits for half of the tokens that came with it.
-        wait_ms = 1e3 * _CLIENT_TOKEN_S * statistics.median(one.running_mean for one in found) / 2
-        medians[:2] = [one + wait_ms for one in medians[:2]]
-        rows += _latency_rows(f"{rate} requests/s", measured_ms, medians)
-    report = simulate(from_workload(sharegpt(128_000, seed=109), None), is_read_along=True)
-    rows.append(Row("1,000 at once, served", "output tokens/s", _ALL_AT_ONCE, report.output_tok_s))
+        wait_ms = 1e3 * _CLIENT_TOKEN_S * statistics.median(run.running_mean for run in runs) / 2
+        columns[:2] = [[one + wait_ms for one in column] for column in columns[:2]]
+        rows += _latency_rows(f"{rate} requests/s, HTTP", measured_ms, columns)
+    report = _run(engine(is_read_along=True), from_workload(sharegpt(128_000, seed=109), None))
+    rows.append(Row("1,000 at once, HTTP", "output tokens/s", _ALL_AT_ONCE, report.output_tok_s))
     return rows
 
 
 def _poisson(rate: float, num: int, seed: int) -> list[SimRequest]:
-    """The load that was sent: ShareGPT-like lengths and exponential gaps, both of one seed."""
+    """The kind of load that was sent: ShareGPT-like lengths and exponential gaps, both of one seed."""
     rng, now_s, times = random.Random(seed), 0.0, []
     for _ in range(num):
         times.append(now_s)
         now_s += rng.expovariate(rate)
     return from_workload(sharegpt(128_000, seed=seed, num=num), times)
+
+
+def _at_engine(engine: SimulatedEngine, rate: int) -> RunReport:
+    """The very loads that were measured, together, with nothing before or behind the engine."""
+    config = replace(engine.config, first_token_s=0.0)
+    times, seconds = TokenTimes(), 0.0
+    for seed in _ENGINE_SEEDS:
+        fleet, requests, began_s = Fleet(config=config, cost=engine.cost), list[SimRequest](), 0.0
+        for each, (num, _) in _SERVING.items():
+            began_s = _PAUSE_S if requests else 0.0
+            arrivals = [began_s + at for at in arrival_times(num, each, seed=seed)]
+            requests += from_workload(sharegpt(128_000, seed=seed, num=num), arrivals)
+            if each == rate:
+                break
+        fleet.run(requests, from_s=began_s)
+        times.add(fleet.times)
+        seconds += fleet.now_s - began_s
+    return RunReport(
+        workload="",
+        output_tok_s=times.num_output_tokens / seconds,
+        ttft_s=Percentiles.of(times.first_s),
+        itl_s=weighted_percentiles(times.between_s, times.between_counts),
+    )
 
 
 def _run(engine: SimulatedEngine, requests: list[SimRequest]) -> RunReport:
@@ -145,9 +193,13 @@ def _latencies_ms(report: RunReport) -> tuple[float, float, float, float]:
     return first, first_p99, between, between_p99
 
 
-def _latency_rows(run: str, measured_ms: Sequence[float], predicted_ms: Sequence[float]) -> list[Row]:
+def _latency_rows(run: str, measured_ms: Sequence[float], predicted_ms: Sequence[Sequence[float]]) -> list[Row]:
+    """`predicted_ms`: of each metric, by each of the loads."""
     metrics = ("first token p50, ms", "first token p99, ms", "inter-token p50, ms", "inter-token p99, ms")
-    return [Row(run, *one) for one in zip(metrics, measured_ms, predicted_ms, strict=True)]
+    return [
+        Row(run, metric, measured, statistics.median(values), tuple(sorted(values)))
+        for metric, measured, values in zip(metrics, measured_ms, predicted_ms, strict=True)
+    ]
 
 
 # -- this machine, now
@@ -155,6 +207,14 @@ def _latency_rows(run: str, measured_ms: Sequence[float], predicted_ms: Sequence
 _ROUNDS = 6
 _NUM_LIVE = 12  # requests of a batch
 _SHARE_OF_CAPACITY = 0.5  # of the requests/s that a batch is served with
+_SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_NUM_ALONE_OUT = 12
+
+
+def prompts_of_all_sizes(vocab: int, seed: int, max_len: int) -> Workload:
+    """To be computed each alone, so that a profile has steps of every width."""
+    sizes = [size for size in _SIZES if size + _NUM_ALONE_OUT <= max_len]
+    return [even_lengths(vocab, seed + 50 + size, 1, (size, size), (4, _NUM_ALONE_OUT))[0] for size in sizes]
 
 
 def measured_live(config: EngineConfig) -> list[Row]:
@@ -171,8 +231,8 @@ def measured_live(config: EngineConfig) -> list[Row]:
 
     def learn(seed: int) -> list[SimRequest]:
         """Requests to learn from: some at once, and then prompts of all sizes, each alone."""
-        together = from_workload(even_lengths(vocab, seed, 10, (16, 200), (8, 48)), None)
-        alone = even_lengths(vocab, seed + 50, 6, (16, min(512, engine.max_model_len - 4)), (2, 4))
+        together = from_workload(even_lengths(vocab, seed, 16, (16, 200), (8, 48)), None)
+        alone = prompts_of_all_sizes(vocab, seed, engine.max_model_len)
         return together + from_workload(alone, [1e6 * (i + 1) for i in range(len(alone))])
 
     def batch(seed: int) -> Workload:
@@ -193,11 +253,33 @@ def measured_live(config: EngineConfig) -> list[Row]:
     totals = [
         sum(one.output_tokens for one in runs) / sum(one.seconds for one in runs) for runs in (at_once, predicted)
     ]
-    rows = [Row(f"{_NUM_LIVE} at once", "output tokens/s", *totals)]
-    rows += _latency_rows(f"{_NUM_LIVE} at once", *(_medians(runs) for runs in (at_once, predicted)))
+    rows = [Row(f"{_NUM_LIVE} at once", "output tokens/s", totals[0], totals[1])]
+    rows += _latency_rows(f"{_NUM_LIVE} at once", _medians(at_once), _columns(predicted))
     predicted = [_run(simulated, from_workload(batch(500 + seed), times[seed])) for seed in range(_ROUNDS)]
-    name = f"{_NUM_LIVE}, Poisson at half of that"
-    return rows + _latency_rows(name, *(_medians(runs) for runs in (timed, predicted)))
+    return rows + _latency_rows(f"{_NUM_LIVE}, Poisson at half of that", _medians(timed), _columns(predicted))
+
+
+# -- replicas on this machine's cores, now
+
+
+def measured_served(config: EngineConfig, num_replicas: int) -> list[Row]:
+    from quire.lab.served import serve_and_predict
+
+    runs = serve_and_predict(config, num_replicas)
+    print(
+        f"{num_replicas} replicas of one thread on {runs.num_cores} cores, of which other programs left them "
+        f"{100 * min(runs.core_shares):.0f} to {100 * max(runs.core_shares):.0f} %; {1e3 * runs.front_s:.1f} ms before "
+        f"and behind an engine"
+    )
+    rows = []
+    for name, measured, predicted in (
+        ("at once", runs.at_once, runs.at_once_predicted),
+        ("Poisson at half of that", runs.timed, runs.timed_predicted),
+    ):
+        speeds = [statistics.median(one.output_tok_s for one in each) for each in (measured, predicted)]
+        rows.append(Row(name, "output tokens/s", speeds[0], speeds[1]))
+        rows += _latency_rows(name, _medians(measured), _columns(predicted))
+    return rows
 
 
 def _drive(engine: LLMEngine, requests: list[SimRequest], clock: Callable[[], float]) -> RunReport:
@@ -251,5 +333,10 @@ def _drive(engine: LLMEngine, requests: list[SimRequest], clock: Callable[[], fl
     )
 
 
+def _columns(runs: Sequence[RunReport]) -> list[list[float]]:
+    """By metric, of each run."""
+    return [list(column) for column in zip(*(_latencies_ms(run) for run in runs), strict=True)]
+
+
 def _medians(runs: Sequence[RunReport]) -> list[float]:
-    return [statistics.median(column) for column in zip(*(_latencies_ms(run) for run in runs), strict=True)]
+    return [statistics.median(column) for column in _columns(runs)]

@@ -108,12 +108,19 @@ class Efficiency:
     prompt_attention: float = 0.5  # of the arithmetic: 403 to 616 TFLOP/s for prompts of 1,024 to 8,192 tokens
     # Launches, gaps and the fixed part of attention in a layer: what makes 16 decodes take as long as in lab16.
     layer_s: float = 8.4e-6
+    # What that is more where products and their neighbours are launches of their own, and where prompts have an
+    # attention of their own behind that of decodes: least squares over 24,000 steps at 8 and 24 requests/s.
+    wide_layer_s: float = 13.5e-6
+    prompts_layer_s: float = 15e-6
     # Bytes that the small kernels of a layer move for a token, in rows of the hidden and of the inner size.
     hidden_rows: float = 10.0
     inner_rows: float = 3.0
-    lead_s: float = 1e-3  # a step is planned so long before it begins
-    # HTTP, JSON and a client: CPU time of the two for a prompt of 161 tokens and its first token, on two cores.
-    front_s: float = 3.1e-3
+    lead_s: float = 1.9e-3  # a step is planned so long before it begins: the median of the same steps
+    # HTTP, JSON and a client: CPU time of the two for a prompt of 161 tokens and its first token.
+    front_s: float = 2.3e-3
+    # That the other tokens of a step wait for a first token there: how much longer the times between tokens are that
+    # end behind one, of a server whose steps take no processor time.
+    first_token_s: float = 0.5e-3
 
 
 # A product's time over that of its slower side, reading or multiplying, by the ratio of multiplying to reading: where

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.profile import STEP_COLUMNS
@@ -42,6 +42,16 @@ class ProfileCost(StepCost):
     mean_error: float  # of the fit, as a share
     strays: list[list[float]] = field(default_factory=list)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def slower(self, times: float) -> ProfileCost:
+        """Of a machine that takes so many times as long for everything."""
+        return replace(
+            self,
+            corner_s=[times * one for one in self.corner_s],
+            sampled_s=times * self.sampled_s,
+            kv_token_s=times * self.kv_token_s,
+            pair_s=times * self.pair_s,
+        )
 
     def load_s(self, load: StepLoad) -> float:
         seconds = self.fitted_s(load)

@@ -40,6 +40,8 @@ class ReplicaConfig:
     target_step_s: float | None = None
     # A step is planned so long before it begins: who comes later is in the one after it.
     lead_s: float = 0.0
+    # A first token, which is sent before the others of its step, keeps those waiting for so long on their way.
+    first_token_s: float = 0.0
     can_leap: bool = True
     has_peers: bool = False  # others send it blocks
 
@@ -61,6 +63,15 @@ class TokenTimes:
         for times in (self.first_s, self.whole_s, self.between_s, self.between_counts):
             del times[:]
         self.num_output_tokens = self.num_prompt_tokens = 0
+
+    def add(self, other: TokenTimes) -> None:
+        """What the clients of another run saw, too."""
+        self.first_s += other.first_s
+        self.whole_s += other.whole_s
+        self.between_s += other.between_s
+        self.between_counts += other.between_counts
+        self.num_output_tokens += other.num_output_tokens
+        self.num_prompt_tokens += other.num_prompt_tokens
 
     def between(self, seconds: float, count: float) -> None:
         self.between_s.append(seconds)
@@ -149,6 +160,8 @@ class Replica:
         self._times = times
         self._inbox: deque[tuple[float, Request]] = deque()
         self._begun_s = 0.0
+        self._is_waking = False
+        self._held_up_s = 0.0  # how late the tokens of the last step were
         self._step: StepPlan | None = None
         self._leap: _Leap | None = None
         self._loads = PlanLoads()
@@ -183,18 +196,26 @@ class Replica:
         self._disturb(now_s)
 
     def _disturb(self, now_s: float) -> None:
-        """Begin a step, or end a leap early, because something new has to be scheduled."""
+        """Begin a step, or end a leap early, because something new has to be scheduled. An engine that sleeps reads all
+        that has come before it begins: what comes at the same moment is in the same step."""
         if self.due_s is None:
-            self._begin(now_s + self.config.lead_s)
+            self._is_waking = True
+            self.due_s = now_s
         elif self._leap is not None:
             self._leap.stop_after(now_s + self.config.lead_s)
             self.due_s = self._leap.end_s(self._leap.num_steps)
 
     def advance(self) -> None:
-        """The step that runs has ended; the next begins."""
+        """The step that runs has ended, or the engine has woken up; the next begins."""
         assert self.due_s is not None, "nothing runs"
         now_s = self.due_s
         self.clock.advance_to(now_s)
+        if self._is_waking:
+            self._is_waking = False
+            self.due_s = None
+            self._let_go()
+            self._begin(now_s + self.config.lead_s)
+            return
         self.busy_s += now_s - self._begun_s
         self.block_seconds += self.kv.num_used_blocks * (now_s - self._begun_s)
         if self._leap is not None:
@@ -289,7 +310,7 @@ class Replica:
         result.timings = StepTimings(forward_s=seconds, total_s=seconds)
         result.moved = [move.ticket for move in plan.keyed_moves]
         self._peers.forget([key for move in plan.keyed_moves for _, key in move.pairs])
-        last_token_s, begun_s, num_in_step = self._last_token_s, self._begun_s, 0
+        last_token_s, begun_s, num_in_step, num_first = self._last_token_s, self._begun_s, 0, 0
         updates = self.scheduler.update(result)
         self._tell_fetched(now_s)
         for update in updates:
@@ -298,6 +319,7 @@ class Replica:
             if before_s is None:
                 self._times.first_s.append(now_s - seq.request.arrival_s)
                 self._times.num_prompt_tokens += seq.num_prompt_tokens
+                num_first += 1
                 self._tell(self.on_first_token, seq.request)
             elif before_s == begun_s:
                 num_in_step += 1
@@ -308,8 +330,9 @@ class Replica:
                 self._end_request(seq, now_s)
             else:
                 last_token_s[seq.seq_id] = now_s
+        held_up_s, self._held_up_s = self._held_up_s, num_first * self.config.first_token_s
         if num_in_step:
-            self._times.between(now_s - begun_s, num_in_step)
+            self._times.between(now_s - begun_s + self._held_up_s - held_up_s, num_in_step)
 
     def _end_request(self, seq: Sequence, now_s: float) -> None:
         self._times.whole_s.append(now_s - seq.request.arrival_s)
@@ -341,7 +364,7 @@ class Replica:
         for point in range(num_points):
             at = (point + 0.5) * num_steps / num_points - 0.5
             self._times.between(leap.first_s + at * leap.slope_s, leap.num_seqs * num_steps / num_points)
-        self._leap = None
+        self._leap, self._held_up_s = None, 0.0
 
     def _tell(self, listener: Callable[[Request], None] | None, request: Request) -> None:
         if listener is not None:

@@ -17,6 +17,7 @@ from quire.sim.devices import Device, Efficiency, all_reduce_s, product_s, send_
 from quire.step_costs import StepLoad
 
 _VALUE_BYTES = 2  # activations
+MAX_FUSED_ROWS = 16  # of which a product and its neighbours are one launch (kernels/triton)
 _MIXED_SIZES = sorted(mixed_sizes(), key=sum)  # a step takes the first that holds it
 
 
@@ -58,9 +59,13 @@ class RooflineCost(StepCost):
         if not load.num_tokens:
             return 0.0
         stages = self.pipeline_parallel
-        num_rows, num_sampled = self._rows(load)
+        num_rows, num_sampled = self.padded_rows(load)
         num_rows, num_sampled = -(-num_rows // stages), -(-num_sampled // stages)
         seconds = self._fixed_s + product_s(self._body_s, self._body_token_s * num_rows)
+        if num_rows > MAX_FUSED_ROWS:
+            seconds += self.spec.num_layers * self.efficiency.wide_layer_s
+        if load.num_prompts:
+            seconds += self.spec.num_layers * self.efficiency.prompts_layer_s
         seconds += product_s(self._head_s, self._head_token_s * num_sampled)
         seconds += self._small_token_s * num_rows
         seconds += self.kv_token_s * load.num_decode_kv_tokens + self._pair_s * load.num_causal_pairs
@@ -76,7 +81,7 @@ class RooflineCost(StepCost):
             seconds += send_s(self.device, message, is_within_machine=is_within)
         return seconds
 
-    def _rows(self, load: StepLoad) -> tuple[int, int]:
+    def padded_rows(self, load: StepLoad) -> tuple[int, int]:
         """Rows that are multiplied, and those whose logits are, as the captured steps pad them."""
         num_decodes, num_prompt_tokens = load.num_decodes, load.num_prompt_tokens
         if self.has_graphs and not num_prompt_tokens and num_decodes <= MAX_GRAPH_SEQS:

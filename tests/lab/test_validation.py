@@ -22,10 +22,11 @@ def test_a_row_says_how_far_off_it_is() -> None:
 def test_the_recorded_h200_is_met_where_steps_alone_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "_OFFLINE", {"single": 238.0, "lab16": 3_608.0})
     monkeypatch.setattr(validation, "_SERVING", {8: (40, (13.2, 48.0, 4.6, 9.7))})
-    monkeypatch.setattr(validation, "_FIRST_SEEDS", (10,))
+    monkeypatch.setattr(validation, "_AT_ENGINE", {8: (100.0, (11.66, 36.07, 4.55, 8.38))})
+    monkeypatch.setattr(validation, "_NUM_LOADS", 1)
     monkeypatch.setattr(validation, "sharegpt", lambda vocab, seed, num=20: [([1] * 30, 10)] * num)
     rows = {(row.run, row.metric): row for row in recorded_h200()}
-    assert len(rows) == 2 + 4 + 1
+    assert len(rows) == 2 + 5 + 4 + 1
     for (run, metric), row in rows.items():
         if "offline" in run or metric == "inter-token p50, ms":
             assert row.is_met, row

@@ -42,8 +42,10 @@ def ends_of(ends: StepEnds, replicas: list[Replica], adds: dict[float, int]) -> 
             replicas[index].add(request, now_s)
         else:
             now_s, index = ends.next_s, ends.pop()
+            before_s = replicas[index].busy_s
             replicas[index].advance()
-            found.append((now_s, index))
+            if replicas[index].busy_s > before_s:  # else it has only woken up
+                found.append((now_s, index))
         ends.note([index], now_s)
     return found
 

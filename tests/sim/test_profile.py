@@ -50,6 +50,13 @@ def test_the_fit_finds_what_made_the_steps(counts: list[int], starts: list[int])
     assert cost.mean_error < 0.03
 
 
+def test_a_slower_machine_takes_as_many_times_as_long_for_everything() -> None:
+    cost = fit_steps([recorded(300)])
+    for counts, starts in LOADS:
+        load = StepLoad.of(counts, starts)
+        assert cost.slower(2.5).fitted_s(load) == pytest.approx(2.5 * cost.fitted_s(load))
+
+
 def test_noise_is_kept_and_drawn_from_and_the_total_stays() -> None:
     run = recorded(800, noise=0.3)
     cost = fit_steps([run])

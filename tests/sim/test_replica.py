@@ -80,6 +80,7 @@ def test_a_request_cuts_a_leap_short_at_the_end_of_a_step_and_is_in_the_next() -
     times = TokenTimes()
     replica = Replica(replace(CONFIG, lead_s=0.25), SECOND, times)
     add(replica, "long", 4, 100, now_s=0.0)
+    replica.advance()  # it wakes up
     assert replica.due_s == 1.25
     replica.advance()
     assert replica.due_s == pytest.approx(99.25)  # all but the last of its steps in one
@@ -91,6 +92,18 @@ def test_a_request_cuts_a_leap_short_at_the_end_of_a_step_and_is_in_the_next() -
     assert list(times.first_s) == pytest.approx([1.25, 12.25 - 10.5])
     replica.advance()
     assert times.first_s[-1] == pytest.approx(13.25 - 11.1)
+
+
+def test_what_comes_at_one_moment_is_in_one_step() -> None:
+    fleet = run([SimRequest(2.0, 10, 1) for _ in range(5)] + [SimRequest(2.5, 10, 1)], CONFIG, SECOND)
+    assert list(fleet.times.first_s) == pytest.approx([1.001] * 5 + [1.501])
+
+
+def test_a_first_token_keeps_the_others_of_its_step_waiting() -> None:
+    config = replace(CONFIG, first_token_s=0.25, can_leap=False)
+    fleet = run([SimRequest(0.0, 4, 5), SimRequest(1.5, 4, 1)], config, SECOND)
+    assert list(fleet.times.between_s) == pytest.approx([0.75, 1.25, 0.75, 1.0])
+    assert list(fleet.times.first_s) == pytest.approx([1.001, 1.501])
 
 
 def test_what_never_fits_is_counted_and_the_rest_is_served() -> None:

@@ -28,7 +28,7 @@ def decode_s(cost: RooflineCost, num: int, context: int) -> float:
         ([1] * 16, [136] * 16, 4.43),
         ([1] * 256, [843] * 256, 14.8),
         ([2000], [0], 45.0),
-        ([1] * 64 + [320], [400] * 64 + [0], 10.3),
+        ([1] * 64 + [320], [400] * 64 + [0], 10.9),
     ],
 )
 def test_an_h200s_steps_are_within_a_tenth_of_what_was_measured(
