@@ -250,11 +250,11 @@ def metrics() -> str:
 
 def paths() -> list[tuple[str, str]]:
     """(method, path) of everything that the server answers."""
-    from quire.server.app import create_app
+    from quire.server.app import routes
 
     found = []
     of_the_page = ("/favicon.ico", "/static")
-    for route in create_app(_no_context()).routes:
+    for route in routes(_no_context()):
         methods = getattr(route, "methods", None) or {"GET"}
         path = str(getattr(route, "path", ""))
         if not path.startswith(of_the_page):
