@@ -70,7 +70,7 @@ class DiskStore:
         if self.shape.segment_bytes(self._capacity) > self.max_bytes:
             raise ConfigError(
                 f"kv_disk_size is {self.max_bytes:,} bytes and holds no block: one takes "
-                f"{self.shape.segment_bytes(1):,}; raise it"
+                f"{self.shape.segment_bytes(1):,}; raise it, to 16GiB for example: without a unit it is bytes"
             )
         for unfinished in self.directory.glob("*.new"):  # of an engine that was ended while it began one
             if time.time() - unfinished.stat().st_mtime > 60:
