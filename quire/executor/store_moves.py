@@ -127,7 +127,7 @@ class StoreMoves:
             self._finished.clear()
 
     def _give_up_filled(self) -> None:
-        """Of steps whose results nobody takes."""
+        """Drop the sends of steps whose results nobody will take: their last layers never leave."""
         for step in list(self._filled):
             self.on_step(step, is_good=False)
 

@@ -123,7 +123,7 @@ class _Shown:
         return self._tokenizer.decode(prepared.request.prompt_token_ids, skip_special_tokens=False)
 
     def offsets(self) -> TextOffsets | None:
-        """Of a choice, where logprobs are wanted."""
+        """What tells where each token of a choice begins in its text; None where no logprobs are wanted."""
         if self.body.logprobs is None:
             return None
         stripped = self._tokenizer.num_spaces_stripped if self._tokenizer is not None and self.body.echo else 0

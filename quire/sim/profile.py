@@ -44,7 +44,7 @@ class ProfileCost(StepCost):
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def slower(self, times: float) -> ProfileCost:
-        """Of a machine that takes so many times as long for everything."""
+        """The costs of a machine that takes so many times as long for everything."""
         return replace(
             self,
             corner_s=[times * one for one in self.corner_s],
