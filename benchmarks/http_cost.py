@@ -23,7 +23,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from quire.bench.router import BLOCK_SIZE, MAX_LEN, MAX_NUM_SEQS, Processes, free_port, write_model
+from quire.bench.router import BLOCK_SIZE, Processes, free_port, serve_command, write_model
 
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _PROMPT = "a prefix that every prompt begins with, four blocks of it: " + "." * 5
@@ -78,10 +78,8 @@ async def measure(args: argparse.Namespace) -> None:
         template = folder / "template.jinja"
         template.write_text(_TEMPLATE)
         server = url = f"http://127.0.0.1:{free_port()}"
-        flags = ["--load-format", "dummy", "--num-gpu-blocks-override", "200", "--device", "cpu", "--num-threads", "1"]
-        flags += ["--max-model-len", str(MAX_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--served-model-name", "bench"]
-        flags += ["--chat-template", str(template), "--port", server.rsplit(":", 1)[1], "--log-level", args.log_level]
-        child = processes.start(server, sys.executable, "-m", "quire", "serve", str(write_model(folder)), *flags)
+        command = serve_command(write_model(folder), server, num_blocks=200, log_level=args.log_level)
+        child = processes.start(server, *command, "--chat-template", str(template))
         await processes.ready(server)
         pids = {"HTTP": child.pid} | children_of(child)
         if args.router:

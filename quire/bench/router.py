@@ -261,6 +261,14 @@ async def _is_well(session: Any, url: str) -> bool:
     return False
 
 
+def serve_command(model: Path, url: str, *, num_blocks: int = NUM_BLOCKS, log_level: str = "error") -> list[str]:
+    """Starts a server of the small model, under the name `bench`."""
+    flags = ["--load-format", "dummy", "--num-gpu-blocks-override", str(num_blocks), "--device", "cpu"]
+    flags += ["--max-model-len", str(MAX_LEN), "--num-threads", "1", "--max-num-seqs", str(MAX_NUM_SEQS)]
+    flags += ["--served-model-name", "bench", "--port", url.rsplit(":", 1)[1], "--log-level", log_level]
+    return [sys.executable, "-m", "quire", "serve", str(model), *flags]
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
@@ -297,10 +305,7 @@ async def measure(
         processes = Processes(session, folder)
         stack.callback(processes.end)
         for url in urls:
-            flags = ["--load-format", "dummy", "--num-gpu-blocks-override", str(NUM_BLOCKS), "--device", "cpu"]
-            flags += ["--max-model-len", str(MAX_LEN), "--num-threads", "1", "--max-num-seqs", str(MAX_NUM_SEQS)]
-            flags += ["--served-model-name", "bench", "--port", url.rsplit(":", 1)[1], "--log-level", "error"]
-            processes.start(url, sys.executable, "-m", "quire", "serve", str(model), *flags)
+            processes.start(url, *serve_command(model, url))
         for url in urls:
             await processes.ready(url)
         ours, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))

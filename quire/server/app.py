@@ -32,9 +32,14 @@ def create_app(context: ServerContext) -> ASGIApp:
     """The server's application. Requests for its endpoints do not pass through Starlette's: they answer their errors
     themselves, and are found by their path."""
     context.answering = answering(context)
-    endpoints = {op.path: _json_endpoint(op, context) for op in _operations() if op.is_endpoint and "{" not in op.path}
+    every_route = routes(context)
+    endpoints = {
+        route.path: route.endpoint
+        for route in every_route
+        if isinstance(route, Route) and isinstance(route.endpoint, JsonEndpoint)
+    }
     rest = Starlette(
-        routes=routes(context),
+        routes=every_route,
         exception_handlers={
             HTTPException: http_error,
             ApiError: any_error,
@@ -52,11 +57,8 @@ def create_app(context: ServerContext) -> ASGIApp:
 
 
 def routes(context: ServerContext) -> list[BaseRoute]:
-    return [*(make_route(op, context) for op in _operations()), *page.routes(), *_document_routes()]
-
-
-def _operations() -> list[Operation]:
-    return [op for ops in OPERATIONS.values() for op in ops]
+    operations = (op for ops in OPERATIONS.values() for op in ops)
+    return [*(make_route(op, context) for op in operations), *page.routes(), *_document_routes()]
 
 
 def answering(context: ServerContext) -> dict[str, JsonEndpoint]:

@@ -210,4 +210,8 @@ def request_id_of(scope: Scope) -> str:
     given = header_of(scope, REQUEST_ID_HEADER)
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given
+    return new_request_id()
+
+
+def new_request_id() -> str:
     return os.urandom(16).hex()

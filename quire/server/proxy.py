@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
 import socket
 from collections import Counter
@@ -34,7 +33,7 @@ from quire.log import get_logger
 from quire.router.http_client import Headers, Reply
 from quire.router.policy import Prompt, Ticket
 from quire.router.servers import Question, Servers
-from quire.server.endpoint import REQUEST_ID_HEADER, on_gone
+from quire.server.endpoint import REQUEST_ID_HEADER, new_request_id, on_gone
 from quire.server.errors import RETRY_SOON, ApiError, UnavailableError, any_error, bad_request, to_api_error
 from quire.server.guards import BodyLimits, Hosts, after_body, allowed_hosts
 from quire.server.http_server import HttpServer
@@ -200,7 +199,7 @@ class Proxy(Collector):
         prompt, question = servers.prompt_of(body, None if key is None else key.decode("latin-1"))
         headers = _kept(scope["headers"])
         if _REQUEST_ID not in given:
-            headers.append((_REQUEST_ID, os.urandom(16).hex().encode()))  # whoever goes on with it tells the same
+            headers.append((_REQUEST_ID, new_request_id().encode()))  # whoever goes on with it tells the same
         if path in RESUMABLE_PATHS:
             headers.append((_RESUMABLE, b"1"))
         return _Asked(scope["raw_path"], headers, body, raw, prompt), question

@@ -108,8 +108,8 @@ class Efficiency:
     prompt_attention: float = 0.5  # of the arithmetic: 403 to 616 TFLOP/s for prompts of 1,024 to 8,192 tokens
     # Launches, gaps and the fixed part of attention in a layer: what makes 16 decodes take as long as in lab16.
     layer_s: float = 8.4e-6
-    # What that is more where products and their neighbours are launches of their own, and where prompts have an
-    # attention of their own behind that of decodes: least squares over 24,000 steps at 8 and 24 requests/s.
+    # What that is more above `roofline.MAX_FUSED_ROWS`, and where prompts have an attention of their own behind that of
+    # decodes: least squares over 24,000 steps at 8 and 24 requests/s.
     wide_layer_s: float = 13.5e-6
     prompts_layer_s: float = 15e-6
     # Bytes that the small kernels of a layer move for a token, in rows of the hidden and of the inner size.

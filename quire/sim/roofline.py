@@ -17,7 +17,9 @@ from quire.sim.devices import Device, Efficiency, all_reduce_s, product_s, send_
 from quire.step_costs import StepLoad
 
 _VALUE_BYTES = 2  # activations
-MAX_FUSED_ROWS = 16  # of which a product and its neighbours are one launch (kernels/triton)
+# Above so many rows layers take longer by `Efficiency.wide_layer_s`, which was fitted with it. The kernels' own bound
+# for products that are one launch with their neighbours is 32; with that the fit is a little worse.
+MAX_FUSED_ROWS = 16
 _MIXED_SIZES = sorted(mixed_sizes(), key=sum)  # a step takes the first that holds it
 
 

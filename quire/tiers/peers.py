@@ -36,9 +36,8 @@ VERSION = 2
 SECRET_VARIABLE = "QUIRE_KV_SECRET"
 _HELLO = struct.Struct("<8sI32sI")  # magic, version, digest of the nonce, length of the description
 _LENGTH = struct.Struct("<I")
-_PIECE = struct.Struct(
-    "<16sIIQQ"
-)  # send id, number of blocks, length of the keys, first byte of a block, the one after
+# Send id, number of blocks, length of the keys, first byte of a block, the one after the last.
+_PIECE = struct.Struct("<16sIIQQ")
 _SEAL_BYTES = 16
 _NONCE_BYTES = 16
 _TIMEOUT_S = 10.0  # of one message: a peer that says nothing for so long is gone
