@@ -266,7 +266,7 @@ def serve_command(model: Path, url: str, *, num_blocks: int = NUM_BLOCKS, log_le
     flags = ["--load-format", "dummy", "--num-gpu-blocks-override", str(num_blocks), "--device", "cpu"]
     flags += ["--max-model-len", str(MAX_LEN), "--num-threads", "1", "--max-num-seqs", str(MAX_NUM_SEQS)]
     flags += ["--served-model-name", "bench", "--port", url.rsplit(":", 1)[1], "--log-level", log_level]
-    return [sys.executable, "-m", "quire", "serve", str(model), *flags]
+    return [sys.executable, "-P", "-m", "quire", "serve", str(model), *flags]
 
 
 def free_port() -> int:
@@ -310,7 +310,7 @@ async def measure(
             await processes.ready(url)
         ours, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         flags = ["--port", ours.rsplit(":", 1)[1], "--log-level", "error"]
-        processes.start(ours, sys.executable, "-m", "quire", "router", *urls, *flags)
+        processes.start(ours, sys.executable, "-P", "-m", "quire", "router", *urls, *flags)
         await processes.ready(ours)
         fronts: dict[str, Callable[[], Any]] = {OURS: lambda: ours}
         if peer_python is not None:
