@@ -2,6 +2,7 @@
 
     python -m benchmarks.structured                              # SmolLM2, one sequence, processor time of one thread
     python -m benchmarks.structured --shape llama-3.1-8b --num-seqs 64    # random weights on a GPU, seconds
+    python -m benchmarks.structured --shape llama-3.1-8b --num-seqs 64 --masks-only    # no model: what fills masks
 
 Free text and answers under each schema run in turn. Random weights never end an answer by themselves, so the schemas
 want answers longer than any that is asked for; the shape's vocabulary is one of 128,256 real pieces of text, trained
@@ -21,12 +22,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from quire import SamplingParams, StructuredOutputsParams
 from quire.bench.model_shapes import LLAMA_8B
 from quire.bench.units import table
 from quire.engine.batch import run_batch, runs_beside_host
 from quire.errors import QuireError
+from quire.grammar import GrammarCompiler, lower
+from quire.grammar.rows import ConstrainedLine, RowConstraints, mask_threads
+from quire.params import SamplingSpec
 from quire.request import Request
+from quire.text import Tokenizer
 from quire.weights import quire_home
 
 if TYPE_CHECKING:
@@ -176,6 +183,46 @@ def measure_first_token(runner: Runner) -> None:
         print(f"first token under {kind}: {middle:+.2f} ms ({low:+.2f} to {high:+.2f})")
 
 
+def measure_masks(model: str, *, num_seqs: int, num_out: int) -> None:
+    """Print what the masks of a step take under random text, with matchers for strings and without."""
+    tokenizer = Tokenizer.from_directory(Path(model))
+    vocab_size = LLAMA_8B["vocab_size"]
+    assert isinstance(vocab_size, int)
+    compiler = GrammarCompiler(lambda: (tokenizer, tokenizer.end_token_ids), vocab_size=vocab_size)
+    num_threads = max(2, mask_threads())
+    rows = RowConstraints(compiler, num_threads=num_threads)
+    none: list[list[int]] = [[] for _ in range(num_seqs)]
+    table_rows = []
+    for name, schema in SCHEMAS.items():
+        spec = SamplingSpec(grammar=lower(StructuredOutputsParams(json=schema)))
+        for row in range(num_seqs):
+            rows.admit(row, spec, [])
+        lines = [ConstrainedLine(row, row, rows.constraint(row)) for row in range(num_seqs)]
+        alone = [ConstrainedLine(row, row, rows.constraint(row).copy(with_strings=False)) for row in range(num_seqs)]
+        chance = np.random.default_rng(0)
+        times_ms: list[list[float]] = [[], [], [], []]
+        for step in range(num_out):
+            tokens: list[list[int]] = []
+            for i, each in enumerate((alone, lines)):
+                began = time.perf_counter()
+                masks = rows.begin_masks(each, none).finish()
+                filled = time.perf_counter()
+                if not tokens:
+                    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little", count=vocab_size)
+                    tokens = [[int(chance.choice(np.flatnonzero(row)))] for row in bits]
+                told = time.perf_counter()
+                rows.advance(each, tokens)
+                if step >= num_out // 4:  # lexers find their first states before
+                    times_ms[i].append(1e3 * (filled - began))
+                    times_ms[2 + i].append(1e3 * (time.perf_counter() - told))
+        for row in range(num_seqs):
+            rows.release(row)
+        table_rows.append([name, *(f"{statistics.mean(some):.2f}" for some in times_ms)])
+    heads = ["", "masks, ms: library", "and strings", "telling tokens, ms: library", "and strings"]
+    print(f"{num_seqs} sequences, {num_threads} threads")
+    print(table(heads, table_rows))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.structured", description=__doc__.split("\n")[0], allow_abbrev=False
@@ -185,6 +232,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-seqs", type=int, default=1, metavar="N", help="sequences at once (default 1)")
     parser.add_argument("--num-out", type=int, default=128, metavar="N", help="tokens of an answer (default 128)")
     parser.add_argument("--turns", type=int, default=3, metavar="N", help="of each schema (default 3)")
+    parser.add_argument(
+        "--masks-only", action="store_true", help="with --shape, and on any machine: time the masks alone"
+    )
     parser.add_argument("--kwargs", default="{}", help='JSON of engine arguments, e.g. \'{"dtype": "bfloat16"}\'')
     args = parser.parse_args(argv)
     values: dict[str, Any] = {"model": args.model, "max_model_len": 1024, "max_num_seqs": max(8, args.num_seqs)}
@@ -192,6 +242,9 @@ def main(argv: list[str] | None = None) -> int:
         values |= {"model": str(write_shape()), "device": "cuda", "load_format": "dummy", "dtype": "bfloat16"}
     else:
         values["num_threads"] = 1
+    if args.masks_only and args.shape:
+        measure_masks(values["model"], num_seqs=args.num_seqs, num_out=args.num_out)
+        return 0
     try:
         from quire.config import EngineConfig
         from quire.engine.llm_engine import LLMEngine

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.errors import BadRequestError
+from quire.grammar.strings import StringMatcher, StringVocabulary, bounds_plain_strings
 from quire.models.spec import ModelSpec
 from quire.text import Tokenizer
 from quire.weights import Checkpoint, open_checkpoint, resolve_model
@@ -34,6 +35,9 @@ _SLICES = [
 ]
 _QUICK_S = 5e-3  # what takes no longer to compile may be compiled again where a sequence begins
 
+# What follows a text through a grammar, and what helps it inside strings, where there is any use in that.
+Matchers = tuple["LLMatcher", StringMatcher | None]
+
 
 def _limits() -> LLParserLimits:
     """Fuel is the compiler's own measure of work: some 50,000 a millisecond at first, 14,000 in a step."""
@@ -53,7 +57,7 @@ class CompiledGrammar:
     """Matchers at a grammar's beginning. Copies of one of them take turns at its lexer, so that threads which fill
     masks at the same time need several that were compiled apart."""
 
-    def __init__(self, compile_one: Callable[[], LLMatcher], threads: ThreadPoolExecutor) -> None:
+    def __init__(self, compile_one: Callable[[], Matchers], threads: ThreadPoolExecutor) -> None:
         self._compile_one = compile_one
         self._threads = threads
         started = time.thread_time()  # waiting for the interpreter is no part of it
@@ -61,14 +65,15 @@ class CompiledGrammar:
         self._is_quick = time.thread_time() - started <= _QUICK_S
         self._growing: Future[None] | None = None
 
-    def matcher(self, lexer: int) -> LLMatcher:
-        """A copy of the caller's own, that uses this lexer, if there are as many."""
+    def matchers(self, lexer: int) -> Matchers:
+        """Copies of the caller's own, that use this lexer, if there are as many."""
         if lexer >= len(self._lexers):
             if self._is_quick:
                 self._grow()
             elif self._growing is None or self._growing.done():
                 self._growing = self._threads.submit(self._grow)
-        return self._lexers[lexer % len(self._lexers)].deep_copy()
+        matcher, strings = self._lexers[lexer % len(self._lexers)]
+        return matcher.deep_copy(), strings and strings.copy()
 
     def _grow(self) -> None:
         self._lexers.append(self._compile_one())
@@ -84,6 +89,7 @@ class GrammarCompiler:
         grammar."""
         self._open = open_vocabulary
         self.vocab_size = vocab_size
+        self._has_strings = False
         self._kept: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
         self._num_chars = 0
         self._lock = threading.Lock()
@@ -99,9 +105,14 @@ class GrammarCompiler:
 
         return cls(open_vocabulary, vocab_size=spec.vocab_size)
 
+    def follow_strings(self) -> None:
+        """Compile matchers for strings too, from now on: where threads fill masks, those save more than it takes to
+        tell them of each token."""
+        self._has_strings = True
+
     def prepare(self) -> None:
         """Read the vocabulary beside what else goes on, so that the first grammar need not wait for it."""
-        self._threads.submit(lambda: self.tokenizer)
+        self._threads.submit(self._read_vocabulary)
 
     def start(self, grammar: str) -> Future[CompiledGrammar]:
         """The compiled grammar, now or later. Its error is a BadRequestError."""
@@ -117,10 +128,10 @@ class GrammarCompiler:
                 self._num_chars -= len(oldest)
             return future
 
-    def matcher(self, grammar: str, lexer: int = 0) -> LLMatcher:
-        """A matcher at the grammar's beginning, of the caller's own. Waits where it is not compiled yet. lexer: only
+    def matchers(self, grammar: str, lexer: int = 0) -> Matchers:
+        """Matchers at the grammar's beginning, of the caller's own. Waits where it is not compiled yet. lexer: only
         matchers of different ones are of use to several threads."""
-        return self.start(grammar).result().matcher(lexer)
+        return self.start(grammar).result().matchers(lexer)
 
     def check(self, grammar: str) -> None:
         """Raises BadRequestError where the grammar cannot be compiled."""
@@ -143,29 +154,59 @@ class GrammarCompiler:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
+        return grammar_tokenizer(self._vocabulary)
+
+    @cached_property
+    def _vocabulary(self) -> _Vocabulary:
         tokenizer, eos_token_ids = self._open()
         if tokenizer is None:
             raise _bad("needs a tokenizer, and skip_tokenizer_init=True was set")
-        return grammar_tokenizer(tokenizer, self.vocab_size, eos_token_ids)
+        return _Vocabulary(tokenizer, self.vocab_size, eos_token_ids)
+
+    @property
+    def _strings(self) -> StringVocabulary:
+        with self._tokenizer_lock:
+            return self._string_vocabulary
+
+    @cached_property
+    def _string_vocabulary(self) -> StringVocabulary:
+        read = self._vocabulary
+        return StringVocabulary(read.tokens, read.special_token_ids, read.ends)
+
+    def _read_vocabulary(self) -> None:
+        _ = self.tokenizer
+        if self._has_strings:
+            _ = self._strings.tokenizer
 
     def _compile(self, grammar: str) -> CompiledGrammar:
         try:
             grammar.encode()
         except UnicodeEncodeError:
             raise _bad("holds a lone surrogate, which is no Unicode text: remove it") from None
-        _ = self.tokenizer  # no part of what a grammar takes
-        return CompiledGrammar(lambda: self._compile_one(grammar), self._threads)
+        self._read_vocabulary()  # no part of what a grammar takes
+        has_strings = self._has_strings and bounds_plain_strings(grammar)
+        return CompiledGrammar(lambda: self._compile_one(grammar, has_strings=has_strings), self._threads)
 
-    def _compile_one(self, grammar: str) -> LLMatcher:
-        from llguidance import LLMatcher
+    def _compile_one(self, grammar: str, *, has_strings: bool) -> Matchers:
+        matcher = _matcher(self.tokenizer, grammar)
+        if not has_strings:
+            return matcher, None
+        try:
+            return matcher, StringMatcher(_matcher(self._strings.tokenizer, grammar), self._strings)
+        except BadRequestError:  # its bytes are more tokens than the text's: it may run out of what the other needs not
+            return matcher, None
 
-        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_limits())
-        if matcher.is_error():
-            raise _bad(f"cannot be compiled: {_short(matcher.get_error())}")
-        matcher.compute_bitmask()  # what the first mask needs is then made once, and not for each sequence
-        if matcher.is_error():
-            raise _bad(f"allows no answer: {_short(matcher.get_error())}")
-        return matcher
+
+def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
+    if matcher.is_error():
+        raise _bad(f"cannot be compiled: {_short(matcher.get_error())}")
+    matcher.compute_bitmask()  # what the first mask needs is then made once, and not for each sequence
+    if matcher.is_error():
+        raise _bad(f"allows no answer: {_short(matcher.get_error())}")
+    return matcher
 
 
 def _short(message: str) -> str:
@@ -211,9 +252,12 @@ def end_token_ids(checkpoint: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer 
 class _Vocabulary:
     """What llguidance asks of a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self.ends = sorted(token for token in eos_token_ids if token < vocab_size)
+        if not self.ends:
+            raise _bad("need a model with an end token, and this one names none")
         self._tokenizer = tokenizer
-        self.eos_token_id = eos_token_id
+        self.eos_token_id = self.ends[0]
         self.bos_token_id = tokenizer.bos_token_id
         # Ids beyond the tokenizer's have no bytes, and a token without bytes is allowed nowhere.
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
@@ -223,14 +267,9 @@ class _Vocabulary:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def grammar_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
+def grammar_tokenizer(vocabulary: _Vocabulary) -> LLTokenizer:
     """Takes some hundred milliseconds for a large vocabulary, and holds the interpreter for half of them."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    ends = sorted(token for token in eos_token_ids if token < vocab_size)
-    if not ends:
-        raise BadRequestError(
-            "structured_outputs need a model with an end token, and this one names none", param="structured_outputs"
-        )
-    wrapped = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, ends[0]))
-    return LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=ends, slices=_SLICES)
+    wrapped = TokenizerWrapper(vocabulary)
+    return LLTokenizer(wrapped, n_vocab=len(vocabulary.tokens), eos_token=vocabulary.ends, slices=_SLICES)

@@ -7,14 +7,12 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from quire.grammar.strings import StringMatcher, Words
 from quire.params import ThinkingSpec
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-Words = npt.NDArray[np.int32]
 
 
 class Stage(Enum):
@@ -31,16 +29,18 @@ class Constraint:
     first of them alone. So the tokens are the same whether they are sampled one by one or verified as drafts.
     """
 
-    __slots__ = ("_bytes_of", "_forced", "_matcher", "_num_thought", "_read", "_stage", "_thinking")
+    __slots__ = ("_bytes_of", "_forced", "_matcher", "_num_thought", "_read", "_stage", "_strings", "_thinking")
 
     def __init__(
         self,
         matcher: LLMatcher | None,
         thinking: ThinkingSpec | None = None,
         bytes_of: Callable[[list[int]], bytes] | None = None,
+        strings: StringMatcher | None = None,
     ) -> None:
-        """bytes_of: of tokens, where there is thinking."""
+        """bytes_of: of tokens, where there is thinking. strings: at the same place as the matcher."""
         self._matcher = matcher
+        self._strings = strings
         self._thinking = thinking
         self._bytes_of = bytes_of
         self._forced: list[int] | None = None  # None: not looked up yet
@@ -51,8 +51,9 @@ class Constraint:
             self._stage = Stage.THINKING if thinking.is_open else Stage.START
             self._close_if_spent()
 
-    def copy(self) -> Constraint:
-        other = Constraint(self._matcher and self._matcher.deep_copy())
+    def copy(self, *, with_strings: bool = True) -> Constraint:
+        strings = self._strings.copy() if self._strings is not None and with_strings else None
+        other = Constraint(self._matcher and self._matcher.deep_copy(), strings=strings)
         other._thinking, other._bytes_of, other._stage = self._thinking, self._bytes_of, self._stage
         other._read, other._num_thought = self._read, self._num_thought
         other._forced = None if self._forced is None else list(self._forced)
@@ -81,8 +82,11 @@ class Constraint:
         if matcher is None:
             return
         if matcher.is_stopped() or not matcher.consume_token(token):
-            self._forced = []
-        elif self._forced and self._forced[0] == token:
+            self._forced, self._strings = [], None
+            return
+        if self._strings is not None and not self._strings.follow(token):
+            self._strings = None
+        if self._forced and self._forced[0] == token:
             del self._forced[0]
             self._forced = self._forced or None
         else:
@@ -145,6 +149,11 @@ class Constraint:
         is_due = self._stage in (Stage.START, Stage.ANSWER) and not self._forced
         return self._matcher if is_due and self._matcher is not None and not self._matcher.is_error() else None
 
+    @property
+    def strings(self) -> StringMatcher | None:
+        """What may tell the next mask sooner than `matcher`, where that is asked at all."""
+        return self._strings
+
     def fill(self, into: Words, *, is_filled: bool = False) -> None:
         """Set the bits of the tokens that may come next. into: [words]; is_filled: what `matcher` says is in it."""
         forced = self.forced()
@@ -169,7 +178,7 @@ class Constraint:
         """
         self.fill(into[0], is_filled=is_filled)
         into[1:] = -1
-        ahead = self.copy()
+        ahead = self.copy(with_strings=False)
         for depth, token in enumerate(drafts, start=1):
             if not into[depth - 1].view(np.uint32)[token >> 5] >> np.uint32(token & 31) & 1:
                 return

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.grammar.compiler import GrammarCompiler
-from quire.grammar.constraint import Constraint, Words
+from quire.grammar.constraint import Constraint
+from quire.grammar.strings import Words
 from quire.params import SamplingSpec
 from quire.plan import StepPlan
 from quire.request import Sequence
@@ -97,27 +98,34 @@ class RowConstraints:
         self.compiler = compiler
         self._new_words = new_words
         self._num_threads = num_threads
-        self._num_lexers = num_threads * _LEXERS_PER_THREAD if num_threads > 1 else 1
+        self._num_lexers = 1
+        if num_threads > 1:
+            self._num_lexers = num_threads * _LEXERS_PER_THREAD
+            compiler.follow_strings()
         self._rows: dict[int, Constraint] = {}
         self._lexers: dict[int, tuple[str, int]] = {}  # of each row with a grammar: the grammar, and which it uses
         self._num_users: dict[str, list[int]] = {}  # by grammar, of each lexer
         self._num_words = -(-compiler.vocab_size // 32)
         self._packed: Words = _new_words(0, self._num_words)
+        self._of_strings: Words = _new_words(0, 0)  # masks of matchers for strings
 
     def admit(self, row: int, spec: SamplingSpec, output_token_ids: Seq[int]) -> None:
         """Waits for the compiler where nobody did before. Raises BadRequestError only where nobody checked either."""
         if not spec.is_constrained:
             return
-        matcher = None
+        matcher = strings = None
         if spec.grammar is not None:
             users = self._num_users.get(spec.grammar) or [0] * self._num_lexers
             lexer = users.index(min(users))
-            matcher = self.compiler.matcher(spec.grammar, lexer)
+            matcher, strings = self.compiler.matchers(spec.grammar, lexer)
             self._use(row, spec.grammar, lexer)
         decode = self.compiler.tokenizer.decode_bytes if spec.thinking is not None else None
-        constraint = Constraint(matcher, spec.thinking, decode)
+        constraint = Constraint(matcher, spec.thinking, decode, strings)
         constraint.advance(output_token_ids)
         self._rows[row] = constraint
+
+    def constraint(self, row: int) -> Constraint:
+        return self._rows[row]
 
     def fork(self, source_row: int, row: int) -> None:
         if source_row in self._rows:
@@ -181,24 +189,44 @@ class RowConstraints:
         if self._num_threads > 1:
             # Threads take neighbours, and those that share a lexer would wait for each other.
             order = sorted(range(len(lines)), key=lambda i: self._lexers.get(lines[i].row, ("", 0)))
-            matchers = [(lines[i].constraint.matcher, firsts[i]) for i in order]
-            working = [(matcher, first) for matcher, first in matchers if matcher is not None]
+            working = [(lines[i].constraint, firsts[i]) for i in order if lines[i].constraint.matcher is not None]
             if len(working) > 1:
                 pending.wait_for(self._fill(working, packed), {first for _, first in working})
         return pending
 
-    def _fill(self, working: list[tuple[LLMatcher, int]], packed: Words) -> Future[None]:
+    def _fill(self, working: list[tuple[Constraint, int]], packed: Words) -> Future[None]:
         has_begun = threading.Event()
 
         def fill() -> None:
             has_begun.set()
-            # Threads of its own, and the interpreter is let go of once for all of them.
-            self._executor.unsafe_compute_mask_ptr(working, packed.ctypes.data, self._num_words * 4, len(packed))
+            done = self._fill_strings(working, packed)
+            whole = [(constraint.matcher, first) for constraint, first in working if first not in done]
+            self._compute([(matcher, first) for matcher, first in whole if matcher is not None], packed)
 
         filling = self._beside.submit(fill)
         # A thread that only wants the interpreter may have to wait 5 ms for it; who waits here gives it away.
         has_begun.wait()
         return filling
+
+    def _fill_strings(self, working: list[tuple[Constraint, int]], packed: Words) -> set[int]:
+        """Fill the masks of those that stand in strings of bounded length. Returns which these are."""
+        found = [(one.strings, first) for one, first in working if one.strings is not None]
+        if not found:
+            return set()
+        vocabulary = found[0][0].vocabulary
+        if len(self._of_strings) < len(found):
+            self._of_strings = _new_words(2 * len(found), vocabulary.num_words)
+        masks = self._of_strings[: len(found)]
+        self._compute([(strings.matcher, i) for i, (strings, _) in enumerate(found)], masks)
+        whole, are_in_strings = vocabulary.complete(masks)
+        firsts = np.array([first for _, first in found])[are_in_strings]
+        packed[firsts] = whole[are_in_strings]
+        return set(firsts.tolist())
+
+    def _compute(self, matchers: list[tuple[LLMatcher, int]], into: Words) -> None:
+        """In threads of the library's own, and the interpreter is let go of once for all of them."""
+        if matchers:
+            self._executor.unsafe_compute_mask_ptr(matchers, into.ctypes.data, into.shape[1] * 4, len(into))
 
     @cached_property
     def _beside(self) -> ThreadPoolExecutor:

@@ -55,7 +55,7 @@ def made(name: str, choice: ToolChoice, compiler: GrammarCompiler, *, parallel: 
     )
     assert found is not None
     grammar, form = found
-    return Constraint(compiler.matcher(lower(StructuredOutputsParams(grammar=grammar)))), form
+    return Constraint(compiler.matchers(lower(StructuredOutputsParams(grammar=grammar)))[0]), form
 
 
 @pytest.mark.parametrize("name", FORMATS)

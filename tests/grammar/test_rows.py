@@ -21,7 +21,7 @@ def make_lines(compiler: GrammarCompiler) -> list[ConstrainedLine]:
     thinking = ThinkingSpec(begin="<think>", end="</think>", is_open=True, budget=2, **ids)  # type: ignore[arg-type]
     lines = []
     for i in range(12):
-        matcher = compiler.matcher(lower(StructuredOutputsParams(json=SCHEMA)))
+        matcher, _ = compiler.matchers(lower(StructuredOutputsParams(json=SCHEMA)))
         constraint = Constraint(matcher, thinking if i == 3 else None, lambda tokens: bytes(len(tokens)))
         for _ in range(i):
             constraint.advance([chance.choice(allowed_ids(compiler, constraint))])

@@ -16,7 +16,8 @@ from quire.text import Tokenizer
 def constraint_of(compiler: GrammarCompiler, **kind: object) -> Constraint:
     grammar = lower(StructuredOutputsParams(**kind))  # type: ignore[arg-type]
     compiler.check(grammar)
-    return Constraint(compiler.matcher(grammar))
+    matcher, strings = compiler.matchers(grammar)
+    return Constraint(matcher, strings=strings)
 
 
 def allowed(constraint: Constraint, vocab_size: int) -> npt.NDArray[np.bool_]:
