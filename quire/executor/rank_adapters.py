@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from quire.errors import ErrorInfo, QuireError, WeightsError
 from quire.executor.adapter_slots import AdapterInfo, AdapterStore
@@ -19,6 +20,15 @@ from quire.log import get_logger
 _LOOK_S = 0.1  # at whether the ranks live, while they read
 
 
+@dataclass(slots=True)
+class _Reading:
+    """What the ranks answer to one ReadAdapter."""
+
+    number: int
+    answers: dict[int, AdapterRead] = field(default_factory=dict)  # by rank
+    are_all_there: threading.Event = field(default_factory=threading.Event)
+
+
 class RankAdapters:
     """An AdapterStore over all ranks."""
 
@@ -27,19 +37,15 @@ class RankAdapters:
         self._num_ranks = num_ranks
         self._tell = tell
         self._watch = watch
-        self._number = 0  # of the reading that is under way, or was last
-        self._answers: dict[int, AdapterRead] = {}  # to it, by rank
-        self._are_all_there = threading.Event()
+        self._reading = _Reading(0)  # the one that is under way, or was last
         watch.answer_to(self._take)
 
     def read(self, name: str, path: str) -> AdapterInfo:
-        self._answers = {}
-        self._are_all_there.clear()
-        self._number += 1
-        self._tell(ReadAdapter(self._number, name, path))
-        while not self._are_all_there.wait(_LOOK_S):
+        self._reading = reading = _Reading(self._reading.number + 1)
+        self._tell(ReadAdapter(reading.number, name, path))
+        while not reading.are_all_there.wait(_LOOK_S):
             self._watch.raise_if_over()
-        return self._agreed([self._answers[rank] for rank in range(self._num_ranks)])
+        return self._agreed([reading.answers[rank] for rank in range(self._num_ranks)])
 
     def keep(self, keys: Sequence[str]) -> None:
         self._tell(KeepAdapters(list(keys)))
@@ -49,10 +55,11 @@ class RankAdapters:
 
     def _take(self, answer: AdapterRead) -> None:
         """From the thread that watches the ranks."""
-        if answer.number == self._number:
-            self._answers[answer.rank] = answer
-            if len(self._answers) == self._num_ranks:
-                self._are_all_there.set()
+        reading = self._reading
+        if answer.number == reading.number:  # else nobody waits for it any more
+            reading.answers[answer.rank] = answer
+            if len(reading.answers) == self._num_ranks:
+                reading.are_all_there.set()
 
     def _agreed(self, answers: list[AdapterRead]) -> AdapterInfo:
         """What every rank found. Where it is the same that is wrong everywhere, it is told as one process would."""
