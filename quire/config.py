@@ -319,11 +319,6 @@ class EngineConfig:
             )
         if self.batch_invariant:
             raise ConfigError("batch_invariant and enable_lora contradict each other: adapters' products are torch's")
-        if self.num_ranks > 1:
-            raise ConfigError(
-                "enable_lora is for a model on one device so far: leave tensor_parallel_size and "
-                "pipeline_parallel_size at 1, or merge the adapter into the model"
-            )
 
     def _check_tiers(self) -> None:
         if self.kv_transfer_config is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from quire import LLMEngine, SamplingParams
 from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.errors import BadRequestError
+from quire.lora.request import LoRARequest
 from quire.outputs import RequestOutput
 from quire.plan import StepPlan
 
@@ -41,9 +43,14 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
     return found
 
 
-def run_all(engine: LLMEngine, work: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+def run_all(
+    engine: LLMEngine,
+    work: list[tuple[list[int], SamplingParams]],
+    adapters: Sequence[LoRARequest | None] = (None,),
+) -> list[RequestOutput]:
+    """adapters: the requests take them in turn."""
     for i, (prompt, params) in enumerate(work):
-        engine.add_request(str(i), prompt, params)
+        engine.add_request(str(i), prompt, params, lora_request=adapters[i % len(adapters)])
     done: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import adapter_files
 import pytest
 from rank_models import write_lively_model
-from test_gpu import requests, run_all, same_up_to_ties
+from test_gpu import requests, run_all, same_until_a_tie, same_up_to_ties
 
 from quire import LLMEngine
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.rank_executor import RankExecutor
+from quire.lora.request import LoRARequest
 from quire.outputs import RequestOutput
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +71,25 @@ def test_experts_are_split(tmp_path: Path, shared_gpu: None) -> None:
     expected = run_all(make(weights), requests(24))
     engine = make(weights, tensor_parallel_size=2)
     same_up_to_ties(run_all(engine, requests(24)), expected)
+    engine.close()
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["tp 2", "pp 2"])
+def test_adapters_are_split(tmp_path: Path, weights: Path, shared_gpu: None, degrees: tuple[int, int]) -> None:
+    adapters: list[LoRARequest | None] = [None]
+    for number, rank in enumerate((3, 20), 1):
+        path = adapter_files.write_adapter(tmp_path / str(number), weights, rank=rank, seed=number)
+        adapters.append(LoRARequest(str(number), number, str(path)))
+    slots = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 32}
+    whole = make(weights, **slots)
+    engine = make(weights, **slots, tensor_parallel_size=degrees[0], pipeline_parallel_size=degrees[1])
+    for count in (24, 1):  # one token at a time has kernels of its own
+        work = requests(24)[-count:]
+        found = [run_all(one, work, adapters[-count:]) for one in (whole, engine)]
+        if count > 1:
+            same_up_to_ties(found[1], found[0])
+        else:
+            assert same_until_a_tie(found[1][0], found[0][0]) > 0
     engine.close()
 
 

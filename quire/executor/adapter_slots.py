@@ -1,24 +1,24 @@
-"""Which adapters are on the device, and which are kept on the host for when they are wanted.
+"""Which adapters are on the device, and which are kept on the host for when they are wanted. No torch here.
 
 An adapter goes by its key: its name, and a digest of its files, so that another one of the same name is another
 adapter. It is read, checked and laid out as a slot is on a thread; the steps wait for nothing but one copy.
+
+What is where is decided here, once. A store does it: the memory of one device (adapter_store.py), or of every rank of a
+model that is split (rank_adapters.py).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-
+from quire.config import EngineConfig
 from quire.errors import WeightsError
-from quire.kernels.adapters import AdapterBank, PackedAdapter
-from quire.models.stored_names import StoredNames
-from quire.weights.peft import find_adapter, read_adapter
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,24 +31,38 @@ class AdapterInfo:
     rank: int
 
 
+class AdapterStore(Protocol):
+    """Where adapters are. `read` may be called by any thread, by one at a time."""
+
+    def read(self, name: str, path: str) -> AdapterInfo:
+        """Read an adapter and keep it on the host. WeightsError says what is wrong with it."""
+
+    def keep(self, keys: Sequence[str]) -> None:
+        """Of those that were read, keep these on the host and no others. Not called while one is read."""
+
+    def place(self, key: str, slot: int) -> None:
+        """Copy one that is kept into a slot, for steps that are submitted from now on."""
+
+
 class AdapterSlots:
-    """The slots of a bank, and a store of adapters on the host, both with the least recently used leaving first.
+    """The slots of a model, and its store of adapters on the host, both with the least recently used leaving first.
 
     `read` may be called by any thread, all else by the one that runs the steps.
     """
 
-    def __init__(self, bank: AdapterBank, names: StoredNames, *, head_dim: int, max_rank: int, max_kept: int) -> None:
+    def __init__(self, store: AdapterStore, *, num_slots: int, max_kept: int) -> None:
         """max_kept: adapters on the host."""
-        self._bank = bank
-        self._names = names
-        self._head_dim = head_dim
-        self._max_rank = max_rank
         self.max_kept = max_kept
-        self._shapes = {module: site.shape for module, site in bank.sites.items()}
-        self._kept: OrderedDict[str, PackedAdapter] = OrderedDict()
+        self._store = store
+        self._kept: OrderedDict[str, None] = OrderedDict()  # by key, the least recently used first
         self._lock = threading.Lock()  # of what is kept
-        self._slots: OrderedDict[str, int] = OrderedDict()  # by key, the least recently used first
-        self._free = list(range(bank.num_slots))
+        self._reading = threading.Lock()  # until what was read is kept, and others are dropped for it
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by key, likewise
+        self._free = list(range(num_slots))
+
+    @classmethod
+    def of(cls, config: EngineConfig, store: AdapterStore) -> AdapterSlots:
+        return cls(store, num_slots=config.max_loras, max_kept=config.max_cpu_loras or config.max_loras)
 
     @property
     def resident(self) -> list[str]:
@@ -61,21 +75,22 @@ class AdapterSlots:
         with self._lock:
             return list(self._kept)
 
-    def slot_of(self, key: str) -> int:
-        return self._slots[key]
-
     def read(self, name: str, path: str) -> AdapterInfo:
         """Read an adapter and keep it. WeightsError says what is wrong with it, and no other is touched."""
-        folder = find_adapter(path)
-        found = read_adapter(folder, self._shapes, self._names, self._head_dim, self._max_rank)
-        info = AdapterInfo(f"{name}@{found.digest}", name, path, found.rank)
-        packed = self._bank.pack(found.pairs)
-        with self._lock:
-            self._kept[info.key] = packed
-            self._kept.move_to_end(info.key)
-            while len(self._kept) > self.max_kept:
-                self._kept.popitem(last=False)
-        return info
+        with self._reading:
+            try:
+                info = self._store.read(name, path)
+            except Exception:
+                with self._lock:
+                    self._store.keep(list(self._kept))  # of several ranks, some may have read it
+                raise
+            with self._lock:
+                self._kept[info.key] = None
+                self._kept.move_to_end(info.key)
+                while len(self._kept) > self.max_kept:
+                    self._kept.popitem(last=False)
+                self._store.keep(list(self._kept))
+            return info
 
     def start_reading(self, name: str, path: str) -> Future[dict[str, Any]]:
         """Likewise, on a thread; the future has the AdapterInfo as builtins."""
@@ -104,10 +119,8 @@ class AdapterSlots:
         if slot is None:
             return False
         with self._lock:
-            packed = self._kept[key]
             self._kept.move_to_end(key)
-        with torch.inference_mode():
-            self._bank.write(slot, packed)
+            self._store.place(key, slot)
         self._slots[key] = slot
         return True
 

@@ -13,6 +13,7 @@ from quire.config import GIB, EngineConfig
 from quire.errors import ConfigError, MemoryBudgetError
 from quire.executor import sizing
 from quire.executor.adapter_slots import AdapterSlots
+from quire.executor.adapter_store import DeviceAdapters
 from quire.executor.base import BuiltExecutor
 from quire.executor.batch import PersistentBatch
 from quire.executor.captured import GraphMemory, StepParts, is_out_of_memory
@@ -130,15 +131,7 @@ def build_executor(
         )
     if executor.worker.graphs is not None:
         timeline.mark("graphs")
-    adapters = None
-    if (bank := loaded.decoder.adapters) is not None:
-        adapters = executor.worker.adapters = AdapterSlots(
-            bank,
-            stored_names(checkpoint.config),
-            head_dim=spec.head_dim,
-            max_rank=config.max_lora_rank,
-            max_kept=config.max_cpu_loras or config.max_loras,
-        )
+    adapters = executor.worker.adapters = make_adapters(loaded, checkpoint)
     return BuiltExecutor(
         executor=executor,
         backend=backend,
@@ -149,7 +142,7 @@ def build_executor(
         timeline_s=timeline.seconds,
         max_draft_position=None if loaded.draft is None else loaded.draft.max_position,
         grammars=grammars,
-        adapters=adapters,
+        adapters=None if adapters is None else AdapterSlots.of(config, adapters),
     )
 
 
@@ -288,6 +281,12 @@ def make_cache(loaded: LoadedModel, ledger: MemoryLedger, draft: Decoder | None 
             dtype=loaded.backend.kv_dtype,
             device=loaded.backend.device,
         )
+
+
+def make_adapters(loaded: LoadedModel, checkpoint: Checkpoint) -> DeviceAdapters | None:
+    if (bank := loaded.decoder.adapters) is None:
+        return None
+    return DeviceAdapters(bank, loaded.spec, stored_names(checkpoint.config), max_rank=loaded.config.max_lora_rank)
 
 
 def make_sampler(loaded: LoadedModel, ledger: MemoryLedger) -> Sampler | ElsewhereSampled:

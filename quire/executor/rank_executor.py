@@ -27,8 +27,10 @@ from quire import __version__
 from quire.child import ChildProcess, describe_exit
 from quire.config import EngineConfig
 from quire.errors import RankError
+from quire.executor.adapter_slots import AdapterSlots
 from quire.executor.base import BuiltExecutor
 from quire.executor.memory import MemoryLedger
+from quire.executor.rank_adapters import RankAdapters
 from quire.executor.rank_messages import (
     Allocate,
     FromRank,
@@ -138,6 +140,23 @@ class LocalRanks:
         watch.report(rank, Cause.KILLED if status < 0 else Cause.ENDED, text)
 
 
+class _ToRanks:
+    """What all ranks are told, in one order. Any thread may send."""
+
+    def __init__(self, bound: zmq.Socket[bytes]) -> None:
+        self.socket = bound
+        self._lock = threading.Lock()
+
+    def tell(self, message: ToRank) -> None:
+        with self._lock:
+            if not self.socket.closed:
+                self.socket.send(to_rank.encode(message))
+
+    def close(self) -> None:
+        with self._lock:
+            self.socket.close(linger=0)
+
+
 class RankExecutor:
     """Runs plans on all ranks, as the executor's contract says."""
 
@@ -150,16 +169,19 @@ class RankExecutor:
         self._folder = SocketFolder()
         self._context = zmq.Context()
         self._keys = None if host is None else zmq.curve_keypair()
-        self._plans, self.plans_address = self._bind(zmq.XPUB, "plans", host)
-        self._plans.setsockopt(zmq.XPUB_VERBOSE, 1)  # each rank's subscription is told, not only the first
+        plans, self.plans_address = self._bind(zmq.XPUB, "plans", host)
+        plans.setsockopt(zmq.XPUB_VERBOSE, 1)  # each rank's subscription is told, not only the first
+        self._to_ranks = _ToRanks(plans)
         self._results, self.results_address = self._bind(zmq.PULL, "results", host)
         beats, self.beats_address = self._bind(zmq.PULL, "beats", host)
         self.members: list[Hello] = []  # by rank: where they are, and what they run
         self._watch = RankWatch(self._num_ranks, beats, hosts.kill)
+        # Not this object's own method: the watch's thread would keep it, and it would never be closed by itself.
+        self.adapters = RankAdapters(self._num_ranks, self._to_ranks.tell, self._watch)
         self._submitted: deque[int] = deque()
         self._arrived: dict[int, StepResult] = {}
         self._num_collected = 0
-        parts = (self._watch, self._hosts, self._plans, self._results, self._context, self._folder)
+        parts = (self._watch, self._hosts, self._to_ranks, self._results, self._context, self._folder)
         self._close = weakref.finalize(self, _end, *parts)
 
     # -- start
@@ -172,12 +194,12 @@ class RankExecutor:
         self._watch.describe_with(places.__getitem__)
         self._check_alike(opened.fingerprint())
         for _ in range(self._num_ranks):
-            self._wait(self._plans)
-            self._plans.recv()  # a rank hears us
+            self._wait(self._to_ranks.socket)
+            self._to_ranks.socket.recv()  # a rank hears us
         if (store := self.members[0].store) is not None:
-            self._tell(Meet(store))
+            self._to_ranks.tell(Meet(store))
         ledger = agreed([loaded.ledger for loaded in self._from_all(Loaded)])
-        self._tell(Allocate(ledger))
+        self._to_ranks.tell(Allocate(ledger))
         ready = self._from_all(Ready)
         self._watch.all_are_ready()
         return ledger, ready
@@ -218,7 +240,7 @@ class RankExecutor:
 
     def submit(self, plan: StepPlan) -> int:
         self.check()
-        self._tell(Run(plan, self._num_collected))
+        self._to_ranks.tell(Run(plan, self._num_collected))
         self._submitted.append(plan.step)
         return plan.step
 
@@ -254,7 +276,7 @@ class RankExecutor:
         """Forget every row and every step: the next plan may be another scheduler's first."""
         while self._submitted:
             self.collect(self._submitted[0])
-        self._tell(Reset())
+        self._to_ranks.tell(Reset())
 
     def uses(self) -> list[RankUse]:
         """How each rank has used its time, as the next heartbeat says: it takes a second."""
@@ -291,9 +313,6 @@ class RankExecutor:
     def folder(self) -> str:
         return self._folder.path
 
-    def _tell(self, message: ToRank) -> None:
-        self._plans.send(to_rank.encode(message))
-
     def _take(self, message: FromRank) -> None:
         assert isinstance(message, Result), f"{message} while running"
         self._arrived[message.result.step] = message.result
@@ -315,7 +334,7 @@ class RankExecutor:
 def _end(
     watch: RankWatch,
     hosts: Hosts,
-    plans: zmq.Socket[bytes],
+    to_ranks: _ToRanks,
     results: zmq.Socket[bytes],
     context: zmq.Context[zmq.Socket[bytes]],
     folder: SocketFolder,
@@ -323,9 +342,9 @@ def _end(
     """Also when nobody closed it: ranks would stay."""
     watch.close()
     with contextlib.suppress(zmq.ZMQError):
-        plans.send(to_rank.encode(Stop()), zmq.NOBLOCK)
+        to_ranks.tell(Stop())
     hosts.stop(_STOP_S)
-    plans.close(linger=0)
+    to_ranks.close()
     results.close(linger=0)
     end_context(context)
     folder.close()
@@ -398,6 +417,7 @@ def build_rank_executor(
         timeline_s=ready[0].timeline_s | {"all ranks": time.perf_counter() - started_s},
         # Requests are checked here; the rank that samples compiles a grammar again.
         grammars=grammars or GrammarCompiler.of_model(config, opened.checkpoint, opened.spec),
+        adapters=AdapterSlots.of(config, executor.adapters) if config.enable_lora else None,
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.errors import ErrorInfo
+from quire.executor.adapter_slots import AdapterInfo
 from quire.executor.memory import MemoryLedger
 from quire.plan import StepPlan, StepResult
 from quire.wire import Codec, encoder
@@ -59,6 +60,30 @@ class Run:
 @dataclass(slots=True, frozen=True)
 class Reset:
     """Forget every row."""
+
+
+@dataclass(slots=True, frozen=True)
+class ReadAdapter:
+    """Read an adapter beside the steps, keep this rank's part of it on the host, and say what came of it."""
+
+    number: int
+    name: str
+    path: str
+
+
+@dataclass(slots=True, frozen=True)
+class KeepAdapters:
+    """Of the adapters that were read, keep these on the host and no others."""
+
+    keys: list[str]
+
+
+@dataclass(slots=True, frozen=True)
+class PlaceAdapter:
+    """Copy one that is kept into a slot, where later plans find it."""
+
+    key: str
+    slot: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -125,8 +150,18 @@ class Beat:
     waiting_s: float  # for another stage's hidden states or tokens, inside steps
 
 
-ToRank = Meet | Allocate | Run | Reset | Stop
-FromRank = Hello | Loaded | Ready | Result | RankFailed | Beat
+@dataclass(slots=True, frozen=True)
+class AdapterRead:
+    """What came of a ReadAdapter. Sent where heartbeats go, from the thread that has read."""
+
+    rank: int
+    number: int
+    info: AdapterInfo | None  # None: it cannot be served
+    error: ErrorInfo | None = None
+
+
+ToRank = Meet | Allocate | Run | Reset | ReadAdapter | KeepAdapters | PlaceAdapter | Stop
+FromRank = Hello | Loaded | Ready | Result | RankFailed | Beat | AdapterRead
 
 to_rank: Codec[ToRank] = Codec(ToRank)
 from_rank: Codec[FromRank] = Codec(FromRank)

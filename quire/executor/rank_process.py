@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import zmq
@@ -22,15 +23,19 @@ import zmq
 from quire import __version__
 from quire.child import die_with_parent, log_to_parent, read_launch
 from quire.errors import ErrorInfo, QuireError
+from quire.executor.rank_adapters import AdapterReader
 from quire.executor.rank_messages import (
     Allocate,
     Beat,
     FromRank,
     Hello,
+    KeepAdapters,
     Loaded,
     Meet,
+    PlaceAdapter,
     RankFailed,
     RankLaunch,
+    ReadAdapter,
     Ready,
     Reset,
     Result,
@@ -97,6 +102,12 @@ class _Link:
     def send(self, message: FromRank) -> None:
         self._results.send(from_rank.encode(message))
 
+    def send_beside(self, message: FromRank) -> None:
+        """From another thread than the one that runs the steps."""
+        beside = self._socket(zmq.PUSH, self._launch.beats_address)
+        beside.send(from_rank.encode(message))
+        beside.close(linger=2000)
+
     def receive(self) -> ToRank:
         return to_rank.decode(self._plans.recv())
 
@@ -140,6 +151,7 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
         assemble_executor,
         has_graphs,
         load_model,
+        make_adapters,
         make_cache,
         make_sampler,
         row_constraints,
@@ -226,7 +238,12 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     if ranks.samples:
         grammars = GrammarCompiler.of_model(config, opened.checkpoint, opened.spec)
         local.worker.constraints = row_constraints(grammars, beside_gpu=local.worker.is_gpu)
-    return RankSteps(local, ranks, lag=num_stages, single_threaded_torch=backend.is_native_cpu)
+    reader = None
+    if (adapters := make_adapters(loaded, opened.checkpoint)) is not None:
+        local.worker.adapters = adapters
+        begin_thread = partial(torch.cuda.set_device, device) if local.worker.is_gpu else None
+        reader = AdapterReader(launch.rank, adapters, link.send_beside, begin_thread)
+    return RankSteps(local, ranks, lag=num_stages, single_threaded_torch=backend.is_native_cpu, adapters=reader)
 
 
 def _run(steps: RankSteps, link: _Link) -> None:
@@ -244,6 +261,8 @@ def _run(steps: RankSteps, link: _Link) -> None:
                 steps.submit(plan, num_collected)
             case Reset():
                 steps.reset()
+            case (ReadAdapter() | KeepAdapters() | PlaceAdapter()) as told if steps.adapters is not None:
+                steps.adapters.handle(told)
             case Stop():
                 return
             case other:

@@ -17,6 +17,7 @@ import torch
 from quire.executor.batch import Unjudged
 from quire.executor.clock import StepClock
 from quire.executor.local import LocalExecutor, torch_threads
+from quire.executor.rank_adapters import AdapterReader
 from quire.parallel.ranks import Ranks
 from quire.plan import StepPlan, StepResult
 from quire.sampling import SampledBatch
@@ -36,7 +37,16 @@ class _Untold:
 class RankSteps:
     """Runs plans on one rank's worker, in order."""
 
-    def __init__(self, local: LocalExecutor, ranks: Ranks, *, lag: int, single_threaded_torch: bool) -> None:
+    def __init__(
+        self,
+        local: LocalExecutor,
+        ranks: Ranks,
+        *,
+        lag: int,
+        single_threaded_torch: bool,
+        adapters: AdapterReader | None = None,
+    ) -> None:
+        self.adapters = adapters  # None: it serves none
         self._worker = local.worker
         self._ranks = ranks
         self._lag = lag

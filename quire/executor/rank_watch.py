@@ -15,7 +15,7 @@ from enum import IntEnum
 import zmq
 
 from quire.errors import ErrorInfo, QuireError, RankError
-from quire.executor.rank_messages import Beat, from_rank
+from quire.executor.rank_messages import AdapterRead, Beat, from_rank
 
 SILENCE_S = 6.0  # without a heartbeat, of which there is one a second: it hangs
 LOADING_S = 60.0  # the same before all ranks are ready: imports and large reads hold up the thread that sends them
@@ -55,7 +55,7 @@ class _Trouble:
 
 
 class RankWatch:
-    """A thread that reads the heartbeats and ends everything when one rank has ended."""
+    """A thread that reads what ranks say beside their steps, and ends everything when one of them has ended."""
 
     def __init__(self, num_ranks: int, beats: zmq.Socket[bytes], on_failure: Callable[[], None]) -> None:
         """`beats` belongs to the thread from now on. on_failure: called once, from the thread."""
@@ -66,6 +66,7 @@ class RankWatch:
         self._lock = threading.Lock()
         self._troubles: list[_Trouble] = []
         self._describe: Callable[[int], str] = lambda rank: "a host that has not answered"
+        self._on_adapter: Callable[[AdapterRead], None] = lambda read: None
         self._failure: QuireError | None = None
         self._is_ready = False
         self._is_over = threading.Event()
@@ -74,6 +75,13 @@ class RankWatch:
 
     def describe_with(self, describe: Callable[[int], str]) -> None:
         self._describe = describe
+
+    def place_of(self, rank: int) -> str:
+        return f"rank {rank} on {self._describe(rank)}"
+
+    def answer_to(self, on_adapter: Callable[[AdapterRead], None]) -> None:
+        """Who hears what came of reading adapters, from the thread."""
+        self._on_adapter = on_adapter
 
     def all_are_ready(self) -> None:
         """From now on a rank that is silent for a few seconds hangs."""
@@ -92,6 +100,13 @@ class RankWatch:
     def raise_if_failed(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def raise_if_over(self) -> None:
+        """For who waits for ranks beside the steps: the engine may have been closed, too."""
+        is_over = self._is_over.is_set()
+        self.raise_if_failed()
+        if is_over:
+            raise RankError("the engine has been closed")
 
     @property
     def is_failing(self) -> bool:
@@ -113,7 +128,7 @@ class RankWatch:
                 for use in self.uses:
                     use.seen_s = now_s
             looked_s = now_s
-            self._take_beats(now_s)
+            self._take_messages(now_s)
             for rank, use in enumerate(self.uses):
                 limit_s = (SILENCE_S if self._is_ready else LOADING_S) if use.has_beaten else START_S
                 if now_s - use.seen_s > limit_s and not self._troubles:
@@ -127,17 +142,20 @@ class RankWatch:
                 self._on_failure()
         self._beats.close(linger=0)
 
-    def _take_beats(self, now_s: float) -> None:
+    def _take_messages(self, now_s: float) -> None:
         while True:
             try:
-                beat = from_rank.decode(self._beats.recv(zmq.NOBLOCK))
+                message = from_rank.decode(self._beats.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            assert isinstance(beat, Beat)
-            self.uses[beat.rank] = RankUse(now_s, True, beat.num_steps, beat.busy_s, beat.waiting_s)
+            if isinstance(message, AdapterRead):
+                self._on_adapter(message)
+                continue
+            assert isinstance(message, Beat)
+            self.uses[message.rank] = RankUse(now_s, True, message.num_steps, message.busy_s, message.waiting_s)
 
     def _error(self, trouble: _Trouble) -> QuireError:
-        where = f"rank {trouble.rank} on {self._describe(trouble.rank)}"
+        where = self.place_of(trouble.rank)
         if trouble.error is not None:  # of the kind that one process would have raised
             return type(trouble.error)(f"{where}: {trouble.text}")
         return RankError(f"{where} {'failed: ' if trouble.cause is Cause.FAILED else ''}{trouble.text}")

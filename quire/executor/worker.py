@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.executor.adapter_slots import AdapterSlots
+from quire.executor.adapter_store import DeviceAdapters
 from quire.executor.batch import PersistentBatch, Unjudged
 from quire.executor.clock import StepClock
 from quire.executor.decode_graphs import DecodeGraphs
@@ -100,7 +100,7 @@ class Worker:
         constraints: RowConstraints | None = None,
         stores: Sequence[SealedStore] = (),
         draft: DraftModel | None = None,
-        adapters: AdapterSlots | None = None,
+        adapters: DeviceAdapters | None = None,
     ) -> None:
         self.decoder = decoder
         self.pools = RowPools(decoder.classifier) if decoder.spec.pooler is not None else None

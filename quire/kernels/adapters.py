@@ -59,9 +59,9 @@ class AdapterSite:
     """A matrix of the checkpoint that adapters may change, and where it is."""
 
     module: str  # model.layers.0.self_attn.q_proj
-    shape: tuple[int, ...]  # outputs, inputs
     matrix: AdaptedLinear
     first_row: int  # in the fused matrix
+    part: tuple[slice, ...] | None = None  # rows and columns that are here, of a model that is split; None: all
     head_order: Sequence[int] | None = None  # of a head's rows, where the decoder has them in another
 
 
@@ -147,16 +147,20 @@ class AdapterBank:
         return self.values.nbytes + self.ranks.nbytes
 
     def pack(self, pairs: Mapping[str, LowRankPair]) -> PackedAdapter:
-        """An adapter in the layout of a slot, on the host. Any thread may call it; shapes have been checked."""
+        """What an adapter has for the matrices that are here, in the layout of a slot, on the host. Any thread may call
+        it; shapes have been checked. Of a matrix whose inputs are split among ranks A x is a part of a sum, and so is
+        B (A x): what the ranks make of their parts of A, with all of B, is summed with their products."""
         is_gpu = self._device.type == "cuda"  # pinned memory is copied while steps run
         values = torch.zeros(self.slot_values, dtype=self._dtype, pin_memory=is_gpu)
         ranks = torch.zeros(self.num_matrices, dtype=torch.int32)
         for module, pair in pairs.items():
-            site, rank = self.sites[module], len(pair.a)
-            place = site.matrix.low_rank
+            if (site := self.sites.get(module)) is None:
+                continue  # in a layer of another stage
+            rank, place = len(pair.a), site.matrix.low_rank
             assert place is not None
             part = [sum(place.part_rows[:i]) for i in range(len(place.part_rows))].index(site.first_row)
-            a, b = pair.a.float(), pair.b.float() * pair.scale
+            rows, columns = site.part or (ALL, ALL)
+            a, b = pair.a[:, columns].float(), pair.b[rows].float() * pair.scale
             if site.matrix.folded is not None:
                 a = a * site.matrix.folded
             if site.head_order is not None:

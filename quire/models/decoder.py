@@ -272,11 +272,12 @@ class Decoder:
         return {slot.name: slot for slot in slots}
 
     def _adapter_sites(self) -> Iterator[AdapterSite]:
-        """Every matrix of a layer but those of experts: their rows are not a step's tokens."""
+        """Those of `adaptable_matrices` that are here."""
         for slot in self.weight_slots().values():
-            if isinstance(slot.matrix, AdaptedLinear) and len(slot.shape) == 2:
+            matrix = slot.matrix.part if isinstance(slot.matrix, SummedLinear) else slot.matrix
+            if isinstance(matrix, AdaptedLinear):
                 module = slot.name.removesuffix(".weight")
-                yield AdapterSite(module, slot.shape, slot.matrix, slot.first_row, slot.head_order)
+                yield AdapterSite(module, matrix, slot.first_row, slot.part, slot.head_order)
 
     def _new_layer(self, index: int, group: int) -> Layer:
         spec, share, kind = self.spec, self.share, self.spec.layers[index]
@@ -312,9 +313,7 @@ class Decoder:
             qkv=self._adapted(
                 self._new_matrix(q_width + 2 * kv_width, hidden, bias=spec.qkv_bias, is_sensitive=kind.wide_attention)
             ),
-            output=self._adapted(
-                self._new_summed_matrix(hidden, q_width, bias=spec.output_bias, is_sensitive=kind.wide_attention)
-            ),
+            output=self._new_summed_matrix(hidden, q_width, bias=spec.output_bias, is_sensitive=kind.wide_attention),
             branch_norm=self._new_norm(hidden) if spec.sandwich_norms else None,
             heads=share.heads,
             kv_heads=share.kv_heads,
@@ -337,7 +336,7 @@ class Decoder:
         return PlainMlp(
             self.spec.activation,
             up=self._adapted(self._new_matrix(inner, hidden, bias=bias, is_sensitive=is_wide)),
-            down=self._adapted(self._new_summed_matrix(hidden, inner, bias=bias, is_sensitive=is_wide)),
+            down=self._new_summed_matrix(hidden, inner, bias=bias, is_sensitive=is_wide),
             columns=columns,
         )
 
@@ -348,7 +347,7 @@ class Decoder:
         gate_up = self._new_matrix(2 * inner, hidden, bias=bias, is_sensitive=is_wide)
         down = new_down(hidden, inner, bias=bias, is_sensitive=is_wide)
         if is_summed:
-            gate_up, down = self._adapted(gate_up), self._adapted(down)
+            gate_up = self._adapted(gate_up)
         return DenseMlp(self.spec.activation, gate_up=gate_up, down=down, columns=columns)
 
     def _new_experts(self, is_wide: bool) -> ExpertsMlp:
@@ -384,8 +383,9 @@ class Decoder:
     def _new_summed_matrix(
         self, out_features: int, in_features: int, *, bias: bool, is_sensitive: bool
     ) -> LinearWeight:
-        """A matrix whose inputs are split among ranks, so that its products are parts of a sum."""
-        matrix = self._new_matrix(out_features, in_features, bias=bias, is_sensitive=is_sensitive)
+        """A matrix whose inputs are split among ranks, so that its products are parts of a sum, with what adapters add
+        to them."""
+        matrix = self._adapted(self._new_matrix(out_features, in_features, bias=bias, is_sensitive=is_sensitive))
         if self.share.tensor_size == 1:
             return matrix
         assert self._ranks is not None

@@ -36,6 +36,18 @@ def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def adaptable_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The shapes of the matrices that adapters may change, by module: all of a layer's but those of experts, whose rows
+    are not a step's tokens."""
+    return {
+        f"model.layers.{index}.{name}": (rows, columns)
+        for index, layer in enumerate(spec.layers)
+        for name, (rows, columns, _) in (
+            _attention_matrices(spec) | ({} if layer.has_experts else _mlp_matrices(spec))
+        ).items()
+    }
+
+
 def classifier_tensors(pooler: PoolerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """The tensors of a classifier's head; none for a model that embeds."""
     if not pooler.labels:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ def read_adapter(
     if not sides:
         raise WeightsError(f"{file}: holds no tensors")
     pairs: dict[str, LowRankPair] = {}
+    weights = {f"{name}.weight": shape for name, shape in shapes.items()}
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             for stored, both in sides.items():
@@ -101,13 +102,13 @@ def read_adapter(
                     raise WeightsError(
                         f"{file}: {both['A']} has rank {len(a)}, and max_lora_rank is {max_rank}: raise it"
                     )
-                for name, part in _parts(module, a, b, shapes, names, head_dim, file, both).items():
+                for name, part in _parts(module, a, b, weights, names, head_dim, file, both).items():
                     pairs[name] = LowRankPair(a, part, scale)
     except SafetensorError as error:
         raise WeightsError(f"{file}: the library cannot read it ({error}): fetch it again") from error
     digest = hashlib.sha256(config_file.read_bytes())
-    with file.open("rb") as weights:
-        digest.update(hashlib.file_digest(weights, "sha256").digest())
+    with file.open("rb") as content:
+        digest.update(hashlib.file_digest(content, "sha256").digest())
     largest = max(len(pair.a) for pair in pairs.values())
     return PeftAdapter(digest.hexdigest()[:16], pairs, largest, file.stat().st_size)
 
@@ -116,37 +117,38 @@ def _parts(
     module: str,
     a: Any,
     b: Any,
-    shapes: Mapping[str, tuple[int, ...]],
+    weights: Mapping[str, tuple[int, ...]],
     names: StoredNames,
     head_dim: int,
     file: Path,
     stored: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The rows of B by the decoder's modules: several where the model's files have these in one matrix."""
+    """The rows of B by the decoder's modules: several where the model's files have these in one matrix.
+
+    weights: shapes of the tensors that adapters may change."""
     whole = (b.shape[0], a.shape[1])
-    weights = {f"{name}.weight": shape for name, shape in shapes.items()}
     # A family that stores matrices as [inputs, outputs] has the adapter's beside them as everybody does.
     is_turned = names.is_transposed(f"{module}.weight")
     found = {}
     for part in names.parts(f"{module}.weight", whole[::-1] if is_turned else whole, weights, head_dim):
         name = part.name.removesuffix(".weight")
-        if name not in shapes:
+        if part.name not in weights:
             raise WeightsError(
                 f"{file}: {stored['A']} changes {module}, of which this model has none that adapters can change: "
-                f"they can change {', '.join(_kinds(shapes))}"
+                f"they can change {', '.join(_kinds(weights))}"
             )
         rows = b if part.view is None else part.view(b.T if is_turned else b)
-        if (rows.shape[0], a.shape[1]) != shapes[name] or a.shape[0] != b.shape[1]:
+        if (rows.shape[0], a.shape[1]) != weights[part.name] or a.shape[0] != b.shape[1]:
             raise WeightsError(
                 f"{file}: {stored['A']} of shape {list(a.shape)} and {stored['B']} of shape {list(b.shape)} do not fit "
-                f"{name}, which is {list(shapes[name])}: is it an adapter of another model?"
+                f"{name}, which is {list(weights[part.name])}: is it an adapter of another model?"
             )
         found[name] = rows
     return found
 
 
-def _kinds(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in shapes))
+def _kinds(weights: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.split(".")[-2] for name in weights))
 
 
 def _check_config(config: Mapping[str, Any], file: Path) -> None:

@@ -122,7 +122,6 @@ def test_help_is_grouped_and_tells_defaults_and_precedence(capsys: pytest.Captur
         (["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "2"], "max_cpu_loras=2 is less than max_loras=4"),
         (["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
         (["--enable-lora", "--lora-modules", "a"], "lora_modules must be NAME=PATH"),
-        (["--enable-lora", "-tp", "2"], "enable_lora is for a model on one device so far"),
         (["--enable-auto-tool-choice", "--tool-parser-plugin", "x.py"], "is not supported"),
         (["--allowed-origins", '["*"]'], "use --cors-origin"),
         (["--speculative-config", '{"method": "eagle"}'], "method in speculative_config must be one of"),

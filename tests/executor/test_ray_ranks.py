@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import adapter_files
 import pytest
 from executor.test_rank_failures import generate
 from executor.test_ranks import config_of, run
@@ -22,6 +23,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import ConfigError, EngineDeadError, RankError
 from quire.executor import ray_ranks
 from quire.executor.rank_executor import RankExecutor
+from quire.lora.request import LoRARequest
 from quire.params import OutputKind, SamplingParams
 from quire.router.replicas import ReplicaSet
 
@@ -57,15 +59,26 @@ def nodes_of(executor: RankExecutor) -> set[str]:
     return set(table["bundles_to_node_id"].values())
 
 
-def test_tokens_across_nodes_and_an_actor_that_is_killed(cluster: Any, model: Path) -> None:
-    whole = LLMEngine.from_config(config_of(model))
+def generated(engine: LLMEngine, adapter: LoRARequest | None) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    engine.add_request("adapted", list(range(30)), params, lora_request=adapter)
+    while not (done := [output for output in engine.step() if output.finished]):
+        pass
+    return list(done[0].outputs[0].token_ids)
+
+
+def test_tokens_across_nodes_and_an_actor_that_is_killed(cluster: Any, model: Path, tmp_path: Path) -> None:
+    whole = LLMEngine.from_config(config_of(model, enable_lora=True))
     expected = run(whole)
-    degrees = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    degrees = {"enable_lora": True, "tensor_parallel_size": 1, "pipeline_parallel_size": 2}
     engine = LLMEngine.from_config(config_of(model, distributed_executor_backend="ray", **degrees))
     executor = engine.core.executor
     assert isinstance(executor, RankExecutor)
     assert len(nodes_of(executor)) == 2  # stages are spread over machines
     assert run(engine) == expected
+    adapter = LoRARequest("a", 1, str(adapter_files.write_adapter(tmp_path / "a", model)))
+    adapted = [generated(each, adapter) for each in (whole, engine)]
+    assert adapted[0] == adapted[1] != generated(engine, None)
 
     victim = executor.members[1]
 

@@ -159,6 +159,19 @@ def test_what_is_refused(server: Server, files: Path, body: dict[str, Any], stat
     assert missing.status == 404 and "cannot be found" in missing.json()["error"]["message"]
 
 
+def test_a_model_that_is_split_among_ranks(files: Path, expected: dict[str, str]) -> None:
+    config = EngineConfig(**settings(files), enable_lora=True, max_loras=2, tensor_parallel_size=2, num_threads=1)
+    with running(EngineClient(config), served_model_names=("base",)) as server:
+        for name in "abc":
+            assert load(server, files, name).status == 200
+        refused = server.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": str(files / "model")})
+        assert refused.status == 400 and "holds no adapter_config.json" in refused.json()["error"]["message"]
+        for name, text in expected.items():
+            assert ask(server, name).json()["choices"][0]["text"] == text
+        assert unload(server, "b").status == 200 and names(server) == ["base", "a", "c"]
+        assert ask(server, "b").status == 404 and ask(server, "c").json()["choices"][0]["text"] == expected["c"]
+
+
 def test_a_server_without_adapters(files: Path) -> None:
     with running(EngineClient(EngineConfig(**settings(files)))) as server:
         reply = load(server, files, "a")

@@ -12,6 +12,7 @@ from quire.kernels.adapters import AdapterBank, AdapterSite, LowRankPair
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Rotary, Unscaled
 from quire.kernels.triton import TritonOps, adapters
 from quire.kernels.triton.one_adapter import OneAdapter
+from quire.parallel.linear import SummedLinear
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 96, 3, 1, 32, 80
 PARTS = {
@@ -22,22 +23,20 @@ PARTS = {
 RANKS = (5, 16, 20)
 
 
-def adapted(name, device, *, fold=None):
-    """A matrix with adapters of three ranks; -> it, and the dense matrix that each adapter makes of it."""
+def adapted(name, device, *, fold=None, held=slice(None)):
+    """A matrix with adapters of three ranks, or some columns of it; -> it, and the dense matrix that each adapter makes
+    of all of it."""
     torch.manual_seed(3)
     columns, parts = PARTS[name]
     ops = TritonOps(device, torch.bfloat16)
     bank = AdapterBank(4, 20, device=device, dtype=torch.bfloat16, tile=ops.adapter_tile)
-    matrix = ops.new_adapted(ops.new_linear(sum(parts), columns), bank)
+    matrix = ops.new_adapted(ops.new_linear(sum(parts), len(range(columns)[held])), bank)
     weight = torch.randn(sum(parts), columns) / columns**0.5
-    matrix.load_rows(0, weight)
+    matrix.load_rows(0, weight, columns=held)
     if fold is not None:
         assert matrix.fold_norm(Norm(fold.clone(), 1e-5)).is_folded
     firsts = np.cumsum([0, *parts[:-1]]).tolist()
-    bank.allocate(
-        AdapterSite(f"m{i}", (n, columns), matrix, first)
-        for i, (n, first) in enumerate(zip(parts, firsts, strict=True))
-    )
+    bank.allocate(AdapterSite(f"m{i}", matrix, first, (slice(None), held)) for i, first in enumerate(firsts))
     merged = [weight.double()]
     for slot, rank in zip((2, 0, 3), RANKS, strict=True):
         pairs = {
@@ -131,6 +130,24 @@ def test_what_follows_products(num_tokens, device):
     q = qkv.multiply_rope_write(x, Rotary(angles), kv, batch, AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, 1.0))
     expected = products(normed * fold.double(), merged, which)
     assert close(torch.cat([q, kv[:, 0, 0, 0], kv[:, 1, 0, 0]], dim=1), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 37])
+def test_inputs_split_among_ranks_are_summed_once(num_tokens, device):
+    """A x is a part of a sum on each, and so is what adapters add to the product."""
+    (mine, merged), (others, _) = (adapted("down", device, held=held) for held in (slice(0, 48), slice(48, INNER)))
+    x = torch.randn(num_tokens, INNER, device=device).bfloat16()
+    for part in (mine, others):
+        which = placed(part.bank, num_tokens, device)
+
+    class Ranks:
+        def sum(self, product):
+            return product + others.multiply(x[:, 48:].contiguous())
+
+    residual = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+    summed = SummedLinear(mine, mine.ops, Ranks(), adds_bias=True)
+    summed.multiply_add_norm(x[:, :48].contiguous(), residual, Norm(torch.ones(HIDDEN, device=device), 1e-5))
+    assert close(residual, products(x, merged, which))
 
 
 def test_an_empty_tile_changes_nothing(device):

@@ -223,16 +223,17 @@ def test_adapters_read_rows_as_they_are(ops, rows, has_adapters, device):
     up, down = (ops.new_adapted(ops.new_linear(*shape), bank) for shape in ((192, 64), (64, 96)))
     pairs, merged = {}, []
     sites = [
-        AdapterSite("gate", (96, 64), up, 0),
-        AdapterSite("up", (96, 64), up, 96),
-        AdapterSite("d", (64, 96), down, 0),
+        AdapterSite("gate", up, 0),
+        AdapterSite("up", up, 96),
+        AdapterSite("d", down, 0),
     ]
     bank.allocate(sites)
     for matrix in (up, down):
         matrix.load_rows(0, torch.randn(matrix.out_features, matrix.in_features) / 8)
         merged.append((matrix.base.weight.double() * matrix.base.scales.double()[:, None]).cpu())
     for site in sites:
-        pairs[site.module] = LowRankPair(torch.randn(8, site.shape[1]) / 8, torch.randn(site.shape[0], 8), 0.5)
+        num_rows = 64 if site.module == "d" else 96
+        pairs[site.module] = LowRankPair(torch.randn(8, site.matrix.in_features) / 8, torch.randn(num_rows, 8), 0.5)
         if has_adapters:
             a, b, scale = pairs[site.module]
             merged[site.module == "d"][site.first_row : site.first_row + len(b)] += scale * b.double() @ a.double()
