@@ -118,6 +118,8 @@ class EngineVariants:
 
         if not isinstance(built.executor, LocalExecutor) or not isinstance(built.backend, Backend):
             raise ConfigError("another block size needs a model in one process: leave tensor_parallel_size at 1")
+        if self.config.enable_lora:
+            raise ConfigError("another block size is measured without adapters: leave enable_lora away")
         spec, backend, ledger = self.base().spec, built.backend, built.ledger
         if precompile := Precompile.start(self.config.replace(block_size=block_size), spec):
             precompile.wait()  # on all cores; else each kernel would be compiled where it is launched first
