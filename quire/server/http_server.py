@@ -259,6 +259,8 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._is_declining:
             super().on_message_complete()
+            if not self.pipeline:
+                self.flow.resume_reading()  # after a long last piece, or nobody would see that the client hangs up
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
