@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -24,6 +25,7 @@ from quire.wire import Codec, encoder
 _MESSAGES_PER_TURN = 16  # then others on the event loop have theirs
 _READ_BYTES = 1 << 16
 _LENGTH_BYTES = 4
+_TRY_AGAIN = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)  # what was sent of a frame needs its rest
 
 commands: Codec[Command] = Codec(Command)
 messages: Codec[EngineMessage] = Codec(EngineMessage)
@@ -58,10 +60,9 @@ class FrameSocket:
         try:
             while self.unsent:
                 del self.unsent[: self._socket.send(self.unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:  # the other side is gone: nobody will read it
-            self.unsent.clear()
+        except OSError as error:
+            if error.errno not in _TRY_AGAIN:  # the other side is gone: nobody will read it
+                self.unsent.clear()
 
     def read(self) -> list[bytes] | None:
         """Whole frames out of what has come, at most `_READ_BYTES` of it; None where nothing has."""
