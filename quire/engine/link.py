@@ -158,7 +158,7 @@ class EngineLink:
         ours, self.engines_end = socket.socketpair()
         self._frames = FrameSocket(ours)
         self._received: deque[bytes] = deque()
-        self._is_writing = self._is_closed = False
+        self._is_writing = self._is_reading_on = self._is_closed = False
         loop.add_reader(self._frames.descriptor, self.read)
 
     def send(self, command: Command) -> None:
@@ -185,8 +185,13 @@ class EngineLink:
                 self._loop.remove_reader(self._frames.descriptor)
         for _ in range(min(_MESSAGES_PER_TURN, len(self._received))):
             self._take(self._received.popleft())
-        if self._received:
-            self._loop.call_soon(self.read)
+        if self._received and not self._is_reading_on:
+            self._is_reading_on = True
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._is_reading_on = False
+        self.read()
 
     def read_all(self) -> None:
         """Everything that there is: nothing more will come."""

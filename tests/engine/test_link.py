@@ -146,6 +146,21 @@ async def test_messages_both_ways_and_a_bad_one_takes_no_other_with_it() -> None
     engine.close()
 
 
+async def test_a_flood_of_messages_leaves_turns_to_others() -> None:
+    told: list[EngineMessage] = []
+    most = before = 0
+    link, engine = both(told, [])
+    for _ in range(3_000):
+        engine.send(Heartbeat(1.0, 0, None, None))
+    while len(told) < 3_000:
+        engine.receive(0.0)  # sends what is unsent
+        await asyncio.sleep(0)
+        most, before = max(most, len(told) - before), len(told)
+    engine.close()
+    link.close()
+    assert most <= 32
+
+
 async def test_a_long_command_reaches_an_engine_that_is_busy() -> None:
     link, engine = both([], [])
     call = Call(1, "name", {"text": "x" * 3_000_000})
