@@ -81,7 +81,12 @@ class EngineClient(TextFront):
             log_level=get_logger().getEffectiveLevel(),
             options=self.options,
         )
-        self._child = EngineProcess(self.options, encode_launch(launch), self._on_exit, (launch.link,))
+        try:
+            self._child = EngineProcess(self.options, encode_launch(launch), self._on_exit, (launch.link,))
+        except OSError as error:
+            self._link.close()
+            self._state, self._death_reason = EngineState.DEAD, f"the engine's process could not be started: {error}"
+            raise EngineDeadError(self._death_reason) from error
         self._link.engines_end.close()  # or its end here would outlive the engine
         self._readying = asyncio.create_task(self._become_ready())
         # Whoever awaits ready() gets the error; nobody has to.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -24,6 +25,7 @@ from quire.wire import Codec, encoder
 _MESSAGES_PER_TURN = 16  # then others on the event loop have theirs
 _READ_BYTES = 1 << 16
 _LENGTH_BYTES = 4
+_TRY_AGAIN = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)  # what was sent of a frame needs its rest
 
 commands: Codec[Command] = Codec(Command)
 messages: Codec[EngineMessage] = Codec(EngineMessage)
@@ -58,10 +60,9 @@ class FrameSocket:
         try:
             while self.unsent:
                 del self.unsent[: self._socket.send(self.unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:  # the other side is gone: nobody will read it
-            self.unsent.clear()
+        except OSError as error:
+            if error.errno not in _TRY_AGAIN:  # the other side is gone: nobody will read it
+                self.unsent.clear()
 
     def read(self) -> list[bytes] | None:
         """Whole frames out of what has come, at most `_READ_BYTES` of it; None where nothing has."""
@@ -157,7 +158,7 @@ class EngineLink:
         ours, self.engines_end = socket.socketpair()
         self._frames = FrameSocket(ours)
         self._received: deque[bytes] = deque()
-        self._is_writing = self._is_closed = False
+        self._is_writing = self._is_reading_on = self._is_closed = False
         loop.add_reader(self._frames.descriptor, self.read)
 
     def send(self, command: Command) -> None:
@@ -184,8 +185,13 @@ class EngineLink:
                 self._loop.remove_reader(self._frames.descriptor)
         for _ in range(min(_MESSAGES_PER_TURN, len(self._received))):
             self._take(self._received.popleft())
-        if self._received:
-            self._loop.call_soon(self.read)
+        if self._received and not self._is_reading_on:
+            self._is_reading_on = True
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._is_reading_on = False
+        self.read()
 
     def read_all(self) -> None:
         """Everything that there is: nothing more will come."""

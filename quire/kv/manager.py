@@ -37,7 +37,8 @@ _LOOKED_UP = (CacheOutcome.COLD, CacheOutcome.PARTIAL, CacheOutcome.EVICTED)
 
 _NOBODY = -1  # holds blocks that are fetched for later
 _SENT_TOGETHER = 8  # blocks: several such moves are sealed, sent and checked at the same time
-_FILLED_TOGETHER = 64  # blocks that travel a few layers at a time: as many bytes in a message as of whole ones
+# Tokens whose blocks travel a few layers at a time: in blocks of 16, as many bytes in a message as of whole ones.
+_FILLED_TOGETHER = 1024
 _SLOWEST = 1e-9  # tokens/s: as if computing took for ever
 
 
@@ -245,11 +246,11 @@ class KVManager(BlockTables):
         it will leave in them is known by its hash already, since `commit` was told of a prompt's tokens."""
         assert self.tiers is not None
         table = self.tables[seq_id]
-        moves = []
+        moves, size = [], _FILLED_TOGETHER // self.block_size
         for number in range(len(table.groups)):
             pairs = _unsent(table, number, first, len(table.hashes), known)
-            for i in range(0, len(pairs), _FILLED_TOGETHER):
-                moves.append(self.tiers.start_send(pairs[i : i + _FILLED_TOGETHER], to, take_ticket, number))
+            for i in range(0, len(pairs), size):
+                moves.append(self.tiers.start_send(pairs[i : i + size], to, take_ticket, number))
         return max(first, len(table.hashes)), moves
 
     def start_fetch(

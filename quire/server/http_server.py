@@ -206,7 +206,6 @@ class Connection(HttpToolsProtocol):
         if self._is_refused:
             return  # what comes now is thrown away
         was_in_headers = self._is_in_headers
-        self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
@@ -218,6 +217,7 @@ class Connection(HttpToolsProtocol):
             return
         # They have not ended in this piece. The parser keeps what it has, so their length is bounded here.
         self._start_timer()
+        self._unset_keepalive_if_required()
         self._num_header_bytes = self._num_header_bytes + len(data) if was_in_headers else 0
         if self._num_header_bytes > self.settings.max_header_bytes:
             self._refuse(self._headers_too_large())
@@ -259,6 +259,8 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._is_declining:
             super().on_message_complete()
+            if not self.pipeline:
+                self.flow.resume_reading()  # after a long last piece, or nobody would see that the client hangs up
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -268,6 +270,7 @@ class Connection(HttpToolsProtocol):
         self._is_in_headers = False
         self._num_header_bytes = 0
         self._stop_timer()
+        self._unset_keepalive_if_required()  # not before: line ends between requests are no request
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self.settings.max_header_bytes:
             self._refusal = self._headers_too_large()

@@ -228,7 +228,6 @@ class _Run:
     async def _die(self, reason: str) -> int:
         """Tell everybody who waits, and exit so that a supervisor can start a new server."""
         self._life.died(reason)
-        self._log.error("%d open requests get an error, then the server exits", self._life.num_in_flight)
         shown = asyncio.create_task(asyncio.sleep(_DEATH_SHOWN_S))
         if not await self._life.idle(_DEATH_S):
             self._life.cut(not_serving(LifeState.DEAD))
@@ -242,6 +241,7 @@ class _Run:
             return
         if not self._death.done():
             self._life.died(reason)  # from this moment, not when our turn comes
+            self._log.error("%d open requests get an error, then the server exits", self._life.num_in_flight)
             self._death.set_result(reason)
 
     def _take_signals(self) -> None:

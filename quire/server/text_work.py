@@ -2,8 +2,8 @@
 
 A text's tokens take about 400 bytes each while they are made, and a processor that the engine may need too. So there
 are lanes: long texts go one at a time, grammars that may have to be compiled have their own, and others never queue
-behind them. Whoever waits does so under the
-request's deadline; when that passes or the client leaves, what has not begun never does.
+behind them. Whoever waits does so under the request's deadline; when that passes or the client leaves, what has not
+begun never does.
 """
 
 from __future__ import annotations

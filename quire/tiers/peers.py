@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import select
 import socket
 import struct
 import threading
@@ -43,6 +44,7 @@ _NONCE_BYTES = 16
 _TIMEOUT_S = 10.0  # of one message: a peer that says nothing for so long is gone
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_BATCH = 4096
+_MAX_PIECES = 256  # of the same blocks: each is compared with those before it
 
 
 class PeerError(Exception):
@@ -86,7 +88,8 @@ class Peers:
         # Both with the oldest first; each block with the number of its last piece.
         self._inbox: OrderedDict[bytes, tuple[int, memoryview]] = OrderedDict()
         self._incomplete: OrderedDict[bytes, _Incomplete] = OrderedDict()  # by send id
-        self._lock = threading.Lock()  # guards both of these, the counters and the connections
+        self._lock = threading.Lock()  # guards both of these, the counters, the connections and what follows
+        self._is_closed = False
         self._links: dict[tuple[str, int], socket.socket] = {}  # by address and thread
         self._incoming: set[socket.socket] = set()
         self._num_pieces = 0
@@ -139,6 +142,7 @@ class Peers:
             self._server.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
         self._server.close()
         with self._lock:
+            self._is_closed = True
             sockets = [*self._incoming, *self._links.values()]
         for each in sockets:
             with contextlib.suppress(OSError):
@@ -174,10 +178,13 @@ class Peers:
 
     def _connection(self, to: str) -> socket.socket:
         """This thread's own."""
+        if self._is_closed:
+            raise PeerError("this engine is closing")
         place = to, threading.get_ident()
         connection = self._links.get(place)
         if connection is not None:
             return connection
+        self._drop_ended()
         connection = _connect(to)
         try:
             nonce = bytes(_read(connection, _NONCE_BYTES))
@@ -199,6 +206,15 @@ class Peers:
         if connection is not None:
             connection.close()
 
+    def _drop_ended(self) -> None:
+        """Close this thread's connections to peers that are gone. They may come back under another address."""
+        ours = [(to, each) for (to, thread), each in list(self._links.items()) if thread == threading.get_ident()]
+        for to, connection in ours:
+            poll = select.poll()
+            poll.register(connection, select.POLLIN)
+            if poll.poll(0):  # a peer says nothing unless it is sent something: this is the end
+                self._drop(to)
+
     # -- from peers
 
     def _accept(self) -> None:
@@ -212,6 +228,9 @@ class Peers:
 
     def _serve(self, connection: socket.socket) -> None:
         with self._lock:
+            if self._is_closed:  # since it was accepted
+                connection.close()
+                return
             self._incoming.add(connection)
         try:
             if reason := self._refusal(connection):
@@ -219,9 +238,12 @@ class Peers:
                 connection.sendall(_text(reason))
                 return
             connection.sendall(_text(""))
-            connection.settimeout(None)  # it may be long before something moves again
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             while True:
-                self._take_piece(connection)
+                connection.settimeout(None)  # it may be long before something moves again
+                begin = _read(connection, 1)
+                connection.settimeout(_TIMEOUT_S)
+                self._take_piece(connection, begin)
         except (OSError, EOFError, ValueError):
             pass  # it is gone, or talks nonsense: nothing of it is kept that was not whole
         finally:
@@ -243,8 +265,9 @@ class Peers:
             return f"its {SECRET_VARIABLE} is another"
         return difference(self._description, theirs)
 
-    def _take_piece(self, connection: socket.socket) -> None:
-        head = _read(connection, _PIECE.size)
+    def _take_piece(self, connection: socket.socket, head: bytearray) -> None:
+        """head: its first bytes."""
+        head += _read(connection, _PIECE.size - len(head))
         send_id, count, keys_length, begin, end = _PIECE.unpack(head)
         if not 0 < count <= _MAX_BATCH or keys_length > count * 256 or count * self._block_bytes > self._max_bytes:
             raise ValueError(f"{count} blocks at once, whose keys take {keys_length} bytes")
@@ -254,6 +277,8 @@ class Peers:
         try:
             parts = [record[begin:end] for record in blocks.records]
             for part in parts:
+                if self._incomplete.get(send_id) is not blocks:
+                    raise ValueError("others needed the room, or another piece was wrong")
                 _read_into(connection, part)
             is_right = _seal(head, parts) == _read(connection, _SEAL_BYTES)
         except BaseException:
@@ -277,8 +302,10 @@ class Peers:
                 records = [np.empty(self._block_bytes, dtype=np.uint8).data for _ in piece.keys]
                 blocks = self._incomplete[send_id] = _Incomplete(piece.keys, records)
                 self._num_held += len(records)
-            elif blocks.keys != piece.keys or any(begin < last and first < end for first, last in blocks.begun):
-                raise ValueError("a piece is of other blocks than those before it, or repeats one")
+            elif blocks.keys != piece.keys or len(blocks.begun) == _MAX_PIECES:
+                raise ValueError("a piece is of other blocks than those before it, or one of too many")
+            elif any(begin < last and first < end for first, last in blocks.begun):
+                raise ValueError("a piece repeats another one")
             blocks.begun.append((begin, end))
             self._touch(send_id, blocks)
         return blocks

@@ -448,6 +448,16 @@ async def test_what_is_wrong_with_a_model_is_said_in_this_process(tmp_path: Path
     await client.close()
 
 
+async def test_a_process_that_cannot_be_started_leaves_no_descriptors(tiny_model: Path) -> None:
+    before = psutil.Process().num_fds()
+    client = EngineClient(EngineConfig(model=str(tiny_model)), EngineProcessOptions(command=("/nowhere/python",)))
+    with pytest.raises(EngineDeadError, match=r"could not be started: .*/nowhere/python"):
+        await client.start()
+    assert client.health().state is EngineState.DEAD
+    await client.close()
+    assert psutil.Process().num_fds() == before
+
+
 async def test_close_while_starting(tiny_model: Path) -> None:
     client = EngineClient(config(tiny_model), sim_options())
     await client.close()  # before the start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import random
@@ -101,6 +102,31 @@ def both(on_message: list[EngineMessage], errors: list[Exception]) -> tuple[Engi
     return link, engine
 
 
+class Crowded(socket.socket):
+    """The system has no memory for what is sent now and then."""
+
+    num_calls = 0
+
+    def send(self, data: bytes, flags: int = 0) -> int:  # type: ignore[override]
+        self.num_calls += 1
+        if self.num_calls % 2:
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+        return super().send(memoryview(data)[:1000], flags)
+
+
+def test_a_frame_that_was_begun_is_ended_when_memory_is_short() -> None:
+    ours, theirs = socket.socketpair()
+    one, other = FrameSocket(Crowded(fileno=ours.detach())), FrameSocket(theirs)
+    frames = [bytes([number]) * 3_000 for number in range(5)]
+    for frame in frames:
+        one.send(frame)
+    while one.unsent:
+        one.flush()
+    assert read_everything(other) == frames
+    one.close()
+    other.close()
+
+
 async def test_messages_both_ways_and_a_bad_one_takes_no_other_with_it() -> None:
     told: list[EngineMessage] = []
     errors: list[Exception] = []
@@ -118,6 +144,21 @@ async def test_messages_both_ways_and_a_bad_one_takes_no_other_with_it() -> None
     assert [str(error) for error in errors] == ["bad"]
     link.close()
     engine.close()
+
+
+async def test_a_flood_of_messages_leaves_turns_to_others() -> None:
+    told: list[EngineMessage] = []
+    most = before = 0
+    link, engine = both(told, [])
+    for _ in range(3_000):
+        engine.send(Heartbeat(1.0, 0, None, None))
+    while len(told) < 3_000:
+        engine.receive(0.0)  # sends what is unsent
+        await asyncio.sleep(0)
+        most, before = max(most, len(told) - before), len(told)
+    engine.close()
+    link.close()
+    assert most <= 32
 
 
 async def test_a_long_command_reaches_an_engine_that_is_busy() -> None:

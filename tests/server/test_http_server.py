@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,11 +17,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from quire.server import http_server
+from quire.server.endpoint import on_gone
 from quire.server.http_server import HttpServer
 from quire.server.listen import open_socket
 from quire.server.settings import ServerSettings
 
-_PATHS = ("/", "/slow", "/echo", "/until-gone", "/long", "/pieces")
+_PATHS = ("/", "/slow", "/echo", "/until-gone", "/told", "/long", "/pieces")
 Client = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
@@ -40,6 +42,9 @@ async def served(refused: list[tuple[Any, Any]] | None = None, **settings: Any) 
             while (await request.receive())["type"] != "http.disconnect":
                 pass
             gone.set()
+        if request.url.path == "/told":
+            on_gone(request.scope, request.receive, gone.set)
+            await gone.wait()
         if request.url.path == "/long":
             return StreamingResponse(long_answer())
         if request.url.path == "/pieces":
@@ -162,7 +167,9 @@ async def test_an_idle_connection_is_closed_after_keep_alive() -> None:
     async with served(keep_alive_s=0.1, header_timeout_s=60.0) as client:
         reader, writer = await client()
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        assert (await asyncio.wait_for(reader.read(), 3)).startswith(b"HTTP/1.1 200")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"\r\n")  # is no request yet
+        await asyncio.wait_for(reader.read(), 3)
 
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
@@ -273,6 +280,17 @@ async def test_a_client_that_sent_its_next_request_early_is_seen_to_leave() -> N
         writer.write(b"GET /until-gone HTTP/1.1\r\n\r\n" + b"GET / HTTP/1.1\r\n\r\n" * 2)
         await asyncio.sleep(0.1)
         writer.close()
+        await asyncio.wait_for(client.gone.wait(), 2)  # type: ignore[attr-defined]
+
+
+async def test_a_client_with_a_long_body_is_seen_to_leave() -> None:
+    async with served() as client:
+        _, writer = await client()
+        with socket.create_connection(writer.get_extra_info("peername")) as connection:
+            connection.sendall(b"POST /told HTTP/1.1\r\ncontent-length: 100000\r\n\r\n")
+            await asyncio.sleep(0.1)
+            connection.sendall(b" " * 100_000)  # in one piece: this is the server's event loop
+            await asyncio.sleep(0.1)
         await asyncio.wait_for(client.gone.wait(), 2)  # type: ignore[attr-defined]
 
 

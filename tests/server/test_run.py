@@ -102,6 +102,7 @@ def test_killing_the_engine_tells_every_client_and_ends_the_server_with_a_failur
         server.wait_for("ready at")
         streams = [server.begin_stream(num_tokens=90_000) for _ in range(3)]
         os.kill(pid, signal.SIGKILL)
+        server.wait_for("3 open requests get an error, then the server exits")
         deadline_s = time.monotonic() + 20.0
         while (answer := server.get("/health"))[1]["status"] != "dead":
             assert time.monotonic() < deadline_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import random
 import socket
 import threading
@@ -183,6 +184,55 @@ def test_a_peer_that_goes_away_is_an_error_and_one_that_comes_back_is_not(tmp_pa
         with pytest.raises(PeerError):
             send(one, address, KEYS[:1])
     one.close()
+
+
+def greet(to: str) -> socket.socket:
+    """What an engine does that is about to send."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(5)
+    connection.connect(to)
+    digest = hmac.digest(b"", connection.recv(16), "sha256")
+    connection.sendall(peers._HELLO.pack(peers.MAGIC, peers.VERSION, digest, len(TEXT)) + TEXT.encode())
+    assert connection.recv(4) == bytes(4)
+    return connection
+
+
+@pytest.mark.parametrize("num_bytes", [20, 300])  # of the head, or of the blocks too
+def test_who_stops_within_a_piece_is_not_kept(num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = make(str(tmp_path / "b"))
+    with greet(two.address) as connection:
+        head = peers._PIECE.pack(new_send_id(), 2, 4, 0, BLOCK) + b"\1a\1b"
+        monkeypatch.setattr(peers, "_TIMEOUT_S", 0.1)
+        connection.sendall((head + bytes(2 * BLOCK))[:num_bytes])
+        assert connection.recv(1) == b""
+    assert two.usage()["num_bytes"] == 0
+    two.close()
+
+
+def test_pieces_of_the_same_blocks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_MAX_PIECES", 3)
+    one, two = make(str(tmp_path / "a")), make(str(tmp_path / "b"))
+    ours = new_send_id()
+    for at in range(3):
+        send(one, two.address, KEYS[:1], at, at + 1, ours)
+    with pytest.raises(PeerError):
+        send(one, two.address, KEYS[:1], 3, 4, ours)
+    one.close()
+    two.close()
+
+
+def test_connections_to_peers_that_are_gone_are_closed_and_none_is_made_after_the_end(tmp_path: Path) -> None:
+    one = make(str(tmp_path / "a"))
+    for number in range(3):
+        two = make(str(tmp_path / f"b{number}"))  # as one that was started again
+        send(one, two.address, KEYS[:1])
+        assert [to for to, _ in one._links] == [two.address]
+        two.close()
+    one.close()
+    two = make(str(tmp_path / "c"))
+    with pytest.raises(PeerError, match="closing"):
+        send(one, two.address, KEYS[:1])
+    two.close()
 
 
 PIECES = {"whole blocks": [(0, BLOCK)], "pieces": [(0, 70), (70, 190), (190, BLOCK)]}
