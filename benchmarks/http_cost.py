@@ -86,7 +86,7 @@ async def measure(args: argparse.Namespace) -> None:
             url = f"http://127.0.0.1:{free_port()}"
             port = url.rsplit(":", 1)[1]
             flags = ["--port", port, "--log-level", args.log_level]
-            pids["router"] = processes.start(url, sys.executable, "-m", "quire", "router", server, *flags).pid
+            pids["router"] = processes.start(url, sys.executable, "-P", "-m", "quire", "router", server, *flags).pid
             await processes.ready(url)
         for kind in args.only:
             await send_all(session, url, kind, args, 50)
