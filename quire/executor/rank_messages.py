@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.errors import ErrorInfo
 from quire.executor.memory import MemoryLedger
 from quire.plan import StepPlan, StepResult
+from quire.tiers.split import Expire, Forget, Told
 from quire.wire import Codec, encoder
 
 
@@ -48,6 +49,7 @@ class Allocate:
     """The ledger that all ranks can keep: the fewest blocks of any."""
 
     ledger: MemoryLedger
+    whole_block_bytes: int  # of all ranks' parts together
 
 
 @dataclass(slots=True, frozen=True)
@@ -125,8 +127,8 @@ class Beat:
     waiting_s: float  # for another stage's hidden states or tokens, inside steps
 
 
-ToRank = Meet | Allocate | Run | Reset | Stop
-FromRank = Hello | Loaded | Ready | Result | RankFailed | Beat
+ToRank = Meet | Allocate | Run | Forget | Expire | Reset | Stop
+FromRank = Hello | Loaded | Ready | Result | RankFailed | Beat | Told
 
 to_rank: Codec[ToRank] = Codec(ToRank)
 from_rank: Codec[FromRank] = Codec(FromRank)
