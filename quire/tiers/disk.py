@@ -73,7 +73,7 @@ class DiskStore:
             ) from None
         held = sum(size for _, size, _ in self._files())
         free = shutil.disk_usage(self.directory).free // num_sharers
-        size = f"kv_disk_size is {self.max_bytes:,} bytes" + (" for each rank" if num_sharers > 1 else "")
+        size = f"kv_disk_size is {self.max_bytes:,} bytes" + (" for this rank" if num_sharers > 1 else "")
         if self.max_bytes > free + held:
             raise ConfigError(
                 f"{size}, and {self.directory} has {free + held:,} for it: lower it, or give another kv_disk_path"
