@@ -19,7 +19,6 @@ from quire.plan import KeyedMove
 from quire.tiers.sealed import LATENCY_S
 
 _WAIT_S = 0.005  # with nothing to run, before it is looked whether a request has come
-_MAXIMA = ("oldest_s", "load_block_s")  # of what ranks tell; all else is summed
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,7 +136,7 @@ class SplitStore:
             names = dict.fromkeys(name for usage in self._usage for name in usage)
             values = {name: [usage[name] for usage in self._usage if name in usage] for name in names}
             found: dict[str, float] = {
-                name: max(each) if name in _MAXIMA else sum(each) for name, each in values.items()
+                name: max(each) if name == "oldest_s" else sum(each) for name, each in values.items()
             }
             return found | {
                 "num_blocks": self._num_whole,
