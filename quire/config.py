@@ -222,6 +222,11 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def is_split(self) -> bool:
+        """Whether the model runs in ranks, processes of their own, be it in one."""
+        return self.num_ranks > 1 or self.distributed_executor_backend == "ray"
+
+    @property
     def kv_size_flag(self) -> str | None:
         """The argument that fixes the size of the KV cache; None: it is what memory allows."""
         names = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
@@ -339,10 +344,10 @@ class EngineConfig:
                 "speculative_config: a model that is split among ranks has no draft model yet: use method suffix or "
                 "ngram, or leave tensor_parallel_size and pipeline_parallel_size out"
             )
-        if self.has_kv_stores and self.num_ranks > 1:
+        if self.kv_listen is not None and self.is_split:
             raise ConfigError(
-                "kv_disk_path, kv_transfer_config and kv_listen are about the blocks of one process: leave "
-                "tensor_parallel_size and pipeline_parallel_size at 1"
+                "kv_listen is about the blocks of one process: leave tensor_parallel_size, pipeline_parallel_size and "
+                "distributed_executor_backend out"
             )
 
     def _check_roles(self) -> None:
@@ -360,8 +365,7 @@ class EngineConfig:
             raise ConfigError("roles: nobody goes on with the prompts that are computed: give an engine decode or both")
         if "decode" in self.roles and not {"prefill", "both"} & set(self.roles):
             raise ConfigError("roles: nobody computes prompts: give an engine prefill or both")
-        is_split = self.num_ranks > 1 or self.distributed_executor_backend == "ray"
-        if len(set(self.roles)) > 1 and (not self.enable_prefix_caching or is_split):
+        if len(set(self.roles)) > 1 and (not self.enable_prefix_caching or self.is_split):
             raise ConfigError(
                 "roles: blocks go from engine to engine by the prefix cache's hashes, and from one process: they need "
                 "enable_prefix_caching=True and tensor_parallel_size=1"

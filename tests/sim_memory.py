@@ -6,7 +6,7 @@ given away too early leave another fingerprint, or none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.plan import KeyedMove, Move
@@ -78,8 +78,8 @@ class SimStore:
         for key in keys:
             self.blocks.pop(key, None)
 
-    def expire(self, older_than_s: float) -> int:
-        return 0
+    def expire(self, older_than_s: float, done: Callable[[int], None]) -> None:
+        done(0)
 
     def usage(self) -> dict[str, float]:
         return {"num_blocks": len(self.blocks)}

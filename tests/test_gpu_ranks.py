@@ -64,6 +64,25 @@ def test_the_tokens_of_one_rank(
     engine.close()
 
 
+@pytest.mark.parametrize("level", ["disk", "host"])
+def test_levels_below(weights: Path, whole: list[RequestOutput], shared_gpu: None, tmp_path: Path, level: str) -> None:
+    """Every rank keeps its part of each block, and loads it when the others do."""
+    below: dict[str, Any] = {"kv_offloading_size": 0.02}
+    if level == "disk":
+        below = {"kv_disk_path": str(tmp_path), "kv_disk_size": 32 << 20}
+    engine = make(weights, tensor_parallel_size=2, **below)
+    for store in engine.built.executor.executor.stores:
+        store.load_s = lambda num_blocks: 0.0  # type: ignore[method-assign]  # else so small a model is computed
+    for _ in range(2):
+        same_up_to_ties(run_all(engine, requests(24)), whole)
+        engine.core.settle(30.0)
+        engine.core.kv.reset_prefix_cache()
+        engine.core.kv.check()
+    tiers = engine.core.kv.tiers
+    assert tiers is not None and tiers.counters.levels[level].num_loaded > 0
+    engine.close()
+
+
 def test_experts_are_split(tmp_path: Path, shared_gpu: None) -> None:
     """Each rank has some columns of every expert."""
     mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}

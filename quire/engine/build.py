@@ -118,7 +118,7 @@ def build_token_side(
     grammars: GrammarCompiler | None = None,
 ) -> TokenSide:
     """Weights, KV cache, scheduler and loop."""
-    if config.num_ranks > 1 or config.distributed_executor_backend == "ray":
+    if config.is_split:
         return assemble_token_side(config, _build_ranks(config, opened, grammars))
     precompile = precompile or Precompile.start(config, opened.spec)
     timeline = Timeline()

@@ -12,6 +12,7 @@ that decides who may see which request, and under which name a block's hash.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -87,11 +88,26 @@ def expire_prefix(core: EngineCore, *, token_ids: list[int], salt: str | None = 
     return core.kv.expire(token_ids, salt=salt)
 
 
-def expire_unused(core: EngineCore, *, older_than_s: float) -> int:
-    """Drop what stores have not used for so long; returns how many blocks went."""
+def expire_unused(core: EngineCore, *, older_than_s: float) -> Future[int]:
+    """Drop what stores have not used for so long; answers with how many blocks went when that is done."""
     tiers = core.kv.tiers
     stores = [level.store for level in tiers.levels if isinstance(level, StoreLevel)] if tiers is not None else []
-    return sum(store.expire(older_than_s) for store in stores)
+    total: Future[int] = Future()
+    counts: list[int] = []
+
+    counting = threading.Lock()
+
+    def done(num_dropped: int) -> None:
+        with counting:
+            counts.append(num_dropped)
+            if len(counts) == len(stores):
+                total.set_result(sum(counts))
+
+    for store in stores:
+        store.expire(older_than_s, done)
+    if not stores:
+        total.set_result(0)
+    return total
 
 
 def read_adapter(core: EngineCore, *, adapter: str, path: str) -> Future[Any]:

@@ -80,7 +80,11 @@ class EngineVariants:
         from quire.executor.stores import build_stores, describe_blocks
 
         if not isinstance(built.executor, LocalExecutor):
-            return  # of a model that is split, which has none
+            # An encoder has none, and ranks keep those that they have had from their start.
+            names = ("kv_disk_path", "kv_disk_size", "kv_transfer_config")
+            if any(getattr(config, name) != getattr(self.config, name) for name in names):
+                raise ConfigError("ranks have their levels below the device from the start: give them to the first")
+            return
         worker = built.executor.worker
         worker.stores.close()
         description = ""

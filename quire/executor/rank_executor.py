@@ -56,7 +56,8 @@ from quire.log import get_logger
 from quire.models.share import check_degrees
 from quire.plan import StepPlan, StepResult
 from quire.socket_folder import SocketFolder, end_context
-from quire.tiers.sealed import SealedStore
+from quire.tiers.connector import store_names
+from quire.tiers.split import SplitStore, SplitStores
 from quire.weights.model import OpenedModel
 
 _LOOK_MS = 100  # at whether the ranks live, while a result is waited for
@@ -175,10 +176,11 @@ class RankExecutor:
         self._results, self.results_address = self._bind(zmq.PULL, "results", host)
         beats, self.beats_address = self._bind(zmq.PULL, "beats", host)
         self.members: list[Hello] = []  # by rank: where they are, and what they run
-        self._watch = RankWatch(self._num_ranks, beats, hosts.kill)
-        # Not this object's own method: the watch's thread would keep it, and it would never be closed by itself.
+        # Not this object's own methods: the watch's thread would keep it, and it would never be closed by itself.
+        self._split = SplitStores(store_names(config), self._num_ranks, self._to_ranks.tell)
+        self._watch = RankWatch(self._num_ranks, beats, hosts.kill, self._split.hear)
         self.adapters = RankAdapters(self._num_ranks, self._to_ranks.tell, self._watch)
-        self._submitted: deque[int] = deque()
+        self._submitted: deque[StepPlan] = deque()
         self._arrived: dict[int, StepResult] = {}
         self._num_collected = 0
         parts = (self._watch, self._hosts, self._to_ranks, self._results, self._context, self._folder)
@@ -198,9 +200,12 @@ class RankExecutor:
             self._to_ranks.socket.recv()  # a rank hears us
         if (store := self.members[0].store) is not None:
             self._to_ranks.tell(Meet(store))
-        ledger = agreed([loaded.ledger for loaded in self._from_all(Loaded)])
-        self._to_ranks.tell(Allocate(ledger))
+        ledgers = [loaded.ledger for loaded in self._from_all(Loaded)]
+        ledger = agreed(ledgers)
+        self._to_ranks.tell(Allocate(ledger, sum(each.block_bytes for each in ledgers)))
         ready = self._from_all(Ready)
+        while not self._split.wait_for_all(_LOOK_MS * 1e-3):
+            self._watch.raise_if_failed()
         self._watch.all_are_ready()
         return ledger, ready
 
@@ -234,18 +239,20 @@ class RankExecutor:
         return self._num_stages if self._num_stages > 1 or self._has_drafts else 2
 
     @property
-    def stores(self) -> list[SealedStore]:
-        """None: a store below keeps the blocks of one process."""
-        return []
+    def stores(self) -> list[SplitStore]:
+        """Levels below the device that keep blocks, in every rank its part."""
+        return self._split.stores
 
     def submit(self, plan: StepPlan) -> int:
         self.check()
+        self._split.begin(plan.keyed_moves)
         self._to_ranks.tell(Run(plan, self._num_collected))
-        self._submitted.append(plan.step)
+        self._submitted.append(plan)
         return plan.step
 
     def collect(self, ticket: int) -> StepResult:
-        assert self._submitted.popleft() == ticket, f"step {ticket} collected out of order"
+        plan = self._submitted.popleft()
+        assert plan.step == ticket, f"step {ticket} collected out of order"
         waited = ticket not in self._arrived
         while ticket not in self._arrived:
             self._take(self._receive())
@@ -253,12 +260,18 @@ class RankExecutor:
         self._num_collected += 1
         if waited:
             result.ended_s = time.perf_counter()
+        if not plan.spans.rows:  # nobody runs: without waiting, the loop would spin until a move is over
+            self._split.wait_a_moment()
+        for moved, missing in self._split.take_finished():
+            result.moved.append(moved)
+            if missing:
+                result.missing[moved] = missing
         return result
 
     def is_idle(self) -> bool:
         while self._results.poll(0):
             self._take(self._receive())
-        return all(step in self._arrived for step in self._submitted)
+        return all(plan.step in self._arrived for plan in self._submitted)
 
     def has_time(self) -> bool:
         return False
@@ -275,7 +288,8 @@ class RankExecutor:
     def reset(self) -> None:
         """Forget every row and every step: the next plan may be another scheduler's first."""
         while self._submitted:
-            self.collect(self._submitted[0])
+            self.collect(self._submitted[0].step)
+        self._split.reset()
         self._to_ranks.tell(Reset())
 
     def uses(self) -> list[RankUse]:

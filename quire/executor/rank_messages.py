@@ -12,6 +12,7 @@ from quire.errors import ErrorInfo
 from quire.executor.adapter_slots import AdapterInfo
 from quire.executor.memory import MemoryLedger
 from quire.plan import StepPlan, StepResult
+from quire.tiers.split import Expire, Forget, Told
 from quire.wire import Codec, encoder
 
 
@@ -49,6 +50,7 @@ class Allocate:
     """The ledger that all ranks can keep: the fewest blocks of any."""
 
     ledger: MemoryLedger
+    whole_block_bytes: int  # of all ranks' parts together
 
 
 @dataclass(slots=True, frozen=True)
@@ -160,8 +162,8 @@ class AdapterRead:
     error: ErrorInfo | None = None
 
 
-ToRank = Meet | Allocate | Run | Reset | ReadAdapter | KeepAdapters | PlaceAdapter | Stop
-FromRank = Hello | Loaded | Ready | Result | RankFailed | Beat | AdapterRead
+ToRank = Meet | Allocate | Run | Forget | Expire | Reset | ReadAdapter | KeepAdapters | PlaceAdapter | Stop
+FromRank = Hello | Loaded | Ready | Result | RankFailed | Beat | AdapterRead | Told
 
 to_rank: Codec[ToRank] = Codec(ToRank)
 from_rank: Codec[FromRank] = Codec(FromRank)

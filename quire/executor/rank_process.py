@@ -48,11 +48,14 @@ from quire.executor.rank_messages import (
 )
 from quire.log import get_logger
 from quire.models.share import share_of
+from quire.tiers.split import Expire, Forget, Told
+from quire.tiers.teller import StoreTeller
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from quire.executor.rank_steps import RankSteps
+    from quire.tiers.sealed import SealedStore
 
 BEAT_S = 1.0
 _LOOK_S = 30e-6
@@ -95,6 +98,8 @@ class _Link:
         self._plans.setsockopt(zmq.SUBSCRIBE, b"")
         self._results = self._socket(zmq.PUSH, launch.results_address)
         self.steps: RankSteps | None = None
+        self.teller: StoreTeller | None = None
+        self._telling: zmq.Socket[bytes] | None = None  # the teller's
         self._is_over = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="quire-rank-beat", daemon=True)
         self._beating.start()
@@ -114,9 +119,24 @@ class _Link:
     def has_message(self) -> bool:
         return bool(self._plans.poll(0))
 
+    def tell_of(self, stores: list[SealedStore]) -> StoreTeller | None:
+        """Have the engine told what becomes of these, on a thread with a socket of its own."""
+        if not stores:
+            return None
+        telling = self._telling = self._socket(zmq.PUSH, self._launch.beats_address)
+
+        def send(told: Told) -> None:
+            telling.send(from_rank.encode(told))
+
+        self.teller = StoreTeller(self._launch.rank, stores, send)
+        return self.teller
+
     def close(self) -> None:
         self._is_over.set()
         self._beating.join()
+        if self.teller is not None and self._telling is not None:
+            self.teller.close()
+            self._telling.close(linger=0)
         self._plans.close(linger=0)
         self._results.close(linger=2000)
         self._context.term()
@@ -158,6 +178,7 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     )
     from quire.executor.device import device_of_rank, ranks_per_gpu
     from quire.executor.rank_steps import RankSteps
+    from quire.executor.stores import build_stores, describe_blocks
     from quire.executor.timeline import Timeline
     from quire.executor.worker import ElsewhereSampled
     from quire.grammar import GrammarCompiler
@@ -203,10 +224,18 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
         timeline=timeline,
     )
     link.send(Loaded(launch.rank, loaded.ledger))
-    ledger = _expect(link, Allocate).ledger
+    allocate = _expect(link, Allocate)
+    ledger = allocate.ledger
     cache = make_cache(loaded, ledger)
     sampler = make_sampler(loaded, ledger) if ranks.samples else ElsewhereSampled()
     backend, decoder = loaded.backend, loaded.decoder
+    stores = build_stores(
+        config,
+        describe_blocks(config, opened.checkpoint, backend, decoder) if config.has_kv_stores else "",
+        cache.block_bytes,
+        whole_block_bytes=allocate.whole_block_bytes,
+        num_ranks_on_host=launch.num_ranks_on_host,
+    )
     timeline.mark("cache")
     local = assemble_executor(
         decoder,
@@ -218,6 +247,7 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
         max_num_seqs=loaded.max_num_seqs,
         with_graphs=has_graphs(config, backend, pools=opened.spec.pooler is not None),
         precompile=None,
+        stores=stores,
     )
     timeline.mark("graphs")
     swap_bytes_per_s = cache.measure_swap_rate()
@@ -243,7 +273,14 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
         local.worker.adapters = adapters
         begin_thread = partial(torch.cuda.set_device, device) if local.worker.is_gpu else None
         reader = AdapterReader(launch.rank, adapters, link.send_beside, begin_thread)
-    return RankSteps(local, ranks, lag=num_stages, single_threaded_torch=backend.is_native_cpu, adapters=reader)
+    return RankSteps(
+        local,
+        ranks,
+        lag=num_stages,
+        single_threaded_torch=backend.is_native_cpu,
+        adapters=reader,
+        teller=link.tell_of(stores),
+    )
 
 
 def _run(steps: RankSteps, link: _Link) -> None:
@@ -259,11 +296,14 @@ def _run(steps: RankSteps, link: _Link) -> None:
         match link.receive():
             case Run(plan, num_collected):
                 steps.submit(plan, num_collected)
+            case Forget() | Expire() as order:
+                steps.carry_out(order)
             case Reset():
                 steps.reset()
             case (ReadAdapter() | KeepAdapters() | PlaceAdapter()) as told if steps.adapters is not None:
                 steps.adapters.handle(told)
             case Stop():
+                steps.close()
                 return
             case other:
                 raise AssertionError(f"{other} while running")

@@ -21,6 +21,8 @@ from quire.executor.rank_adapters import AdapterReader
 from quire.parallel.ranks import Ranks
 from quire.plan import StepPlan, StepResult
 from quire.sampling import SampledBatch
+from quire.tiers.split import Order
+from quire.tiers.teller import StoreTeller
 
 
 @dataclass(slots=True)
@@ -45,13 +47,18 @@ class RankSteps:
         lag: int,
         single_threaded_torch: bool,
         adapters: AdapterReader | None = None,
+        teller: StoreTeller | None = None,
     ) -> None:
-        self.adapters = adapters  # None: it serves none
+        """adapters: None: it serves none; teller: where this rank has stores below the device."""
+        self.adapters = adapters
         self._worker = local.worker
         self._ranks = ranks
         self._lag = lag
         self._local = local  # of which only the rank that samples submits and collects
         self._single_threaded_torch = single_threaded_torch
+        self._teller = teller
+        if teller is not None:
+            self._worker.stores.on_over = teller.move_over
         self._untold: deque[_Untold | None] = deque()
         self._submitted: deque[tuple[int, int | None]] = deque()  # with the width of what the others are yet to be told
         self._num_heard = 0
@@ -127,6 +134,16 @@ class RankSteps:
             while self._untold:
                 self._hear(self._untold.popleft())
             self._local.reset()
+        if self._teller is not None:
+            self._teller.reset()
+
+    def carry_out(self, order: Order) -> None:
+        assert self._teller is not None, "an order for stores came to a rank that has none"
+        self._teller.carry_out(order)
+
+    def close(self) -> None:
+        """Finishes the stores that are under way."""
+        self._local.close()
 
     def _tell(self, tokens: list[list[int]], width: int) -> None:
         """A row's tokens behind their number, for the others."""

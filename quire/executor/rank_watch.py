@@ -1,4 +1,5 @@
-"""Who of the ranks lives. A rank that ends, fails or is silent ends all of them, with an error that names it.
+"""Who of the ranks lives, and what they tell beside steps. A rank that ends, fails or is silent ends all of them, with
+an error that names it.
 
 When one rank dies the others fail too, because they talk to it: so troubles are collected for a moment, and the one
 that explains the rest is told.
@@ -16,6 +17,7 @@ import zmq
 
 from quire.errors import ErrorInfo, QuireError, RankError
 from quire.executor.rank_messages import AdapterRead, Beat, from_rank
+from quire.tiers.split import Told
 
 SILENCE_S = 6.0  # without a heartbeat, of which there is one a second: it hangs
 LOADING_S = 60.0  # the same before all ranks are ready: imports and large reads hold up the thread that sends them
@@ -57,12 +59,20 @@ class _Trouble:
 class RankWatch:
     """A thread that reads what ranks say beside their steps, and ends everything when one of them has ended."""
 
-    def __init__(self, num_ranks: int, beats: zmq.Socket[bytes], on_failure: Callable[[], None]) -> None:
-        """`beats` belongs to the thread from now on. on_failure: called once, from the thread."""
+    def __init__(
+        self,
+        num_ranks: int,
+        beats: zmq.Socket[bytes],
+        on_failure: Callable[[], None],
+        on_told: Callable[[Told], None],
+    ) -> None:
+        """`beats` belongs to the thread from now on. on_failure: called once, from the thread; on_told: likewise, with
+        what a rank tells of its stores."""
         now_s = time.monotonic()
         self.uses = [RankUse(now_s) for _ in range(num_ranks)]
         self._beats = beats
         self._on_failure = on_failure
+        self._on_told = on_told
         self._lock = threading.Lock()
         self._troubles: list[_Trouble] = []
         self._describe: Callable[[int], str] = lambda rank: "a host that has not answered"
@@ -148,11 +158,15 @@ class RankWatch:
                 message = from_rank.decode(self._beats.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            if isinstance(message, AdapterRead):
-                self._on_adapter(message)
-                continue
-            assert isinstance(message, Beat)
-            self.uses[message.rank] = RankUse(now_s, True, message.num_steps, message.busy_s, message.waiting_s)
+            match message:
+                case Beat(rank, num_steps, busy_s, waiting_s):
+                    self.uses[rank] = RankUse(now_s, True, num_steps, busy_s, waiting_s)
+                case AdapterRead():
+                    self._on_adapter(message)
+                case Told():
+                    self._on_told(message)
+                case other:
+                    raise AssertionError(f"{other} beside the steps")
 
     def _error(self, trouble: _Trouble) -> QuireError:
         where = self.place_of(trouble.rank)

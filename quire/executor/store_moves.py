@@ -32,6 +32,8 @@ class StoreMoves:
         self._changed = threading.Condition()  # guards what follows
         self._finished: list[tuple[int, list[int]]] = []
         self._under_way: set[int] = set()
+        # Who hears at once, on another thread, of loads and stores that are over; None: they are kept to be taken.
+        self.on_over: Callable[[KeyedMove, list[int]], None] | None = None
 
     def move(self, move: KeyedMove, step: int) -> None:
         """step: of the plan that it belongs to."""
@@ -42,10 +44,13 @@ class StoreMoves:
             self._under_way.add(move.ticket)
 
         def done(missing: list[int]) -> None:
+            if self.on_over is not None:
+                self.on_over(move, missing)
             with self._changed:
                 if move.ticket in self._under_way:
                     self._under_way.remove(move.ticket)
-                    self._finished.append((move.ticket, missing))
+                    if self.on_over is None:
+                        self._finished.append((move.ticket, missing))
                 self._changed.notify_all()
 
         if move.is_load:

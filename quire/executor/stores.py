@@ -13,6 +13,7 @@ from quire.tiers.connector import make_connector
 from quire.tiers.disk import DiskStore
 from quire.tiers.peers import Peers
 from quire.tiers.sealed import SEAL_BYTES, SealedStore
+from quire.tiers.split import SplitStore
 from quire.weights import Checkpoint
 from quire.weights.fingerprint import weights_fingerprint
 
@@ -48,18 +49,27 @@ def describe_blocks(
     return "\n".join(f"{name}: {value}" for name, value in parts.items())
 
 
-def build_stores(config: EngineConfig, description: str, block_bytes: int) -> list[SealedStore]:
-    """In the order in which they are asked: the disk, the user's own, then what other engines sent."""
+def build_stores(
+    config: EngineConfig,
+    description: str,
+    block_bytes: int,
+    *,
+    whole_block_bytes: int | None = None,
+    num_ranks_on_host: int = 1,
+) -> list[SealedStore]:
+    """In the order in which they are asked: the disk, the user's own, then what other engines sent. A rank's blocks are
+    parts of those of `whole_block_bytes`; what the disk level may take is divided so that all ranks hold as many."""
     identity = hashlib.sha256(description.encode()).digest()[:16]
     stores: list[SealedStore] = []
     if config.kv_disk_path is not None:
         assert config.kv_disk_size is not None
         disk = DiskStore(
             config.kv_disk_path,
-            max_bytes=int(config.kv_disk_size),
+            max_bytes=int(config.kv_disk_size) * block_bytes // (whole_block_bytes or block_bytes),
             record_bytes=block_bytes + SEAL_BYTES,
             identity=identity,
             description=description,
+            num_sharers=num_ranks_on_host,
         )
         stores.append(SealedStore("disk", disk, identity=identity, block_bytes=block_bytes))
     if config.kv_transfer_config:
@@ -79,6 +89,7 @@ def build_stores(config: EngineConfig, description: str, block_bytes: int) -> li
     return stores
 
 
-def address_of(stores: Sequence[SealedStore]) -> str | None:
+def address_of(stores: Sequence[SealedStore | SplitStore]) -> str | None:
     """Where other engines reach this one, if they do."""
-    return next((store.connector.address for store in stores if isinstance(store.connector, Peers)), None)
+    own = [store.connector for store in stores if isinstance(store, SealedStore)]
+    return next((connector.address for connector in own if isinstance(connector, Peers)), None)

@@ -59,8 +59,8 @@ class _Holder(Protocol):
 class Store(_Holder, Protocol):
     """What the scheduler's side asks of a store."""
 
-    def expire(self, older_than_s: float) -> int:
-        """Drop what was not used for so long. Returns how many blocks went."""
+    def expire(self, older_than_s: float, done: Callable[[int], None]) -> None:
+        """Drop what was not used for so long. `done` hears how many blocks went, maybe on another thread."""
         ...
 
 

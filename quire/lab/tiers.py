@@ -17,6 +17,7 @@ from quire.bench.units import duration, number, times
 from quire.lab.context import LabContext
 from quire.lab.experiment import Data, Experiment, Finding, Result, Table
 from quire.tiers.disk import DiskStore
+from quire.tiers.sealed import SealedStore
 
 _DISK_BYTES = 4 << 30
 _BEATS_FROM = 512  # tokens: where the disk is to be ahead of a CPU
@@ -132,8 +133,8 @@ def _chats(context: LabContext) -> _Chats:
 def _first_tokens(context: LabContext, engine: LLMEngine) -> list[dict[str, float]]:
     """By length of a prefix: the shortest of several times to the first token, computed and loaded. They are taken in
     turn, so that whatever else the machine does meets all."""
-    stores = [store.connector for store in engine.built.executor.executor.stores]
-    disk = next((store for store in stores if isinstance(store, DiskStore)), None)
+    stores = [store for store in engine.built.executor.executor.stores if isinstance(store, SealedStore)]
+    disk = next((store.connector for store in stores if isinstance(store.connector, DiskStore)), None)
     found: list[dict[str, float]] = []
     rng = random.Random(context.seed)
     for length in context.pick((64, 256), (128, 256, 512, 1024), (512, 1024, 2048, 4096)):

@@ -75,8 +75,7 @@ class ReplicaSet(TextFront):
         self._info: EngineInfo | None = None
         self.num_moved = 0  # requests that went on at another replica
         self.moves = Moves(self._members, self._flights, self.router, prompt_of=self._prompt_of, adopt=self._adopt)
-        is_one_process = config.num_ranks == 1 and config.distributed_executor_backend != "ray"
-        can_send = config.enable_prefix_caching and is_one_process and config.kv_listen is None
+        can_send = config.enable_prefix_caching and not config.is_split and config.kv_listen is None
         self._sockets = SocketFolder() if can_send else None
         self._balancer: asyncio.Task[None] | None = None
         device_environment(config, num_replicas - 1)  # what does not fit is refused before anything starts

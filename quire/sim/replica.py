@@ -118,8 +118,8 @@ class _PeerBlocks:
     def forget(self, keys: Collection[bytes]) -> None:
         self.keys.difference_update(keys)
 
-    def expire(self, older_than_s: float) -> int:
-        return 0
+    def expire(self, older_than_s: float, done: Callable[[int], None]) -> None:
+        done(0)
 
     def usage(self) -> dict[str, float]:
         return {"num_blocks": len(self.keys)}

@@ -6,9 +6,10 @@ A block comes as bytes and goes as bytes, sealed by the engine (`sealed.py`): a 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.tiers.memory_store import MemoryStore
 
@@ -62,6 +63,25 @@ class Expires(Protocol):
         ...
 
 
+@runtime_checkable
+class TellsKeys(Protocol):
+    """A store that tells of each key whether it has it. Ranks of a split model each have a store, and the engine knows
+    what all of them have by what they tell. Of a store that does not tell, it knows what went there since its start."""
+
+    def tell_keys(self, tell: Callable[[bytes, bool], None]) -> None:
+        """Call `tell` for each key that is there, and from now on for each that is gained (True) or lost (False), from
+        any thread. It does not wait."""
+        ...
+
+
+def store_names(config: EngineConfig) -> list[str]:
+    """The levels of this configuration that keep every block, in the order in which they are asked."""
+    names = [] if config.kv_disk_path is None else ["disk"]
+    if config.kv_transfer_config:
+        names.append(_name_of(str(config.kv_transfer_config.get("kv_connector"))))
+    return names
+
+
 def make_connector(config: Mapping[str, Any]) -> tuple[str, Connector]:
     """A name and a store, from `kv_transfer_config`."""
     others = {name: value for name, value in config.items() if name not in _KNOWN}
@@ -85,7 +105,11 @@ def make_connector(config: Mapping[str, Any]) -> tuple[str, Connector]:
     lacking = [name for name in _METHODS if not callable(getattr(store, name, None))]
     if lacking:
         raise ConfigError(f"kv_connector {path} is no store of blocks: it has no {', '.join(lacking)}")
-    return path.rpartition(".")[2], store
+    return _name_of(path), store
+
+
+def _name_of(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _import(path: str) -> Any:

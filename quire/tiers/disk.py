@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from quire.errors import ConfigError
@@ -24,13 +24,23 @@ _MIN_SEGMENTS = 16  # that the size is cut into, so that evicting one costs litt
 _LOOK_EVERY_S = 1.0
 _TOUCH_EVERY_S = 5.0
 
+TellKey = Callable[[bytes, bool], None]
+
 
 class DiskStore:
     """A connector. One per engine and directory; any number of engines per directory."""
 
     def __init__(
-        self, path: str | Path, *, max_bytes: int, record_bytes: int, identity: bytes, description: str = ""
+        self,
+        path: str | Path,
+        *,
+        max_bytes: int,
+        record_bytes: int,
+        identity: bytes,
+        description: str = "",
+        num_sharers: int = 1,
     ) -> None:
+        """num_sharers: ranks on this machine, each with such a store, that divide what is free."""
         self.directory = Path(path).expanduser() / identity.hex()
         self.shape = Shape(identity, record_bytes)
         self.max_bytes = max_bytes
@@ -41,17 +51,18 @@ class DiskStore:
         self._foreign: set[str] = set()
         self._active: Segment | None = None
         self._touched_s: dict[str, float] = {}
+        self._tell: TellKey | None = None  # who wants to know of each key that is gained or lost
         self._lock = threading.RLock()  # of everything above
         self._stop = threading.Event()
         self.num_rejected = 0  # files and entries that are not right
         self.num_refused = 0  # blocks for which there was no room
         self.num_evicted_segments = 0
-        self._prepare_directory(description)
+        self._prepare_directory(description, num_sharers)
         self.look()
         self._looker = threading.Thread(target=self._keep_looking, name="kv-disk-look", daemon=True)
         self._looker.start()
 
-    def _prepare_directory(self, description: str) -> None:
+    def _prepare_directory(self, description: str, num_sharers: int) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             (self.directory / "identity.txt").write_text(description + "\n", encoding="utf-8")
@@ -61,15 +72,15 @@ class DiskStore:
                 f"kv_disk_path: {self.directory} cannot be written ({error.strerror}): give a directory that can"
             ) from None
         held = sum(size for _, size, _ in self._files())
-        free = shutil.disk_usage(self.directory).free
+        free = shutil.disk_usage(self.directory).free // num_sharers
+        size = f"kv_disk_size is {self.max_bytes:,} bytes" + (" for this rank" if num_sharers > 1 else "")
         if self.max_bytes > free + held:
             raise ConfigError(
-                f"kv_disk_size is {self.max_bytes:,} bytes, and {self.directory} has {free + held:,} for it: lower it, "
-                f"or give another kv_disk_path"
+                f"{size}, and {self.directory} has {free + held:,} for it: lower it, or give another kv_disk_path"
             )
         if self.shape.segment_bytes(self._capacity) > self.max_bytes:
             raise ConfigError(
-                f"kv_disk_size is {self.max_bytes:,} bytes and holds no block: one takes "
+                f"{size} and holds no block: one takes "
                 f"{self.shape.segment_bytes(1):,}; raise it, to 16GiB for example: without a unit it is bytes"
             )
         for unfinished in self.directory.glob("*.new"):  # of an engine that was ended while it began one
@@ -104,6 +115,12 @@ class DiskStore:
             place = self._drop_key(key)
             if place is not None:
                 place[0].drop(place[1], key)
+
+    def tell_keys(self, tell: TellKey) -> None:
+        with self._lock:
+            self._tell = tell
+            for key in self._index:
+                self._say(key, True)
 
     def close(self) -> None:
         self._stop.set()
@@ -178,13 +195,19 @@ class DiskStore:
         with self._lock:
             self._index.setdefault(key, (segment, index))
             self._keys.setdefault(segment.path.name, set()).add(key)
+            self._say(key, True)
 
     def _drop_key(self, key: bytes) -> tuple[Segment, int] | None:
         with self._lock:
             place = self._index.pop(key, None)
             if place is not None:
                 self._keys[place[0].path.name].discard(key)
+                self._say(key, False)
             return place
+
+    def _say(self, key: bytes, is_held: bool) -> None:
+        if self._tell is not None:
+            self._tell(self.shape.identity + key, is_held)
 
     def _files(self) -> list[tuple[float, int, str]]:
         """(last use, bytes on disk, name) of the segments there are."""
@@ -229,6 +252,7 @@ class DiskStore:
         for key in keys:
             if self._index.get(key, (None, 0))[0] is segment:
                 del self._index[key]
+                self._say(key, False)
         return len(keys)
 
     def _keep_looking(self) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from quire.log import get_logger
-from quire.tiers.connector import Bytes, Connector, Expires, HasUsage
+from quire.tiers.connector import Bytes, Connector, Expires, HasUsage, TellsKeys
 from quire.tiers.peers import Peers, Piece
 
 SEAL_BYTES = 16
@@ -25,7 +25,7 @@ _READERS = 2
 # pass the bytes on; half of the cores are left for steps.
 _SENDERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 _FIRST_BYTES_PER_S = 500e6  # before a load was measured
-_LATENCY_S = 1e-3  # a step has to end before a load is noticed
+LATENCY_S = 1e-3  # a step has to end before a load is noticed
 _SMOOTHING = 0.3
 _TELL_EVERY_S = 60.0
 
@@ -83,26 +83,27 @@ class SealedStore:
     def load_s(self, num_blocks: int) -> float:
         if not self.takes_all:
             return 0.0  # what another engine sent is here so that this one need not compute it
-        return _LATENCY_S + (self._num_queued + num_blocks) * self._block_s
+        return LATENCY_S + (self._num_queued + num_blocks) * self._block_s
 
     @property
     def block_s(self) -> float:
         """Seconds that a block takes to load, as measured."""
         return self._block_s
 
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """Behind the stores that are queued: they are forgotten too."""
+    def forget(self, keys: Sequence[bytes], done: Callable[[], None] = lambda: None) -> None:
+        """Behind the stores that are queued: they are forgotten too. `done` is called on another thread."""
         if keys:
             self._forgotten.update(keys)
-            self._writer.submit(self._forget, list(keys))
+            self._writer.submit(self._forget, list(keys), done)
 
-    def _forget(self, keys: list[bytes]) -> None:
+    def _forget(self, keys: list[bytes], done: Callable[[], None]) -> None:
         try:
             self.connector.forget([self._identity + key for key in keys])
         except Exception as error:
             self._note_error("forget", error)
         finally:
             self._forgotten.difference_update(keys)
+            done()
 
     # -- the executor's side
 
@@ -201,8 +202,26 @@ class SealedStore:
                 "the KV store %s failed in %s: %s (counted; blocks are computed)", self.name, call, error
             )
 
+    def tell_keys(self, tell: Callable[[bytes, bool], None]) -> None:
+        """Have it told of each key whether it is there, now and whenever that changes, if the store can tell."""
+
+        def tell_own(key: bytes, is_held: bool) -> None:
+            if key.startswith(self._identity):
+                tell(key.removeprefix(self._identity), is_held)
+
+        try:
+            if isinstance(self.connector, TellsKeys):
+                self.connector.tell_keys(tell_own)
+        except Exception as error:
+            self._note_error("tell_keys", error)
+
     def usage(self) -> dict[str, float]:
-        held = dict(self.connector.usage()) if isinstance(self.connector, HasUsage) else {}
+        held: dict[str, float] = {}
+        try:
+            if isinstance(self.connector, HasUsage):
+                held.update(self.connector.usage())
+        except Exception as error:
+            self._note_error("usage", error)
         counters = self.counters
         moved = (counters.num_loaded + counters.num_stored) * self.block_bytes
         if not self.takes_all:
@@ -214,9 +233,20 @@ class SealedStore:
             "load_block_s": self._block_s,
         }
 
-    def expire(self, older_than_s: float) -> int:
-        """Drop what was not used for so long, where the store can. Returns how many blocks went."""
-        return self.connector.expire(older_than_s) if isinstance(self.connector, Expires) else 0
+    def expire(self, older_than_s: float, done: Callable[[int], None]) -> None:
+        """Drop what was not used for so long, where the store can. `done` hears how many blocks went, on another
+        thread."""
+        self._writer.submit(self._expire, older_than_s, done)
+
+    def _expire(self, older_than_s: float, done: Callable[[int], None]) -> None:
+        num_dropped = 0
+        try:
+            if isinstance(self.connector, Expires):
+                num_dropped = self.connector.expire(older_than_s)
+        except Exception as error:
+            self._note_error("expire", error)
+        finally:
+            done(num_dropped)
 
     def close(self) -> None:
         """Finishes the stores that are under way; what goes to a peer is not waited for."""

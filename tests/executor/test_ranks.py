@@ -177,6 +177,11 @@ def test_a_second_prompt_finds_the_first_ones_blocks(split: EngineVariants) -> N
     assert engine.core.kv.counters.prefix.num_hit_tokens > hits + len(HEAD)
 
 
+def test_levels_below_are_the_ranks_own_from_their_start(split: EngineVariants, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="from the start"):
+        split.engine(kv_disk_path=str(tmp_path), kv_disk_size=1 << 20)
+
+
 def test_the_ledger_counts_one_ranks_bytes(whole: EngineVariants, split: EngineVariants) -> None:
     """The rank with the most KV heads, so that no rank has less room than it says."""
     ledger, all_bytes = split.base().ledger, whole.base().ledger.block_bytes

@@ -140,6 +140,26 @@ def test_expired_segments_go(tmp_path: Path) -> None:
     store.close()
 
 
+def test_it_tells_of_every_key_that_it_gains_and_loses(tmp_path: Path) -> None:
+    one = open_store(tmp_path, max_bytes=16 * 12_000)
+    put(one, 1, 2)
+    told: dict[bytes, bool] = {}
+    one.tell_keys(told.__setitem__)
+    assert told == {key(1): True, key(2): True}
+    put(one, 3)
+    one.forget([key(1)])
+    two = open_store(tmp_path, max_bytes=16 * 12_000)
+    put(two, 4)
+    one.look()
+    assert told == {key(1): False, key(2): True, key(3): True, key(4): True}
+    for number in range(100, 400):
+        put(two, number)  # which evicts what the first one has, but for the segment that it writes to
+    one.look()
+    assert {k for k, is_held in told.items() if is_held} == {IDENTITY + k for k in one._index} and not told[key(4)]
+    one.close()
+    two.close()
+
+
 def test_a_full_disk_refuses_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     put(store, 1)
@@ -220,5 +240,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         open_store(tmp_path / "file")
     with pytest.raises(ConfigError, match="kv_disk_size"):
         open_store(tmp_path, max_bytes=1 << 60)
+    with pytest.raises(ConfigError, match="for this rank"):  # each of two could have it, and not both
+        free = shutil.disk_usage(tmp_path).free
+        DiskStore(tmp_path, max_bytes=free * 2 // 3, record_bytes=RECORD, identity=IDENTITY, num_sharers=2)
     with pytest.raises(ConfigError, match="no block"):
         open_store(tmp_path, max_bytes=1000)
