@@ -235,7 +235,7 @@ def test_a_rank_answers_whatever_goes_wrong() -> None:
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_who_waits_for_ranks_that_have_ended_is_told(is_killed: bool) -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as beats:
-        watch = RankWatch(2, beats, lambda: None)
+        watch = RankWatch(2, beats, lambda: None, lambda told: None)
         with ThreadPoolExecutor(1) as thread:
             reading = thread.submit(RankAdapters(2, lambda message: None, watch).read, "a", "/a")
             if is_killed:
