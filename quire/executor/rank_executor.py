@@ -175,6 +175,7 @@ class RankExecutor:
         self._to_ranks = _ToRanks(plans)
         self._results, self.results_address = self._bind(zmq.PULL, "results", host)
         beats, self.beats_address = self._bind(zmq.PULL, "beats", host)
+        self._early: list[Hello | Loaded | Ready] = []  # while others have not been heard of
         self.members: list[Hello] = []  # by rank: where they are, and what they run
         # Not this object's own methods: the watch's thread would keep it, and it would never be closed by itself.
         self._split = SplitStores(store_names(config), self._num_ranks, self._to_ranks.tell)
@@ -223,9 +224,13 @@ class RankExecutor:
                     raise RankError(f"{where} has other {what}: {theirs}, and here it is {ours}: {remedy}")
 
     def _from_all(self, kind: type[T]) -> list[T]:
-        found: dict[int, T] = {}
+        found: dict[int, T] = {message.rank: message for message in self._early if isinstance(message, kind)}
         while len(found) < self._num_ranks:
             message = self._receive()
+            if kind is Hello and isinstance(message, Loaded):
+                # What a rank has sent may arrive behind what others sent after they had met it.
+                self._early.append(message)
+                continue
             assert isinstance(message, kind), f"{message} where {kind.__name__} was expected"
             found[message.rank] = message
         return [found[rank] for rank in range(self._num_ranks)]

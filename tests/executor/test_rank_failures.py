@@ -20,7 +20,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import EngineDeadError, ErrorInfo, MemoryBudgetError, RankError
 from quire.executor import rank_executor, rank_watch
 from quire.executor.rank_executor import RankExecutor, agreed
-from quire.executor.rank_messages import Hello
+from quire.executor.rank_messages import Hello, Loaded
 from quire.executor.rank_watch import Cause
 from quire.params import SamplingParams
 
@@ -136,6 +136,17 @@ def test_other_versions_and_other_files_are_refused(monkeypatch: pytest.MonkeyPa
         executor.members = [Hello(0, "a", 1, **same), Hello(1, "b", 2, **(same | {name: value}))]
         with pytest.raises(RankError, match=f"rank 1 on b .*{words}"):
             executor._check_alike("f")
+    executor.close()
+
+
+def test_a_rank_that_is_ahead_of_anothers_first_word(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks have met, and what the second sent before that arrives last."""
+    executor = RankExecutor(config_of(model, tensor_parallel_size=2), FakeHosts())
+    hello, ledger = [Hello(rank, "a", rank, "v", "t", "f") for rank in (0, 1)], Any
+    loaded = [Loaded(rank, ledger) for rank in (0, 1)]  # type: ignore[arg-type]
+    arriving = iter([hello[0], loaded[0], hello[1], loaded[1]])
+    monkeypatch.setattr(executor, "_receive", lambda: next(arriving))
+    assert executor._from_all(Hello) == hello and executor._from_all(Loaded) == loaded
     executor.close()
 
 
