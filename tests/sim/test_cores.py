@@ -107,9 +107,9 @@ def test_of_three_on_two_cores_each_has_one_of_its_own_for_a_while() -> None:
 
 
 def test_a_core_with_nothing_to_do_takes_over_one_that_waits() -> None:
-    replicas = [Replica(CONFIG, steps_of(seconds), TokenTimes()) for seconds in (0.1, 1.0, 1.0)]
+    replicas = [Replica(CONFIG, steps_of(seconds), TokenTimes()) for seconds in (0.02, 0.1, 0.1)]
     found = ends_of(SharedCores(replicas, 2), replicas, {0.0: 0, 0.001: 1, 0.002: 2})
-    assert {index: at_s for at_s, index in found} == pytest.approx({0: 0.2, 1: 1.001, 2: 1.1}, abs=2 * TURN_S)
+    assert {index: at_s for at_s, index in found} == pytest.approx({0: 0.04, 1: 0.101, 2: 0.12}, abs=TURN_S)
 
 
 def test_a_fleet_on_half_as_many_cores_takes_twice_as_long() -> None:
