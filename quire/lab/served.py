@@ -2,8 +2,9 @@
 
 The replicas are engine processes of one thread each behind the product's router. They get requests to learn from and
 other requests to be measured with, in turn. Of the first their steps are kept, with what each took of a core; from
-those alone the simulator knows what steps cost. It then serves the second on as many cores, which are slower by what
-other programs took of them meanwhile: nothing, on a quiet machine.
+those alone the simulator knows what steps cost, and how much dearer they were in each round. Simulated engines that
+have served what the measured ones had before then serve the second on as many cores, which are slower by what other
+programs took of them meanwhile: nothing, on a quiet machine.
 """
 
 from __future__ import annotations
