@@ -20,29 +20,29 @@ from quire.engine.messages import Launch
 from quire.plan import StepPlan, StepResult
 
 # Of each step: when it began and ended, by the clock that all processes have; the processor's seconds of the step
-# itself; and those since the step before ended, with all that the process does around a step.
+# itself; and those since the step before ended, with all that the loop does around a step.
 TIME_COLUMNS = ("began_s", "ended_s", "step_s", "seconds")
 
 
 class _StepRecorder(StepWatch):
-    """Stands in for the engine's executor. Seconds are of this process's own clock, which stands still while other
-    processes have the core."""
+    """Stands in for the engine's executor. Seconds are of the loop's own thread, whose clock stands still while others
+    have the core: what another thread of the process does once, beside the steps, is no step's time."""
 
     def __init__(self, core: EngineCore, path: Path) -> None:
         super().__init__(core, every_step=False)
         self._path = path
         self._columns: dict[str, list[float]] = {name: [] for name in (*TIME_COLUMNS, *STEP_COLUMNS)}
         self._began = (0.0, 0.0)
-        self._last_s = time.process_time()
+        self._last_s = time.thread_time()
 
     def submit(self, plan: StepPlan) -> int:
-        self._began = (time.monotonic(), time.process_time())
+        self._began = (time.monotonic(), time.thread_time())
         return super().submit(plan)
 
     def collect(self, ticket: int) -> StepResult:
         num_before = len(self.steps)
         result = super().collect(ticket)
-        now_s, (began_s, began_at_s) = time.process_time(), self._began
+        now_s, (began_s, began_at_s) = time.thread_time(), self._began
         if len(self.steps) > num_before:
             load = self.steps.pop().load
             times = (began_s, time.monotonic(), now_s - began_at_s, now_s - self._last_s)

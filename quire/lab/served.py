@@ -2,8 +2,9 @@
 
 The replicas are engine processes of one thread each behind the product's router. They get requests to learn from and
 other requests to be measured with, in turn. Of the first their steps are kept, with what each took of a core; from
-those alone the simulator knows what steps cost. It then serves the second on as many cores, which are slower by what
-other programs took of them meanwhile: nothing, on a quiet machine.
+those alone the simulator knows what steps cost, and how much dearer they were in each round. Simulated engines that
+have served what the measured ones had before then serve the second on as many cores, which are slower by what other
+programs took of them meanwhile: nothing, on a quiet machine.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from quire.config import EngineConfig
 from quire.engine.api import EngineInfo
 from quire.errors import ConfigError
 from quire.lab.simulated import engine_by_profile
-from quire.lab.validation import prompts_of_all_sizes
+from quire.lab.validation import PAUSE_S, prompts_of_all_sizes, report_of
 from quire.sim.fleet import Fleet
-from quire.sim.profile import RecordedProfile, fit_steps
+from quire.sim.profile import ProfileCost, RecordedProfile, fit_steps
 from quire.sim.traffic import from_workload
+from quire.step_costs import StepLoad
 
 ROUNDS = 6
 _NUM_EACH = 12  # requests of a load, for each replica
+_NUM_SCATTERED = 4  # of a load that comes scattered in time, to learn from
+_WARM_UP_SEED = 99
+_NUM_DRAWS = 5  # simulations of a load
 _SHARE_OF_CAPACITY = 0.5  # of the requests/s with which a load that comes at once is served
 
 
@@ -41,19 +46,26 @@ class ServedRuns:
     core_shares: list[float] = field(default_factory=list)  # of each load that was measured
     at_once: list[RunReport] = field(default_factory=list)
     timed: list[RunReport] = field(default_factory=list)
+    # Several of each load, since the noise of single steps is drawn.
     at_once_predicted: list[RunReport] = field(default_factory=list)
     timed_predicted: list[RunReport] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Round:
-    """The loads of one round. `alone` and `together` are learned from."""
+    """The loads of one round."""
 
     together: TimedLoad
     alone: list[TimedLoad]
+    scattered: TimedLoad
     at_once: TimedLoad
     timed: TimedLoad
     arrivals: list[float]
+
+    @property
+    def learned(self) -> list[TimedLoad]:
+        """What the simulator may learn costs from."""
+        return [self.together, *self.alone, self.scattered]
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,6 +79,9 @@ class _Loads:
     def together(self, seed: int) -> Workload:
         return even_lengths(self.vocab, seed, 16 * self.num_replicas, (16, 200), (8, 48))
 
+    def scattered(self, seed: int) -> Workload:
+        return even_lengths(self.vocab, 2_000 + seed, _NUM_SCATTERED * self.num_replicas, (16, 200), (8, 48))
+
     def alone(self, seed: int) -> Workload:
         return prompts_of_all_sizes(self.vocab, seed, self.max_len)
 
@@ -75,6 +90,10 @@ class _Loads:
 
     def timed(self, seed: int) -> Workload:
         return self.at_once(500 + seed)
+
+    def before(self, seed: int) -> list[Workload]:
+        """What the engines have served before a round's `at_once`, of which they know what their steps cost."""
+        return [self.together(_WARM_UP_SEED), self.together(seed), *([one] for one in self.alone(seed))]
 
 
 def serve_and_predict(config: EngineConfig, num_replicas: int) -> ServedRuns:
@@ -88,33 +107,43 @@ async def _serve_and_predict(config: EngineConfig, num_replicas: int) -> ServedR
     async with replica_bench(config, num_replicas) as bench:
         info = bench.info
         loads = _Loads(usable_vocab(info.vocab_size), info.max_model_len, num_replicas)
-        await bench.run(loads.together(99))  # to warm up
+        await bench.run(loads.together(_WARM_UP_SEED))  # to warm up
         rounds: list[_Round] = []
         for seed in range(ROUNDS):
             rounds.append(await _measure(bench, loads, seed, rounds[0].at_once if rounds else None))
-    learned = [load for one in rounds for load in (one.together, *one.alone)]
-    cost = fit_steps([RunReport(workload="", steps=_steps_during(replica, learned)) for replica in bench.steps])
+    cost = fit_steps([_report(bench.steps, [load for one in rounds for load in one.learned])])
     engine = engine_by_profile(RecordedProfile(cost, _settings(config, info), {}))
     runs = ServedRuns(num_usable_cpus(), _front_s(bench.steps, [load for one in rounds for load in one.alone]))
 
-    def predict(measured: TimedLoad, workload: Workload, arrivals: list[float] | None) -> RunReport:
-        share = _core_share(bench.steps, measured, runs.num_cores)
-        runs.core_shares.append(share)
-        fleet = Fleet(
-            config=engine.config,
-            cost=cost.slower(1 / share),
-            num_replicas=num_replicas,
-            front_s=runs.front_s,
-            num_cores=runs.num_cores,
-        )
-        fleet.run(from_workload(workload, arrivals))
-        return fleet.report("", len(workload))
+    def predict(
+        times: float, before: Sequence[Workload], workload: Workload, arrivals: Sequence[float]
+    ) -> Iterator[RunReport]:
+        """`times`: how much longer steps take than on average of all rounds, or by what others have of the cores."""
+        requests, began_s = [], 0.0
+        for each in before:
+            requests += from_workload(each, [began_s] * len(each))
+            began_s += PAUSE_S
+        requests += from_workload(workload, [began_s + at for at in arrivals])
+        for _ in range(_NUM_DRAWS):
+            fleet = Fleet(
+                config=engine.config,
+                cost=cost.slower(times),
+                num_replicas=num_replicas,
+                front_s=runs.front_s,
+                num_cores=runs.num_cores,
+            )
+            fleet.run(requests, from_s=began_s)
+            yield report_of(fleet.times, fleet.now_s - began_s)
 
     for seed, one in enumerate(rounds):
+        dearer = _mean_stray(cost, _report(bench.steps, one.learned))
+        shares = [_core_share(bench.steps, load, runs.num_cores) for load in (one.at_once, one.timed)]
+        before, at_once = loads.before(seed), loads.at_once(seed)
+        runs.core_shares += shares
         runs.at_once.append(one.at_once.report())
-        runs.at_once_predicted.append(predict(one.at_once, loads.at_once(seed), None))
+        runs.at_once_predicted += predict(dearer / shares[0], before, at_once, [0.0] * len(at_once))
         runs.timed.append(one.timed.report())
-        runs.timed_predicted.append(predict(one.timed, loads.timed(seed), one.arrivals))
+        runs.timed_predicted += predict(dearer / shares[1], [*before, at_once], loads.timed(seed), one.arrivals)
     return runs
 
 
@@ -124,8 +153,10 @@ async def _measure(bench: ReplicaBench, loads: _Loads, seed: int, first_at_once:
     at_once = await bench.run(loads.at_once(seed))
     capacity = first_at_once or at_once
     rate = _SHARE_OF_CAPACITY * len(capacity.first_s) / (capacity.ended_s - capacity.began_s)
+    scattered = loads.scattered(seed)
+    learned = await bench.run(scattered, arrival_times(len(scattered), rate, seed=100 + seed))
     arrivals = arrival_times(len(at_once.first_s), rate, seed=seed)
-    return _Round(together, alone, at_once, await bench.run(loads.timed(seed), arrivals), arrivals)
+    return _Round(together, alone, learned, at_once, await bench.run(loads.timed(seed), arrivals), arrivals)
 
 
 def _settings(config: EngineConfig, info: EngineInfo) -> dict[str, object]:
@@ -139,11 +170,22 @@ def _settings(config: EngineConfig, info: EngineInfo) -> dict[str, object]:
 Steps = dict[str, list[float]]
 
 
-def _steps_during(steps: Steps, loads: Sequence[TimedLoad]) -> Steps:
+def _report(replicas: Sequence[Steps], loads: Sequence[TimedLoad]) -> RunReport:
     """The columns that a cost is fitted to, of the steps of these loads."""
-    spans = list(zip(steps["began_s"], steps["ended_s"], strict=True))
-    kept = [i for i, span in enumerate(spans) if any(_is_within(span, load) for load in loads)]
-    return {name: [steps[name][i] for i in kept] for name in ("seconds", *STEP_COLUMNS)}
+    kept: Steps = {name: [] for name in ("seconds", *STEP_COLUMNS)}
+    for steps in replicas:
+        for i, span in enumerate(zip(steps["began_s"], steps["ended_s"], strict=True)):
+            if any(_is_within(span, load) for load in loads):
+                for name, values in kept.items():
+                    values.append(steps[name][i])
+    return RunReport(workload="", steps=kept)
+
+
+def _mean_stray(cost: ProfileCost, report: RunReport) -> float:
+    """How much longer these steps took than the cost says: machines are faster and slower from minute to minute."""
+    columns = [map(int, report.steps[name]) for name in STEP_COLUMNS]
+    loads = [StepLoad(**dict(zip(STEP_COLUMNS, values, strict=True))) for values in zip(*columns, strict=True)]
+    return sum(report.steps["seconds"]) / sum(map(cost.fitted_s, loads))
 
 
 def _is_within(span: tuple[float, float], load: TimedLoad) -> bool:

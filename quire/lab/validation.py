@@ -106,7 +106,7 @@ _CLIENT_TOKEN_S = 0.11e-3  # CPU time of a client in Python for a streamed token
 # loads of a seed came after each other, so that 24 requests/s find the first 200 prompts in the cache.
 _AT_ENGINE = {8: (2_242.0, (11.66, 36.07, 4.72, 8.38)), 24: (6_202.0, (13.74, 52.55, 6.02, 11.19))}
 _ENGINE_SEEDS = (11, 12)
-_PAUSE_S = 100.0  # after which all of a load has been served
+PAUSE_S = 100.0  # after which all of a load has been served
 
 
 def recorded_h200() -> list[Row]:
@@ -160,7 +160,7 @@ def _at_engine(engine: SimulatedEngine, rate: int) -> RunReport:
     for seed in _ENGINE_SEEDS:
         fleet, requests, began_s = Fleet(config=config, cost=engine.cost), list[SimRequest](), 0.0
         for each, (num, _) in _SERVING.items():
-            began_s = _PAUSE_S if requests else 0.0
+            began_s = PAUSE_S if requests else 0.0
             arrivals = [began_s + at for at in arrival_times(num, each, seed=seed)]
             requests += from_workload(sharegpt(128_000, seed=seed, num=num), arrivals)
             if each == rate:
@@ -168,8 +168,14 @@ def _at_engine(engine: SimulatedEngine, rate: int) -> RunReport:
         fleet.run(requests, from_s=began_s)
         times.add(fleet.times)
         seconds += fleet.now_s - began_s
+    return report_of(times, seconds)
+
+
+def report_of(times: TokenTimes, seconds: float) -> RunReport:
     return RunReport(
         workload="",
+        seconds=seconds,
+        output_tokens=times.num_output_tokens,
         output_tok_s=times.num_output_tokens / seconds,
         ttft_s=Percentiles.of(times.first_s),
         itl_s=weighted_percentiles(times.between_s, times.between_counts),

@@ -98,6 +98,8 @@ class Fleet:
                 continue
             else:
                 now_s, index = step_s, ends.pop()
+                if index is None:
+                    continue
             if until_s is not None and now_s > until_s:
                 break
             self.now_s = now_s

@@ -158,11 +158,17 @@ class Machine:
         self._ends.note([index], self._loop.time())
         if self._timer is not None:
             self._timer.cancel()
+        self._wait()
+
+    def _wait(self) -> None:
         next_s = self._ends.next_s
         self._timer = None if next_s == math.inf else self._loop.call_at(next_s, self._step)
 
     def _step(self) -> None:
         index = self._ends.pop()
+        if index is None:
+            self._wait()
+            return
         self._replicas[index].advance()
         for asking in self._asking[index]:
             asking.set_result(None)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.bench.profile import STEP_COLUMNS
 from quire.bench.replicas import TimedLoad
 from quire.cli.main import main
 from quire.config import EngineConfig
@@ -13,6 +14,7 @@ from quire.errors import ConfigError
 from quire.lab import served
 from quire.lab.served import serve_and_predict
 from quire.lab.validation import measured_served
+from quire.sim.profile import ProfileCost
 
 
 def columns(*steps: tuple[float, float, float]) -> dict[str, list[float]]:
@@ -35,6 +37,14 @@ def test_what_is_no_step_of_a_lone_prompt_is_before_or_behind_the_engine() -> No
     load = TimedLoad(began_s=100.0, ended_s=110.0, first_s=[3.5])
     steps = columns((100.25, 102.25, 2.0), (102.5, 103.25, 0.7), (103.5, 104.0, 0.5))  # the last one is a decode
     assert served._front_s([steps], [load]) == pytest.approx(0.75)
+
+
+def test_a_rounds_machine_is_as_much_slower_as_its_learned_steps_were() -> None:
+    line = ProfileCost(corners=[1, 2], corner_s=[1.0, 2.0], sampled_s=0.0, kv_token_s=0.0, pair_s=0.0, mean_error=0.0)
+    steps = columns((0.0, 1.0, 1.2), (1.0, 3.0, 2.4), (8.0, 9.0, 7.0))  # of one and of two rows; the last elsewhere
+    steps |= {name: [0.0] * 3 for name in STEP_COLUMNS} | {"num_decodes": [1.0, 2.0, 1.0]}
+    report = served._report([steps], [TimedLoad(began_s=0.0, ended_s=5.0)])
+    assert served._mean_stray(line, report) == pytest.approx(1.2)
 
 
 def test_replicas_are_served_recorded_and_predicted(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

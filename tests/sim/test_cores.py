@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -22,11 +23,20 @@ CONFIG = ReplicaConfig(
     scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512),
     can_leap=False,
 )
-SECOND = CostModel(overhead_s=1.0, weights_s=0.0, token_s=0.0, kv_token_s=0.0, pair_s=0.0)
+TURN_S = 4e-3
 
 
-def ends_of(ends: StepEnds, replicas: list[Replica], adds: dict[float, int]) -> list[tuple[float, int]]:
-    """Each addition is one request of one token, so one step of a second on a core of its own."""
+def steps_of(seconds: float) -> CostModel:
+    return CostModel(overhead_s=seconds, weights_s=0.0, token_s=0.0, kv_token_s=0.0, pair_s=0.0)
+
+
+SECOND = steps_of(1.0)
+
+
+def ends_of(
+    ends: StepEnds, replicas: list[Replica], adds: dict[float, int], num_steps: int = 1
+) -> list[tuple[float, int]]:
+    """When steps end, and whose. Each addition is one request of so many tokens, so of as many steps."""
     found, waiting = [], sorted(adds.items())
     while waiting or ends.next_s < math.inf:
         if waiting and waiting[0][0] <= ends.next_s:
@@ -34,20 +44,28 @@ def ends_of(ends: StepEnds, replicas: list[Replica], adds: dict[float, int]) -> 
             request = Request(
                 request_id=f"{now_s}",
                 prompt_token_ids=[1, 2, 3],
-                max_tokens=1,
+                max_tokens=num_steps,
                 end_token_ids=frozenset(),
                 spec=SamplingSpec(temperature=0.0),
                 arrival_s=now_s,
             )
             replicas[index].add(request, now_s)
         else:
-            now_s, index = ends.next_s, ends.pop()
+            now_s, popped = ends.next_s, ends.pop()
+            if popped is None:
+                continue
+            index = popped
             before_s = replicas[index].busy_s
             replicas[index].advance()
             if replicas[index].busy_s > before_s:  # else it has only woken up
                 found.append((now_s, index))
         ends.note([index], now_s)
     return found
+
+
+def lengths_of(found: list[tuple[float, int]], replica: int) -> list[float]:
+    """Of each step but the first."""
+    return [after_s - before_s for before_s, after_s in pairwise([at_s for at_s, index in found if index == replica])]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +82,34 @@ def test_steps_take_longer_where_cores_are_short(num_cores: int | None, expected
     ends = OwnDevices(replicas) if num_cores is None else SharedCores(replicas, num_cores)
     found = ends_of(ends, replicas, {0.0: 0, 0.5: 1, 0.75: 2})
     assert [index for _, index in found] == [index for _, index in expected]
-    assert [now_s for now_s, _ in found] == pytest.approx([now_s for now_s, _ in expected])
+    assert [now_s for now_s, _ in found] == pytest.approx([now_s for now_s, _ in expected], abs=2 * TURN_S)
+
+
+def test_short_steps_beside_a_long_one_wait_for_whole_turns() -> None:
+    replicas = [Replica(CONFIG, cost, TokenTimes()) for cost in (steps_of(0.3), steps_of(0.005))]
+    found = ends_of(SharedCores(replicas, 1), replicas, {0.0: 0, 0.001: 1}, num_steps=40)
+    beside = lengths_of(found, 1)
+    assert {round(seconds, 6) for seconds in beside} == {0.009, 0.013}
+    assert sum(beside) / len(beside) == pytest.approx(0.01, rel=0.05)
+
+
+def test_of_three_on_two_cores_each_has_one_of_its_own_for_a_while() -> None:
+    replicas = [Replica(CONFIG, steps_of(0.02), TokenTimes()) for _ in range(3)]
+    found = ends_of(SharedCores(replicas, 2), replicas, {0.0: 0, 0.001: 1, 0.002: 2}, num_steps=200)
+    ended_s = [max(at_s for at_s, index in found if index == replica) for replica in range(3)]
+    assert max(ended_s) == pytest.approx(3 * 200 * 0.02 / 2, rel=0.05)  # no core was idle
+    assert min(ended_s) > 0.9 * max(ended_s)  # nobody had a core of its own much longer
+    for replica in range(3):
+        lengths = lengths_of(found, replica)
+        num_alone = sum(seconds < 0.021 for seconds in lengths)
+        assert 0.4 < num_alone / len(lengths) < 0.6
+        assert sum(seconds > 0.035 for seconds in lengths) / len(lengths) > 0.3
+
+
+def test_a_core_with_nothing_to_do_takes_over_one_that_waits() -> None:
+    replicas = [Replica(CONFIG, steps_of(seconds), TokenTimes()) for seconds in (0.02, 0.1, 0.1)]
+    found = ends_of(SharedCores(replicas, 2), replicas, {0.0: 0, 0.001: 1, 0.002: 2})
+    assert {index: at_s for at_s, index in found} == pytest.approx({0: 0.04, 1: 0.101, 2: 0.12}, abs=TURN_S)
 
 
 def test_a_fleet_on_half_as_many_cores_takes_twice_as_long() -> None:
