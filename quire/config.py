@@ -193,7 +193,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.92
     memory_share: float | None = None  # the part for this model of what Quire may use; None: all that is free
     swap_space_gb: float = 0.0
-    kv_offloading_size: float = 0.0  # GiB of host memory for cached blocks; on a GPU
+    kv_offloading_size: float = 0.0  # GiB of host memory for cached blocks, of all ranks together; on a GPU
     kv_disk_path: str | None = None  # a directory for cached blocks
     kv_disk_size: int | None = None  # bytes that they may take there, or text such as 50GiB
     kv_transfer_config: Mapping[str, Any] | None = None  # a store of the user's own: docs/tiers.md

@@ -67,7 +67,7 @@ def test_the_tokens_of_one_rank(
 @pytest.mark.parametrize("level", ["disk", "host"])
 def test_levels_below(weights: Path, whole: list[RequestOutput], shared_gpu: None, tmp_path: Path, level: str) -> None:
     """Every rank keeps its part of each block, and loads it when the others do."""
-    below: dict[str, Any] = {"kv_offloading_size": 0.02}
+    below: dict[str, Any] = {"kv_offloading_size": 0.04}
     if level == "disk":
         below = {"kv_disk_path": str(tmp_path), "kv_disk_size": 32 << 20}
     engine = make(weights, tensor_parallel_size=2, **below)

@@ -112,7 +112,8 @@ def plan_memory(
             "kv_offloading_size: on a CPU host memory is the KV cache's own memory: raise kv_cache_memory_bytes "
             "instead, or keep blocks on disk with kv_disk_path and kv_disk_size"
         )
-    num_host_blocks = int((config.swap_space_gb + config.kv_offloading_size) * GIB) // block_bytes
+    host_gib = config.swap_space_gb + config.kv_offloading_size / config.num_ranks  # as vLLM counts both
+    num_host_blocks = int(host_gib * GIB) // block_bytes
     if config.kv_offloading_size and not num_host_blocks:
         raise MemoryBudgetError(f"kv_offloading_size={config.kv_offloading_size} GiB holds no block: raise it")
     if config.swap_space_gb and not num_host_blocks:

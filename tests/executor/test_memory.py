@@ -21,11 +21,11 @@ SPEC = spec_from_config(fakes.TINY_LLAMA, source="test")
 BLOCK = 2 * 2 * 2 * 32 * 16 * 4  # K and V, layers, KV heads, head_dim, tokens, float32
 
 
-def plan(budget: int, **kwargs: Any) -> memory.MemoryLedger:
+def plan(budget: int, device: str = "cpu", **kwargs: Any) -> memory.MemoryLedger:
     return plan_memory(
         EngineConfig(**kwargs),
         SPEC,
-        device="cpu",
+        device=device,
         weight_bytes=1000,
         activation_bytes=500,
         block_bytes=BLOCK,
@@ -43,6 +43,12 @@ def test_blocks_fill_the_budget() -> None:
     assert "10 blocks of 16 = 160 tokens" in ledger.summary()
     assert "3 blocks on the host" in ledger.summary()
     assert plan(100 * BLOCK).max_model_len == 256
+
+
+def test_the_host_level_is_for_all_ranks_together_and_swap_for_each() -> None:
+    sizes = {"kv_offloading_size": 12 * BLOCK / GIB, "swap_space_gb": 2 * BLOCK / GIB}
+    assert plan(10 * BLOCK, "cuda", **sizes).num_host_blocks == 14
+    assert plan(10 * BLOCK, "cuda", **sizes, tensor_parallel_size=2, pipeline_parallel_size=2).num_host_blocks == 5
 
 
 @pytest.mark.parametrize(
