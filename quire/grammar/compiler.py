@@ -8,17 +8,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quire.config import EngineConfig
 from quire.errors import BadRequestError
-from quire.grammar.strings import StringMatcher, StringVocabulary, bounds_plain_strings
 from quire.models.spec import ModelSpec
 from quire.text import Tokenizer
 from quire.weights import Checkpoint, open_checkpoint, resolve_model
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    from quire.grammar.strings import StringMatcher, StringVocabulary
 
 _MAX_KEPT_CHARS = 2**23  # of all grammars that are kept; compiled, each takes some ten times its text
 _MAX_KEPT = 1024
@@ -36,7 +37,7 @@ _SLICES = [
 _QUICK_S = 5e-3  # what takes no longer to compile may be compiled again where a sequence begins
 
 # What follows a text through a grammar, and what helps it inside strings, where there is any use in that.
-Matchers = tuple["LLMatcher", StringMatcher | None]
+Matchers: TypeAlias = "tuple[LLMatcher, StringMatcher | None]"
 
 
 def _limits() -> LLParserLimits:
@@ -170,6 +171,8 @@ class GrammarCompiler:
 
     @cached_property
     def _string_vocabulary(self) -> StringVocabulary:
+        from quire.grammar.strings import StringVocabulary  # numpy, which not every process has any use for
+
         read = self._vocabulary
         return StringVocabulary(read.tokens, read.special_token_ids, read.ends)
 
@@ -184,13 +187,19 @@ class GrammarCompiler:
         except UnicodeEncodeError:
             raise _bad("holds a lone surrogate, which is no Unicode text: remove it") from None
         self._read_vocabulary()  # no part of what a grammar takes
-        has_strings = self._has_strings and bounds_plain_strings(grammar)
+        has_strings = False
+        if self._has_strings:
+            from quire.grammar.strings import bounds_plain_strings
+
+            has_strings = bounds_plain_strings(grammar)
         return CompiledGrammar(lambda: self._compile_one(grammar, has_strings=has_strings), self._threads)
 
     def _compile_one(self, grammar: str, *, has_strings: bool) -> Matchers:
         matcher = _matcher(self.tokenizer, grammar)
         if not has_strings:
             return matcher, None
+        from quire.grammar.strings import StringMatcher
+
         try:
             return matcher, StringMatcher(_matcher(self._strings.tokenizer, grammar), self._strings)
         except BadRequestError:  # its bytes are more tokens than the text's: it may run out of what the other needs not

@@ -165,7 +165,7 @@ def test_dummy_weights_are_parts_of_the_same_matrices(name: str) -> None:
         head_dim = spec.head_dim
         cuts = [q[(share.heads * head_dim).slice], *(x[(share.kv_heads * head_dim).slice] for x in (k, v))]
         assert torch.equal(qkv.weight, torch.cat(cuts))  # type: ignore[attr-defined]
-        mine = part._layers[1].mlp.down._part.weight  # type: ignore[attr-defined]
+        mine = part._layers[1].mlp.down.part.weight  # type: ignore[attr-defined]
         assert torch.equal(mine, down[:, share.columns.slice])
         bias, whole_bias = qkv.bias, whole._layers[0].attention.qkv.bias  # type: ignore[attr-defined]
         if bias is not None:
