@@ -111,14 +111,15 @@ class AdapterSlots:
         return key in self._slots or key in self._kept
 
     def place(self, key: str, in_use: set[str]) -> bool:
-        """Put an adapter that is at hand into a slot, in place of one that is not in use. False where all are."""
+        """Put an adapter into a slot, in place of one that is not in use. False where all are, or where it is not on
+        the host any more: another may have been read since it was looked for."""
         if key in self._slots:
             self._slots.move_to_end(key)
             return True
-        slot = self._take_slot(in_use)
-        if slot is None:
-            return False
         with self._lock:
+            slot = self._take_slot(in_use) if key in self._kept else None
+            if slot is None:
+                return False
             self._kept.move_to_end(key)
             self._store.place(key, slot)
         self._slots[key] = slot

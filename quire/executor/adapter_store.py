@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.errors import WeightsError
 from quire.executor.adapter_slots import AdapterInfo
 from quire.kernels.adapters import AdapterBank, PackedAdapter
 from quire.models.spec import ModelSpec
 from quire.models.stored_names import StoredNames
 from quire.models.tensors import adaptable_matrices
-from quire.weights.peft import find_adapter, read_adapter
+from quire.weights.peft import file_marks, find_adapter, read_adapter
 
 
 class DeviceAdapters:
@@ -31,9 +32,14 @@ class DeviceAdapters:
         return self._slots[key]
 
     def read(self, name: str, path: str) -> AdapterInfo:
-        found = read_adapter(find_adapter(path), self._shapes, self._names, self._head_dim, self._max_rank)
+        folder = find_adapter(path)
+        before = file_marks(folder)
+        found = read_adapter(folder, self._shapes, self._names, self._head_dim, self._max_rank)
         info = AdapterInfo(f"{name}@{found.digest}", name, path, found.rank)
-        self._kept[info.key] = self._bank.pack(found.pairs)
+        packed = self._bank.pack(found.pairs)  # only now the tensors are read: they are the file's, mapped
+        if file_marks(folder) != before:  # what was computed with others' tensors would be in caches under this digest
+            raise WeightsError(f"{folder}: its files changed while they were read: load it again")
+        self._kept[info.key] = packed
         return info
 
     def keep(self, keys: Sequence[str]) -> None:

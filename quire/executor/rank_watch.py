@@ -17,6 +17,7 @@ import zmq
 
 from quire.errors import ErrorInfo, QuireError, RankError
 from quire.executor.rank_messages import AdapterRead, Beat, from_rank
+from quire.log import get_logger
 from quire.tiers.split import Told
 
 SILENCE_S = 6.0  # without a heartbeat, of which there is one a second: it hangs
@@ -120,7 +121,7 @@ class RankWatch:
 
     @property
     def is_failing(self) -> bool:
-        return bool(self._troubles)
+        return bool(self._troubles) or self._failure is not None
 
     def close(self) -> None:
         """Ranks may end from now on."""
@@ -130,6 +131,19 @@ class RankWatch:
             self._thread.join()
 
     def _watch(self) -> None:
+        try:
+            self._look_until_over()
+        except Exception as error:  # ours; but without a watch, whoever waits for a rank would wait for ever
+            get_logger().exception("the watch over the ranks failed")
+            self._fail(RankError(f"what ranks tell cannot be heard any more: {error!r}"))
+        self._beats.close(linger=0)
+
+    def _fail(self, failure: QuireError) -> None:
+        self._failure = failure
+        self._is_over.set()
+        self._on_failure()
+
+    def _look_until_over(self) -> None:
         looked_s = time.monotonic()
         while not self._is_over.is_set():
             self._beats.poll(int(_LOOK_S * 1e3))
@@ -147,10 +161,7 @@ class RankWatch:
                 trouble = min(self._troubles, default=None)
                 is_told = trouble is not None and now_s - self._troubles[0].at_s > _GRACE_S
             if trouble is not None and is_told:
-                self._failure = self._error(trouble)
-                self._is_over.set()
-                self._on_failure()
-        self._beats.close(linger=0)
+                self._fail(self._error(trouble))
 
     def _take_messages(self, now_s: float) -> None:
         while True:

@@ -11,9 +11,10 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from quire.log import get_logger
 from quire.tiers.connector import Bytes, Connector, Expires, HasUsage, TellsKeys
@@ -34,6 +35,15 @@ def seal_of(key: bytes, payload: Bytes) -> bytes:
     digest = hashlib.sha256(key)
     digest.update(payload)
     return digest.digest()[:SEAL_BYTES]
+
+
+def _numbers(usage: Mapping[str, Any]) -> dict[str, float]:
+    """Of what a store says of itself, which may be anything, the numbers that can travel."""
+    return {
+        name: int(value) if isinstance(value, int) else float(value)
+        for name, value in usage.items()
+        if isinstance(name, str) and isinstance(value, int | float) and abs(value) < 2**63
+    }
 
 
 @dataclass(slots=True)
@@ -219,7 +229,7 @@ class SealedStore:
         held: dict[str, float] = {}
         try:
             if isinstance(self.connector, HasUsage):
-                held.update(self.connector.usage())
+                held.update(_numbers(self.connector.usage()))
         except Exception as error:
             self._note_error("usage", error)
         counters = self.counters

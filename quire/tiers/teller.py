@@ -1,13 +1,13 @@
 """A rank's end of a split model's stores: what becomes of them is told to the engine (`split.py`).
 
-On a thread of its own, because it looks at stores: a disk that hangs holds up neither steps nor heartbeats.
+On threads of its own: a disk that hangs while it is looked at holds up neither steps nor heartbeats, and no word of
+moves.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -38,12 +38,15 @@ class StoreTeller:
         self._states = [_StoreState() for _ in stores]
         self._moved: list[tuple[int, list[int]]] = []
         self._num_resets = 0
+        self._usages: list[dict[str, int | float]] | None = None  # looked at, and not told yet
         self._is_urgent = False
         self._is_over = False
         for store, state in zip(stores, self._states, strict=True):
             store.tell_keys(partial(self._note, state))
         self._thread = threading.Thread(target=self._run, name="kv-tell", daemon=True)
         self._thread.start()
+        # Another thread, and nobody waits for it: one store that hangs holds up no word of the others.
+        threading.Thread(target=self._look, name="kv-usage", daemon=True).start()
 
     # -- from any thread
 
@@ -94,25 +97,29 @@ class StoreTeller:
         self._is_urgent = True
         self._changed.notify_all()
 
-    # -- the thread
+    # -- the threads
+
+    def _look(self) -> None:
+        """At what the stores hold, now and then."""
+        while True:
+            usages: list[dict[str, int | float]] = [dict(store.usage()) for store in self._stores]
+            with self._changed:
+                self._usages = usages
+                if self._changed.wait_for(lambda: self._is_over, _TELL_S):
+                    return
 
     def _run(self) -> None:
-        looked_s = float("-inf")
         while True:
-            usages: list[dict[str, int | float]] | None = None
-            if time.monotonic() - looked_s >= _TELL_S:
-                looked_s = time.monotonic()
-                usages = [_numbers(store.usage()) for store in self._stores]
-            self._send(self._take(usages))
+            self._send(self._take())
             with self._changed:
-                if not self._is_urgent:
-                    self._changed.wait_for(lambda: self._is_over or self._is_urgent, _TELL_S)
+                self._changed.wait_for(lambda: self._is_over or self._is_urgent, _TELL_S)
                 if self._is_over:
                     return
 
-    def _take(self, usages: list[dict[str, int | float]] | None) -> Told:
+    def _take(self) -> Told:
         with self._changed:
             self._is_urgent = False
+            usages, self._usages = self._usages, None
             news = []
             for i, (store, state) in enumerate(zip(self._stores, self._states, strict=True)):
                 keys, state.keys = state.keys, {}
@@ -122,8 +129,3 @@ class StoreTeller:
                 news.append(StoreNews(gained, lost, state.num_carried_out, store.block_s, usage))
             moved, self._moved = self._moved, []
             return Told(self._rank, self._num_resets, news, moved)
-
-
-def _numbers(usage: Mapping[str, object]) -> dict[str, int | float]:
-    """Of somebody's own store it could be anything, which would not travel."""
-    return {name: value for name, value in usage.items() if isinstance(value, int | float)}

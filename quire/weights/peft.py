@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import re
@@ -57,6 +58,16 @@ def find_adapter(path: str) -> Path:
     if folder.exists() or not is_hub_id(path):
         raise WeightsError(f"{path}: no such folder: give the one that holds {CONFIG_NAME}, or a hub id (owner/name)")
     return fetch_adapter(path, [CONFIG_NAME, WEIGHTS_NAME])
+
+
+def file_marks(folder: Path) -> list[tuple[int, ...]]:
+    """By which one tells that an adapter's files are not what they were."""
+    found = []
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        with contextlib.suppress(OSError):  # whoever reads it says what is wrong
+            status = (folder / name).stat()
+            found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    return found
 
 
 def read_adapter(

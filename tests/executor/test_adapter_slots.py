@@ -46,6 +46,7 @@ def test_the_least_recently_used_leave_the_host_and_the_slots() -> None:
     assert slots.place("c@1", {"a@1"}) and store.places == {0: "a@1", 1: "c@1"}
     slots.read("d", "1")
     assert not slots.is_at_hand("b@1")
+    assert not slots.place("b@1", set()) and slots.resident == ["a@1", "c@1"]  # dropped since it was looked for
     assert slots.start_reading_again("b@1", "1").result().key == "b@1" and slots.is_at_hand("b@1")
 
 

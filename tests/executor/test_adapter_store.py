@@ -84,6 +84,26 @@ def test_the_ranks_parts_are_the_whole_adapter(files: tuple[Path, ModelSpec], de
         torch.testing.assert_close(whole, 3 / RANK * (b @ a))
 
 
+def test_files_that_change_while_they_are_read(
+    files: tuple[Path, ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = files[1]
+    folders = [adapter_files.write_adapter(tmp_path / str(n), files[0].parent, rank=RANK, seed=n) for n in range(2)]
+    adapters, bank = adapters_of(spec, ModelShare.whole(spec))
+    pack = bank.pack
+
+    def replace_and_pack(pairs: Any) -> Any:
+        (folders[1] / "adapter_model.safetensors").rename(folders[0] / "adapter_model.safetensors")
+        return pack(pairs)
+
+    monkeypatch.setattr(bank, "pack", replace_and_pack)
+    with pytest.raises(WeightsError, match="changed while they were read: load it again"):
+        adapters.read("a", str(folders[0]))
+    adapters.keep([])
+    monkeypatch.setattr(bank, "pack", pack)
+    adapters.keep([adapters.read("a", str(folders[0])).key])
+
+
 def test_a_stage_refuses_what_fits_no_layer_of_the_model(files: tuple[Path, ModelSpec], tmp_path: Path) -> None:
     """The layers of others it checks, and keeps nothing of them."""
     _, spec = files

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from executor.test_ranks import config_of
 from rank_models import write_lively_model
 
@@ -20,9 +22,10 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import EngineDeadError, ErrorInfo, MemoryBudgetError, RankError
 from quire.executor import rank_executor, rank_watch
 from quire.executor.rank_executor import RankExecutor, agreed
-from quire.executor.rank_messages import Hello, Loaded
+from quire.executor.rank_messages import Hello, Loaded, from_rank
 from quire.executor.rank_watch import Cause
 from quire.params import SamplingParams
+from quire.tiers.split import Told
 
 LIMIT_S = 60.0
 
@@ -186,6 +189,22 @@ def test_a_silent_rank_hangs_but_not_one_that_has_yet_to_start(monkeypatch: pyte
     with pytest.raises(RankError, match=r"rank 1 .*heartbeat"):
         executor.check()
     executor.close()
+
+
+def test_a_watch_that_fails_leaves_nobody_waiting() -> None:
+    def hear(told: Told) -> None:
+        raise KeyError("a ticket")
+
+    is_ended = threading.Event()
+    with zmq.Context() as context, context.socket(zmq.PULL) as beats, context.socket(zmq.PUSH) as rank:
+        beats.bind("inproc://beats")
+        rank.connect("inproc://beats")
+        watch = rank_watch.RankWatch(1, beats, is_ended.set, hear)
+        rank.send(from_rank.encode(Told(0, 0, [], [])))
+        assert is_ended.wait(LIMIT_S) and watch.is_failing
+        with pytest.raises(RankError, match=r"what ranks tell cannot be heard any more: KeyError\('a ticket'\)"):
+            watch.raise_if_over()
+        watch.close()
 
 
 def test_the_ledger_is_what_all_ranks_can_keep(model: Path) -> None:

@@ -112,6 +112,21 @@ def test_what_is_forgotten_does_not_count_before_every_rank_has_forgotten_it() -
     assert store.contains(key_of(1)) and not store.contains(key_of(2))
 
 
+def test_of_a_store_that_tells_no_losses_the_oldest_keys_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.tiers.split._MAX_KEYS", 16)
+    split = split_of(2)
+    [store] = split.stores
+    for n in range(100):
+        tell(split, 0, gained=[n])
+        tell(split, 1, gained=[n] if n % 3 else [])
+        usage = store.usage()
+        assert min(n, 14) <= usage["num_blocks"] + usage["num_partial_blocks"] <= 16
+    assert store.contains(key_of(98)) and not store.contains(key_of(1))
+    tell(split, 0, gained=[1])
+    tell(split, 1, gained=[1])
+    assert store.contains(key_of(1))
+
+
 def test_numbers_of_ranks_make_those_of_the_level() -> None:
     orders: list[Order] = []
     split = split_of(2, orders)
@@ -449,51 +464,4 @@ def test_what_is_forgotten_is_forgotten_by_all(tmp_path: Path) -> None:
     is_done = threading.Event()
     engine.store.expire(3600.0, lambda num_dropped: is_done.set() if num_dropped == 0 else None)
     assert is_done.wait(LIMIT_S)
-    engine.close()
-
-
-class Troublesome(MemoryStore):
-    """Fails, keeps nothing, or has nothing of what it says."""
-
-    def __init__(self, trouble: str) -> None:
-        super().__init__()
-        self.trouble = trouble
-
-    def load(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        if self.trouble == "load":
-            raise OSError("it does not answer")
-        return super().load(keys)
-
-    def store(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        if self.trouble == "store":
-            raise OSError("it does not answer")
-        if self.trouble != "keeps nothing":
-            super().store(keys, blocks)
-
-    def usage(self) -> dict[str, Any]:
-        if self.trouble == "usage":
-            raise OSError("it does not answer")
-        return {"num_bytes": 3, "its name": "mine"}
-
-
-@pytest.mark.parametrize("trouble", ["load", "store", "keeps nothing", "usage"])
-def test_a_store_that_tells_nothing_of_its_keys(trouble: str) -> None:
-    """What went there counts, until a load brings nothing: then it is not asked again."""
-    engine = Engine(MemoryStore(), Troublesome(trouble))
-    assert engine.move(False, 1, 2) == ([1, 2] if trouble == "store" else [])
-    is_kept = trouble in ("load", "usage")
-    assert engine.has(1, 2) == [is_kept] * 2
-    assert engine.move(True, 1) == ([] if trouble == "usage" else [1])
-    assert engine.has(1, 2) == [trouble == "usage", is_kept]
-    assert engine.store.usage().get("its name") is None
-    engine.close()
-
-
-def test_what_was_under_way_at_a_reset_is_told_to_nobody() -> None:
-    engine = Engine(MemoryStore(), MemoryStore())
-    for rank in engine.ranks:
-        rank.teller.move_over(KeyedMove(0, 0, False, [(0, key_of(0))]), [])
-        rank.teller.reset()
-    engine.split.reset()
-    assert engine.move(False, 5) == []  # the ticket after the reset is 0, too
     engine.close()
