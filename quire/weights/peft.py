@@ -62,7 +62,7 @@ def find_adapter(path: str) -> Path:
 
 def file_marks(folder: Path) -> list[tuple[int, ...]]:
     """By which one tells that an adapter's files are not what they were."""
-    found = []
+    found: list[tuple[int, ...]] = []
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         with contextlib.suppress(OSError):  # whoever reads it says what is wrong
             status = (folder / name).stat()
