@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from quire.plan import KeyedMove
 from quire.tiers.sealed import LATENCY_S
 
-# That a level is known to have: with 16 tokens in each, 67 million tokens, in some 600 MB. The oldest go first. A store
+# That a level is known to have: with 16 tokens in each, 67 million tokens, in some 500 MB. The oldest go first. A store
 # that does not tell what it drops would have ever more of them.
 _MAX_KEYS = 2**22
 _WAIT_S = 0.005  # with nothing to run, before it is looked whether a request has come
@@ -179,7 +179,7 @@ class SplitStore:
 
     def _drop_oldest_keys(self) -> None:
         """Some at once: to find the first in a dict takes as long as many have gone before it."""
-        for key in list(itertools.islice(self._holders, len(self._holders) - _MAX_KEYS * 7 // 8)):
+        for key in list(itertools.islice(self._holders, len(self._holders) - _MAX_KEYS * 63 // 64)):
             self._num_whole -= self._holders.pop(key) == self._all
 
     def check(self) -> None:

@@ -105,10 +105,13 @@ class StoreTeller:
             usages: list[dict[str, int | float]] = [dict(store.usage()) for store in self._stores]
             with self._changed:
                 self._usages = usages
+                self._hurry()
                 if self._changed.wait_for(lambda: self._is_over, _TELL_S):
                     return
 
     def _run(self) -> None:
+        with self._changed:  # the first word has numbers too, unless they are long in coming
+            self._changed.wait_for(lambda: self._is_over or self._usages is not None, _TELL_S)
         while True:
             self._send(self._take())
             with self._changed:
