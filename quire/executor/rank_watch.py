@@ -91,7 +91,7 @@ class RankWatch:
         return f"rank {rank} on {self._describe(rank)}"
 
     def answer_to(self, on_adapter: Callable[[AdapterRead], None]) -> None:
-        """Who hears what came of reading adapters, from the thread."""
+        """Call this on the watch's thread with what each rank answers when it has read an adapter."""
         self._on_adapter = on_adapter
 
     def all_are_ready(self) -> None:

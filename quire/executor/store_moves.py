@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,16 +11,15 @@ from quire.executor.kv_cache import KVCache
 from quire.executor.layer_sends import BlockSend, LayerRun, layer_runs
 from quire.models.kv_layout import KVLayout
 from quire.plan import KeyedMove
+from quire.tiers.collected import CollectedMoves
 from quire.tiers.sealed import SEAL_BYTES, SealedStore
 
-# With nothing to run, how long to wait for a move before looking whether a request has come.
-_WAIT_S = 0.005
 
-
-class StoreMoves:
+class StoreMoves(CollectedMoves):
     """Begins moves in the order of plans, and collects those that are over, in any order."""
 
     def __init__(self, cache: KVCache, stores: Sequence[SealedStore], layout: KVLayout) -> None:
+        super().__init__()
         self.stores = list(stores)
         self._cache = cache
         self._whole = [LayerRun(range(layout.num_slots), len(layout.groups) - 1)]
@@ -29,9 +27,7 @@ class StoreMoves:
         self._waiting = ThreadPoolExecutor(1, "kv-written")  # for a GPU, which writes layers in the order of submission
         self._awaited = {run.last_layer for runs in self._runs for run in runs[:-1]}  # layers
         self._filled: dict[int, list[BlockSend]] = {}  # by step: of the blocks that it fills, until it is over
-        self._changed = threading.Condition()  # guards what follows
-        self._finished: list[tuple[int, list[int]]] = []
-        self._under_way: set[int] = set()
+        self._under_way: set[int] = set()  # tickets
         # Who hears at once, on another thread, of loads and stores that are over; None: they are kept to be taken.
         self.on_over: Callable[[KeyedMove, list[int]], None] | None = None
 
@@ -112,17 +108,8 @@ class StoreMoves:
 
     # -- moves that are over
 
-    def take_finished(self) -> list[tuple[int, list[int]]]:
-        """(ticket, places of what did not come) of moves that are over, each told once."""
-        with self._changed:
-            finished, self._finished = self._finished, []
-        return finished
-
-    def wait_a_moment(self) -> None:
-        """Until a move is over, where there is any, but not for long."""
-        with self._changed:
-            if self._under_way and not self._finished:
-                self._changed.wait(_WAIT_S)
+    def _has_moves(self) -> bool:
+        return bool(self._under_way)
 
     def forget_moves(self) -> None:
         """Nobody will hear of those that were begun. Waits for them: their blocks may be given to others."""

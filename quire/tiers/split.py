@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.plan import KeyedMove
+from quire.tiers.collected import CollectedMoves
 from quire.tiers.sealed import LATENCY_S
 
 # That a level is known to have: with 16 tokens in each, 67 million tokens, in some 500 MB. The oldest go first. A store
 # that does not tell what it drops would have ever more of them.
 _MAX_KEYS = 2**22
-_WAIT_S = 0.005  # with nothing to run, before it is looked whether a request has come
 
 
 @dataclass(slots=True, frozen=True)
@@ -199,17 +199,16 @@ class _SplitMove:
     missing: set[int] = field(default_factory=set)
 
 
-class SplitStores:
+class SplitStores(CollectedMoves):
     """All levels of a split model's stores, and the moves to and from them. A move is complete where no rank misses
     anything: a block of which one rank's part did not come has not come."""
 
     def __init__(self, names: Sequence[str], num_ranks: int, tell: Callable[[Order], None]) -> None:
         """tell: gives an order to all ranks, in order with plans."""
-        self._changed = threading.Condition()  # guards all of it
+        super().__init__()
         self._ranks = range(num_ranks)
         self.stores = [SplitStore(name, i, num_ranks, tell, self._changed) for i, name in enumerate(names)]
         self._moves: dict[int, _SplitMove] = {}
-        self._finished: list[tuple[int, list[int]]] = []
         self._num_resets = 0
         self._silent = set(self._ranks) if names else set()  # ranks that have told nothing yet
 
@@ -242,17 +241,8 @@ class SplitStores:
             move.store.num_queued -= move.num_loading
             self._finished.append((ticket, sorted(move.missing)))
 
-    def take_finished(self) -> list[tuple[int, list[int]]]:
-        """(ticket, places of what did not come) of moves that are over, each told once."""
-        with self._changed:
-            finished, self._finished = self._finished, []
-        return finished
-
-    def wait_a_moment(self) -> None:
-        """Until a move is over, where there is any, but not for long."""
-        with self._changed:
-            if self._moves and not self._finished:
-                self._changed.wait_for(lambda: bool(self._finished), _WAIT_S)
+    def _has_moves(self) -> bool:
+        return bool(self._moves)
 
     def wait_for_all(self, within_s: float) -> bool:
         """Whether every rank has told what it has, if need be within this time."""

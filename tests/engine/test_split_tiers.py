@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.test_tiers import conversations, loaded, serve
+from engine.test_tiers import conversations, damage, loaded, serve
+from executor.test_rank_failures import wait_for
 from executor.test_ranks import config_of
 from rank_models import write_lively_model
 from scheduler.harness import Rig, make_request
@@ -62,22 +60,6 @@ def store_of(engine: LLMEngine) -> SplitStore:
     return store
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < until_s, "it did not happen"
-        time.sleep(0.02)
-
-
-def damage(folder: Path) -> None:
-    rng = random.Random(4)
-    for path in folder.glob("*.kv"):
-        data = bytearray(path.read_bytes())
-        for at in rng.sample(range(4096, len(data)), 300):
-            data[at] ^= 0x41
-        path.write_bytes(data)
-
-
 def serve_with_host_blocks(engine: LLMEngine) -> None:
     """The host level is for GPUs. Its code is the same here, with host blocks that are no other memory."""
     executor, windows = engine.core.executor, engine.ledger.windows
@@ -123,8 +105,8 @@ def test_the_same_tokens_over_a_restart_with_one_ranks_files_damaged(
     assert serve(engine, PROMPTS) == expected
     tiers = engine.core.kv.tiers
     assert tiers is not None and tiers.counters.levels["disk"].num_missing > 0 and loaded(engine) > 0
-    wait(lambda: store_of(engine).usage()["num_rejected"] > before["num_rejected"])  # and of records
-    wait(lambda: store_of(engine).usage()["num_blocks"] > before["num_blocks"])  # computed and stored again
+    wait_for(lambda: store_of(engine).usage()["num_rejected"] > before["num_rejected"])  # and of records
+    wait_for(lambda: store_of(engine).usage()["num_blocks"] > before["num_blocks"])  # computed and stored again
     serve_with_host_blocks(engine)
     engine.close()
 
@@ -134,7 +116,7 @@ def test_four_ranks_with_two_stores_and_what_operators_do(model: Path, disk: Pat
     own = {"kv_connector": "MemoryStore", "kv_connector_extra_config": {"max_bytes": 1 << 20}}
     engine = make(model, (2, 2), disk, kv_transfer_config=own)
     assert serve(engine, PROMPTS) == expected and loaded(engine) > 0
-    wait(lambda: store_of(engine).usage()["num_bytes"] > 0)
+    wait_for(lambda: store_of(engine).usage()["num_bytes"] > 0)
     levels = {level["level"]: level for level in calls.kv_levels(engine.core)["levels"]}
     assert list(levels) == ["device", "disk", "MemoryStore"]
     for name in ("disk", "MemoryStore"):
@@ -145,7 +127,7 @@ def test_four_ranks_with_two_stores_and_what_operators_do(model: Path, disk: Pat
     assert serve(engine, PROMPTS[:4]) == expected[:4] and loaded(engine) > before
     num_blocks = store_of(engine).usage()["num_blocks"]
     assert calls.expire_prefix(engine.core, token_ids=PROMPTS[0]) > 0
-    wait(lambda: store_of(engine).usage()["num_blocks"] < num_blocks)
+    wait_for(lambda: store_of(engine).usage()["num_blocks"] < num_blocks)
     assert serve(engine, PROMPTS[:1]) == expected[:1]
     assert calls.expire_unused(engine.core, older_than_s=3600.0).result(LIMIT_S) == 0
     engine.close()

@@ -168,6 +168,15 @@ def test_a_prompt_is_warm_at_the_first_request_of_the_next_start(weights: Path, 
         engine.close()
 
 
+def damage(folder: Path) -> None:
+    rng = random.Random(4)
+    for path in folder.rglob("*.kv"):
+        data = bytearray(path.read_bytes())
+        for at in rng.sample(range(4096, len(data)), 300):
+            data[at] ^= 0x41
+        path.write_bytes(data)
+
+
 def test_two_engines_on_one_directory_and_damage_between(weights: Path, tmp_path: Path) -> None:
     prompts = conversations(3, 25)
     one, two = make(weights, tmp_path), make(weights, tmp_path)
@@ -177,12 +186,7 @@ def test_two_engines_on_one_directory_and_damage_between(weights: Path, tmp_path
     assert serve(two, prompts) == expected and loaded(two) > 0
     one.close()
     two.close()
-    rng = random.Random(4)
-    for path in tmp_path.rglob("*.kv"):
-        data = bytearray(path.read_bytes())
-        for at in rng.sample(range(4096, len(data)), 300):
-            data[at] ^= 0x41
-        path.write_bytes(data)
+    damage(tmp_path)
     engine = make(weights, tmp_path)
     assert serve(engine, prompts) == expected
     store = engine.core.kv.tiers.levels[0].store  # type: ignore[union-attr]
