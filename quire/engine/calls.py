@@ -94,7 +94,6 @@ def expire_unused(core: EngineCore, *, older_than_s: float) -> Future[int]:
     stores = [level.store for level in tiers.levels if isinstance(level, StoreLevel)] if tiers is not None else []
     total: Future[int] = Future()
     counts: list[int] = []
-
     counting = threading.Lock()
 
     def done(num_dropped: int) -> None:
