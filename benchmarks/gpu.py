@@ -75,7 +75,14 @@ SHAPES = {
 }
 # Parts of a step by the names of the kernels that do them.
 _KERNELS = {
-    "attention": ("decode_kernel", "prefill_kernel", "prefill_hopper_kernel", "prefix_kernel", "prompt_kernel"),
+    "attention": (
+        "decode_kernel",
+        "pieces_kernel",
+        "prefill_kernel",
+        "prefill_hopper_kernel",
+        "prefix_kernel",
+        "prompt_kernel",
+    ),
     "experts": ("route_kernel", "picked_kernel", "grouped_kernel", "combine_kernel"),
     "matrix products": (
         "vector_kernel",

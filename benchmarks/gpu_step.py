@@ -76,6 +76,7 @@ class Model:
 
     def step(self, norm: Norm, token_ids: Tensor, batch: AttentionBatch, kvs: list[Tensor]) -> Tensor:
         ops = self.ops
+        batch.decode_pieces.clear()  # each step cuts its sequences, as Decoder.forward has it
         residual = self.head.embed(token_ids)
         x = ops.norm(residual, norm)
         for i, (layer, kv) in enumerate(zip(self.layers, kvs, strict=True)):

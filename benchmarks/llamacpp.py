@@ -173,6 +173,16 @@ def serve(name: str, path: str, num_threads: int, connection: Connection) -> Non
         connection.send((count_tokens(workload) / seconds, outputs))
 
 
+def hear(name: str, connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        raise SystemExit(
+            f"{name} died. One that was built on a machine with AMX does so where a virtual machine may not use it: "
+            'build it with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON"'
+        ) from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -199,7 +209,8 @@ def main() -> None:
     for name in ENGINES:
         engines[name], theirs = context.Pipe()
         context.Process(target=serve, args=(name, str(path), args.threads, theirs), daemon=True).start()
-        engines[name].recv()
+        theirs.close()  # so that an engine that dies is noticed
+        hear(name, engines[name])
     for workload in args.workloads:
         compare(engines, workload, args.repeats, args.cpu_time)
     for connection in engines.values():
@@ -212,7 +223,7 @@ def compare(engines: dict[str, Connection], workload: str, repeats: int, by_cpu_
     for parameters in [{"seed": WARM_SEED}, *[{}] * repeats]:
         for name, connection in engines.items():
             connection.send((workload, parameters, by_cpu_time))
-            rate, outputs[name] = connection.recv()
+            rate, outputs[name] = hear(name, connection)
             if not parameters:
                 rates[name].append(rate)
     for name, found in rates.items():

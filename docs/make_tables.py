@@ -1,6 +1,6 @@
-"""Writes the tables of operations.md and from-vllm.md out of the code, so that they stay true.
+"""Writes the tables of operations.md and from-vllm.md from the code, so that they stay true.
 
-    python -m docs.make_tables            rewrites what stands between <!-- table: NAME --> and <!-- end -->
+    python -m docs.make_tables            rewrites what is between <!-- table: NAME --> and <!-- end -->
 
 The prose around the tables is written by hand. A test fails when a table is not what the code says.
 """
@@ -46,7 +46,7 @@ VLLM_FLAGS: dict[str, str] = {
     "convert": "embed and classify; reward is refused",
     "task": "",
     "pooler_config": "pooling_type and normalize",
-    "max_model_len": "auto (or -1) takes what model and cache serve, which is also the default",
+    "max_model_len": "auto (or -1), the default: what the model and the cache allow",
     "seed": "",
     "hf_overrides": "",
     "block_size": "any of these on every device",
@@ -56,24 +56,22 @@ VLLM_FLAGS: dict[str, str] = {
     "num_gpu_blocks_override": "",
     "gpu_memory_utilization": "",
     "swap_space_gb": "vLLM had it as --swap-space, which is taken too",
-    "kv_offloading_size": "on a GPU; a CPU's host memory is its KV cache's",
+    "kv_offloading_size": "on a GPU only: on a CPU the KV cache is in host memory already",
     "kv_transfer_config": "kv_connector and kv_connector_extra_config, of a class of Quire's protocol: docs/tiers.md",
     "max_num_seqs": "",
     "max_num_batched_tokens": "",
     "long_prefill_token_threshold": "",
-    "speculative_config": (
-        "methods ngram, suffix and draft_model; how many drafts are verified follows from measured costs"
-    ),
+    "speculative_config": ("methods ngram, suffix and draft_model; measured costs decide how many drafts are verified"),
     "spec_method": "",
     "spec_model": "",
     "spec_tokens": "",
-    "scheduling_policy": "priorities age, so that nothing waits for ever",
+    "scheduling_policy": "priorities age, so that no request waits for ever",
     "enable_prefix_caching": "",
     "enable_chunked_prefill": "",
-    "calculate_kv_scales": "scales grow to what the first step shows; not with ranks, replicas or KV stores",
+    "calculate_kv_scales": "scales grow to fit the first step's values; not with ranks, replicas or KV stores",
     "enforce_eager": "",
-    "enable_sleep_mode": "only a GPU needs it",
-    "batch_invariant": "vLLM has VLLM_BATCH_INVARIANT=1, which is taken too; on a CPU and on a Hopper GPU",
+    "enable_sleep_mode": "needed on a GPU only",
+    "batch_invariant": "VLLM_BATCH_INVARIANT=1 works too; on a CPU and on a Hopper GPU",
     "logits_processors": "",
     "host": "127.0.0.1 by default, not every address",
     "port": "",
@@ -81,9 +79,9 @@ VLLM_FLAGS: dict[str, str] = {
     "ssl_certfile": "",
     "ssl_keyfile": "",
     "ssl_ca_certs": "",
-    "api_key": "guards every path but /health and the page's own files, not /v1 alone",
+    "api_key": "guards every path except /health, /ping and the page's own files; vLLM guards /v1 only",
 }
-# Paths of vLLM's server that Quire has not.
+# Paths of vLLM's server that Quire does not have.
 VLLM_PATHS_MISSING: dict[str, str] = {
     "/v1/audio/transcriptions, /v1/audio/translations": "text models only",
     "/start_profile, /stop_profile": "see quire:step_seconds_total and quire:host_seconds_total",
@@ -161,27 +159,35 @@ def refused(
 
 
 def arguments_refused() -> str:
-    return table(("argument, and what is taken besides None", "otherwise refused, because"), refused(refusals.ENGINE))
+    return table(
+        ("argument, with the accepted values besides None", "why other values are refused"), refused(refusals.ENGINE)
+    )
 
 
 def flags_refused() -> str:
     own = {name: refusal for name, refusal in refusals.SERVER.items() if name in serve.REFUSED}
-    return table(("flag of vLLM, and what is taken", "otherwise refused, because"), refused(own, option, json.dumps))
+    return table(
+        ("flag of vLLM, with the accepted values", "why other values are refused"), refused(own, option, json.dumps)
+    )
 
 
 def sampling_refused() -> str:
-    return table(("field, and what is taken besides None", "otherwise refused, because"), refused(refusals.SAMPLING))
+    return table(
+        ("field, with the accepted values besides None", "why other values are refused"), refused(refusals.SAMPLING)
+    )
 
 
 def calls_refused() -> str:
-    return table(("argument, and what is taken besides None", "otherwise refused, because"), refused(refusals.CALL))
+    return table(
+        ("argument, with the accepted values besides None", "why other values are refused"), refused(refusals.CALL)
+    )
 
 
 def methods_refused() -> str:
     rows = []
     for owner, methods in refusals.METHODS.items():
         rows += [[f"{code(owner)}: {names}", why] for names, why in refused(methods)]
-    return table(("method or class", "refused, because"), rows + refused(refusals.CLASSES))
+    return table(("method or class", "why it is refused"), rows + refused(refusals.CLASSES))
 
 
 def arguments() -> str:
@@ -232,7 +238,7 @@ def body_refused() -> str:
         for title, body in _BODIES.items()
         for name in _fields(body, FieldState.REFUSED)
     ]
-    return table(("field", "body of", "taken as", "otherwise a 400, because"), rows)
+    return table(("field", "body of", "accepted values", "why other values are a 400"), rows)
 
 
 def methods() -> str:
@@ -284,25 +290,25 @@ PATH_NOTES: dict[str, str] = {
     "/v1/completions": "as in vLLM",
     "/v1/chat/completions": "as in vLLM",
     "/v1/responses": "OpenAI's Responses; `previous_response_id` within 64 MiB of memory",
-    "/v1/responses/{id}": "one that is remembered",
+    "/v1/responses/{id}": "a stored response",
     "/sleep": "as in vLLM, with `model`; `keep_kv` keeps cached prefixes; level 2 ends the process",
     "/wake_up": "as in vLLM, with `model`, without `tags`; a request wakes a model too",
     "/is_sleeping": "as in vLLM, with `model`",
-    "/v1/models/load": "one more model",
-    "/v1/models/unload": "one less",
-    "/v1/responses/{id}/cancel": "ends one that runs in the background",
+    "/v1/models/load": "adds a model",
+    "/v1/models/unload": "removes a model",
+    "/v1/responses/{id}/cancel": "cancels a background response",
     "/v1/messages": "Anthropic's Messages",
-    "/v1/messages/count_tokens": "as Anthropic has it",
-    "/v1/files": "files of requests, with `--batch-dir`",
-    "/v1/files/{id}": "one of them",
-    "/v1/files/{id}/content": "what it holds",
-    "/v1/batches": "answers a file's requests beside everything else",
-    "/v1/batches/{id}": "how far it is",
-    "/v1/batches/{id}/cancel": "ends it; answers that are there stay",
+    "/v1/messages/count_tokens": "Anthropic's token count",
+    "/v1/files": "OpenAI's batch files, with `--batch-dir`",
+    "/v1/files/{id}": "one file",
+    "/v1/files/{id}/content": "a file's content",
+    "/v1/batches": "answers a file's requests beside other traffic",
+    "/v1/batches/{id}": "a batch's progress",
+    "/v1/batches/{id}/cancel": "cancels a batch; finished answers are kept",
     "/v1/models": "as in vLLM; with `max_model_len` and `root`",
-    "/v1/models/{model:path}": "one of them",
-    "/v1/embeddings": "OpenAI's; of models that embed (embeddings.md)",
-    "/v1/rerank": "Jina's and Cohere's shape",
+    "/v1/models/{model:path}": "one model",
+    "/v1/embeddings": "OpenAI's, for models that embed (embeddings.md)",
+    "/v1/rerank": "Jina's and Cohere's format",
     "/v2/rerank": "the same",
     "/rerank": "the same",
     "/v1/score": "as in vLLM",
@@ -311,35 +317,37 @@ PATH_NOTES: dict[str, str] = {
     "/classify": "the same",
     "/v1/pooling": "as in vLLM",
     "/pooling": "the same",
-    "/v1/load_lora_adapter": "as in vLLM, without an environment variable: a key, or this machine's own address",
+    "/v1/load_lora_adapter": (
+        "as in vLLM, without an environment variable; for an admin's key, the only key, or a local address"
+    ),
     "/v1/unload_lora_adapter": "as in vLLM",
     "/tokenize": "as in vLLM",
     "/detokenize": "as in vLLM",
-    "/health": "JSON with a status; 503 and why while it starts, drains, is stuck or dead",
+    "/health": "JSON with a status; 503 with the reason while the server starts, drains, is stuck or dead",
     "/ping": "as `/health`",
     "/version": "as in vLLM",
-    "/metrics": "always on; guarded by the key",
-    "/load": "`server_load` as in vLLM, and the engine's numbers",
-    "/debug/replicas": "the engines behind this server; POST adds, drains and removes them",
-    "/debug/cache": "hashes that the cache gained and lost: what `quire router` reads",
-    "/debug/cache/hashes": "the hashes that a prompt would look for",
-    "/debug/kv/levels": "the KV cache's levels; POST warms, pins or expires a prompt",
+    "/metrics": "always on; needs the key",
+    "/load": "`server_load` as in vLLM, and numbers of the engine",
+    "/debug/replicas": "the replicas; POST adds, drains and removes them",
+    "/debug/cache": "block hashes that the cache gained and lost, for `quire router`",
+    "/debug/cache/hashes": "the block hashes of a prompt",
+    "/debug/kv/levels": "KV levels below the device; POST warms, pins or expires a prompt",
     "/docs": "as in vLLM; works without a network",
     "/openapi.json": "as in vLLM",
     "/": "the live page",
-    "/live": "the live page's feed",
-    "/debug/kv": "the KV cache in numbers",
+    "/live": "the live page's data",
+    "/debug/kv": "counts of the KV cache",
     "/debug/kv/map": "every block's state",
-    "/debug/kv/requests": "block tables, and why each prompt found what it found in the cache",
-    "/debug/kv/sharing": "blocks that several requests use",
+    "/debug/kv/requests": "block tables, and each prompt's prefix cache outcome",
+    "/debug/kv/sharing": "blocks shared by several requests",
     "/debug/kv/tree": "the prefix tree, with hit counts",
-    "/debug/kv/blocks/{block}": "one block: who uses it, and which text it holds",
+    "/debug/kv/blocks/{block}": "one block: which requests use it, and which text it holds",
 }
 
 
 def endpoints() -> str:
     rows = [[code(path), method, PATH_NOTES.get(path, "")] for method, path in paths()]
-    rows += [[code(*path.split(", ")), "", f"not there: {why}"] for path, why in VLLM_PATHS_MISSING.items()]
+    rows += [[code(*path.split(", ")), "", f"not served: {why}"] for path, why in VLLM_PATHS_MISSING.items()]
     return table(("path", "method", ""), rows)
 
 
@@ -350,27 +358,29 @@ def ladder() -> str:
         ["0", "nothing", ""],
         [
             "1",
-            f"prompts get {at.prefill_share:.0%} of the step's token budget while others decode",
-            "first tokens come later",
+            f"in steps that also decode, prompts get {at.prefill_share:.0%} of the step's token budget",
+            "time to first token rises",
         ],
         [
             "2",
-            "new requests get at most `--brownout-max-tokens` output tokens",
-            f"their response has the header `{MAX_TOKENS_HEADER}`, and `finish_reason` is `length`",
+            "also, new requests get at most `--brownout-max-tokens` output tokens",
+            f"their responses have the header `{MAX_TOKENS_HEADER}`, and `finish_reason` is `length`",
         ],
         [
             "3",
-            "no new requests: 429 with `Retry-After`",
-            f"clients. Only when what waits would by itself fill {at.refusal_backlog:.0%} of the cache",
+            "also, new requests are refused",
+            "429 with `Retry-After`. This level also needs waiting requests that would by themselves fill "
+            f"{at.refusal_backlog:.0%} of the cache",
         ],
     ]
     assert len(rows) == MAX_LEVEL + 1
     return (
-        f"Pressure means that running work is undone: within {at.window_s:g} s at least {at.min_preemptions} "
-        f"preemptions, and no fewer than {at.preempted_share:.0%} of what runs, while requests hold "
-        f"{at.min_kv_usage:.0%} of the blocks or more. {at.rise_s:g} s of it are one level up; {at.fall_s:g} s of calm "
-        f"are one level down, and fewer while requests hold less than {at.low_kv_usage:.0%}.\n\n"
-    ) + table(("`quire:brownout_level`", "what is held back", "who notices"), rows)
+        f"Pressure means that running sequences are preempted again and again: within {at.window_s:g} s at least "
+        f"{at.min_preemptions} preemptions, at least {at.preempted_share:.0%} of the running sequences, and at least "
+        f"{at.preempted_per_finished:.0%} of the number that finished, while requests hold {at.min_kv_usage:.0%} of "
+        f"the blocks or more. The level rises by one after {at.rise_s:g} s of pressure and falls by one after "
+        f"{at.fall_s:g} s without it, or sooner while requests hold less than {at.low_kv_usage:.0%} of the blocks.\n\n"
+    ) + table(("`quire:brownout_level`", "what the server limits", "what clients see"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

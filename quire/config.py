@@ -37,6 +37,8 @@ _DTYPES = {
 }
 _KV_DTYPES = _DTYPES | {"fp8": "fp8", "fp8_e4m3": "fp8"}
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+# Formats that a checkpoint brings: vLLM's users name them, and nothing has to be chosen.
+_OF_CHECKPOINTS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors")
 _POLICIES = ("fcfs", "priority")
 _PREEMPTIONS = ("auto", "recompute", "swap")
 # vLLM's names of what kv_transfer_config calls kv_role -> ours.
@@ -256,6 +258,11 @@ class EngineConfig:
         if self.pooler_config is not None:
             self._set("pooler_config", PoolerConfig.read(_mapping(self.pooler_config, "pooler_config")))
         if self.quantization is not None:
+            if self.quantization in _OF_CHECKPOINTS:
+                raise ConfigError(
+                    f"quantization must be one of fp8, gguf, int8, got {self.quantization!r}: a checkpoint in that "
+                    "format is known by its config.json and read as it is, so leave this out"
+                )
             _one_of(self.quantization, "quantization", ("fp8", "gguf", "int8"))
             fitting = ("auto", "float32") if self.quantization == "int8" else ("auto", "bfloat16", "float16")
             if self.dtype not in fitting:

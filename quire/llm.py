@@ -15,6 +15,7 @@ from quire.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire.config import EngineConfig
 from quire.engine.api import PreparedRequest
 from quire.engine.batch import run_batch, runs_beside_host
+from quire.engine.chat import NO_TOOLS
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.pooled import PoolingMethods
 from quire.engine.stats import Metric
@@ -122,7 +123,7 @@ class LLM(PoolingMethods):
             raise BadRequestError("chat_template_kwargs must not contain tools: they have an argument", param="tools")
         if tools:
             if not self.llm_engine.built.text.dialect.shows_tools and chat_template is None:
-                raise BadRequestError("this model's chat template has no place for tools", param="tools")
+                raise BadRequestError(NO_TOOLS, param="tools")
             options["tools"] = checked_tools(tools)
         template = None if chat_template is None else read_chat_template(chat_template)
         options |= switches
@@ -337,7 +338,7 @@ def log_start(engine: LLMEngine, seconds: float) -> None:
         "%s (%s) in %s on %s, %s, KV in %s, max_model_len %d, ready in %.1f s",
         engine.config.model,
         spec.architecture,
-        backend.weight_dtype,
+        backend.shown_weights,
         backend.device.type,
         backend.kernels,
         str(backend.kv_dtype).removeprefix("torch."),

@@ -33,7 +33,8 @@ class Refusal:
 
     def message(self, name: str) -> str:
         values = " or ".join(repr(value) for value in self.neutral if value)  # 0 and False are what leaving it out is
-        return f"{name} is not supported: {self.why}. Leave it out" + (f", or set it to {values}" if values else "")
+        instead = " instead" if self.why.startswith("use ") else ". Leave it out"
+        return f"{name} is not supported: {self.why}{instead}" + (f", or set it to {values}" if values else "")
 
 
 def _table(by_reason: Mapping[str, str]) -> dict[str, Refusal]:

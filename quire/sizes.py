@@ -20,3 +20,10 @@ def read_size(text: str) -> int:
     if num_bytes < 1:
         raise ValueError("a size such as 4GiB, 4G, 4096M or 4294967296 (bytes)")
     return int(num_bytes)
+
+
+def show_size(num_bytes: int) -> str:
+    for unit, power in (("GiB", 3), ("MiB", 2), ("KiB", 1)):
+        if num_bytes >= 1024**power:
+            return f"{num_bytes / 1024**power:.2f} {unit}"
+    return f"{num_bytes} B"

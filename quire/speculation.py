@@ -56,8 +56,9 @@ class SpeculativeConfig:
             raise ConfigError(f"method in speculative_config must be one of {', '.join(METHODS)}, got {method!r}")
         if (method == "draft_model") != ("model" in values):
             raise ConfigError(
-                "speculative_config names a draft model for method draft_model, and for no other: "
-                + ("add model" if method == "draft_model" else "leave model out")
+                "the method draft_model needs a draft model: add model to speculative_config, or set spec_model"
+                if method == "draft_model"
+                else f"the method {method} drafts without a model: leave model out of speculative_config"
             )
         defaults = {field.name: field.default for field in fields(cls)}
         for key, value in values.items():

@@ -81,6 +81,7 @@ def test_spellings_that_vllm_users_write(written: dict[str, object], meant: dict
         ({"pinned_prefixes": ["a"], "enable_prefix_caching": False}, ["enable_prefix_caching"]),
         ({"pinned_prefixes": [""]}, ["pinned_prefixes"]),
         ({"quantization": "awq"}, ["fp8", "gguf", "int8", "awq"]),
+        ({"quantization": "gptq_marlin"}, ["gptq_marlin", "read as it is, so leave this out"]),
         ({"quantization": "fp8", "dtype": "float32"}, ["contradict"]),
         ({"quantization": "int8", "dtype": "float16"}, ["contradict"]),
         ({"scheduling_policy": "lifo"}, ["fcfs, priority"]),

@@ -43,6 +43,11 @@ def test_an_engine_argument_is_taken_where_it_changes_nothing_and_else_refused_w
         assert refusal.why in str(refused.value)
 
 
+def test_what_is_refused_is_left_out_or_replaced() -> None:
+    assert Refusal("Quire reads text").message("x") == "x is not supported: Quire reads text. Leave it out"
+    assert Refusal("use y", (1, 0)).message("x") == "x is not supported: use y instead, or set it to 1"
+
+
 def test_a_sampling_field_likewise() -> None:
     for name in refusals.SAMPLING:
         refusal = refusals.SAMPLING[name]

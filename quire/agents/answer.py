@@ -19,7 +19,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class AnswerDelta:
-    """What some text brought."""
+    """The parts that a piece of text brought."""
 
     reasoning: str = ""
     content: str = ""
@@ -30,7 +30,7 @@ class AnswerDelta:
 
 
 class AnswerParser:
-    """One answer. However its text is cut, what comes out is the same."""
+    """Parses one answer. The result does not depend on how the text is cut into pieces."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class AnswerParser:
         self.may_think = thinking is not None and not is_open
         self._is_new = True  # no content has been shown yet
         self._after_call = False
-        self._held = ""  # what may become a marker, or space whose meaning is not known yet
+        self._held = ""  # text that may become a marker, or space whose meaning is not known yet
         self._reader: Reading | None = None
         self._raw: list[str] = []  # what the reader has read, while it may turn out to be text
         self._marker = self._space = ""  # and what stood before
@@ -85,7 +85,7 @@ class AnswerParser:
     # -- inside
 
     def _end_arguments(self) -> None:
-        """What came of the last call's arguments since the last time."""
+        """Add the arguments of the last call that have come since the last time to the delta."""
         if not self._arguments:
             return
         calls = self._delta.calls
@@ -208,7 +208,7 @@ class AnswerParser:
                 self._after_call, self._is_new = True, False
                 if not self._tools.end:
                     return text[i:]
-                self._reader = until(self._tools.end)  # what is wrong between a call and its marker is no content
+                self._reader = until(self._tools.end)  # wrong text between a call and its marker is no content
                 next(self._reader)
                 return text[i:]
         return ""

@@ -19,7 +19,7 @@ _ARGUMENTS = ("arguments", "parameters")
 @dataclass(slots=True, frozen=True)
 class ToolFormat:
     name: str
-    marks: tuple[str, ...]  # of a chat template: all of these are in it
+    marks: tuple[str, ...]  # texts that are all in the chat templates of this format
     read: Callable[[Calls], Reading]  # what follows `begins`, or `bare`
     begins: tuple[str, ...] = ()  # markers before a call
     end: str = ""  # the marker after it, where there is one
@@ -142,7 +142,7 @@ FORMATS = {
 }
 FORMATS["llama4_pythonic"] = FORMATS["pythonic"]
 FORMATS["qwen3_coder"] = FORMATS["qwen3_xml"]
-# What is forced on models whose own format is no JSON.
+# The format of forced calls of models whose own format is no JSON.
 LISTED = ToolFormat(
     "json",
     (),
@@ -200,7 +200,7 @@ class Dialect:
 
 
 def find_dialect(template: str | None, tool_call_parser: str | None, reasoning_parser: str | None) -> Dialect:
-    """Raises ConfigError for a name that nobody knows."""
+    """Raises ConfigError for an unknown name."""
     tools = find_format(template or "")
     if tool_call_parser:
         if tool_call_parser not in FORMATS:

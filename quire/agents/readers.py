@@ -19,11 +19,11 @@ _OTHER_KEYS = {"type", "id"}
 
 
 class NotACall(Exception):
-    """What was read is text."""
+    """The text read so far is no call."""
 
 
 class Calls(Protocol):
-    """Where a reader tells what it has found."""
+    """Takes the calls that a reader finds."""
 
     names: frozenset[str]
 
@@ -208,12 +208,13 @@ def python_calls(calls: Calls) -> Reading:
 def _from_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:
     try:
         listed: Any = ast.parse(text, mode="eval").body
+        if any(one.args for one in listed.elts):
+            return None  # arguments without names
         return [
             (ast.unparse(one.func), {str(given.arg): _constant(given.value) for given in one.keywords})
             for one in listed.elts
-            if not one.args or _fail()
         ]
-    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError, NotACall):
+    except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError):
         return None
 
 
@@ -229,10 +230,6 @@ class _Constants(ast.NodeTransformer):
 
 def _constant(value: ast.expr) -> Any:
     return ast.literal_eval(_Constants().visit(value))
-
-
-def _fail() -> bool:
-    raise NotACall
 
 
 def tagged_arguments(pattern: str, head: str) -> Any:

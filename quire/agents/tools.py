@@ -38,8 +38,7 @@ class ToolChoice:
             case "required":
                 raise _bad("tool_choice", "is required, and there are no tools")
         raise _bad(
-            "tool_choice",
-            'must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+            "tool_choice", 'must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
         )
 
     @property

@@ -113,7 +113,7 @@ class Canvas:
         self.shapes.append(Shape("circle", "dot", [place], fill, tip))
 
     def place(self, other: Canvas, x: float, y: float) -> None:
-        """All that is on the other one, so far to the right and down."""
+        """Draw all that is on the other canvas, so far to the right and down."""
         for shape in other.shapes:
             self.shapes.append(replace(shape, places=[(px + x, py + y) for px, py in shape.places]))
 

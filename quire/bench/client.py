@@ -110,7 +110,8 @@ async def run_load(
     what is under way is cancelled, and only finished outcomes are returned. `on_sent` gets an outcome that still grows.
     """
     aiohttp = require_aiohttp()
-    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    gate = asyncio.Semaphore(max_concurrency or max(1, len(requests)))
+    stop = stop or asyncio.Event()
     outcomes: list[Outcome] = []
     timeout = aiohttp.ClientTimeout(total=target.timeout_s)
     connector = aiohttp.TCPConnector(limit=0)
@@ -119,22 +120,14 @@ async def run_load(
 
         async def one(request: ClientRequest, due_s: float) -> None:
             await asyncio.sleep(max(0.0, started + due_s - time.perf_counter()))
-            if gate is not None:
-                await gate.acquire()
-            try:
+            async with gate:
                 outcome = await send(session, target, request, started, on_sent)
-            finally:
-                if gate is not None:
-                    gate.release()
             outcomes.append(outcome)
             if on_done is not None:
                 on_done(outcome)
 
         tasks = [asyncio.create_task(one(r, due)) for r, due in zip(requests, arrivals, strict=True)]
         everything = asyncio.gather(*tasks)
-        if stop is None:
-            await everything
-            return outcomes
         stopped = asyncio.create_task(stop.wait())
         waited: list[asyncio.Future[Any]] = [everything, stopped]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +147,6 @@ async def send(
     request: ClientRequest,
     started: float | None = None,
     on_sent: Callable[[Outcome], None] | None = None,
-    on_first_token: Callable[[], None] | None = None,
 ) -> Outcome:
     """Send one streamed request. Failures are told in the outcome, never raised."""
     import aiohttp
@@ -165,7 +157,7 @@ async def send(
         outcome.prompt_tokens = len(request.prompt)
     if on_sent is not None:
         on_sent(outcome)
-    reader = _Reader(outcome, sent, is_chat=target.is_chat, on_first_token=on_first_token)
+    reader = _Reader(outcome, sent, is_chat=target.is_chat)
     try:
         async with session.post(target.url, json=_body(target, request)) as response:
             if response.status != 200:
@@ -190,10 +182,8 @@ async def send(
 class _Reader:
     """Server-sent events of one answer."""
 
-    def __init__(
-        self, outcome: Outcome, sent: float, *, is_chat: bool, on_first_token: Callable[[], None] | None = None
-    ) -> None:
-        self._outcome, self._sent, self._is_chat, self._on_first_token = outcome, sent, is_chat, on_first_token
+    def __init__(self, outcome: Outcome, sent: float, *, is_chat: bool) -> None:
+        self._outcome, self._sent, self._is_chat = outcome, sent, is_chat
         self._last: float | None = None
         self._num_chunks = 0
         self._usage: int | None = None
@@ -224,8 +214,6 @@ class _Reader:
             self._outcome.text += choices[0].get("text") or ""
             if self._last is None:
                 self._outcome.ttft_s = now - self._sent
-                if self._on_first_token is not None:
-                    self._on_first_token()
             else:
                 self._outcome.itl_s.append(now - self._last)
             self._last = now

@@ -17,7 +17,7 @@ _T95 = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 # Neither direction is better; they explain other numbers.
-_NEUTRAL = {"kv_occupancy_mean", "kv_blocks_allocated"}
+NEUTRAL = {"kv_occupancy_mean", "kv_blocks_allocated"}
 _HIGHER = {"prefix_hit_rate", "goodput_req_s", "goodput_requests", "req_s"}
 
 
@@ -78,9 +78,7 @@ def compare_runs(before: RunReport, after: RunReport) -> Comparison:
     old, new = before.metrics(), after.metrics()
     changes = [
         _compare(
-            metric,
-            before.repeat_values.get(metric) or [old[metric]],
-            after.repeat_values.get(metric) or [new[metric]],
+            metric, before.repeat_values.get(metric) or [old[metric]], after.repeat_values.get(metric) or [new[metric]]
         )
         for metric in old
         if metric in new and (old[metric] or new[metric])
@@ -104,7 +102,7 @@ def _compare(metric: str, before: Sequence[float], after: Sequence[float]) -> Ch
     difference = new - old
     if abs(difference) <= noise:
         verdict = Verdict.SAME
-    elif metric in _NEUTRAL:
+    elif metric in NEUTRAL:
         verdict = Verdict.CHANGED
     else:
         verdict = Verdict.BETTER if (difference > 0) == higher_is_better(metric) else Verdict.WORSE
@@ -114,10 +112,6 @@ def _compare(metric: str, before: Sequence[float], after: Sequence[float]) -> Ch
 def higher_is_better(metric: str) -> bool:
     """Rates and hit rates; everything else that is counted is time, memory or waste."""
     return metric.endswith("tok_s") or metric in _HIGHER
-
-
-def is_neutral(metric: str) -> bool:
-    return metric in _NEUTRAL
 
 
 def _differences(before: RunReport, after: RunReport) -> list[str]:

@@ -70,7 +70,7 @@ def measure(
         try:
             run.go(workload, arrivals, stop, progress)
         finally:
-            engine.abort_request(run.unfinished_ids())
+            engine.abort_request(list(run.requests))
             _drain(engine)
         report = run.report(stop.is_set)
     report.workload, report.parameters = name, dict(parameters or {})
@@ -230,9 +230,6 @@ class _Run:
         self.seconds = time.monotonic() - self.started_s
         self.prompt_tokens -= sum(_num_uncomputed(request) for request in self.requests.values())  # after Ctrl-C
         self._sample(time.monotonic())
-
-    def unfinished_ids(self) -> list[str]:
-        return list(self.requests)
 
     def _add_due(self, workload: Workload, arrivals: Sequence[float] | None, num_added: int) -> int:
         now = time.monotonic()

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.weights import quire_home
 
-LLAMA_8B = {
+LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 4096,

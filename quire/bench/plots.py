@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.bench.canvas import Canvas, text_px
 from quire.bench.charts import Chart, Series, bar_chart, line_chart
-from quire.bench.compare import Comparison, Verdict, higher_is_better, is_neutral
+from quire.bench.compare import NEUTRAL, Comparison, Verdict, higher_is_better
 from quire.bench.report import RunReport
 from quire.bench.svg import CHART_STYLE, WIDE, WIDTH, draw, figures, legend, page
 from quire.bench.text import model_name, profile_parts, startup_parts
@@ -131,7 +131,7 @@ def comparison_chart(found: Sequence[Comparison]) -> Chart:
     names = []
     for label, change in changes:
         name = change.metric if len(found) == 1 else f"{label}: {change.metric}"
-        arrow = "" if is_neutral(change.metric) else " ↑" if higher_is_better(change.metric) else " ↓"
+        arrow = "" if change.metric in NEUTRAL else " ↑" if higher_is_better(change.metric) else " ↓"
         names.append(name + arrow)
     series = []
     for title, verdicts in (

@@ -38,9 +38,6 @@ class StepKind:
     wall_s: float = 0.0
     parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
-    def parts_ms(self) -> dict[str, float]:
-        return {part: 1e3 * seconds / self.num_steps for part, seconds in self.parts_s.items()}
-
 
 @contextmanager
 def _timed_operations(decoder: Any) -> Iterator[defaultdict[str, float]]:
@@ -145,7 +142,7 @@ def profile_workload(
     for kind in found:
         report.values[f"{kind.name}: steps"] = float(kind.num_steps)
         report.values[f"{kind.name}: step_ms"] = 1e3 * kind.wall_s / kind.num_steps
-        report.values |= {f"{kind.name}: {part}_ms": value for part, value in kind.parts_ms().items()}
+        report.values |= {f"{kind.name}: {part}_ms": 1e3 * s / kind.num_steps for part, s in kind.parts_s.items()}
     if read_uses is not None:
         _add_ranks(report, [after.busy_s - one.busy_s for one, after in zip(uses_before, read_uses(), strict=True)])
     elif not is_timed:
@@ -154,7 +151,7 @@ def profile_workload(
 
 
 def _add_ranks(report: RunReport, busy_s: list[float]) -> None:
-    """How much of the run each rank computed. The rest it waited, for plans, hidden states or tokens: the bubble."""
+    """Add the share of the run that each rank computed. The rest, waiting for other ranks and plans, is the bubble."""
     shares = [min(1.0, seconds / report.seconds) for seconds in busy_s]
     for rank, share in enumerate(shares):
         report.values[f"rank {rank}: busy_percent"] = 100 * share
@@ -164,11 +161,7 @@ def _add_ranks(report: RunReport, busy_s: list[float]) -> None:
 
 
 def _add(
-    kinds: dict[str, StepKind],
-    step: Step,
-    wall_s: float,
-    host_s: tuple[float, float],
-    ops_s: dict[str, float] | None,
+    kinds: dict[str, StepKind], step: Step, wall_s: float, host_s: tuple[float, float], ops_s: dict[str, float] | None
 ) -> None:
     name = kind_of(step)
     kind = kinds.setdefault(name, StepKind(name))

@@ -19,14 +19,14 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import Launch
 from quire.plan import StepPlan, StepResult
 
-# Of each step: when it began and ended, by the clock that all processes have; the processor's seconds of the step
-# itself; and those since the step before ended, with all that the loop does around a step.
+# When each step began and ended, by the clock that all processes share; the processor's seconds of the step itself; and
+# those since the step before ended, with all that the loop does around a step.
 TIME_COLUMNS = ("began_s", "ended_s", "step_s", "seconds")
 
 
 class _StepRecorder(StepWatch):
-    """Stands in for the engine's executor. Seconds are of the loop's own thread, whose clock stands still while others
-    have the core: what another thread of the process does once, beside the steps, is no step's time."""
+    """Stands in for the engine's executor. Seconds are those of the loop's own thread, whose clock stands still while
+    others have the core: what other threads of the process do beside the steps does not count."""
 
     def __init__(self, core: EngineCore, path: Path) -> None:
         super().__init__(core, every_step=False)

@@ -32,16 +32,18 @@ class TimedLoad:
     between_s: list[float] = field(default_factory=list)  # from output to output
     num_tokens: int = 0
 
-    def report(self) -> RunReport:
-        seconds = self.ended_s - self.began_s
-        return RunReport(
-            workload="replicas",
-            seconds=seconds,
-            output_tokens=self.num_tokens,
-            output_tok_s=self.num_tokens / seconds,
-            ttft_s=Percentiles.of(self.first_s),
-            itl_s=Percentiles.of(self.between_s),
-        )
+
+def report_of_loads(loads: Sequence[TimedLoad]) -> RunReport:
+    """What all readers of several loads saw, together."""
+    seconds, num_tokens = sum(one.ended_s - one.began_s for one in loads), sum(one.num_tokens for one in loads)
+    return RunReport(
+        workload="replicas",
+        seconds=seconds,
+        output_tokens=num_tokens,
+        output_tok_s=num_tokens / seconds,
+        ttft_s=Percentiles.of([first_s for one in loads for first_s in one.first_s]),
+        itl_s=Percentiles.of([between_s for one in loads for between_s in one.between_s]),
+    )
 
 
 class ReplicaBench:

@@ -128,7 +128,7 @@ class RunReport:
     repeat_values: dict[str, list[float]] = field(default_factory=dict)  # metric -> its value in each repeat
     values: dict[str, float] = field(default_factory=dict)  # a command's own numbers; names carry units
     point: dict[str, str] = field(default_factory=dict)  # in a sweep: flag -> value
-    # Of a profile, an entry for each step: its seconds, and the numbers of StepLoad that they depend on.
+    # For a profile: the seconds of each step, and the numbers of StepLoad that they depend on.
     steps: dict[str, list[float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for people
     samples: list[Sample] = field(default_factory=list)
@@ -222,7 +222,7 @@ class BenchFile:
 
 
 def write_text(path: Path, text: str) -> None:
-    """All or nothing: a full disk or an interruption leaves what stood there before."""
+    """Write all or nothing: a full disk or an interruption leaves what stood there before."""
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

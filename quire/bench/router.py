@@ -1,9 +1,9 @@
 """Routing against its alternatives: the same servers, the same traffic, one way of choosing after another.
 
 Servers of a small model with random weights run on this machine, each with a KV cache that holds a part of what the
-traffic would like to have cached. In front of them stand in turn: `quire router`; the policies of `alternatives.py`,
-chosen in the client itself; and, where its Python is given, sglang-router, a peer's program. Every run has prompts of
-its own. `sim/router_bench.py` has the same with simulated servers.
+traffic would like to have cached. In front of them stand in turn: `quire router` with its own policy and with each of
+the simpler ones (`router/alternatives.py`); and, where its Python is given, sglang-router, a peer's program. Every run
+has prompts of its own. `sim/router_bench.py` has the same with simulated servers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.bench.alternatives import ALTERNATIVES, AlternativeRouter
 from quire.bench.charts import Chart, bar_chart
 from quire.bench.client import ClientRequest, Target, send
 from quire.bench.report import Percentiles
 from quire.bench.units import table
 from quire.errors import ConfigError, QuireError, install_hint
-from quire.router.hashes import text_pieces
-from quire.router.policy import Prompt, Router
+from quire.router.alternatives import ALTERNATIVES, FIRST_TOKEN, POLICIES
 
 TRAFFICS = ("prefix", "turns", "skewed", "bursty", "unshared")
 OURS, PEER = "quire router", "sglang-router"
@@ -42,15 +39,17 @@ NUM_BLOCKS = 112  # of each server's cache: about five of sixteen prefixes besid
 MAX_LEN = 352
 MAX_NUM_SEQS = 16
 _READY_S = 300.0
-# About 15 million parameters.
-_SHAPE = {
+# Sizes of the servers' model: 15 million parameters, so that two cores suffice for four servers, or SmolLM2's 135
+# million, whose requests cost so much more that what a router takes of the cores hardly counts.
+MODEL_SIZES: dict[str, dict[str, int]] = {
+    "15m": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
+    "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
+}
+_BURST_EVERY_S = {"15m": 1.5, "135m": 9.0}  # about half as fast as round robin works a burst off
+_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 320,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 6,
     "num_key_value_heads": 3,
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5,
@@ -73,7 +72,7 @@ class Session:
     at_s: float = 0.0  # not before
 
 
-def make_traffic(kind: str, scale: float, seed: int) -> list[Session]:
+def make_traffic(kind: str, scale: float, seed: int, model_size: str = "15m") -> list[Session]:
     """`scale`: 1 is about a hundred requests."""
     rng = random.Random(f"{kind} {seed}")
 
@@ -96,7 +95,7 @@ def make_traffic(kind: str, scale: float, seed: int) -> list[Session]:
         found = []
         for nth, burst in enumerate(_batches(num, 14)):
             few = rng.sample(prefixes, 4)
-            found += [Session([rng.choice(few) + text(24)], at_s=1.5 * nth) for _ in burst]
+            found += [Session([rng.choice(few) + text(24)], at_s=_BURST_EVERY_S[model_size] * nth) for _ in burst]
         return found
     raise ConfigError(f"--traffic must be some of {', '.join(TRAFFICS)}, got {kind}")
 
@@ -161,34 +160,26 @@ class Client:
         self._places = asyncio.Semaphore(concurrency)
         self._num_out = num_out
 
-    async def run(self, traffic: str, front: str, sessions: list[Session], url: str | Router) -> FrontRun:
+    async def run(self, traffic: str, front: str, sessions: list[Session], url: str) -> FrontRun:
         run = FrontRun(traffic, front)
         started_s = time.perf_counter()
         await asyncio.gather(*(self._talk(one, url, run, started_s) for one in sessions))
         run.seconds = time.perf_counter() - started_s
         return run
 
-    async def _talk(self, session: Session, url: str | Router, run: FrontRun, started_s: float) -> None:
+    async def _talk(self, session: Session, url: str, run: FrontRun, started_s: float) -> None:
         await asyncio.sleep(max(0.0, started_s + session.at_s - time.perf_counter()))
         said = ""
         for turn in session.turns:
             said += turn
             async with self._places:
-                if isinstance(url, str):
-                    said += await self._ask(url, said, run, None)
-                    continue
-                ticket = url.route(Prompt(len(said), text_pieces(said)))
-                assert ticket is not None
-                try:
-                    said += await self._ask(ticket.replica, said, run, partial(url.on_first_token, ticket))
-                finally:
-                    url.on_end(ticket)
+                said += await self._ask(url, said, run)
 
-    async def _ask(self, url: str, prompt: str, run: FrontRun, on_first_token: Callable[[], None] | None) -> str:
+    async def _ask(self, url: str, prompt: str, run: FrontRun) -> str:
         run.num_requests += 1
         target = Target(base_url=url, model=self._model, body={"ignore_eos": True, "temperature": 0.0})
         request = ClientRequest(prompt, self._num_out)
-        outcome = await send(self._session, target, request, on_first_token=on_first_token)
+        outcome = await send(self._session, target, request)
         if outcome.error is not None or outcome.ttft_s is None:
             run.num_failed += 1
         else:
@@ -202,11 +193,11 @@ class Client:
 # -- processes
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, size: str = "15m") -> Path:
     """A model directory with random weights to be, and a tokenizer of one token a byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    (folder / "config.json").write_text(json.dumps(_SHAPE))
+    (folder / "config.json").write_text(json.dumps(_CONFIG | MODEL_SIZES[size]))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -283,6 +274,7 @@ async def measure(
     scale: float,
     concurrency: int,
     num_out: int,
+    model_size: str,
     peer_python: str | None,
     tell: Callable[[str], None],
 ) -> list[FrontRun]:
@@ -299,7 +291,7 @@ async def measure(
         timeout = aiohttp.ClientTimeout(total=None)
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
-        model = write_model(folder)
+        model = write_model(folder, model_size)
         urls = [f"http://127.0.0.1:{free_port()}" for _ in range(num_servers)]
         tell(f"starting {num_servers} servers")
         processes = Processes(session, folder)
@@ -308,30 +300,29 @@ async def measure(
             processes.start(url, *serve_command(model, url))
         for url in urls:
             await processes.ready(url)
-        ours, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-        flags = ["--port", ours.rsplit(":", 1)[1], "--log-level", "error"]
-        processes.start(ours, sys.executable, "-P", "-m", "quire", "router", *urls, *flags)
-        await processes.ready(ours)
-        fronts: dict[str, Callable[[], Any]] = {OURS: lambda: ours}
+        fronts: dict[str, str] = {}
+        for policy in POLICIES:
+            fronts[OURS if policy == FIRST_TOKEN else policy] = url = f"http://127.0.0.1:{free_port()}"
+            flags = ["--port", url.rsplit(":", 1)[1], "--policy", policy, "--log-level", "error"]
+            processes.start(url, sys.executable, "-P", "-m", "quire", "router", *urls, *flags)
         if peer_python is not None:
-            flags = ["--policy", "cache_aware", "--host", "127.0.0.1", "--port", peer.rsplit(":", 1)[1]]
+            fronts[PEER] = url = f"http://127.0.0.1:{free_port()}"
+            flags = ["--policy", "cache_aware", "--host", "127.0.0.1", "--port", url.rsplit(":", 1)[1]]
             flags += ["--log-level", "error", "--prometheus-port", str(free_port())]
-            processes.start(peer, peer_python, "-m", "sglang_router.launch_router", "--worker-urls", *urls, *flags)
-            await processes.ready(peer)
-            fronts[PEER] = lambda: peer
-        for name in ALTERNATIVES:
-            fronts[name] = partial(AlternativeRouter, name, urls, BLOCK_SIZE)
+            processes.start(url, peer_python, "-m", "sglang_router.launch_router", "--worker-urls", *urls, *flags)
+        for url in fronts.values():
+            await processes.ready(url)
         for nth, (repeat, kind) in enumerate(itertools.product(range(repeats), traffics)):
             order = list(fronts)
             random.Random(nth).shuffle(order)  # nobody always comes first
             for place, front in enumerate(order):
                 seed = nth * len(order) + place
-                sessions = make_traffic(kind, scale, repeat)
+                sessions = make_traffic(kind, scale, repeat, model_size)
                 mark = f"{seed:08d}" * 2  # a block that no other run has
                 for talk in sessions:
                     talk.turns[0] = mark + talk.turns[0]
                 client = Client(session, "bench", concurrency, num_out)
-                outcome = await client.run(kind, front, sessions, fronts[front]())
+                outcome = await client.run(kind, front, sessions, fronts[front])
                 ttft = f"{1e3 * outcome.ttft_s('p50'):,.0f} ms, p99 {1e3 * outcome.ttft_s('p99'):,.0f} ms"
                 rate = f"{outcome.tokens_per_s:,.0f} tokens/s, {outcome.hit_rate:.0%} cached"
                 tell(f"{kind}, {front}: {rate}, first token {ttft}")
@@ -346,7 +337,7 @@ def summarize(found: Sequence[FrontRun]) -> list[dict[str, Any]]:
     """Medians over the repeats, by traffic and front, and the throughput over round robin's in the same repeat."""
     rows = []
     for traffic in dict.fromkeys(one.traffic for one in found):
-        base = [one.tokens_per_s for one in found if (one.traffic, one.front) == (traffic, "round robin")]
+        base = [one.tokens_per_s for one in found if (one.traffic, one.front) == (traffic, "round-robin")]
         for front in dict.fromkeys(one.front for one in found):
             runs = [one for one in found if (one.traffic, one.front) == (traffic, front)]
             ratios = [run.tokens_per_s / other for run, other in zip(runs, base, strict=True)]

@@ -1,8 +1,8 @@
 """Drafting against plain decoding: the same engine, the same requests, one after the other in every repeat.
 
-The texts are of Python's own library, which every machine that runs this has. Three kinds of request copy, as those who
-edit a file, extract from it or quote it do; one does not. Prompts are in the prefix cache, so that decoding is what is
-measured.
+The texts are from Python's own library, which every machine that runs this has. Three kinds of request copy from their
+prompt (they edit a file, extract from it or quote it); one does not. Prompts are in the prefix cache, so that decoding
+is what is measured.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def measure_speculation(
 
 
 def _drafters(engine: LLMEngine, methods: Sequence[str]) -> dict[str, MakeDrafter]:
-    """What makes a new drafter, by name: as the engine is configured where that is one of the methods."""
+    """Makers of new drafters, by name: as the engine is configured where that is one of the methods."""
     own = engine.config.speculative_config
     configs = {} if own is None else {own.method: own}
     drafters: dict[str, MakeDrafter] = {PLAIN: lambda: None}

@@ -1,4 +1,4 @@
-"""Watching an engine: who ran in each step, how long it took, what the KV cache held, and what the counters say."""
+"""Watching an engine: what ran in each step, how long it took, what the KV cache held, and what the counters say."""
 
 from __future__ import annotations
 

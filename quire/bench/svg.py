@@ -56,11 +56,11 @@ class Scale:
             value, low, high = math.log(max(value, self.low * 1e-3)), math.log(low), math.log(high)
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
-    def ticks(self, wanted: int = 5) -> list[float]:
-        return log_ticks(self.low, self.high) if self.is_log else linear_ticks(self.low, self.high, wanted)
+    def ticks(self) -> list[float]:
+        return log_ticks(self.low, self.high) if self.is_log else linear_ticks(self.low, self.high)
 
 
-def linear_scale(values: Iterable[float], start: float, end: float, *, from_zero: bool, wanted: int = 5) -> Scale:
+def linear_scale(values: Iterable[float], start: float, end: float, *, from_zero: bool) -> Scale:
     """A scale whose ends are ticks, so that nothing sticks out of the grid."""
     found = list(values)
     low, high = min(found, default=0.0), max(found, default=1.0)
@@ -68,7 +68,7 @@ def linear_scale(values: Iterable[float], start: float, end: float, *, from_zero
         low, high = min(low, 0.0), max(high, 0.0)
     if low == high:
         low, high = (0.0, 1.0) if low == 0 else (min(low, 0.0), max(low, 0.0))
-    step = _nice_step(high - low, wanted)
+    step = _nice_step(high - low)
     return Scale(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, start, end)
 
 
@@ -84,8 +84,8 @@ def log_scale(values: Iterable[float], start: float, end: float, *, tight: bool)
     return Scale(_round_log(low, up=False), _round_log(high, up=True), start, end, is_log=True)
 
 
-def linear_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    step = _nice_step(high - low, wanted)
+def linear_ticks(low: float, high: float) -> list[float]:
+    step = _nice_step(high - low)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
 
@@ -101,8 +101,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     return found[:: math.ceil(len(found) / 9)]
 
 
-def _nice_step(span: float, wanted: int) -> float:
-    rough = span / max(wanted, 1)
+def _nice_step(span: float) -> float:
+    """A round step that makes about five ticks."""
+    rough = span / 5
     power = 10.0 ** math.floor(math.log10(rough))
     return next(digit * power for digit in (1, 2, 2.5, 5, 10) if rough <= digit * power * (1 + 1e-9))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from quire.bench import units
 from quire.bench.compare import Comparison, Verdict
 from quire.bench.profile import PARTS
-from quire.bench.report import Percentiles, RunReport
+from quire.bench.report import RunReport
 from quire.bench.units import size, table
 
 
@@ -50,11 +50,8 @@ def show(benchmark: str, runs: Sequence[RunReport], *, is_sweep: bool = False) -
 
 
 def model_name(run: RunReport) -> str:
-    return (
-        f"{run.settings.get('model', '?')} in {run.settings['dtype']}"
-        if "dtype" in run.settings
-        else str(run.settings.get("model", "?"))
-    )
+    name = str(run.settings.get("model", "?"))
+    return f"{name} in {run.settings['dtype']}" if "dtype" in run.settings else name
 
 
 def _point(run: RunReport) -> str:
@@ -94,10 +91,9 @@ def _prefix(runs: Sequence[RunReport]) -> list[str]:
     for run in runs:
         pairs.setdefault(run.workload, {})[run.point["prefix-caching"]] = run
     for name, pair in pairs.items():
-        if len(pair) < 2 or not (pair["on"].kv and pair["off"].kv and pair["on"].ttft_s and pair["off"].ttft_s):
+        on, off = pair.get("on"), pair.get("off")
+        if not (on and off and on.kv and off.kv and on.ttft_s and off.ttft_s):
             continue
-        on, off = pair["on"], pair["off"]
-        assert on.kv and off.kv and on.ttft_s and off.ttft_s
         found, asked = on.kv.prefix_hit_tokens, on.kv.prefix_query_tokens
         blocks.append(
             f"{name}: caching found {found:,} of {asked:,} prompt tokens ({100 * on.kv.prefix_hit_rate:.0f} %).\n"
@@ -112,7 +108,7 @@ def _prefix(runs: Sequence[RunReport]) -> list[str]:
 
 
 def startup_parts(run: RunReport) -> dict[str, float]:
-    """What adds up to the first token; what is left is written as such."""
+    """The parts of the time to the first token; what the other parts do not account for is called rest."""
     whole = ("ready_s", "first_token_s")
     parts = {name.removesuffix("_s").replace("_", " "): s for name, s in run.values.items() if name not in whole}
     if "ready_s" not in run.values:
@@ -219,7 +215,7 @@ def _latency_table(run: RunReport) -> list[str]:
         ("inter-token (ITL)", run.itl_s),
         ("end to end (E2EL)", run.e2e_s),
     ]
-    rows = [[name, *_percentiles(p)] for name, p in kinds if p is not None]
+    rows = [[name, *map(ms, (p.p50, p.p95, p.p99, p.mean, p.max))] for name, p in kinds if p is not None]
     return table(["latency, ms", "p50", "p95", "p99", "mean", "max"], rows).splitlines() if rows else []
 
 
@@ -257,10 +253,6 @@ def _server_words(values: dict[str, float]) -> list[str]:
     return words
 
 
-def _percentiles(p: Percentiles) -> list[str]:
-    return [ms(value) for value in (p.p50, p.p95, p.p99, p.mean, p.max)]
-
-
 def _kv_lines(run: RunReport) -> list[str]:
     kv = run.kv
     if kv is None:
@@ -283,7 +275,7 @@ def _kv_lines(run: RunReport) -> list[str]:
 
 
 def comparison(found: Comparison) -> str:
-    """What changed first; what stayed the same in one line."""
+    """The metrics that changed come first; those that stayed the same are one line."""
     told = [c for c in found.changes if c.verdict not in (Verdict.SAME, Verdict.CANNOT_TELL)]
     same = [c.metric for c in found.changes if c.verdict is Verdict.SAME]
     unknown = [c for c in found.changes if c.verdict is Verdict.CANNOT_TELL]

@@ -69,6 +69,11 @@ def times(ratio: float) -> str:
     return f"{100 * ratio:.0f} %"
 
 
+def times_the(ratio: float, what: str) -> str:
+    """2.3 times the throughput, or 94 % of the throughput."""
+    return f"{times(ratio)} {'' if ratio >= 1.1 else 'of '}the {what}"
+
+
 def change(ratio: float) -> str:
     """A ratio as a change: 12 % more, 3 % less, the same."""
     percent = 100 * (ratio - 1)

@@ -16,15 +16,11 @@ from quire.errors import ConfigError, QuireError
 
 @dataclass(slots=True)
 class _Found:
-    """What a command has brought, however it ended."""
+    """The reports of a command, and how it ended."""
 
     runs: list[Any]
     failure: QuireError | None = None
     interrupted: bool = False
-
-    @property
-    def exit_code(self) -> int:
-        return 130 if self.interrupted else 0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -342,7 +338,7 @@ def _finish(args: argparse.Namespace, benchmark: str, found: _Found, *, is_sweep
     if failure:
         print(f"quire: error: {failure}", file=sys.stderr)
     is_empty = any(run.requests for run in found.runs) and not any(run.completed for run in found.runs)
-    return found.exit_code or (1 if failure or is_empty else 0)
+    return 130 if found.interrupted else int(bool(failure) or is_empty)
 
 
 def _failed_requests(runs: list[Any]) -> str | None:
@@ -363,7 +359,7 @@ def _add_router(commands: Any) -> None:
     parser = commands.add_parser(
         "router",
         help="routing by cache and load against simpler ways and a peer's router, on servers of a small model",
-        description="Servers of a 15M model with random weights run here; each way of routing gets the same traffic.",
+        description="Servers of a small model with random weights run here; each way of routing gets the same traffic.",
         formatter_class=WideHelp,
     )
     parser.set_defaults(run=_run_router)
@@ -374,12 +370,14 @@ def _add_router(commands: Any) -> None:
     parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="1 is a hundred requests (default 1)")
     parser.add_argument("--concurrency", type=int, default=12, metavar="N", help="requests at once (default 12)")
     parser.add_argument("--output-len", type=int, default=8, metavar="N", help="tokens of an answer (default 8)")
+    parser.add_argument("--model-size", choices=("15m", "135m"),
+                        help="the servers' parameters; 135m is SmolLM2's shape (default 15m)")  # fmt: skip
     parser.add_argument(
         "--write-traces", metavar="FOLDER", help="write the traffic at a GPU's size for quire sim --trace"
     )
     parser.add_argument("--peer-python", metavar="PATH", help="a Python that has sglang-router, to compare with it")
     parser.add_argument(
-        "--simulate", action="store_true", help="servers that are not there, in virtual time: runs repeat exactly"
+        "--simulate", action="store_true", help="simulated servers in virtual time, so that runs repeat exactly"
     )
     parser.add_argument("--cores", type=int, metavar="N", help="with --simulate: that servers share (default 2)")
     parser.add_argument(
@@ -419,6 +417,8 @@ def _run_router(args: argparse.Namespace) -> int:
         "tell": lambda text: print(f"quire: {text}", file=sys.stderr, flush=True),
     }
     if args.simulate:
+        if args.model_size is not None:
+            raise ConfigError("--model-size is of servers that run; simulated ones are of 15m: leave it out")
         if args.peer_python:
             raise ConfigError("--peer-python names a program, and with --simulate none runs: leave one of them out")
         with needs_server("quire bench router"):
@@ -428,7 +428,7 @@ def _run_router(args: argparse.Namespace) -> int:
     elif args.cores is not None or args.slow_server is not None:
         raise ConfigError("--cores and --slow-server are of simulated servers: add --simulate")
     else:
-        found = asyncio.run(measure(**load, peer_python=args.peer_python))
+        found = asyncio.run(measure(**load, model_size=args.model_size or "15m", peer_python=args.peer_python))
     rows = summarize(found)
     print(as_table(rows))
     if args.output_json:

@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_turn() -> str | None:
-    """What a user types, over several lines where it is marked so; None to leave. The first Ctrl-C clears what is
-    typed, the second in a row leaves."""
+    """Read one turn from the terminal, which may be marked to go over several lines; None to leave. The first Ctrl-C
+    clears the input, the second in a row leaves."""
     was_interrupted = False
     while True:
         try:
@@ -148,23 +148,21 @@ class _Conversation:
     def _answer(self, line: str) -> None:
         messages = [*self._messages, {"role": "user", "content": line}]
         pieces: list[str] = []
-        stream = None
         try:
-            stream = self._session.stream([self._session.engine.render_chat(messages)], self._params)
-            for output in stream:
-                pieces.append(output.outputs[0].text)
-                sys.stdout.write(output.outputs[0].text)
-                sys.stdout.flush()
-                if output.outputs[0].error:
-                    print(f"quire: {output.outputs[0].error}", file=sys.stderr)
+            prompt = self._session.engine.render_chat(messages)
+            # Closing it frees the blocks of a stopped answer now.
+            with contextlib.closing(self._session.stream([prompt], self._params)) as stream:
+                for output in stream:
+                    pieces.append(output.outputs[0].text)
+                    sys.stdout.write(output.outputs[0].text)
+                    sys.stdout.flush()
+                    if output.outputs[0].error:
+                        print(f"quire: {output.outputs[0].error}", file=sys.stderr)
         except KeyboardInterrupt:
             print(" [stopped]", end="", file=sys.stderr)
         except BadRequestError as error:
             print(f"quire: {error}. /reset starts a new conversation", file=sys.stderr)
             return
-        finally:
-            if stream is not None:
-                stream.close()  # type: ignore[attr-defined]  # frees the blocks of a stopped answer now
         print(flush=True)
         # A stopped answer stays in the history: the user saw it.
         self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]

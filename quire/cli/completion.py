@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     from quire.cli.main import make_parser
 
     commands = list(_commands(make_parser(), ()))
-    print({"bash": _bash, "zsh": _zsh, "fish": _fish}[args.shell](commands))
+    if args.shell == "zsh":
+        print("autoload -Uz bashcompinit && bashcompinit")  # and then as in bash
+    print((_fish if args.shell == "fish" else _bash)(commands))
     return 0
 
 
@@ -97,10 +99,6 @@ def _bash(commands: list[_Command]) -> str:
             "complete -o bashdefault -o default -F _quire quire",
         ]
     )
-
-
-def _zsh(commands: list[_Command]) -> str:
-    return "autoload -Uz bashcompinit && bashcompinit\n" + _bash(commands)
 
 
 def _fish(commands: list[_Command]) -> str:

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     for name, value in facts.items():
-        print(f"{name:<18}{value}")
+        print(f"{name:<18}{'none' if value is None else value}")
     return 0
 
 

@@ -108,8 +108,8 @@ class _TextPrinter:
         while self._current < len(self._keys):
             key = self._keys[self._current]
             self._head(key)
-            sys.stdout.write("".join(self._waiting.pop(key, [])))
-            self._waiting[key] = []
+            sys.stdout.write("".join(self._waiting[key]))
+            self._waiting[key].clear()
             if key not in self._done:
                 break
             sys.stdout.write("\n")
@@ -133,34 +133,23 @@ class _JsonPrinter:
 
     def __init__(self, prompts: list[str]) -> None:
         self._prompts = prompts
-        self._texts: dict[tuple[int, int], list[str]] = {}
-        self._tokens: dict[tuple[int, int], list[int]] = {}
-        self._reasons: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+        self._outputs: dict[int, dict[int, dict[str, Any]]] = {}  # by prompt and index
         self.failures: dict[tuple[int, int], str] = {}
 
     def add(self, output: Any) -> None:
         prompt = int(output.request_id)
+        outputs = self._outputs.setdefault(prompt, {})
         for c in output.outputs:
-            key = (prompt, c.index)
-            self._texts.setdefault(key, []).append(c.text)
-            self._tokens.setdefault(key, []).extend(c.token_ids)
-            self._reasons[key] = (c.finish_reason, c.stop_reason, c.error)
+            found = outputs.setdefault(c.index, {"text": [], "token_ids": []})
+            found["text"].append(c.text)
+            found["token_ids"] += c.token_ids
+            found |= {"finish_reason": c.finish_reason, "stop_reason": c.stop_reason, "error": c.error}
             if c.error:
-                self.failures[key] = f"prompt {prompt} failed: {c.error}"
+                self.failures[prompt, c.index] = f"prompt {prompt} failed: {c.error}"
         if output.finished:
-            keys = sorted(key for key in self._texts if key[0] == prompt)
             record = {
                 "prompt": self._prompts[prompt],
-                "outputs": [
-                    {
-                        "text": "".join(self._texts[key]),
-                        "token_ids": self._tokens[key],
-                        "finish_reason": self._reasons[key][0],
-                        "stop_reason": self._reasons[key][1],
-                        "error": self._reasons[key][2],
-                    }
-                    for key in keys
-                ],
+                "outputs": [one | {"text": "".join(one["text"])} for _, one in sorted(outputs.items())],
                 "num_prompt_tokens": len(output.prompt_token_ids),
                 "num_cached_tokens": output.num_cached_tokens,
                 "metrics": asdict(output.metrics),

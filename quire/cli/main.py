@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def open_closed_streams() -> None:
-    """Point the standard streams that whoever started us has closed (`quire serve 2>&-`) at the null device, before
+    """Point the standard streams that our parent has closed (`quire serve 2>&-`) at the null device, before
     anything else is opened. A socket that got the number of one would be taken for it: libraries write there, libuv
     aborts on closing it, and an engine would inherit it."""
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):

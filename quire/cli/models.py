@@ -158,7 +158,7 @@ def _add_pull(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run_pull(args: argparse.Namespace) -> int:
-    get_logger()  # from here on the log's lines are seen: what is fetched, and when another process is waited for
+    get_logger()  # from here on log lines are shown: what is fetched, and when another process is waited for
     alias = ALIASES.get(args.model)
     if alias is not None and args.revision is None:
         with ProgressBar(f"pulling {args.model}") as bar:

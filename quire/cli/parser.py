@@ -13,6 +13,41 @@ from quire.errors import ConfigError, install_hint
 from quire.nearest import did_you_mean
 
 _LIKE_A_FLAG = re.compile(r"--?[A-Za-z][\w-]*")  # no negative number, and no text that begins with a dash
+_REQUIRED = "the following arguments are required: "  # argparse's words
+
+# What llama.cpp calls some of our flags. These are hints only: none of its names is taken.
+_LLAMA_CPP = {
+    "-m": "model",
+    "-hf": "model",
+    "--hf-repo": "model",
+    "-a": "served-model-name",
+    "--alias": "served-model-name",
+    "-c": "max-model-len",
+    "--ctx-size": "max-model-len",
+    "-n": "max-tokens",
+    "--predict": "max-tokens",
+    "--n-predict": "max-tokens",
+    "-p": "port",
+    "-t": "num-threads",
+    "--threads": "num-threads",
+    "-np": "max-num-seqs",
+    "--parallel": "max-num-seqs",
+    "-b": "max-num-batched-tokens",
+    "--batch-size": "max-num-batched-tokens",
+    "-ngl": "device",
+    "--gpu-layers": "device",
+    "--n-gpu-layers": "device",
+    "-ctk": "kv-cache-dtype",
+    "--cache-type-k": "kv-cache-dtype",
+    "-md": "spec-model",
+    "--model-draft": "spec-model",
+    "--draft-max": "spec-tokens",
+    "--lora": "lora-modules",
+    "--embedding": "runner",
+    "--embeddings": "runner",
+    "-sys": "system",
+    "--system-prompt": "system",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,15 +66,21 @@ class Parser(argparse.ArgumentParser):
             self.error(self._about_extra(next((word for word in unknown if word != "--"), "--")))
         return namespace, unknown
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """argparse takes prefixes of flags with one dash whatever allow_abbrev says: -p 8000 would be -pp 8000."""
+        return [found for found in super()._get_option_tuples(option_string) if option_string.startswith(found[1])]
+
     def error(self, message: str) -> NoReturn:
         # A mistyped flag's value is taken for something else, and that may be what argparse complains about.
         flag = self._unknown_flag()
         if flag is not None:
-            message = f"{flag} is no flag of {self.prog}" + did_you_mean(flag.lstrip("-"), self._names(), prefix="--")
+            message = f"{flag} is no flag of {self.prog}{self._meant(flag)}"
         elif (found := self._unknown_command()) is not None:
             word, commands = found
             near = did_you_mean(word, commands) or f": there are {', '.join(commands)}"
             message = f"{word!r} is no command of {self.prog}{near}"
+        elif message.startswith(_REQUIRED):
+            message += self._what_there_is(message.removeprefix(_REQUIRED))
         self.exit(2, f"quire: error: {message} (see {self.prog} --help)\n")
 
     def _about_extra(self, word: str) -> str:
@@ -49,7 +90,24 @@ class Parser(argparse.ArgumentParser):
         lists = [action.metavar for action in self._actions if not action.option_strings and action.nargs == "*"]
         if lists:  # argparse takes a list in one piece
             return f"{word!r} stands apart from the other {lists[0]}s: put the flags before or behind all of them"
+        if "--model" in self._option_string_actions and not word.startswith("-"):
+            return f"{word!r} is one argument too many (a model is given as --model {word:.60})"
         return f"{word!r} is one argument too many"
+
+    def _meant(self, flag: str) -> str:
+        names = self._names()
+        word = flag.lstrip("-")
+        ours = word if flag != f"--{word}" and word in names else _LLAMA_CPP.get(flag)
+        if ours in names:
+            return f": did you mean --{ours}?"
+        return did_you_mean(word, names, prefix="--") if len(word) > 1 else ""
+
+    def _what_there_is(self, missing: str) -> str:
+        """The choices of an argument that is missing, where it has any."""
+        for action in self._actions:
+            if action.choices is not None and missing in (action.metavar, action.dest):
+                return f": there are {', '.join(map(str, action.choices))}"
+        return ""
 
     def _unknown_flag(self) -> str | None:
         # Behind the name of another command, the flags are that command's.

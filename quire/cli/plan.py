@@ -135,7 +135,7 @@ def _run_capacity(args: argparse.Namespace, mix: list[Kind]) -> int:
     values = {name: getattr(args, name) for name in (*_ENGINE_FLAGS, *_SWITCHES)}
     spec = read_model_spec(args.model)
     longest = max((kind.prompt_len + kind.output_len for kind in mix), default=4096)
-    if values["max_model_len"] is None:  # longer ones would take memory that nobody asked for
+    if values["max_model_len"] is None:  # longer ones would take memory for nothing
         values["max_model_len"] = min(spec.max_position, max(4096, longest))
     config = EngineConfig(model=args.model, **values)
     _check_mix(mix, config.max_model_len or spec.max_position)

@@ -221,7 +221,7 @@ def _flags(plan: Plan, hub_id: str) -> list[str]:
         return [*lines, "  nothing to add: the defaults fit"]
     width = max(len(flag.name) for flag in plan.flags)
     lines += [f"    {flag.name:<{width}}  {flag.reason}" for flag in plan.flags]
-    # What the last start on a GPU left is for its own settings: with others the engine measures anew.
+    # The record of the last start on a GPU holds for its own settings: with others the engine measures anew.
     is_fixed = plan.config.kv_cache_memory_bytes is not None or "--kv-cache-memory-bytes" in {
         f.name for f in plan.flags
     }

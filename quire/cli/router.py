@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 from typing import Any
 
 from quire.cli.parser import WideHelp, needs_server
+from quire.router.alternatives import FIRST_TOKEN, POLICIES
 
 _EPILOG = """\
 Each request goes to the server whose first token comes soonest: the work queued there, and what of the prompt is not in
@@ -38,6 +40,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", help="key for the router's own questions (default: QUIRE_ROUTER_API_KEY)"
     )
+    names = ", ".join(POLICIES)
+    parser.add_argument(
+        "--policy", default=FIRST_TOKEN, metavar="NAME", help=f"how a server is chosen (default {FIRST_TOKEN}): {names}"
+    )
     parser.add_argument("--log-level", default="info", metavar="LEVEL", help="debug, info, warning or error")
 
 
@@ -50,20 +56,23 @@ def run(args: argparse.Namespace) -> int:
         from quire.server.proxy import create_proxy_app, run_proxy
         from quire.server.run import loop_factory
         from quire.server.settings import ServerSettings
+    key = args.api_key or os.environ.get("QUIRE_ROUTER_API_KEY")
+    servers = Servers(args.urls, api_key=key, policy=args.policy)
     settings = ServerSettings(host=args.host, port=args.port, log_level=args.log_level)
     listener = open_socket(settings)
     set_up_logs(settings.log_format, settings.log_level)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its lines about itself say nothing that ours do not
 
     async def serve() -> None:
         from quire.log import get_logger
 
-        servers = Servers(args.urls, api_key=args.api_key or os.environ.get("QUIRE_ROUTER_API_KEY"))
         app = create_proxy_app(servers, settings)
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         address = address_of(listener, settings)
-        get_logger().info("routing at %s to %d servers", address, len(servers.all))
+        num = len(servers.all)
+        get_logger().info("routing at %s to %d server%s", address, num, "s" * (num != 1))
         await run_proxy(servers, listener, HttpServer(app, settings, None), stop)
 
     try:

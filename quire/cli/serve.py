@@ -25,7 +25,7 @@ from quire.cli.settings_file import (
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.refusals import Refusal
-from quire.server.settings import ApiKey, ModelSettings, ServerSettings, make_key, read_key_file
+from quire.server.settings import ModelSettings, ServerSettings, make_key, read_key_file
 from quire.sizes import read_size
 
 _EPILOG = """\
@@ -90,11 +90,13 @@ def read(
     if shares := values.pop("memory_shares", None):
         raise ConfigError(f"memory_shares divide the memory among several models: {shares} are given for one")
     engine = {name: values.pop(name) for name in list(values) if name in of_engine}
-    keys = _api_keys(values.pop("api_key", []), values.pop("api_key_file", None), found.sources.get("api_key", ""))
+    keys = [make_key(key, source=found.sources["api_key"]) for key in values.pop("api_key", ())]
+    if (key_file := values.pop("api_key_file", None)) is not None:
+        keys += read_key_file(key_file)
     server: dict[str, Any] = {
         settings_field(name): tuple(v) if isinstance(v, list) else v for name, v in values.items()
     }
-    settings = ServerSettings(**server, api_keys=keys)
+    settings = ServerSettings(**server, api_keys=tuple(keys))
     wanted = tuple(ModelSettings(_engine_config(engine | one), names) for names, one in models or [((), {})])
     if settings.lora_modules and not any(model.config.enable_lora for model in wanted):
         raise ConfigError(f"{found.sources['lora_modules']} needs --enable-lora")
@@ -147,8 +149,6 @@ def _take_positional(found: Gathered, model: str | None) -> None:
 def _engine_config(values: dict[str, Any]) -> EngineConfig:
     length = values.get("max_model_len")
     if isinstance(length, str) and length not in ("auto", "-1"):
-        from quire.cli.settings_file import read_count
-
         try:
             values["max_model_len"] = read_count(length)
         except ValueError as error:
@@ -156,13 +156,6 @@ def _engine_config(values: dict[str, Any]) -> EngineConfig:
     elif length == "-1":
         values["max_model_len"] = -1
     return EngineConfig(**values)
-
-
-def _api_keys(given: list[str], path: str | None, source: str) -> tuple[ApiKey, ...]:
-    keys = [make_key(key, source=source) for key in given]
-    if path is not None:
-        keys += read_key_file(path)
-    return tuple(keys)
 
 
 def _shown(flag: Flag, text: str) -> Flag:
@@ -199,17 +192,17 @@ def _repeated(name: str, metavar: str, text: str, **others: Any) -> Flag:
 
 _MODEL = [
     Flag("model", "alias, directory, GGUF file or hub id, also owner/name:Q4_K_M (default smollm2)", metavar="MODEL"),
-    _listed("served_model_name", "NAME", "names under which clients ask for it, or one a model (default: as given)"),
+    _listed("served_model_name", "NAME", "names of the model for clients, or one for each model (default: as given)"),
     _listed(
         "lora_modules",
         "ADAPTER",
-        "adapters as NAME=PATH or as JSON, each served under its name",
+        "adapters to load at start, as NAME=PATH or JSON, each served under its name",
         read=read_json_or_text,
     ),
     _listed(
         "memory_shares",
         "SHARE",
-        "what each of several models takes while awake (default: by weights)",
+        "memory share of each of several models while awake (default: by weights)",
         read=read_number,
     ),
     *_from_table(MODEL_FLAGS),
@@ -219,13 +212,13 @@ _ENGINE = [
     *_from_table(RUNTIME_FLAGS),
     Flag(
         "data_parallel_size",
-        "engines behind this server, each with a cache of its own (default 1)",
+        "replicas behind this server, each with its own KV cache (default 1)",
         read=read_count,
         metavar="N",
         aliases=("-dp",),
     ),
     _listed(
-        "roles", "ROLE", "of each of these engines: prefill, decode or both (default: all do both)", aliases=("--role",)
+        "roles", "ROLE", "role of each replica: prefill, decode or both (default: all do both)", aliases=("--role",)
     ),
     _repeated("pinned_prefixes", "TEXT", "text that is computed at start and never evicted"),
     *(Flag(name, text, **_SWITCH) for name, text in ENGINE_SWITCHES.items()),
@@ -245,16 +238,17 @@ _GUARDING = [
         "api_key", "KEY", "a key that clients must send as Authorization: Bearer KEY", is_secret=True, is_guard=True
     ),
     Flag(
-        "api_key_file", "keys from a file, one a line, as KEY or NAME:KEY, and admin after it", **_PATH, is_guard=True
+        "api_key_file",
+        "file of keys, one a line, as KEY or NAME:KEY, with admin after an admin's",
+        **_PATH,
+        is_guard=True,
     ),
     Flag(
         "share_prefixes_across_keys",
-        "keys find each other's prompts in the cache, and can tell (default: off)",
+        "keys share cached prefixes, and can notice each other's (default: off)",
         **_SWITCH,
     ),
-    _listed(
-        "allowed_hosts", "NAME", "names under which it answers, or * (default: localhost's on 127.0.0.1, else any)"
-    ),
+    _listed("allowed_hosts", "NAME", "host names it answers to, or * (default: loopback names on 127.0.0.1, else any)"),
     Flag(
         "cors_origin",
         "a site whose pages may call this server, or *; may be repeated (default: none)",
@@ -263,30 +257,34 @@ _GUARDING = [
     ),
     Flag("max_body_bytes", "largest request body", **_SIZE),
     Flag("max_header_bytes", "longest request headers", **_SIZE),
-    Flag("header_timeout", "for a request's headers to arrive", **_SECONDS),
-    Flag("body_timeout", "for a request's body to arrive", **_SECONDS),
+    Flag("header_timeout", "time for a request's headers to arrive", **_SECONDS),
+    Flag("body_timeout", "time for a request's body to arrive", **_SECONDS),
 ]
 _LOAD = [
     Flag(
         "max_waiting_requests",
-        "requests without output yet; over it, 429 (default: what 1/8 of memory holds)",
+        "requests without output yet; above it, 429 (default: what 1/8 of memory holds)",
         **_COUNT,
     ),
-    Flag("max_waiting_tokens", "their prompt tokens; over it, 429 (default: what 1/8 of memory holds)", **_COUNT),
-    Flag("wake_timeout", "for a model that sleeps to have its turn", **_SECONDS),
-    Flag("default_timeout", "for requests that name none (default: no limit)", **_SECONDS),
-    Flag("max_timeout", "the most that a request may name (default: no limit)", **_SECONDS),
+    Flag(
+        "max_waiting_tokens",
+        "prompt tokens of these requests; above, 429 (default: what 1/8 of memory holds)",
+        **_COUNT,
+    ),
+    Flag("wake_timeout", "how long a request waits for a sleeping model", **_SECONDS),
+    Flag("default_timeout", "deadline of requests that set none (default: no limit)", **_SECONDS),
+    Flag("max_timeout", "longest deadline that a request may set (default: no limit)", **_SECONDS),
     Flag("brownout", "serve less, step by step, when KV memory runs out (default: on)", **_SWITCH),
-    Flag("brownout_max_tokens", "longest answer to new requests in a brownout", **_COUNT),
+    Flag("brownout_max_tokens", "output tokens of new requests in a brownout", **_COUNT),
 ]
 _FILES = [
     Flag("batch_dir", "folder for /v1/files and /v1/batches (default: none, and they are refused)", **_PATH),
-    Flag("batch_dir_bytes", "how much it may hold", **_SIZE),
+    Flag("batch_dir_bytes", "largest size of that folder", **_SIZE),
 ]
 _LIFE = [
-    Flag("drain_timeout", "for running requests to finish after SIGTERM or Ctrl+C", **_SECONDS),
-    Flag("step_timeout", "after which a step is stuck: /health says so, and a dump is written", **_SECONDS),
-    Flag("dump_dir", "where such a dump goes (default: the system's temporary directory)", **_PATH),
+    Flag("drain_timeout", "time for running requests to finish after SIGTERM or Ctrl+C", **_SECONDS),
+    Flag("step_timeout", "a longer step is stuck: /health says so, and a dump is written", **_SECONDS),
+    Flag("dump_dir", "folder for dumps of stuck steps (default: the system's temporary directory)", **_PATH),
     Flag("log_format", "text or json", metavar="FORMAT"),
     Flag("log_level", "debug, info, warning or error", metavar="LEVEL"),
     Flag("otlp_traces_endpoint", "send a span a request to this OpenTelemetry collector", metavar="URL"),

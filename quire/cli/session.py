@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -22,11 +22,8 @@ from quire.request import Request
 
 @dataclass(slots=True)
 class Account:
-    """What was done since the start, for the closing lines and for --json."""
+    """Numbers for the closing lines that the engine does not count itself."""
 
-    num_requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
     first_token_s: float | None = None
@@ -47,7 +44,7 @@ class Session:
         self.account = Account()
         self._next_id = 0
 
-    def stream(self, prompts: list[Prompt], params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(self, prompts: list[Prompt], params: SamplingParams) -> Generator[RequestOutput, None, None]:
         """All prompts at once; outputs are deltas, request_id is the prompt's index. Closing it aborts what is left."""
         params = params.clone(output_kind=OutputKind.DELTA)
         started = time.perf_counter()
@@ -76,13 +73,9 @@ class Session:
     def _count(self, output: RequestOutput) -> None:
         account = self.account
         account.output_tokens += sum(len(c.token_ids) for c in output.outputs)
-        if output.finished:
-            account.num_requests += 1
-            account.prompt_tokens += len(output.prompt_token_ids)
-            account.cached_tokens += output.num_cached_tokens
-            if output.metrics is not None:
-                account.first_token_s = output.metrics.first_token_s
-                account.inter_token_s = output.metrics.inter_token_s
+        if output.finished and output.metrics is not None:
+            account.first_token_s = output.metrics.first_token_s
+            account.inter_token_s = output.metrics.inter_token_s
 
     def _sample_cache(self) -> None:
         stats = self.engine.core.kv.stats
@@ -92,17 +85,16 @@ class Session:
 
     def account_lines(self) -> list[str]:
         account, stats, ledger = self.account, self.engine.core.kv.stats, self.engine.ledger
+        num_in, num_cached = self.engine.request_stats.prompt_tokens, self.engine.request_stats.cached_prompt_tokens
         rate = account.output_tokens / account.seconds if account.seconds else 0.0
-        speed = (
-            f"{account.output_tokens} tokens out, {account.prompt_tokens} in, {account.seconds:.2f} s: {rate:.1f} tok/s"
-        )
+        speed = f"{account.output_tokens} tokens out, {num_in} in, {account.seconds:.2f} s: {rate:.1f} tok/s"
         if account.first_token_s is not None:
             speed += f" (last request: first token {account.first_token_s * 1e3:.0f} ms"
             if account.inter_token_s is not None:
                 speed += f", then {account.inter_token_s * 1e3:.1f} ms each"
             speed += ")"
         used = 100 * account.peak_blocks / ledger.num_blocks
-        found = 100 * account.cached_tokens / account.prompt_tokens if account.prompt_tokens else 0.0
+        found = 100 * num_cached / num_in if num_in else 0.0
         drafts = self.engine.core.scheduler.stats
         drafted = f"drafts: {drafts.num_accepted_tokens} of {drafts.num_draft_tokens} tokens accepted"
         return [
@@ -111,7 +103,7 @@ class Session:
             f"KV cache: {ledger.num_blocks} blocks of {ledger.block_size} tokens, at most {account.peak_blocks} in use "
             f"({used:.1f} %), {account.waste_percent_at_peak:.1f} % of those slots empty; "
             f"{stats.num_cached} blocks kept for reuse",
-            f"prefix cache: {account.cached_tokens} of {account.prompt_tokens} prompt tokens found ({found:.0f} %)",
+            f"prefix cache: {num_cached} of {num_in} prompt tokens found ({found:.0f} %)",
         ]
 
     def print_account(self) -> None:
@@ -121,12 +113,12 @@ class Session:
 
 
 def _log_ready(engine: LLMEngine, seconds: float) -> None:
-    """What runs where, in one line; log_start has the rest."""
+    """Log in one line which model runs on which device; log_start has the rest."""
     backend, log = engine.built.executor.backend, get_logger()
     log.info(
         "%s in %s on %s, %s, ready in %.1f s",
         engine.config.model,
-        backend.weight_dtype,
+        backend.shown_weights,
         backend.device.type,
         backend.kernels,
         seconds,

@@ -25,7 +25,7 @@ from quire.nearest import did_you_mean
 PREFIX = "QUIRE_"
 # Read by other parts of Quire, so no flags.
 _OTHER_VARIABLES = {"QUIRE_HOME", "QUIRE_CPU_ISA"}
-# What Kubernetes sets in every pod beside a service named "quire".
+# Variables that Kubernetes sets in every pod beside a service named "quire".
 _KUBERNETES = re.compile(r"QUIRE_(SERVICE_.*|PORT_\d+_.*)")
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -102,7 +102,7 @@ class Flag:
         group.add_argument(*names, metavar=self.metavar or self.name.upper(), **common)
 
     def from_text(self, text: str, source: str) -> Any:
-        """What a variable holds, or one value of the command line."""
+        """Read the text of a variable, or one value of the command line."""
         if self.is_guard and not text.strip():
             raise _empty(source)
         if self.is_switch:
@@ -146,15 +146,11 @@ def _empty(source: str) -> ConfigError:
 class Gathered:
     values: dict[str, Any] = field(default_factory=dict)  # only what was given somewhere
     sources: dict[str, str] = field(default_factory=dict)  # name -> where, for messages
-    models: list[Gathered] = field(default_factory=list)  # of a file: what stands under each of its models
+    models: list[Gathered] = field(default_factory=list)  # the settings under each model of a file
     warnings: list[str] = field(default_factory=list)
 
 
-def gather(
-    flags: Iterable[Flag],
-    args: argparse.Namespace,
-    environ: Mapping[str, str],
-) -> Gathered:
+def gather(flags: Iterable[Flag], args: argparse.Namespace, environ: Mapping[str, str]) -> Gathered:
     """Everything that was given: command line over environment over file."""
     by_name = {name: flag for flag in flags for name in flag.names}
     found = Gathered()
@@ -228,12 +224,9 @@ def _take_environment(found: Gathered, environ: Mapping[str, str], flags: Mappin
             continue
         if not text.strip() and not flag.is_guard:
             continue
-        value: Any
-        if flag.is_list:
-            value = [flag.from_text(one, variable) for one in text.split() or [text]]
-        else:
-            value = flag.from_text(text, variable)
-        found.values[flag.name] = value
+        values = text.split() or [text] if flag.is_list else [text]
+        read = [flag.from_text(one, variable) for one in values]
+        found.values[flag.name] = read if flag.is_list else read[0]
         found.sources[flag.name] = variable
 
 

@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
 
     parser = subparsers.add_parser(
         "sim",
-        help="predict throughput and latency of engines that are not there",
+        help="predict throughput and latency without the hardware",
         description="The real scheduler, block manager and router on simulated devices, in virtual time. Nothing is "
         "loaded and nothing is computed: steps take what a recorded profile or arithmetic says.",
         usage="quire sim [WORKLOAD ...] [flags]",
@@ -87,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
     print(show("sim", reports))
     for report in reports:
         speed, wall_s = report.values["events_per_s"], report.values["simulation_wall_s"]
+        num = report.values["replicas"]
         print(
-            f"quire: simulated {report.seconds:,.1f} s of {report.values['replicas']:,.0f} engines in {wall_s:.2f} s: "
+            f"quire: simulated {report.seconds:,.1f} s of {num:,.0f} engine{'s' * (num != 1)} in {wall_s:.2f} s: "
             f"{report.values['simulated_steps_per_s']:,.0f} steps/s, {speed:,.0f} events/s",
             file=sys.stderr,
         )

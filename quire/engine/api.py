@@ -1,4 +1,4 @@
-"""What a server needs of an engine, wherever it runs: the contract between `server` and the engine's process."""
+"""The contract between `server` and an engine, wherever the engine runs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,15 @@ class EngineHealth:
     state: EngineState
     reason: str = ""  # for people; empty when ready
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine has started and its process runs, or can be woken."""
+        return self.state in (EngineState.READY, EngineState.STUCK, EngineState.SLEEPING)
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineInfo:
-    """What started, told once. The lines are those that the offline engine logs."""
+    """Facts about an engine that has started; they do not change. The lines are those that the offline engine logs."""
 
     model: str  # as the operator named it
     architecture: str
@@ -57,7 +62,7 @@ class EngineInfo:
     blocks_line: str
     ready_s: float
     timeline_s: dict[str, float] = field(default_factory=dict)
-    fingerprint: str = ""  # of its config and tensors: servers of other models have others
+    fingerprint: str = ""  # hash of its config and tensors: servers of other models have others
     kv_address: str | None = None  # where other engines of this model send it blocks
     serves_determinism: bool = False  # whether single requests can be deterministic
 
@@ -72,7 +77,7 @@ class EngineLoad:
     kv_usage: float = 0.0  # share of blocks that requests hold
     num_steps: int = 0
     tokens_per_s: float = 0.0
-    # What the router reckons with; None: not measured yet.
+    # Measured rates for the router; None: not measured yet.
     prefill_tokens_per_s: float | None = None  # beside the decodes that run
     decode_step_s: float | None = None
     brownout_level: int = 0  # 0: none, 1: smaller prefills, 2: shorter answers for new requests, 3: none are taken
@@ -85,7 +90,7 @@ class PreparedRequest:
     request: Request
     params: SamplingParams  # as its text is to be shown; what the engine needs of them is in the request
     prompt: str | None  # where its text is known
-    # Once its stream is closed. By sequence: more than were read where nobody waited for the end.
+    # Set when its stream is closed. By sequence: more than were read if the reader left before the end.
     num_made_tokens: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
 

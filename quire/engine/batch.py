@@ -15,8 +15,8 @@ from quire.interrupt import stop_on_interrupt
 from quire.outputs import RequestOutput
 from quire.request import Request
 
-# Of work in a slice after the first. To tokenize so much takes a host less time than one step takes a GPU, at least of
-# a model of some billion weights.
+# Steps of work in a slice after the first. A host tokenizes so much in less time than a GPU takes for one step, at
+# least with a model of some billion weights.
 _STEPS_A_SLICE = 8
 
 # After a batch, for blocks to be written to levels below the device.
@@ -36,7 +36,7 @@ def run_batch(
 ) -> Generator[list[RequestOutput], None, None]:
     """Yields an empty list when the first step has begun, then what each step brought of the batch's requests.
 
-    Ctrl-C raises between two steps. Whoever leaves early aborts the requests that are left.
+    Ctrl-C raises between two steps. A caller that leaves early aborts the requests that are left.
     """
     unfinished: set[str] = set()
     with stop_on_interrupt() as stop:
@@ -103,5 +103,5 @@ class Intake:
     def _next_slice_steps(self) -> int:
         if self._slice_steps == 1:
             return _STEPS_A_SLICE
-        # Where nobody was left waiting, steps could have been larger: the prefix cache has much of these prompts.
+        # With no request left waiting, steps could have been larger: the prefix cache has much of these prompts.
         return self._slice_steps * (2 if self._core.scheduler.num_waiting == 0 else 1)

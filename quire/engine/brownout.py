@@ -51,7 +51,7 @@ class BrownoutSettings:
     preempted_share: float = 0.25  # nor fewer than this share of the running sequences,
     preempted_per_finished: float = 0.5  # nor fewer than this for each sequence that finished
     failures_per_preemption: float = 4.0  # growths without room that weigh like one preemption
-    calm_ratio: float = 0.5  # of what would be pressure: less than this is calm
+    calm_ratio: float = 0.5  # less than this part of a pressure is calm
     refusal_backlog: float = 0.25  # level 3 needs waiting tokens of this share of the cache
     prefill_share: float = 0.25  # level 1: of max_num_batched_tokens
 
@@ -81,7 +81,7 @@ class PressureReading:
     num_finished: int  # sequences
     num_running: int
     num_waiting_tokens: int
-    capacity_tokens: int  # that the whole cache holds
+    capacity_tokens: int  # tokens that the whole cache holds
 
     @classmethod
     def of(cls, scheduler: Scheduler, kv: KVManager) -> PressureReading:

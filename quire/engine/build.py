@@ -154,7 +154,7 @@ def assemble_token_side(config: EngineConfig, executor: BuiltExecutor) -> TokenS
         num_blocks=executor.ledger.num_blocks,
         block_size=config.block_size,
         num_host_blocks=executor.ledger.num_host_blocks,
-        host_block_s=_host_block_s(executor) if config.kv_offloading_size else None,
+        host_block_s=executor.ledger.block_bytes / _swap_bytes_per_s(executor) if config.kv_offloading_size else None,
         stores=executor.executor.stores,
         windows=executor.ledger.windows,
         max_span_tokens=executor.max_num_batched_tokens,
@@ -184,8 +184,8 @@ def make_drafter(
     return ModelDrafter(config, scheduler.costs, max_position=max_draft_position)
 
 
-def _host_block_s(executor: BuiltExecutor) -> float:
-    return executor.ledger.block_bytes / (executor.swap_bytes_per_s or _FIRST_SWAP_BYTES_PER_S)
+def _swap_bytes_per_s(executor: BuiltExecutor) -> float:
+    return executor.swap_bytes_per_s or _FIRST_SWAP_BYTES_PER_S
 
 
 def scheduler_config(config: EngineConfig, executor: BuiltExecutor) -> SchedulerConfig:
@@ -202,7 +202,7 @@ def scheduler_config(config: EngineConfig, executor: BuiltExecutor) -> Scheduler
         priority_ageing_s=config.priority_ageing_s,
         preemption=config.preemption,
         kv_bytes_per_block=max(1, executor.ledger.block_bytes),
-        swap_bytes_per_s=executor.swap_bytes_per_s or _FIRST_SWAP_BYTES_PER_S,
+        swap_bytes_per_s=_swap_bytes_per_s(executor),
         prefill_tokens_per_s=_FIRST_PREFILL_TOKENS_PER_S[device],
         max_in_flight=executor.executor.depth,
         num_stages=config.pipeline_parallel_size,

@@ -1,7 +1,7 @@
 """Named calls of a running engine: run between two steps, at a server's request.
 
 Each takes the core and keyword arguments, and gives builtins that msgpack can carry. It holds up the next step, so it
-should be quick; what takes longer gives a future, and is told when that is done. What it raises goes to the caller; the
+should be quick; a longer call returns a future, and is answered when that is done. Its exceptions go to the caller; the
 engine goes on.
 
 Those that look inside (`kv_...`) are for what the live page and /debug/kv show. None of them looks at more than `limit`
@@ -32,11 +32,6 @@ from quire.request import Request, Sequence, SequenceState
 _PINNING = "pinned-prefix"
 
 
-def reset_prefix_cache(core: EngineCore, *, force: bool = False) -> bool:
-    """Forget cached prefixes. False, and nothing changed, while requests hold blocks; spares pinned ones."""
-    return core.kv.reset_prefix_cache(force=force)
-
-
 def pin_prefix(core: EngineCore, *, token_ids: list[int], salt: str | None = None) -> int:
     """Compute a prefix and keep its full blocks from eviction; returns the number of tokens pinned."""
     if core.has_work:
@@ -51,18 +46,13 @@ def pin_prefix(core: EngineCore, *, token_ids: list[int], salt: str | None = Non
             salt=salt,
         )
     )
-    counted, core.stats = core.stats, StepStats()  # nobody's request: it does not count
+    counted, core.stats = core.stats, StepStats()  # an internal request: it does not count
     try:
         while core.has_work:
             core.step()
     finally:
         core.stats = counted
     return core.kv.pin(token_ids, salt=salt)
-
-
-def unpin_prefix(core: EngineCore, *, token_ids: list[int], salt: str | None = None) -> int:
-    """Let a pinned prefix be evicted again; returns the number of tokens unpinned."""
-    return core.kv.unpin(token_ids, salt=salt)
 
 
 def cache_changes(core: EngineCore, *, since: str | None = None) -> dict[str, Any]:
@@ -76,16 +66,6 @@ def cache_changes(core: EngineCore, *, since: str | None = None) -> dict[str, An
         "filled": b"".join(change.filled),
         "evicted": b"".join(change.evicted),
     }
-
-
-def pin_cached(core: EngineCore, *, token_ids: list[int], salt: str | None = None) -> int:
-    """Keep what the device has of a prefix from eviction; returns the number of tokens pinned."""
-    return core.kv.pin(token_ids, salt=salt)
-
-
-def expire_prefix(core: EngineCore, *, token_ids: list[int], salt: str | None = None) -> int:
-    """Forget a prefix in every level; returns the number of tokens."""
-    return core.kv.expire(token_ids, salt=salt)
 
 
 def expire_unused(core: EngineCore, *, older_than_s: float) -> Future[int]:
@@ -116,20 +96,11 @@ def read_adapter(core: EngineCore, *, adapter: str, path: str) -> Future[Any]:
     return core.adapters.slots.start_reading(adapter, path)
 
 
-def sleep(core: EngineCore, *, keep_kv: bool = False) -> None:
-    """Give memory back until `wake_up`."""
-    core.fall_asleep(keep_kv=keep_kv)
-
-
-def wake_up(core: EngineCore) -> None:
-    core.wake_up()
-
-
 # -- looking inside
 
 
-MAX_BLOCKS = 4_096  # that one call looks at
-MAX_TABLE_BLOCKS = 1_024  # of the tables that one look at the changes brings
+MAX_BLOCKS = 4_096  # blocks that one call looks at
+MAX_TABLE_BLOCKS = 1_024  # blocks of tables in one answer of kv_changes
 MAX_ROWS = 1_024
 MAX_TOKENS_OF = 256  # blocks whose tokens one call gives
 
@@ -189,7 +160,7 @@ def kv_map(core: EngineCore, first: int = 0, limit: int = MAX_BLOCKS) -> dict[st
 
 def kv_tables(core: EngineCore, offset: int = 0, limit: int = 128, tenant: str | None = None) -> dict[str, Any]:
     """Requests in order of arrival, each sequence with its block table as runs and why it hit or missed the cache.
-    Of one tenant, or of all."""
+    tenant: only its requests."""
     requests = [one for one in core.scheduler.requests.values() if tenant is None or one.tenant == tenant]
     kv = core.kv
     found = []
@@ -341,27 +312,16 @@ def _describe(seq: Sequence) -> dict[str, Any]:
 def _gauges(core: EngineCore) -> dict[str, Any]:
     """Numbers that charts follow. Totals stay totals: rates are the reader's to work out."""
     stats, scheduler = core.kv.stats, core.scheduler
-    return {
-        "num_free": stats.num_free,
-        "num_cached": stats.num_cached,
-        "num_used": stats.num_used,
-        "num_in_transit": stats.num_in_transit,
-        "num_pinned": stats.num_pinned,
+    columns: tuple[tuple[object, tuple[str, ...]], ...] = (
+        (stats, ("num_free", "num_cached", "num_used", "num_in_transit", "num_pinned", "occupancy", "waste_percent")),
+        (stats, ("num_evictions", "num_copies")),
+        (stats.prefix, ("num_query_tokens", "num_hit_tokens")),
+        (scheduler, ("num_running", "num_waiting", "num_swapped")),
+        (scheduler.stats, ("num_steps", "num_preemptions", "num_prefill_tokens", "num_decode_tokens")),
+    )
+    return {name: getattr(source, name) for source, names in columns for name in names} | {
         "num_host_used": stats.num_host_blocks - stats.num_host_free,
-        "occupancy": stats.occupancy,
-        "waste_percent": stats.waste_percent,
-        "num_query_tokens": stats.prefix.num_query_tokens,
-        "num_hit_tokens": stats.prefix.num_hit_tokens,
-        "num_evictions": stats.num_evictions,
-        "num_copies": stats.num_copies,
-        "num_requests": len(core.scheduler.requests),
-        "num_running": scheduler.num_running,
-        "num_waiting": scheduler.num_waiting,
-        "num_swapped": scheduler.num_swapped,
-        "num_steps": scheduler.stats.num_steps,
-        "num_preemptions": scheduler.stats.num_preemptions,
-        "num_prefill_tokens": scheduler.stats.num_prefill_tokens,
-        "num_decode_tokens": scheduler.stats.num_decode_tokens,
+        "num_requests": len(scheduler.requests),
     }
 
 
@@ -406,6 +366,14 @@ _STATES = {state: state.name.lower() for state in SequenceState}
 
 _INSPECTIONS = (kv_overview, kv_levels, kv_map, kv_tables, kv_tree, kv_tokens, kv_block, kv_changes)
 INSPECTIONS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _INSPECTIONS}
-_PREFIXES = (reset_prefix_cache, pin_prefix, unpin_prefix, pin_cached, expire_prefix, expire_unused, cache_changes)
-_CALLS = (*_PREFIXES, read_adapter, sleep, wake_up)
-CALLS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _CALLS} | INSPECTIONS
+CALLS: dict[str, Callable[..., Any]] = {
+    **{one.__name__: one for one in (pin_prefix, expire_unused, cache_changes, read_adapter)},
+    # Methods of the core and of its KV manager, with their arguments.
+    "reset_prefix_cache": lambda core, **given: core.kv.reset_prefix_cache(**given),
+    "pin_cached": lambda core, **given: core.kv.pin(**given),
+    "unpin_prefix": lambda core, **given: core.kv.unpin(**given),
+    "expire_prefix": lambda core, **given: core.kv.expire(**given),
+    "sleep": EngineCore.fall_asleep,
+    "wake_up": EngineCore.wake_up,
+    **INSPECTIONS,
+}

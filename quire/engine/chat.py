@@ -26,10 +26,15 @@ if TYPE_CHECKING:
 
 _LETTERS = string.ascii_letters + string.digits
 
+NO_TOOLS = (
+    "this model's chat template has no place for tools: use a model that was made to call them, or give a template "
+    "that shows them (--chat-template)"
+)
+
 
 @dataclass(slots=True, kw_only=True)
 class ChatTurn:
-    """What is asked for. `tools` are those of `checked_tools`."""
+    """A chat to be answered. `tools` are those of `checked_tools`."""
 
     messages: Sequence[Mapping[str, Any]]
     params: SamplingParams | BeamSearchParams
@@ -55,7 +60,7 @@ class PreparedChat:
     prepared: PreparedRequest
     dialect: Dialect
     is_open: bool  # the prompt ends inside a thought
-    names: frozenset[str]  # of tools that may be called
+    names: frozenset[str]  # the tools that may be called
     _hidden: re.Pattern[str] | None  # special tokens that only the parser is to see
 
     @property
@@ -107,7 +112,7 @@ def prepare_chat(
         if isinstance(params, BeamSearchParams):
             raise BadRequestError("tools are not served with beam search: leave one of them out", param="tools")
         if not dialect.shows_tools:
-            raise BadRequestError("this model's chat template has no place for tools", param="tools")
+            raise BadRequestError(NO_TOOLS, param="tools")
         if tools is None and not turn.choice.is_forced:
             raise BadRequestError(
                 "this model's chat template shows no format of tool calls that Quire knows: ask the operator to set "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import threading
@@ -37,6 +36,9 @@ _SHUT_DOWN = "the engine was shut down"
 
 class EngineClient(TextFront):
     """Implements `quire.engine.api.ServingEngine`. Belongs to one event loop."""
+
+    info: EngineInfo  # once it is ready, as are its streams
+    streams: Streams  # of its requests
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class EngineClient(TextFront):
             raise EngineDeadError(self._death_reason) from error
         self._link.engines_end.close()  # or its end here would outlive the engine
         self._readying = asyncio.create_task(self._become_ready())
-        # Whoever awaits ready() gets the error; nobody has to.
+        # A caller of ready() gets the error; there need not be one.
         self._readying.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def ready(self) -> None:
@@ -98,23 +100,22 @@ class EngineClient(TextFront):
 
     async def _become_ready(self) -> None:
         try:
-            # Here and in the child at once; what is wrong with a model is found here first, as it would be offline.
+            # Here and in the child at once; faults of a model are found here first, as they would be offline.
             text = await self._text.open()
             if text.tokenizer is not None:
                 text.grammars.prepare()
             info = await self._info
             inputs = self._take_limits(info)
-            self._streams = Streams(self._text.outputs, self._link.send, self.raise_if_dead)
+            self.streams = Streams(self._text.outputs, self._link.send, self.raise_if_dead)
             for token_ids in inputs.encode_pinned(self.config.pinned_prefixes, info.block_size):
                 await self._pin(token_ids, info.block_size)
             if self._state is EngineState.DEAD or self._is_closing:  # meanwhile
                 raise EngineDeadError(self._death_reason or _SHUT_DOWN)
         except Exception as error:
             self._state, self._death_reason = EngineState.DEAD, str(error)
-            if self._child is not None:
-                self._child.signal(signal.SIGKILL)
+            self.kill()
             raise
-        self._engine_info = replace(info, ready_s=time.perf_counter() - self._started_s)
+        self.info = replace(info, ready_s=time.perf_counter() - self._started_s)
         self._heartbeat_s = time.monotonic()
         self._state = EngineState.READY
         self._tick = self._loop.call_later(_TICK_S, self._on_tick)
@@ -125,7 +126,7 @@ class EngineClient(TextFront):
         for tenant in tenants:
             if self._is_closing:
                 raise EngineDeadError(_SHUT_DOWN)
-            num_pinned = await self._streams.call("pin_prefix", token_ids=token_ids, salt=cache_scope(None, tenant))
+            num_pinned = await self.streams.call("pin_prefix", token_ids=token_ids, salt=cache_scope(None, tenant))
             if num_pinned < len(token_ids) // block_size * block_size:
                 each = f" for each of {len(tenants)} keys" if len(tenants) > 1 else ""
                 raise ConfigError(
@@ -156,7 +157,7 @@ class EngineClient(TextFront):
         shut_down = EngineDeadError(_SHUT_DOWN)
         if not self._info.done():
             self._info.set_exception(shut_down)
-            self._info.exception()  # ready() tells it, to who asks
+            self._info.exception()  # marks it as read: ready() raises it for its callers
         self._fail_all(shut_down)
         if self._state is not EngineState.DEAD:
             self._state, self._death_reason = EngineState.DEAD, str(shut_down)
@@ -172,19 +173,10 @@ class EngineClient(TextFront):
         """The engine's process."""
         return None if self._child is None else self._child.pid
 
-    @property
-    def streams(self) -> Streams:
-        """The streams of its requests; there are none before it is ready."""
-        return self._streams
-
     def kill(self) -> None:
         """End the process as it is; its end is told as that of one that died."""
         if self._child is not None:
             self._child.signal(signal.SIGKILL)
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine_info
 
     def health(self) -> EngineHealth:
         if self._state is EngineState.DEAD:
@@ -202,17 +194,17 @@ class EngineClient(TextFront):
 
     def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run a request. Outputs that its reader was too slow for are joined into one."""
-        return self._streams.read(prepared)
+        return self.streams.read(prepared)
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """Run one of `quire.engine.calls.CALLS` between two steps."""
         self.raise_if_dead()
-        return await self._streams.call(name, **arguments)
+        return await self.streams.call(name, **arguments)
 
     async def metrics(self) -> list[Metric]:
         """The engine's counters, and those of the requests that were read here."""
         found = msgspec.convert(await self.call("metrics"), list[Metric])
-        return found + request_metrics(self._streams.stats)
+        return found + request_metrics(self.streams.stats)
 
     def raise_if_dead(self) -> None:
         if self._state is EngineState.DEAD or self._is_closing:
@@ -241,14 +233,13 @@ class EngineClient(TextFront):
                 if self._child is not None:
                     self._loop.call_later(_LAST_WORDS_S, self._child.signal, signal.SIGKILL)
             case _:
-                self._streams.on_message(message)
+                self.streams.on_message(message)
 
     def _on_bug(self, error: Exception) -> None:
-        """A message could not be taken: nobody knows any more what the others have missed."""
+        """A message could not be taken: readers may have missed outputs from now on, so the engine is ended."""
         get_logger().error("a message of the engine could not be taken", exc_info=error)
         self._failure = EngineDeadError(f"a message of the engine could not be taken: {error!r}")
-        if self._child is not None:
-            self._child.signal(signal.SIGKILL)
+        self.kill()
 
     # -- is it well?
 
@@ -274,17 +265,17 @@ class EngineClient(TextFront):
 
     def _set_stuck(self, reason: str) -> None:
         if bool(reason) != bool(self._stuck_reason):
-            level, text = (
-                (logging.ERROR, f"the engine is stuck: {reason}") if reason else (logging.WARNING, "the engine goes on")
-            )
-            get_logger().log(level, "%s", text)
+            if reason:
+                get_logger().error("the engine is stuck: %s", reason)
+            else:
+                get_logger().warning("the engine goes on")
         self._stuck_reason = reason
 
     # -- its end
 
     def _on_exit(self, status: int) -> None:
         """From the thread that waits for the process."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no reader is left
             self._loop.call_soon_threadsafe(self._end, status)
 
     def _end(self, status: int) -> None:
@@ -302,8 +293,8 @@ class EngineClient(TextFront):
             self._info.set_exception(error)
             return
         dead = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
-        if self._on_lost is not None and hasattr(self, "_streams"):
-            self._on_lost(self._streams.release(abort=False))
+        if self._on_lost is not None and hasattr(self, "streams"):
+            self._on_lost(self.streams.release(abort=False))
         self._fail_all(dead)
         if was_ready:
             get_logger().error("the engine died: %s", error)
@@ -311,5 +302,5 @@ class EngineClient(TextFront):
                 callback(str(error))
 
     def _fail_all(self, error: QuireError) -> None:
-        if hasattr(self, "_streams"):
-            self._streams.fail_all(error)
+        if hasattr(self, "streams"):
+            self.streams.fail_all(error)

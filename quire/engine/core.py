@@ -44,7 +44,7 @@ class _Flight:
 
     @property
     def has_drafts(self) -> bool:
-        """Then nobody knows before its result where the next step begins."""
+        """With drafts, only its result tells where the next step begins."""
         return self.kind.num_draft_tokens > 0
 
 
@@ -52,7 +52,7 @@ class _Flight:
 _COMPILING_S, _READING_S = 0.005, 0.001
 _SETTLE_S = 5.0  # at the end of an engine
 _SETTLE_ASLEEP_S = 0.5  # before a sleep: another model may wait for the memory
-_MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for nobody
+_MORE_MAY_COME_S = 10.0  # after a request; later, planning early is safer than waiting for another one
 
 
 def _kind_of(spans: Spans) -> StepKind:
@@ -82,7 +82,7 @@ class EngineCore:
         self.kv = kv
         self._grammars = grammars
         self.adapters = adapters
-        # By request_id: not with the scheduler before their grammars are compiled, so that nobody waits behind them.
+        # By request_id: the scheduler gets them when their grammars are compiled, so that no request waits behind them.
         self._compiling: dict[str, tuple[Request, Future[Any]]] = {}
         self._flights: deque[_Flight] = deque()
         self._costs = scheduler.costs
@@ -90,16 +90,16 @@ class EngineCore:
         self.is_asleep = False
         self._has_prepared_grammars = False
         self._last_added_s = 0.0
-        # The step that has ended had drafts, so that the next could not be planned beside it: whoever has other work to
-        # do begins that one first.
+        # Whether the device has nothing to run: the step that has ended had drafts, so the next could not be planned
+        # beside it. A caller with other work to do begins the next step first.
         self.device_waits = False
-        self.interval_clock: Callable[[], float] = time.perf_counter  # by which steps are timed with the host's part
-        self._last_result_s: float | None = None  # by that clock; None where nothing was left to run after it
+        self.interval_clock: Callable[[], float] = time.perf_counter  # times steps with the host's part
+        self._last_result_s: float | None = None  # by that clock; None if nothing was left to run after it
         self._unusual_s = 0.0  # what the host has done since then, and does not do in most steps
         self._failure: BaseException | None = None
         self.host = HostSeconds()
         self.stats = StepStats()
-        self.last_plan: StepPlan | None = None  # submitted last, for who asks why a step hangs
+        self.last_plan: StepPlan | None = None  # submitted last, to tell why a step hangs
 
     def add(self, request: Request) -> None:
         self._raise_if_dead()
@@ -248,10 +248,10 @@ class EngineCore:
         try:
             yield
         except Exception as failure:
-            # Scheduler and executor may disagree now about who holds what: nothing after this could be trusted.
+            # Scheduler and executor may disagree now about which sequence holds which blocks: no later step is safe.
             self._failure = failure
             raise EngineDeadError(f"the engine failed in a step and stopped: {failure!r}") from failure
-        except BaseException as failure:  # Ctrl-C in the middle: likewise, but it is nobody's error
+        except BaseException as failure:  # Ctrl-C in the middle: likewise, but it is no error of the engine
             self._failure = failure
             raise
 
@@ -267,8 +267,8 @@ class EngineCore:
             self.prepare_more()
 
     def spare_s(self) -> float:
-        """How long `step` may be put off at no cost, because the executor is busy and will be. Who is added before then
-        is in the next step, not in the one after it."""
+        """How long `step` may be put off at no cost, because the executor is busy and will be. A request that is added
+        before then is in the next step, not in the one after it."""
         if not self._flights or len(self._flights) < self.executor.depth - 1 or not self.scheduler.takes_newcomers:
             return 0.0
         now_s = time.perf_counter()

@@ -34,9 +34,14 @@ from quire.request import AdapterRef, Request, cache_scope
 from quire.structured import StructuredOutputsParams
 from quire.text import Tokenizer
 
-# Of all bad words in all their spellings: every step compares as many with each sequence's last tokens.
+# All bad words in all their spellings: every step compares as many tokens with each sequence's last ones.
 MAX_BAD_WORD_TOKENS = 16_384
 _NUM_KEPT_LISTS = 32
+# Fields that a SamplingSpec takes from SamplingParams unchanged.
+_SPEC_FIELDS = (
+    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("logprobs", "prompt_logprobs", "extra_args"),
+)
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _IS_CHAT = "is_chat"  # a key of prompts that a chat template made
 SECOND_TEXT = "second_text"  # a key of prompts that are pairs, for models that score them
@@ -53,7 +58,7 @@ class InputProcessor:
     max_model_len: int
     eos_token_ids: frozenset[int]
     seed: int
-    max_num_seqs: int | None = None  # where it is known here: what asks for more is refused before it costs
+    max_num_seqs: int | None = None  # if known here: requests for more are refused before they cost
     has_plugins: bool = False  # logits processors of the engine
     is_split: bool = False  # the model, among ranks
     nondeterminism: str | None = None  # why none can be, if so
@@ -154,18 +159,13 @@ class InputProcessor:
                     param="truncate_prompt_tokens",
                 )
             keep = self.max_model_len if keep == -1 else keep
-        second = prompt.get(SECOND_TEXT) if isinstance(prompt, Mapping) else None
-        text = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
-            text = prompt.get("prompt")
-        num_first, salt = None, None
-        if isinstance(text, str) and self.tokenizer is not None:
-            if isinstance(prompt, Mapping):
-                salt = self._salt(prompt)
+        num_first = None
+        text, given, salt = self._parts_of(prompt)
+        if given is None and text is not None and self.tokenizer is not None:
+            second = prompt.get(SECOND_TEXT) if isinstance(prompt, Mapping) else None
             token_ids, num_first = self.tokenizer.encode_whole(text, second, at_most=self.max_model_len, keep=keep)
         else:
-            text, token_ids, salt = self.read_prompt(prompt)
-            token_ids = token_ids[:keep]
+            token_ids = (self.encode(text or "") if given is None else given)[:keep]
         self._check_tokens(token_ids, "prompt")
         request = Request(
             request_id=request_id,
@@ -181,6 +181,11 @@ class InputProcessor:
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, salt)."""
+        text, token_ids, salt = self._parts_of(prompt)
+        return text, self.encode(text or "") if token_ids is None else token_ids, salt
+
+    def _parts_of(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
+        """(text, token ids, salt) as given. Without ids there is a text; with both, it is what they were made of."""
         salt = None
         given: Any = prompt
         if isinstance(prompt, Mapping):
@@ -188,12 +193,10 @@ class InputProcessor:
             text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is None and given is None:
                 raise BadRequestError("a prompt dict needs prompt or prompt_token_ids", param="prompt")
-            if given is not None:  # with both, the ids run and the text is what they were made from
+            if given is not None:
                 return text, _token_list(given), salt
             given = text
-        if isinstance(given, str):
-            return given, self.encode(given), salt
-        return None, _token_list(given), salt
+        return (given, None, salt) if isinstance(given, str) else (None, _token_list(given), salt)
 
     def _salt(self, prompt: Mapping[str, Any]) -> str | None:
         """The cache salt of a prompt dict. Its keys are checked on the way."""
@@ -286,23 +289,14 @@ class InputProcessor:
         assert allowed is None or isinstance(allowed, array)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & (2**64 - 1)
         return SamplingSpec(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=min(params.top_k, self.vocab_size),  # that is all: a larger number means no more
-            min_p=params.min_p,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
+            **{name: getattr(params, name) for name in _SPEC_FIELDS},
+            top_k=min(params.top_k, self.vocab_size),  # vocab_size is all of it: a larger number means no more
             seed=seed,
             min_tokens=min(params.min_tokens, self.max_model_len),
             end_token_ids=tuple(sorted(end_token_ids)),
-            logit_bias=params.logit_bias,
             allowed_token_ids=allowed,
             bad_words=bad_words,
-            logprobs=params.logprobs,
-            prompt_logprobs=params.prompt_logprobs,
             logits_processors=tuple(params.logits_processors or ()),
-            extra_args=params.extra_args,
             grammar=self._grammar(params),
             thinking=thinking,
         )
@@ -310,8 +304,8 @@ class InputProcessor:
     def _thinking(
         self, params: SamplingParams, prompt: Prompt, text: str | None, token_ids: list[int]
     ) -> ThinkingSpec | None:
-        """What the executor has to know of a thought before the answer: where the grammar waits for its end, or a
-        budget closes it."""
+        """How the executor finds the end of a thought before the answer, for a grammar that waits for it or a budget
+        that closes it; None if neither is asked for."""
         form, budget, tokenizer = self.thinking, params.thinking_token_budget, self.tokenizer
         if form is None or tokenizer is None:
             if budget is not None:
@@ -343,7 +337,7 @@ class InputProcessor:
         )
 
     def _grammar(self, params: SamplingParams) -> str | None:
-        """Compiled here to be checked: what the executor gets will do, and the user hears at once of what will not."""
+        """The grammar, compiled here to check it: the executor can use it, and the user hears at once of a bad one."""
         if params.structured_outputs is None:
             return None
         if self.grammars is None or self.tokenizer is None:
@@ -392,7 +386,7 @@ class InputProcessor:
 
 
 def pooling_spec(params: PoolingParams, pooler: PoolerSpec | None, hidden_size: int) -> PoolingSpec:
-    """What a model makes of these; BadRequestError where it cannot."""
+    """How a model pools under these parameters. Raises BadRequestError if it cannot."""
     if pooler is None:
         raise BadRequestError(
             "this engine generates text: make it with runner='pooling' (quire serve --runner pooling) to embed with "

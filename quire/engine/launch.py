@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineProcessOptions:
-    """What a server may set about the engine's process, beside what it runs."""
+    """Options of the engine's process that a server sets beside the EngineConfig."""
 
     step_timeout_s: float = 60.0  # a step that takes longer is stuck
     dump_dir: str = field(default_factory=tempfile.gettempdir)  # where the watchdog writes what it saw
@@ -23,8 +23,8 @@ class EngineProcessOptions:
     brownout: BrownoutSettings = field(default_factory=BrownoutSettings)
     publishes_cache: bool = False  # for a router: the engine tells which blocks its prefix cache gains and loses
     environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
-    isolated_tenants: tuple[str, ...] = ()  # who find no cached prefix but their own; empty: everybody shares them
-    # What to run instead of this interpreter's quire.engine.process. It gets the same input.
+    isolated_tenants: tuple[str, ...] = ()  # tenants that find only their own cached prefixes; empty: all share
+    # A command to run instead of this interpreter's quire.engine.process. It gets the same input.
     command: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:

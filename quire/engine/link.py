@@ -61,11 +61,11 @@ class FrameSocket:
             while self.unsent:
                 del self.unsent[: self._socket.send(self.unsent)]
         except OSError as error:
-            if error.errno not in _TRY_AGAIN:  # the other side is gone: nobody will read it
+            if error.errno not in _TRY_AGAIN:  # the other side is gone and reads no more
                 self.unsent.clear()
 
     def read(self) -> list[bytes] | None:
-        """Whole frames out of what has come, at most `_READ_BYTES` of it; None where nothing has."""
+        """Read up to `_READ_BYTES` and return the whole frames; None if nothing has come."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -90,13 +90,13 @@ class FrameSocket:
         return frames
 
     def _has_whole_frame(self) -> bool:
-        """Of a long frame that comes in many pieces, nothing is copied before its last one."""
+        """Whether a whole frame is here. A long frame in many pieces is not copied before its last piece."""
         length = int.from_bytes(self._partial[:_LENGTH_BYTES], "little")
         return len(self._partial) >= _LENGTH_BYTES + length
 
     def wait(self, seconds: float | None) -> bool:
-        """Whether something has come, after at most so many seconds. What is unsent is sent meanwhile. For a process
-        with few open files: select() takes descriptors below 1,024 only."""
+        """Wait at most so many seconds; returns whether something has come. Unsent frames are sent meanwhile. For a
+        process with few open files: select() takes descriptors below 1,024 only."""
         until_s = None if seconds is None else time.perf_counter() + seconds
         while True:
             writing = [self.descriptor] if self.unsent else []
@@ -110,7 +110,7 @@ class FrameSocket:
                 seconds = max(0.0, until_s - time.perf_counter())
 
     def close(self, linger_s: float = 0.0) -> None:
-        """linger_s: so long the other side may take to read what is unsent."""
+        """linger_s: how long the other side may take to read the unsent frames."""
         until_s = time.perf_counter() + linger_s
         while self.unsent and (left_s := until_s - time.perf_counter()) > 0:
             select.select([], [self.descriptor], [], left_s)
@@ -138,7 +138,7 @@ class EngineEnd:
                 return None
             self._received += self._frames.read() or ()
             if self._frames.is_ended:
-                return Stop()  # nobody is left to serve
+                return Stop()  # the server is gone
         return commands.decode(self._received.popleft())
 
 
@@ -176,7 +176,7 @@ class EngineLink:
             self._loop.remove_writer(self._frames.descriptor)
 
     def read(self) -> None:
-        """What has come, some of it: the loop calls again for what is left in the socket."""
+        """Take some of the messages that have come: the loop calls again for those left in the socket."""
         if self._is_closed:
             return
         if not self._received:
@@ -194,7 +194,7 @@ class EngineLink:
         self.read()
 
     def read_all(self) -> None:
-        """Everything that there is: nothing more will come."""
+        """Take all messages that have come, when no more will come."""
         while not self._is_closed and not self._frames.is_ended and (frames := self._frames.read()) is not None:
             self._received += frames
         while self._received:

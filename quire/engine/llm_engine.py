@@ -58,8 +58,8 @@ class LLMEngine:
         self._adapters_lock = threading.Lock()
         self._inputs = built.inputs
         self._outputs = built.outputs
-        if built.config.pinned_prefixes:
-            self._warm_pinned_prefixes()
+        for token_ids in self._inputs.encode_pinned(self.config.pinned_prefixes, self.config.block_size):
+            self.pin_prefix(token_ids)
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, show_progress: bool = False) -> LLMEngine:
@@ -241,10 +241,6 @@ class LLMEngine:
         """Let a pinned prefix be evicted again; returns the number of tokens unpinned."""
         token_ids = self._inputs.encode(prefix) if isinstance(prefix, str) else list(prefix)
         return self.core.kv.unpin(token_ids, salt=cache_scope(cache_salt))
-
-    def _warm_pinned_prefixes(self) -> None:
-        for token_ids in self._inputs.encode_pinned(self.config.pinned_prefixes, self.config.block_size):
-            self.pin_prefix(token_ids)
 
     def get_metrics(self) -> list[Metric]:
         return step_metrics(self.core) + request_metrics(self.request_stats)

@@ -60,7 +60,7 @@ class EngineLoop:
         self._requests: dict[int, Request] = {}  # by key
         self._keys: dict[str, int] = {}  # by request_id
         self._seq_keys: dict[int, int] = {}  # by seq_id, of the sequences that had an output
-        self._preemptions: dict[int, tuple[int, int]] = {}  # by seq_id: what was told of them
+        self._preemptions: dict[int, tuple[int, int]] = {}  # by seq_id: the counts that were sent last
         self._answers: dict[int, Future[Any]] = {}  # by call_id: calls that are still at work on another thread
         self._is_stopping = False
         self._next_report_s = 0.0
@@ -87,7 +87,7 @@ class EngineLoop:
         updates = self.core.step()
         command = None
         if self.core.device_waits:
-            command = self._receive(0.0)  # whoever has come meanwhile shall be in the next step
+            command = self._receive(0.0)  # a request that has come meanwhile shall be in the next step
             if command is None:
                 self.core.begin_step()
         self._tell_cache()

@@ -39,7 +39,7 @@ class Launch:
 class Add:
     key: int
     request: Request  # as it was made: nothing has scheduled it yet
-    # What a `Send` says, `to` and `num_known`: behind this, that might come too late for the request's first step.
+    # The `to` and `num_known` of a `Send`, which might come too late for the request's first step if sent after this.
     blocks_to: tuple[str, int] | None = None
 
 
@@ -165,7 +165,7 @@ class Ended:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What a step brought. tokens[i] is the next token of sequence keys[i]."""
+    """The outputs of a step. tokens[i] is the next token of sequence keys[i]."""
 
     now_s: float
     keys: list[int] = field(default_factory=list)

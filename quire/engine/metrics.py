@@ -124,7 +124,7 @@ def _levels(core: EngineCore) -> list[Metric]:
 
 
 def _waiting_by_reason(core: EngineCore) -> list[Metric]:
-    """vLLM's two reasons. What waits here waits for capacity, whatever it lacks; nothing is set aside."""
+    """vLLM's two reasons. Requests wait for capacity alone here, whatever they lack; none is deferred."""
     num_waiting = sum(core.scheduler.waiting_by_reason.values())
     name = "vllm:num_requests_waiting_by_reason"
     return [

@@ -16,7 +16,7 @@ from quire.text import Detokenizer, StopStrings, Tokenizer
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """One sequence: what has come of it and nobody has looked at, and what is shown of it so far.
+    """One sequence: the updates that wait to be shown, and the text and tokens that are shown so far.
 
     `seq` is the scheduler's own, or mirrors one in another thread or process: its times and counts, without tokens.
     """
@@ -55,7 +55,7 @@ class Job:
         self.prompt = prepared.prompt
         self.lines: dict[int, Line] = {}  # by index; forks come when they are first heard of
         self.prompt_logprobs: LogprobList | None = None
-        # Nobody looks before the end, so the text is made there, in one go.
+        # The text is wanted at the end only, so it is made there, in one go.
         self.text_at_end = params.output_kind is OutputKind.FINAL_ONLY and not params.stop
 
 
@@ -91,7 +91,7 @@ class OutputProcessor:
         self._jobs.pop(request_id, None)
 
     def process(self, updates: list[SequenceUpdate]) -> tuple[list[RequestOutput], list[tuple[Sequence, str]]]:
-        """What to tell the users, and the sequences that a stop string ended (for the scheduler to let go)."""
+        """The outputs for users, and the sequences that a stop string ended (for the scheduler to let go)."""
         touched: dict[str, Job] = {}
         stopped: list[tuple[Sequence, str]] = []
         for update in updates:
@@ -229,7 +229,7 @@ def _completion(line: Line, delta: bool) -> CompletionOutput:
     if delta:
         first_token, line.num_sent_tokens = line.num_sent_tokens, len(token_ids)
         token_ids = token_ids[first_token:]
-        line.pieces = []  # told: what comes next is told next
+        line.pieces = []  # the next output holds only newer text
         if logprobs is not None:
             logprobs = logprobs[first_token:]
     else:
@@ -237,7 +237,7 @@ def _completion(line: Line, delta: bool) -> CompletionOutput:
         if logprobs is not None:
             logprobs = logprobs[:]
         if len(pieces) > 1:
-            # Keep what is cumulative joined: else each output of a long text would join all of it again.
+            # Keep cumulative text joined: else each output of a long text would join all of it again.
             line.pieces = pieces = ["".join(pieces)]
     return CompletionOutput(
         line.seq.index,

@@ -1,4 +1,4 @@
-"""What is made of pooled prompts: embeddings, classes, scores of pairs. The same for programs and for the server."""
+"""Embeddings, classes and scores of pairs from pooled prompts, for programs and for the server."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ from quire.text import Tokenizer
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
 
+Prompts = Prompt | Sequence[Prompt]
+Params = PoolingParams | Sequence[PoolingParams] | None
+ShowsBar = bool | Callable[..., Any]  # or what makes the bar
+
 
 class TokenizedAhead:
     """Prompts whose texts are tokenized some hundred at a time, on all cores, when the first of them is asked for."""
@@ -54,7 +58,7 @@ class TokenizedAhead:
 
 
 def pooled_of(output: RequestOutput) -> Pooled:
-    """What a request that has ended was pooled to; QuireError where it came to nothing."""
+    """The vectors of a request that has ended. Raises QuireError if it has none."""
     one = output.outputs[0]
     if one.pooled is None:
         raise QuireError(f"request {output.request_id} was not pooled: {one.error or one.finish_reason}")
@@ -133,7 +137,7 @@ def as_tensor(pooled: Pooled, task: PoolingTask) -> Any:
 
 
 class PoolingMethods:
-    """What `LLM` does with a model that pools. A call runs its prompts as `generate` runs them."""
+    """The methods of `LLM` for a model that pools. A call runs its prompts as `generate` runs them."""
 
     llm_engine: LLMEngine
 
@@ -143,17 +147,12 @@ class PoolingMethods:
         count: int,
         sampling_params: Any,
         priority: int | Sequence[int] | None,
-        use_tqdm: bool | Callable[..., Any],
+        use_tqdm: ShowsBar,
     ) -> list[RequestOutput]:
         raise AssertionError("LLM has it")
 
     def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        **others: Any,
+        self, prompts: Prompts, *, pooling_params: Params = None, use_tqdm: ShowsBar = True, **others: Any
     ) -> list[EmbeddingRequestOutput]:
         """A vector for every prompt, of a model that embeds."""
         return [
@@ -162,12 +161,7 @@ class PoolingMethods:
         ]
 
     def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        **others: Any,
+        self, prompts: Prompts, *, pooling_params: Params = None, use_tqdm: ShowsBar = True, **others: Any
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of a classifier's classes, for every prompt."""
         return [
@@ -177,15 +171,15 @@ class PoolingMethods:
 
     def encode(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompts: Prompts,
+        pooling_params: Params = None,
         *,
         pooling_task: str | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: ShowsBar = True,
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Hidden states as tensors: one for each token, or whatever `pooling_task` says (embed, classify, token_embed,
-        token_classify). Of a classifier the logits of its classes, as probabilities."""
+        token_classify). A classifier gives the probabilities of its classes."""
         task = pooling_task or (
             PoolingTask.CLASSIFY if self.llm_engine.spec.pooling_labels else PoolingTask.TOKEN_EMBED
         )
@@ -196,12 +190,12 @@ class PoolingMethods:
 
     def score(
         self,
-        data_1: Prompt | Sequence[Prompt],
-        data_2: Prompt | Sequence[Prompt],
+        data_1: Prompts,
+        data_2: Prompts,
         /,
         *,
         pooling_params: PoolingParams | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: ShowsBar = True,
         **others: Any,
     ) -> list[ScoringRequestOutput]:
         """How well pairs go together: one text with each of many, or the first with the first and so on. By a model
@@ -226,14 +220,9 @@ class PoolingMethods:
         return scores
 
     def _pool(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        given: PoolingParams | Sequence[PoolingParams] | None,
-        task: str,
-        use_tqdm: bool | Callable[..., Any],
-        others: dict[str, Any],
+        self, prompts: Prompts, given: Params, task: str, use_tqdm: ShowsBar, others: dict[str, Any]
     ) -> list[tuple[Pooled, dict[str, Any], PoolingTask]]:
-        """What every prompt was pooled to, the other fields of its output, and its task: its own, or `task`."""
+        """The vectors of every prompt, the other fields of its output, and its task: its own, or `task`."""
         truncate = others.pop("truncate_prompt_tokens", None)
         sift(others, CALL)
         batch = as_batch(prompts)

@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m quire.engine.process`, started by `quire.engine.launch` and by nobody else.
+"""The engine's own process: `python -m quire.engine.process`, started by `quire.engine.launch` alone.
 
 It reads what to run on standard input, builds the token side, and runs the loop until it is told to stop, a step fails,
 or its parent is gone.
@@ -24,7 +24,7 @@ from quire.engine.watchdog import Watchdog, write_dump
 from quire.errors import QuireError
 from quire.log import get_logger
 
-_LAST_WORDS_S = 2.0  # for the server to read what is left to tell
+_LAST_WORDS_S = 2.0  # for the server to read the last messages
 
 
 def build_core(launch: Launch) -> tuple[EngineCore, EngineInfo]:
@@ -93,11 +93,7 @@ def main(build: Callable[[Launch], tuple[EngineCore, EngineInfo]] = build_core) 
 def _serve(core: EngineCore, info: EngineInfo, launch: Launch, link: EngineEnd) -> None:
     options = launch.options
     loop = EngineLoop(
-        core,
-        link.receive,
-        link.send,
-        Brownout(options.brownout),
-        publishes_cache=options.publishes_cache,
+        core, link.receive, link.send, Brownout(options.brownout), publishes_cache=options.publishes_cache
     )
     watchdog = Watchdog(
         loop.progress,

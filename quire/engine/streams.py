@@ -1,7 +1,7 @@
 """An event loop's side of an engine in another thread or process: readers of requests, and calls with their answers.
 
 Tokens wait here as numbers until their reader comes for them. So a reader that is slow, or an event loop that is busy,
-gets fewer and longer pieces instead of a growing heap of small ones, and what nobody wants to see before its end costs
+gets fewer and longer pieces instead of a growing heap of small ones, and an answer that is wanted at its end only costs
 nothing until then.
 """
 
@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.engine import messages
 from quire.engine.api import PreparedRequest
@@ -24,9 +24,11 @@ from quire.params import OutputKind
 from quire.plan import TokenLogprobs
 from quire.request import CacheOutcome, FinishReason, Request, Sequence, SequenceState
 
+T = TypeVar("T")
+
 
 class Stream(Job):
-    """One request, and the reader who waits for its outputs."""
+    """One request, and the reader that waits for its outputs."""
 
     __slots__ = (
         *("_loop", "_waiter", "error", "home", "is_eager", "is_finished", "is_gone", "is_patient", "key", "made"),
@@ -134,8 +136,8 @@ class Streams:
             stream.home.close(stream)
 
     def start(self, prepared: PreparedRequest, blocks_to: tuple[str, int] | None = None) -> Stream:
-        """Hand a request to the engine. Whoever starts one closes it. The first output of one that goes on is what it
-        goes on after. blocks_to: see `messages.Add`."""
+        """Hand a request to the engine. The caller closes its stream. The first output of a continued request holds the
+        tokens that it goes on after. blocks_to: see `messages.Add`."""
         stream = self.open(prepared)
         self._send(messages.Add(stream.key, prepared.request, blocks_to))
         for index, token_ids in prepared.request.continued.items():
@@ -146,12 +148,7 @@ class Streams:
     async def call(self, name: str, **arguments: Any) -> Any:
         """Run one of `quire.engine.calls.CALLS`, or "metrics", between two steps."""
         call_id = next(self._keys)
-        self._calls[call_id] = future = asyncio.get_running_loop().create_future()
-        try:
-            self._send(messages.Call(call_id, name, arguments))
-            return await future
-        finally:
-            self._calls.pop(call_id, None)
+        return await self._wait(self._calls, call_id, messages.Call(call_id, name, arguments))
 
     def abort(self, request_id: str) -> None:
         """End a request by its id; its reader gets a last output that says so. An unknown id is passed over."""
@@ -245,22 +242,25 @@ class Streams:
     async def fetch(self, token_ids: list[int], salt: str | None, adapter: str | None) -> int:
         """Have the engine load a prefix from below its device; returns how many of the tokens are there then."""
         fetch_id = next(self._keys)
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._fetches[fetch_id] = future
-        try:
-            self._send(messages.Fetch(fetch_id, token_ids, salt, adapter))
-            return await future
-        finally:
-            self._fetches.pop(fetch_id, None)
+        command = messages.Fetch(fetch_id, token_ids, salt, adapter)
+        return await self._wait(self._fetches, fetch_id, command)
 
     async def next_token(self, stream: Stream, index: int) -> None:
         """Wait until a token of one of a request's sequences has come."""
-        key = stream.key + index
-        self._token_waiters[key] = future = asyncio.get_running_loop().create_future()
+        await self._wait(self._token_waiters, stream.key + index)
+
+    async def _wait(
+        self, waiters: dict[int, asyncio.Future[T]], key: int, command: messages.Command | None = None
+    ) -> T:
+        """Wait under a key for what the engine answers to a command, or tells by itself."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        waiters[key] = future
         try:
-            await future
+            if command is not None:
+                self._send(command)
+            return await future
         finally:
-            self._token_waiters.pop(key, None)
+            waiters.pop(key, None)
 
     def _take_keys(self, count: int) -> int:
         """The first of so many in a row."""
@@ -290,7 +290,7 @@ class Streams:
             case messages.CallDone() | messages.CallFailed():
                 future = self._calls.get(message.call_id)
                 if future is None or future.done():
-                    return  # whoever asked has gone
+                    return  # the caller has gone
                 if isinstance(message, messages.CallDone):
                     future.set_result(message.value)
                 else:

@@ -1,4 +1,4 @@
-"""The half of a serving engine that is the same wherever its tokens are made: its text, and requests out of it."""
+"""The half of a serving engine that does not depend on where tokens are made: its text, and making requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SharedText:
 
 
 class TextFront(ABC):
-    """What every `quire.engine.api.ServingEngine` has: of one process, of replicas, of a process that sleeps."""
+    """The text half of every `quire.engine.api.ServingEngine`: one process, replicas, or a process that sleeps."""
 
     def __init__(self, config: EngineConfig, options: EngineProcessOptions | None, text: SharedText | None) -> None:
         self.config = config

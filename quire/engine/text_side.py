@@ -62,7 +62,7 @@ class TextSide:
     def make_inputs(
         self, max_model_len: int, max_num_seqs: int | None = None, serves_determinism: bool = False
     ) -> InputProcessor:
-        """What only the tokens' side knows: the length is what the KV cache can serve."""
+        """Only the tokens' side knows the arguments: max_model_len is the length that the KV cache can serve."""
         return InputProcessor(
             self.tokenizer,
             vocab_size=self.spec.vocab_size,
@@ -128,7 +128,7 @@ def _nondeterminism(config: EngineConfig, serves_determinism: bool) -> str | Non
 
 def _default_sampling(generation_config: dict[str, Any]) -> SamplingParams:
     """The model's own defaults where it brings any, as vLLM's `--generation-config auto` takes them: do_sample changes
-    nothing there either. What cannot be used is left out."""
+    nothing there either. Values that cannot be used are left out."""
     params = SamplingParams()
     for theirs, ours in _GENERATION_DEFAULTS.items():
         if generation_config.get(theirs) is not None:

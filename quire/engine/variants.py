@@ -1,6 +1,6 @@
 """Engines around one set of weights.
 
-Loading a model takes longer than most measurements of a setting, and between two settings nothing of it changes. So the
+Loading a model takes longer than most measurements of a setting, and settings do not change the weights. So the
 weights are loaded once, and each setting gets a scheduler and a block manager of its own; only another block size needs
 another cache. Each is what an engine started with those settings would be.
 """

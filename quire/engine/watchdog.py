@@ -77,7 +77,7 @@ class Watchdog:
 def write_dump(
     core: EngineCore, requests: Callable[[], list[Request]], folder: str, num_steps: int, for_s: float
 ) -> str:
-    """What the engine was doing, as a text file: requests by id, state and length, the last plan, stacks. No prompts.
+    """Write down what the engine was doing: requests by id, state and length, the last plan, stacks; no prompts.
 
     Returns the file's path, or nothing where it could not be written: a full disk must not end the watch.
     """
@@ -96,7 +96,7 @@ def write_dump(
             lines.append(f"(not readable: {error!r})")
         lines.append("")
     try:
-        # A new file under a name that nobody can foresee, for this user alone: others may write to the folder too.
+        # A new file under a random name, for this user alone: others may write to the folder too.
         descriptor, path = tempfile.mkstemp(".txt", f"quire-stuck-{os.getpid()}-{num_steps + 1}-", folder)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write("\n".join(lines))

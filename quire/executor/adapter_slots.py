@@ -38,7 +38,7 @@ class AdapterStore(Protocol):
         """Read an adapter and keep it on the host. WeightsError says what is wrong with it."""
 
     def keep(self, keys: Sequence[str]) -> None:
-        """Of those that were read, keep these on the host and no others. Not called while one is read."""
+        """Keep these of the adapters that were read on the host, and no others. Not called while one is read."""
 
     def place(self, key: str, slot: int) -> None:
         """Copy one that is kept into a slot, for steps that are submitted from now on."""
@@ -93,7 +93,7 @@ class AdapterSlots:
             return info
 
     def start_reading(self, name: str, path: str) -> Future[dict[str, Any]]:
-        """Likewise, on a thread; the future has the AdapterInfo as builtins."""
+        """Read an adapter on a thread; the future has its AdapterInfo as builtins."""
         return self._reader.submit(lambda: asdict(self.read(name, path)))
 
     def start_reading_again(self, key: str, path: str) -> Future[AdapterInfo]:

@@ -16,7 +16,7 @@ from quire.weights.peft import file_marks, find_adapter, read_adapter
 
 
 class DeviceAdapters:
-    """An AdapterStore over a bank. Of a model that is split, a rank checks all of an adapter and keeps its part."""
+    """An AdapterStore over a bank. Each rank of a split model checks all of an adapter and keeps its own part."""
 
     def __init__(self, bank: AdapterBank, spec: ModelSpec, names: StoredNames, *, max_rank: int) -> None:
         """spec: of the whole model; names: how its files name its matrices."""

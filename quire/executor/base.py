@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from quire.executor.encoder import EncoderExecutor
     from quire.executor.local import LocalExecutor
     from quire.executor.memory import MemoryLedger
-    from quire.executor.rank_executor import RankBackend, RankExecutor
+    from quire.executor.rank_executor import RankExecutor
+    from quire.executor.rank_messages import RankBackend
     from quire.grammar import GrammarCompiler
 
 
@@ -48,10 +49,10 @@ class SleepingExecutor(Executor, Protocol):
     """One that can give its memory back for a while."""
 
     def prepare_sleep(self) -> None:
-        """What may fail of it. Raises a QuireError, and nothing has changed then."""
+        """Do the parts that may fail. Raises a QuireError, and nothing has changed then."""
 
     def fall_asleep(self, kept_blocks: list[int]) -> None:
-        """Nothing may be under way. Of the cache, the content of these blocks outlives the sleep."""
+        """Nothing may be under way. The content of these blocks of the cache outlives the sleep."""
 
     def wake_up(self) -> None: ...
 

@@ -7,7 +7,7 @@ written here, on the device, and is the next step's input without a round trip t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,8 @@ class StepInputs:
     attention: list[AttentionBatch]  # by KV group
     logit_indices: Tensor | None  # [logits] int64: the tokens whose hidden states give logits; None: all that are left
     read: ReadRows | None  # the same tokens, where the last layer computes them alone
-    sampled_rows: list[int]
-    sampled_positions: list[int]  # of the first token that each of them samples
+    sampled_rows: list[int] = field(default_factory=list)
+    sampled_positions: list[int] = field(default_factory=list)  # of the first token that each of them samples
 
 
 class PersistentBatch:
@@ -64,7 +64,7 @@ class PersistentBatch:
         shape = (num_groups, num_rows + 1, max_blocks)
         self.block_tables = torch.full(shape, spare_block, dtype=torch.int32, device=device)
         self.spare_row = num_rows
-        # The same tables where the host can look at them: who shares blocks with whom is found out there.
+        # The same tables where the host can look at them, to find which sequences share blocks.
         self.host_tables = np.full(shape, spare_block, dtype=np.int32)
         self.version = 0  # changes whenever a row's sequence, or a block that it has already, does
         self.table_lengths = [[0] * num_rows for _ in range(num_groups)]
@@ -121,7 +121,7 @@ class PersistentBatch:
             lengths[row] = lengths[source]
 
     def place_beams(self, group: BeamGroup) -> None:
-        """Each beam's row becomes what its parent's was, with a token more."""
+        """Make each beam's row what its parent's was, with a token more."""
         if not group.parents:
             return
         length = int(self.num_computed[group.rows[0]])
@@ -147,7 +147,7 @@ class PersistentBatch:
         self.version += 1
 
     def apply_table_diffs(self, plan: StepPlan) -> None:
-        """What a plan changes in tables, in one scatter."""
+        """Apply what a plan changes in tables, in one scatter."""
         for row, num_blocks in plan.trimmed:
             for lengths in self.table_lengths:
                 lengths[row] = min(lengths[row], num_blocks)
@@ -188,29 +188,40 @@ class PersistentBatch:
         """Turn the plan's spans into tensors. last_group: the last layer's KV group, where that layer need not compute
         tokens that give no logits."""
         spans = plan.spans
-        rows = np.array(spans.rows, dtype=np.int64)
-        starts = self.starts(spans)
+        rows, starts = np.array(spans.rows, dtype=np.int64), self.starts(spans)
         counts = np.array(spans.num_tokens, dtype=np.int64)
-        num_seqs = len(rows)
-        query_starts = np.zeros(num_seqs + 1, dtype=np.int64)
-        np.cumsum(counts, out=query_starts[1:])
-        num_tokens = int(query_starts[-1])
-        num_decodes = int(np.argmax(counts != 1)) if (counts != 1).any() else num_seqs
+        query_starts = starts_of(counts)
+        indices, sampled_positions = _sampled(plan, query_starts, starts + counts)
+        have_adapters = self.have_adapters(spans.rows)
+        inputs = self.place(rows, starts, counts, query_starts, indices, None if have_adapters else last_group)
+        inputs.sampled_rows, inputs.sampled_positions = plan.sampled_rows(), sampled_positions
+        if have_adapters:
+            assert self.bank is not None
+            packed = self.bank.pack_rows(np.repeat(self.adapter_slots[rows], counts))
+            adapters = self.bank.unpack_rows(to_device(packed, self.device), int(query_starts[-1]))
+            inputs.attention[0].adapters = adapters
+        return inputs
+
+    def place(
+        self, rows: Ints, starts: Ints, counts: Ints, query_starts: Ints, indices: Ints, last_group: int | None = None
+    ) -> StepInputs:
+        """The inputs of a pass over so many tokens of each row, from its start on; rows of one token stand first.
+        indices: the tokens that give logits; last_group: see `prepare`."""
+        num_decodes = int(np.argmax(counts != 1)) if (counts != 1).any() else len(rows)
         kv_lens = starts + counts
-        if num_decodes == num_seqs:
+        if num_decodes == len(rows):
             token_rows, positions = rows, starts
         else:
-            owner = np.repeat(np.arange(num_seqs), counts)
+            owner = np.repeat(np.arange(len(rows)), counts)
             token_rows = rows[owner]
-            positions = np.arange(num_tokens) - query_starts[owner] + starts[owner]
+            positions = np.arange(len(owner)) - query_starts[owner] + starts[owner]
         max_kv_len = int(kv_lens.max())
-
         # One transfer for all that changes every step; everything after it happens on the device.
-        indices, sampled_positions = _sampled(plan, query_starts, kv_lens)
         parts = [rows, query_starts, kv_lens, token_rows, positions, indices]
         rows_t, query_starts_t, kv_lens_t, token_rows_t, positions_t, indices_t = to_device_together(parts, self.device)
+        tables = self.block_tables[..., : -(-max_kv_len // self.block_size)]
         attention = attention_batches(
-            self.block_tables[..., : -(-max_kv_len // self.block_size)],
+            tables,
             self.block_size,
             rows=rows_t,
             token_rows=token_rows_t,
@@ -222,28 +233,18 @@ class PersistentBatch:
             num_decodes=num_decodes,
         )
         read = None
-        if self.have_adapters(spans.rows):
-            assert self.bank is not None
-            packed = self.bank.pack_rows(np.repeat(self.adapter_slots[rows], counts))
-            attention[0].adapters = self.bank.unpack_rows(to_device(packed, self.device), num_tokens)
-        elif last_group is not None and 2 * len(indices) <= num_tokens:
-            tables = self.block_tables[last_group : last_group + 1, :, : -(-max_kv_len // self.block_size)]
-            read = _alone(tables, self.block_size, token_rows_t, positions_t, indices_t, max_kv_len)
-        return StepInputs(
-            token_ids=self.tokens[token_rows_t, positions_t],
-            attention=attention,
-            logit_indices=indices_t if read is None else None,
-            read=read,
-            sampled_rows=plan.sampled_rows(),
-            sampled_positions=sampled_positions,
-        )
+        if last_group is not None and 2 * len(indices) <= len(token_rows):
+            of_last = tables[last_group : last_group + 1]
+            read = _alone(of_last, self.block_size, token_rows_t, positions_t, indices_t, max_kv_len)
+        token_ids = self.tokens[token_rows_t, positions_t]
+        return StepInputs(token_ids, attention, indices_t if read is None else None, read)
 
     def have_adapters(self, rows: list[int]) -> bool:
         """Whether any of these rows' sequences has one."""
         return self.bank is not None and bool((self.adapter_slots[rows] >= 0).any())
 
     def write_drafts(self, spans: Spans) -> None:
-        """Behind each row's last token, where the step reads its input."""
+        """Write drafts behind each row's last token, where the step reads its input."""
         rows: list[int] = []
         positions: list[int] = []
         tokens: list[int] = []
@@ -257,7 +258,7 @@ class PersistentBatch:
         self.tokens[where[0], where[1]] = where[2]
 
     def places(self, rows: list[int], positions: list[int]) -> tuple[Tensor, Tensor]:
-        """The same, on the device."""
+        """Rows and positions as tensors on the device."""
         where = to_device(np.array([rows, positions], dtype=np.int64), self.device)
         return where[0], where[1]
 
@@ -311,7 +312,7 @@ def attention_batches(
 def _alone(
     block_tables: Tensor, block_size: int, token_rows: Tensor, positions: Tensor, indices: Tensor, max_kv_len: int
 ) -> ReadRows:
-    """Each of a step's tokens at `indices` as a decode of its own."""
+    """Treat each of a step's tokens at `indices` as a decode of its own."""
     rows, ends = token_rows[indices], positions[indices]
     [batch] = attention_batches(
         block_tables,
@@ -326,6 +327,13 @@ def _alone(
         num_decodes=len(indices),
     )
     return ReadRows(indices, batch)
+
+
+def starts_of(counts: Ints) -> Ints:
+    """Where the tokens of each row begin in a step, and where the last row's end."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
 
 
 def _sampled(plan: StepPlan, query_starts: Ints, ends: Ints) -> tuple[Ints, list[int]]:
@@ -353,7 +361,7 @@ def _sampled(plan: StepPlan, query_starts: Ints, ends: Ints) -> tuple[Ints, list
 
 
 def to_device_together(parts: list[Ints], device: torch.device) -> list[Tensor]:
-    """In one transfer. Each begins at a multiple of 16 bytes: kernels are compiled once for that, not for any place."""
+    """Copy the parts in one transfer. Each begins at a multiple of 16 bytes, for which kernels are compiled once."""
     starts, end = [], 0
     for part in parts:
         starts.append(end)

@@ -38,11 +38,7 @@ from quire.executor.memory import (
 )
 from quire.executor.mixed_graphs import MixedGraphs
 from quire.executor.precompile import PROMPTS, START, Precompile
-from quire.executor.profile import (
-    hold_activation_memory,
-    let_go_of_held_memory,
-    measure_activation_bytes,
-)
+from quire.executor.profile import hold_activation_memory, let_go_of_held_memory, measure_activation_bytes
 from quire.executor.sizing import batch_limits
 from quire.executor.stores import build_stores, describe_blocks
 from quire.executor.timeline import Timeline
@@ -98,11 +94,44 @@ def build_executor(
         return build_encoder(config, spec, checkpoint, progress, timeline=timeline)
     grammars = grammars or GrammarCompiler.of_model(config, checkpoint, spec)
     loaded = load_model(config, spec, checkpoint, progress, precompile=precompile, timeline=timeline)
-    backend, ledger, timeline = loaded.backend, loaded.ledger, loaded.timeline
+    constraints = row_constraints(grammars, beside_gpu=loaded.backend.device.type == "cuda")
+    executor = build_local(loaded, checkpoint, loaded.ledger, constraints=constraints)
+    adapters = executor.worker.adapters
+    return BuiltExecutor(
+        executor=executor,
+        backend=loaded.backend,
+        ledger=loaded.ledger,
+        max_num_seqs=loaded.max_num_seqs,
+        max_num_batched_tokens=loaded.max_num_batched_tokens,
+        swap_bytes_per_s=executor.worker.cache.measure_swap_rate(),
+        timeline_s=loaded.timeline.seconds,
+        max_draft_position=None if loaded.draft is None else loaded.draft.max_position,
+        grammars=grammars,
+        adapters=None if adapters is None else AdapterSlots.of(config, adapters),
+    )
+
+
+def build_local(
+    loaded: LoadedModel,
+    checkpoint: Checkpoint,
+    ledger: MemoryLedger,
+    *,
+    constraints: RowConstraints | None = None,
+    whole_block_bytes: int | None = None,
+    num_ranks_on_host: int = 1,
+) -> LocalExecutor:
+    """Make the cache, the stores below it and the sampler, and put the parts together. The last two: of a rank, whose
+    blocks are parts of those that all ranks have."""
+    config, decoder, backend, timeline = loaded.config, loaded.decoder, loaded.backend, loaded.timeline
     cache = make_cache(loaded, ledger)
     draft = None if loaded.draft is None else (loaded.draft, make_cache(loaded, ledger, loaded.draft))
-    description = describe_blocks(config, checkpoint, backend, loaded.decoder) if config.has_kv_stores else ""
-    stores = build_stores(config, description, ledger.block_bytes)
+    stores = build_stores(
+        config,
+        describe_blocks(config, checkpoint, backend, decoder) if config.has_kv_stores else "",
+        cache.block_bytes,
+        whole_block_bytes=whole_block_bytes,
+        num_ranks_on_host=num_ranks_on_host,
+    )
     timeline.mark("cache")
     if loaded.precompile is not None:
         loaded.precompile.wait(START)
@@ -110,16 +139,16 @@ def build_executor(
     sampler = make_sampler(loaded, ledger)
     timeline.mark("sampler")
     executor = assemble_executor(
-        loaded.decoder,
+        decoder,
         cache,
         sampler,
         backend,
         ledger,
-        block_size=config.block_size,
+        block_size=ledger.block_size,
         max_num_seqs=loaded.max_num_seqs,
-        with_graphs=has_graphs(config, backend, pools=spec.pooler is not None),
+        with_graphs=has_graphs(config, backend, pools=loaded.spec.pooler is not None),
         precompile=loaded.precompile,
-        constraints=row_constraints(grammars, beside_gpu=backend.device.type == "cuda"),
+        constraints=constraints,
         stores=stores,
         draft=draft,
         memory=loaded.memory,
@@ -127,23 +156,14 @@ def build_executor(
     )
     if config.calculate_kv_scales:
         executor.worker.measure_scales = lambda token_ids: fit_cache(
-            loaded.decoder, backend, block_size=config.block_size, token_ids=token_ids
+            decoder, backend, block_size=config.block_size, token_ids=token_ids
         )
     if executor.worker.graphs is not None:
         timeline.mark("graphs")
-    adapters = executor.worker.adapters = make_adapters(loaded, checkpoint)
-    return BuiltExecutor(
-        executor=executor,
-        backend=backend,
-        ledger=ledger,
-        max_num_seqs=loaded.max_num_seqs,
-        max_num_batched_tokens=loaded.max_num_batched_tokens,
-        swap_bytes_per_s=cache.measure_swap_rate(),
-        timeline_s=timeline.seconds,
-        max_draft_position=None if loaded.draft is None else loaded.draft.max_position,
-        grammars=grammars,
-        adapters=None if adapters is None else AdapterSlots.of(config, adapters),
-    )
+    if decoder.adapters is not None:
+        names, max_rank = stored_names(checkpoint.config), config.max_lora_rank
+        executor.worker.adapters = DeviceAdapters(decoder.adapters, loaded.spec, names, max_rank=max_rank)
+    return executor
 
 
 def load_model(
@@ -178,12 +198,7 @@ def load_model(
     if opened is not None:
         per_block += opened.block_bytes(config.block_size, backend.kv_dtype.itemsize)
     max_position = longest_sequence(
-        config,
-        spec,
-        layout,
-        block_bytes=per_block,
-        max_span_tokens=max_num_batched_tokens,
-        device_bytes=device_bytes,
+        config, spec, layout, block_bytes=per_block, max_span_tokens=max_num_batched_tokens, device_bytes=device_bytes
     )
     memory = None
     if config.enable_sleep_mode and backend.device.type == "cuda":
@@ -283,14 +298,8 @@ def make_cache(loaded: LoadedModel, ledger: MemoryLedger, draft: Decoder | None 
         )
 
 
-def make_adapters(loaded: LoadedModel, checkpoint: Checkpoint) -> DeviceAdapters | None:
-    if (bank := loaded.decoder.adapters) is None:
-        return None
-    return DeviceAdapters(bank, loaded.spec, stored_names(checkpoint.config), max_rank=loaded.config.max_lora_rank)
-
-
 def make_sampler(loaded: LoadedModel, ledger: MemoryLedger) -> Sampler | ElsewhereSampled:
-    if loaded.spec.pooler is not None:
+    if loaded.spec.pooler is not None or not loaded.decoder.samples:
         return ElsewhereSampled()
     with torch.inference_mode():
         return Sampler(

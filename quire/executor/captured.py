@@ -13,13 +13,17 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.executor.batch import PersistentBatch
 from quire.executor.profile import hold_activation_memory
 from quire.executor.sizing import num_graph_rows
+from quire.kernels.adapters import AdapterBank
 from quire.models.decoder import Decoder
+from quire.sampling.transfer import to_device
 
 # In rows of padding, each of which takes a GPU some 10 us in a step of a hundred or more.
 CAPTURE_COST = 2048
@@ -77,7 +81,7 @@ class GraphMemory:
         return graph
 
     def hold_again(self) -> bool:
-        """After memory was short, and everything that could be was given back. False where it went elsewhere."""
+        """Hold memory for steps again, after it was short and was given back. False where others have taken it."""
         return hold_activation_memory(self.held_bytes, self.logits.device)
 
 
@@ -92,7 +96,7 @@ class StepParts:
     max_model_len: int
 
     def excerpt(self) -> StepParts:
-        """With as few layers as show all kernels."""
+        """The same parts with as few layers as show all kernels."""
         decoder, kept = self.decoder.excerpt()
         return replace(self, decoder=decoder, layers=[self.layers[index] for index in kept])
 
@@ -131,6 +135,8 @@ class Fallbacks(Generic[Shape]):
 class CapturedSteps(ABC, Generic[Shape]):
     """The graphs of one kind of step."""
 
+    _adapters: Tensor  # which token has which adapter, where there is a bank: packed as the bank says
+
     def __init__(self, parts: StepParts, fallbacks: Fallbacks[Shape], while_idle: list[Shape]) -> None:
         self.memory = parts.memory
         self._parts = parts
@@ -159,6 +165,11 @@ class CapturedSteps(ABC, Generic[Shape]):
         if shape not in self._without and self._fallbacks.pays(shape, found) and self._try_to_capture(shape):
             return shape
         return found
+
+    def _put_adapters(self, bank: AdapterBank, slots: NDArray[np.int64]) -> None:
+        """Tell the graphs the slot of each token of the next step; -1: it has no adapter."""
+        packed = bank.pack_rows(slots)
+        self._adapters[: len(packed)].copy_(to_device(packed, self._batch.device))
 
     def _try_to_capture(self, shape: Shape) -> bool:
         """False where memory is short: without its graph a step is slower, and that is all."""

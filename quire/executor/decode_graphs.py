@@ -29,8 +29,8 @@ from quire.log import get_logger
 from quire.sampling.transfer import to_device
 
 MAX_GROUPS = 8  # of sequences with a common prefix; more are served, each reading for itself
-# Of keys and values that the drafts of one sequence must spare each layer to be read once for all of them. Where it is
-# less, they find them in the GPU's own cache.
+# The bytes of keys and values that reading once for all drafts of a sequence must spare each layer. Fewer are found in
+# the GPU's own cache.
 _MIN_SAVED_BYTES = 16 << 20
 _COMMON_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -64,7 +64,7 @@ class DecodeShape:
 
 
 class DecodeGraphs(CapturedSteps[DecodeShape]):
-    """By padded batch size."""
+    """The graphs of decode steps, by padded batch size."""
 
     def __init__(self, parts: StepParts, max_num_seqs: int) -> None:
         self._max_num_seqs = min(max_num_seqs, MAX_GRAPH_SEQS)
@@ -113,7 +113,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
             )
 
     def capture_common_later(self) -> None:
-        """Before the others, when there is time."""
+        """Capture the common sizes before the others, when there is time."""
         self._while_idle[:0] = _plain_shapes(common_sizes(self._max_num_seqs), self._bank)
 
     def choose(self, rows: list[int], positions: list[int]) -> bool:
@@ -133,7 +133,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         return True
 
     def prepare(self, rows: list[int], positions: list[int]) -> None:
-        """For the graph that was chosen."""
+        """Fill the inputs of the graph that was chosen."""
         self._fill(rows, positions, self._next.size)
         if self._next.adapted:
             self._place_adapters(rows, self._next.size)
@@ -154,7 +154,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         return largest if largest not in self._without and self._try_to_capture(largest) else None
 
     def _group(self, rows: list[int], positions: list[int], size: int) -> None:
-        """Find who shares a prefix. It stays true until the batch changes: tables only grow at their end."""
+        """Find the sequences that share a prefix. They do until the batch changes: tables only grow at their end."""
         batch = self._batch
         self._grouped = (batch.version, list(rows))
         self._has_groups = False
@@ -195,8 +195,7 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
             self._adapters_of = (batch.version, list(rows), size)
             slots = np.full(size, -1, dtype=np.int64)
             slots[: len(rows)] = batch.adapter_slots[rows]
-            packed = bank.pack_rows(slots)
-            self._adapters[: len(packed)].copy_(to_device(packed, batch.device))
+            self._put_adapters(bank, slots)
 
     def _fill(self, rows: list[int], positions: list[int], size: int) -> None:
         host = np.empty((3, size), dtype=np.int64)
@@ -207,8 +206,10 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
         self._staging.copy_to(host, self._step[:, :size])
 
     def _fill_for_capture(self, shape: DecodeShape) -> None:
-        self._adapters.zero_()  # nobody has one
         self._adapters_of = None
+        if shape.adapted:
+            assert self._bank is not None
+            self._put_adapters(self._bank, np.full(shape.size, -1, dtype=np.int64))  # nobody has one
         # With the step that is about to run, where there is one: what the kernels write now, it writes again. Groups
         # of sequences, which lie there already, would not agree with padding.
         if self._rows:
@@ -254,6 +255,6 @@ class DecodeGraphs(CapturedSteps[DecodeShape]):
 
 
 def _plain_shapes(sizes: list[int], bank: AdapterBank | None) -> list[DecodeShape]:
-    """Without sharing; where there may be adapters, once without them and once with them."""
+    """Shapes without sharing; where there may be adapters, each size without them and with them."""
     kinds = (False,) if bank is None else (False, True)
     return [DecodeShape(size, shares=False, adapted=adapted) for adapted in kinds for size in sizes]

@@ -12,7 +12,7 @@ from quire.errors import ConfigError
 from quire.executor.sizing import activation_dtype, packed_layout, weight_quantization
 from quire.executor.sizing import kv_dtype as kv_dtype_name
 from quire.kernels import cpu as native
-from quire.kernels.cpu.threads import default_num_threads
+from quire.kernels.cpu.threads import default_num_threads, usable_cpus
 from quire.kernels.interface import Ops
 from quire.kernels.reference import ReferenceOps
 from quire.log import get_logger
@@ -33,6 +33,15 @@ class Backend:
     weight_dtype: str  # as shown to users: float32, bfloat16, float16, int8, fp8, w4a16, w8a16
     kernels: str  # likewise: which ones, and on how many threads
     note: str | None = None  # why a slower backend was chosen, where it was
+
+    @property
+    def shown_weights(self) -> str:
+        """What a start tells of the weights, and of what multiplies packed ones."""
+        kinds = sorted(getattr(self.ops, "packed_kinds", ()))
+        if not kinds:
+            return self.weight_dtype
+        activations = "float32" if getattr(self.ops, "exact", False) else "8-bit"
+        return f"{', '.join(kinds)} with {activations} activations"
 
     @property
     def is_native_cpu(self) -> bool:
@@ -73,6 +82,14 @@ def choose_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
 def ranks_per_gpu() -> int:
     """One, unless a test has several ranks share a GPU, which makes nothing faster."""
     return int(os.environ.get(_RANKS_PER_GPU, "1"))
+
+
+def memory_in_use(device: torch.device) -> tuple[int, int] | None:
+    """(bytes in use by anyone, bytes there are) on a GPU; None on a CPU, whose memory is the process's."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, total
 
 
 def device_of_rank(config: EngineConfig, local_rank: int) -> torch.device:
@@ -124,16 +141,17 @@ def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
         raise ConfigError("quantization='fp8' needs a GPU: on a CPU use 'int8'")
     if config.quantization == "gguf":
         raise ConfigError("quantization='gguf' is for a GPU: on a CPU a GGUF file's weights stay packed without it")
+    if config.num_threads is not None and config.num_threads > (num_cpus := len(usable_cpus())):
+        get_logger().warning(
+            f"num_threads={config.num_threads} is more than the {num_cpus} processors that this process has: "
+            "threads that wait for a processor hold up the others"
+        )
     reason = native.unavailable_reason()
     weight_dtype = config.quantization or dtype
     if reason is None:
         # float32 by name is exact; left to us, packed weights are multiplied by activations in 8 bits.
         exact = config.dtype == "float32"
-        ops = native.CpuOps(
-            weight_dtype=weight_dtype,
-            num_threads=_num_threads(config),
-            exact=exact,
-        )
+        ops = native.CpuOps(weight_dtype=weight_dtype, num_threads=_num_threads(config), exact=exact)
         kernels = f"native {ops.isa} kernels on {ops.num_threads} threads"
         return Backend(device, ops, torch.float32, kv_dtype, weight_dtype, kernels)
     if reason.startswith(native.STALE):
@@ -153,7 +171,7 @@ def _cpu(config: EngineConfig, dtype: str, kv_dtype: torch.dtype) -> Backend:
 
 
 def _num_threads(config: EngineConfig) -> int | None:
-    """None: as many as there are cores. Replicas on one machine divide them."""
+    """How many threads the kernels use; None: as many as there are cores. Replicas on one machine divide them."""
     if config.num_threads is not None or config.data_parallel_size == 1:
         return config.num_threads
     return max(1, default_num_threads() // config.data_parallel_size)
@@ -193,7 +211,7 @@ def _cuda(config: EngineConfig, spec: ModelSpec, dtype: str, kv_dtype: torch.dty
 def _check_invariant(
     config: EngineConfig, spec: ModelSpec, dtype: str, kv_dtype: torch.dtype, device: torch.device, reason: str | None
 ) -> None:
-    """That a GPU computes every row of this model in an order that does not depend on other rows."""
+    """Check that a GPU computes every row of this model in an order that does not depend on other rows."""
     capability = torch.cuda.get_device_capability(device)
     obstacles = {
         "the Triton kernels": reason,
@@ -213,7 +231,7 @@ def _check_invariant(
 
 
 def _check_fp8(spec: ModelSpec, dtype: str, device: torch.device, reason: str | None) -> None:
-    """That the layers' matrices can be held and multiplied in 8-bit floats."""
+    """Check that the layers' matrices can be held and multiplied in 8-bit floats."""
     if reason is not None:
         raise ConfigError(f"weights in FP8 need the Triton kernels, but {reason}")
     if dtype == "float32":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.executor.batch import PersistentBatch, attention_batches, to_device_together
+from quire.executor.batch import PersistentBatch, starts_of
 from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.device import Backend
 from quire.executor.kv_cache import KVCache
@@ -135,7 +135,7 @@ class DraftModel:
         self._num_known[row] = self._num_known[source]
 
     def fall_asleep(self) -> None:
-        """Its cache is computed again as it is needed."""
+        """Forget the cache, which is computed again as it is needed."""
         self._cache.fall_asleep([])
         self.reset()
 
@@ -206,29 +206,11 @@ class DraftModel:
 
     def _forward(self, rows: list[int], starts: list[int], counts: list[int]) -> tuple[Tensor, Tensor]:
         """Run the rows' tokens; rows of one token stand first. -> hidden states, and where each row's last one is."""
-        batch = self._batch
-        row_array, num = np.array(rows), np.array(counts)
-        query_starts = np.concatenate([[0], np.cumsum(num)])
-        owner = np.repeat(np.arange(len(rows)), num)
-        positions = np.arange(len(owner)) - query_starts[owner] + np.array(starts)[owner]
-        kv_lens = np.array(starts) + num
-        max_kv_len = int(kv_lens.max())
-        parts = [row_array, row_array[owner], positions, query_starts, kv_lens, query_starts[1:] - 1]
-        rows_t, token_rows_t, positions_t, query_starts_t, kv_lens_t, last_t = to_device_together(parts, batch.device)
-        attention = attention_batches(
-            batch.block_tables[:1, :, : -(-max_kv_len // batch.block_size)],
-            batch.block_size,
-            rows=rows_t,
-            token_rows=token_rows_t,
-            positions=positions_t,
-            query_starts=query_starts_t,
-            kv_lens=kv_lens_t,
-            max_query_len=int(num.max()),
-            max_kv_len=max_kv_len,
-            num_decodes=counts.count(1),
-        )
-        hidden = self.decoder.forward(batch.tokens[token_rows_t, positions_t], attention, self._cache.layers)
-        return hidden, last_t
+        query_starts = starts_of(np.array(counts))
+        columns = (np.array(rows), np.array(starts), np.array(counts), query_starts, query_starts[1:] - 1)
+        inputs = self._batch.place(*columns)
+        assert inputs.logit_indices is not None
+        return self.decoder.forward(inputs.token_ids, inputs.attention, self._cache.layers), inputs.logit_indices
 
     def _know(self, row: int, end: int) -> None:
         """The row's tokens up to there have KV now."""

@@ -11,16 +11,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from quire.config import EngineConfig
+from quire.executor import sizing
 from quire.executor.decode_graphs import MAX_GROUPS, common_sizes
-from quire.executor.sizing import (
-    activation_dtype,
-    batch_limits,
-    kv_dtype,
-    num_graph_rows,
-    packed_layout,
-    padded_size,
-    weight_quantization,
-)
 from quire.kernels.adapters import AdapterBank
 from quire.kernels.interface import AttentionBatch
 from quire.kernels.shared_prefix import packed_length, unpack_shared_prefixes
@@ -33,16 +25,11 @@ from quire.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 _META = torch.device("meta")
 _SHORT_PROMPT = 64
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 class NeededKernels(NamedTuple):
-    """By when they are needed. Each kernel stands in one of them."""
+    """The kernels to compile, by when they are needed. Each stands in one of the lists."""
 
     prompts: list[KernelJob]  # the largest step, which the start-up measures first
     start: list[KernelJob]  # what else the start-up launches itself
@@ -66,7 +53,7 @@ def needed_kernels(config: EngineConfig, spec: ModelSpec, target: GPUTarget) -> 
                 steps.decode(min(size, steps.max_num_seqs), shares=True, adapted=adapted)
                 for num_tokens in (2, 16, 64, 128):  # short chunks have smaller tiles
                     steps.mixed(size - 1, num_tokens, adapted=adapted)
-        steps.logits(num_graph_rows(steps.max_num_seqs))
+        steps.logits(sizing.num_graph_rows(steps.max_num_seqs))
         if spec.experts is not None:  # their tiles follow the number of tokens
             for power in range(steps.max_tokens.bit_length()):
                 steps.mixed(0, 1 << power, adapted=False)
@@ -88,13 +75,13 @@ class DryRun:
     """The model on the meta device, with as few layers as show all that they launch."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
-        name = activation_dtype(config, spec, "cuda")
+        name = sizing.activation_dtype(config, spec, "cuda")
         dtype = _DTYPES[name]
         self.config = config
         self.max_len = config.max_model_len or spec.max_position
-        self.max_num_seqs, self.max_tokens = batch_limits(config, spec, "cuda")
+        self.max_num_seqs, self.max_tokens = sizing.batch_limits(config, spec, "cuda")
         self.kinds = (False, True) if config.enable_lora else (False,)  # without adapters, and with them
-        quantization, packed = weight_quantization(config, spec, "cuda"), packed_layout(config, spec)
+        quantization, packed = sizing.weight_quantization(config, spec, "cuda"), sizing.packed_layout(config, spec)
         if config.batch_invariant:
             ops: TritonOps = InvariantOps(_META, dtype)
         else:
@@ -107,17 +94,12 @@ class DryRun:
         kept = _one_of_each(spec)
         self.spec = replace(spec, num_layers=len(kept), layers=kept)
         self.decoder = _DryDecoder(
-            self.spec,
-            ops,
-            device=_META,
-            dtype=dtype,
-            max_position=self.max_len,
-            adapters=self.bank,
+            self.spec, ops, device=_META, dtype=dtype, max_position=self.max_len, adapters=self.bank
         )
         self.decoder.finish_loading()
         shape = (self.max_tokens // config.block_size + 1, 2, spec.num_kv_heads, config.block_size, spec.head_dim)
         self.wide_cache = torch.empty(shape, dtype=dtype, device=_META)
-        self.cache = torch.empty(shape, dtype=_DTYPES[kv_dtype(config, name)], device=_META)
+        self.cache = torch.empty(shape, dtype=_DTYPES[sizing.kv_dtype(config, name)], device=_META)
         self.offsets = None
         if self.cache.element_size() == 1 and spec.ignores_key_shifts:
             of_heads = (len(kept), spec.num_kv_heads, spec.head_dim)
@@ -125,7 +107,7 @@ class DryRun:
             self.decoder.set_kv_offsets(self.offsets)
 
     def prompts(self, length: int, *, adapted: bool = False) -> None:
-        """As many prompts of a length as a step takes."""
+        """Run as many prompts of this length as a step takes."""
         length = min(length, self.max_len)
         num_seqs = -(-self.max_tokens // length)
         self._run(self._batch(self.max_tokens, num_seqs, length), self.cache, adapted)
@@ -147,7 +129,7 @@ class DryRun:
     def decode(self, size: int, *, shares: bool, adapted: bool) -> None:
         batch = self._batch(size, size, 1, size)
         # As they lie in the graphs' own tensor: whether a row is aligned decides which kernel is compiled.
-        step = torch.empty((3, padded_size(self.max_num_seqs)), dtype=torch.int64, device=_META)[:, :size]
+        step = torch.empty((3, sizing.padded_size(self.max_num_seqs)), dtype=torch.int64, device=_META)[:, :size]
         batch.positions = step[1]
         if shares:
             packed = torch.empty(packed_length(size, MAX_GROUPS), dtype=torch.int32, device=_META)

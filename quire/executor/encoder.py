@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.base import BuiltExecutor
 from quire.executor.clock import StepClock
-from quire.executor.device import choose_backend
+from quire.executor.device import choose_backend, memory_in_use
 from quire.executor.local import torch_threads
 from quire.executor.memory import MemoryLedger, check_max_model_len
 from quire.executor.pooling import PooledBatch, RowPools, pooled_spans
@@ -109,11 +109,7 @@ class EncoderExecutor:
         return False
 
     def device_memory_bytes(self) -> tuple[int, int] | None:
-        """(in use by anyone, there is) on a GPU; None on a CPU, whose memory is the process's."""
-        if self._device.type != "cuda":
-            return None
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free, total
+        return memory_in_use(self._device)
 
     def reset(self) -> None:
         """Forget every row and every step: the next plan may be another scheduler's first."""

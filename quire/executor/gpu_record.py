@@ -1,5 +1,5 @@
-"""What the last start on each kind of GPU found in its memory that no shape tells: the planner, who runs nothing, takes
-it from here. No torch."""
+"""The memory that the last start on each kind of GPU found in use and that no shape tells: the planner, which runs
+nothing, takes it from here. No torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def record_key(config: EngineConfig, spec: ModelSpec) -> str:
 
 
 def remember_gpu(name: str, record: GpuRecord) -> None:
-    """Instead of what was known of GPUs of this name. A disk that does not take it is no reason not to start."""
+    """Replace what was known of GPUs of this name. A disk that cannot be written is no reason not to start."""
     with suppress(OSError):
         path = _path()
         path.parent.mkdir(parents=True, exist_ok=True)

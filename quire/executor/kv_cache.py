@@ -126,7 +126,7 @@ class KVCache:
             release_pages(self.device_blocks)
 
     def wake_up(self) -> None:
-        """All blocks are there again: those kept with their content, the others as zeros."""
+        """Restore all blocks: those kept with their content, the others as zeros."""
         kept, words = self._kept
         for first in range(0, len(kept), _BLOCKS_AT_ONCE):
             some = words[first : first + _BLOCKS_AT_ONCE].to(self.device_blocks.device)
@@ -148,7 +148,7 @@ class KVCache:
             self._rows[self._rows_of(targets)] = self._rows[self._rows_of(sources)]
 
     def move(self, move: Move) -> None:
-        """On a GPU moves have streams of their own, on which `start_moves` puts them."""
+        """Begin a move. On a GPU it waits until `start_moves` puts it on a stream for moves."""
         if self._transfers is not None:
             self._waiting.append((move, self._transfers.mark()))
             return
@@ -195,7 +195,7 @@ class KVCache:
         return read
 
     def mark(self) -> torch.cuda.Event | None:
-        """All that was submitted so far; None on a CPU, where it is over. Who waits for it takes no processor."""
+        """An event for all that was submitted; None on a CPU, where it is over. A wait for it takes no processor."""
         if self._transfers is None:
             return None
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -261,13 +261,13 @@ class KVCache:
             self._transfers.hold_steps_for_loads()
 
     def hold_steps_for_moves(self) -> None:
-        """Likewise, and behind all other moves: for who does not hear when these are over."""
+        """Likewise, and behind all other moves: for a rank that is not told when these are over."""
         self.hold_steps_for_loads()
         if self._transfers is not None:
             self._transfers.hold_steps_for_stores()
 
     def wait_for_a_move(self) -> None:
-        """Until one is over, where there is any."""
+        """Wait until a move is over, where there is any."""
         if self._transfers is not None:
             self._transfers.wait_for_one()
 
@@ -311,7 +311,7 @@ class KVCache:
                     self._rows[rows[first : first + len(piece)].flatten()] = staged.flatten(0, 1)
 
     def _pieces(self, pairs: list[tuple[int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """What the staging buffer holds at a time, and where it begins. Moves share it: a lane's are in order."""
+        """Pieces that the staging buffer holds, and where each begins. Moves share it: a lane's are in order."""
         size = self._staging.shape[1]
         return ((first, pairs[first : first + size]) for first in range(0, len(pairs), size))
 

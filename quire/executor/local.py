@@ -13,6 +13,7 @@ import torch
 
 from quire.errors import ConfigError
 from quire.executor.clock import StepClock
+from quire.executor.device import memory_in_use
 from quire.executor.precompile import Precompile
 from quire.executor.profile import hold_activation_memory, let_go_of_held_memory
 from quire.executor.virtual_memory import SleepingMemory
@@ -210,11 +211,7 @@ class LocalExecutor:
             return self.worker.capture_more()
 
     def device_memory_bytes(self) -> tuple[int, int] | None:
-        """(in use by anyone, there is) on a GPU; None on a CPU, whose memory is the process's."""
-        if not self.worker.is_gpu:
-            return None
-        free, total = torch.cuda.mem_get_info(self.worker.cache.device_blocks.device)
-        return total - free, total
+        return memory_in_use(self.worker.cache.device_blocks.device)
 
     def prepare_sleep(self) -> None:
         """Raises a ConfigError where it was not made for it, a MemoryBudgetError where the host cannot keep the

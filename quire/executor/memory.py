@@ -11,6 +11,7 @@ from quire.errors import ConfigError, MemoryBudgetError
 from quire.models.kv_layout import KVLayout
 from quire.models.spec import ModelSpec
 from quire.plan import max_window_blocks
+from quire.sizes import show_size as _size
 from quire.weights import Checkpoint
 
 DEFAULT_CPU_KV_BYTES = GIB
@@ -34,10 +35,11 @@ class MemoryLedger:
     max_model_len: int
     windows: tuple[int | None, ...] = (None,)  # by KV group
     adapter_bytes: int = 0  # slots of adapters
+    num_ranks: int = 1  # where the model is split, this is the ledger of the rank that holds most
 
     @property
     def num_tokens(self) -> int:
-        """That the cache holds; where layers have windows, in sequences of the greatest length."""
+        """Tokens that the cache holds; where layers have windows, in sequences of the greatest length."""
         if not self.windows:
             return 0
         if self.windows == (None,):
@@ -45,7 +47,7 @@ class MemoryLedger:
         return self.num_blocks * self.max_model_len // self.blocks_for(self.max_model_len)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """That a sequence of so many tokens holds while it decodes."""
+        """Blocks that a sequence of so many tokens holds while it decodes."""
         num, size = -(-num_tokens // self.block_size), self.block_size
         return sum(num if window is None else min(num, max_window_blocks(window, size)) for window in self.windows)
 
@@ -71,7 +73,8 @@ class MemoryLedger:
             ),
             ("host memory", self.swap_bytes, f" ({self.num_host_blocks:,} blocks on the host)"),
         ]
-        return ", ".join(f"{name} {_size(size)}{text}" for name, size, text in entries if size)
+        whose = f"; on the largest of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        return ", ".join(f"{name} {_size(size)}{text}" for name, size, text in entries if size) + whose
 
 
 def plan_memory(
@@ -179,13 +182,18 @@ def cpu_kv_budget(config: EngineConfig, activation_bytes: int, *, free_bytes: in
     `free_bytes`: what is free beside the weights; None asks the system, and knows that they are loaded.
     """
     free = available_host_bytes() if free_bytes is None else free_bytes
+    if free is not None and activation_bytes >= free:
+        raise MemoryBudgetError(
+            f"a step may take {_size(activation_bytes)} beside weights and KV cache, and {_size(free)} of memory are "
+            "free: lower max_num_seqs or max_num_batched_tokens, which set how large a step is, or use a smaller model"
+        )
     if config.kv_cache_memory_bytes is not None:
         wanted = config.kv_cache_memory_bytes
         room = None if free is None else free - activation_bytes
         if room is not None and wanted > room:
             raise MemoryBudgetError(
-                f"kv_cache_memory_bytes={wanted} is more than the {_size(max(room, 0))} of memory that are free: "
-                f"lower it to {max(room, 0)} or less"
+                f"kv_cache_memory_bytes={wanted} ({_size(wanted)}) is more than the {_size(room)} of memory that are "
+                f"free: lower it to {room} ({room >> 20}MiB) or less"
             )
         return wanted
     if free is None:
@@ -195,8 +203,8 @@ def cpu_kv_budget(config: EngineConfig, activation_bytes: int, *, free_bytes: in
 
 
 def check_cpu_weights(checkpoint: Checkpoint) -> None:
-    """That there is memory for as many bytes as the files hold: where a system promises more than it has, loading them
-    would end the process without a word."""
+    """Check that there is memory for as many bytes as the files hold: where a system promises more than it has, loading
+    them would end the process without a word."""
     needed = sum(entry.num_bytes for entry in checkpoint.tensors() or () if entry.view is None)
     free = available_host_bytes()
     if free is not None and needed > free:
@@ -252,17 +260,10 @@ def available_host_bytes() -> int | None:
 
 
 def _bytes_within_limit(cgroup: Path) -> int | None:
-    """What a container's limit leaves; files that were read and that nobody uses now make way. None: it has none."""
+    """What a container's limit leaves, counting cached files that would make way. None: there is no limit."""
     try:
         limit, used = (cgroup / "memory.max").read_text().strip(), int((cgroup / "memory.current").read_text())
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         return None if limit == "max" else int(limit) - used + int(stat["inactive_file"])
     except (OSError, ValueError, KeyError):
         return None  # no cgroup v2
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes} B"

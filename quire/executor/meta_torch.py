@@ -201,7 +201,7 @@ def _promote_types(a: dtype, b: dtype) -> dtype:
 
 
 def install() -> None:
-    """From now on `import torch` gives this, in this process."""
+    """Have `import torch` give this from now on, in this process."""
     assert "torch" not in sys.modules, "torch is there already"
     torch = ModuleType("torch")
     content = {

@@ -49,7 +49,7 @@ class PinnedMemory:
                 f"{purpose} takes {num_bytes / GIB:.2f} GiB of host memory, which cannot be pinned (CUDA error "
                 f"{status}): {instead}"
             )
-        # The pages outlive their registration, whoever still looks at them.
+        # The pages outlive their registration, for tensors that still look at them.
         self.release = weakref.finalize(self, _unregister, self.address, pages)
         self.release.atexit = False  # the process's end does it
 
@@ -64,7 +64,7 @@ class PinnedMemory:
             list(threads.map(touch, range(0, len(array), _PIECE_BYTES)))
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """All of it as a tensor, of which this object must outlive every copy."""
+        """All of it as a tensor. This object must outlive every copy from or to that."""
         return self.bytes.view(dtype).view(shape)
 
 

@@ -64,7 +64,7 @@ class Precompile:
         return cls(process)
 
     def wait(self, stage: str = START) -> None:
-        """Until the kernels of a stage are compiled, or the helper gave up. It goes on with what requests may need."""
+        """Wait until a stage's kernels are compiled, or the helper gave up. It goes on with what requests may need."""
         self._is_ready[stage].wait()
 
     def is_done(self) -> bool:

@@ -67,7 +67,7 @@ def hold_activation_memory(num_bytes: int, device: torch.device) -> bool:
 
 
 def let_go_of_held_memory(device: torch.device) -> None:
-    """Before something is made that stays."""
+    """Give back what is held for steps, before something is made that stays."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

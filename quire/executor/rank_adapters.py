@@ -54,7 +54,7 @@ class RankAdapters:
         self._tell(PlaceAdapter(key, slot))
 
     def _take(self, answer: AdapterRead) -> None:
-        """From the thread that watches the ranks."""
+        """Note a rank's answer. Called by the thread that watches the ranks."""
         reading = self._reading
         if answer.number == reading.number:  # else nobody waits for it any more
             reading.answers[answer.rank] = answer
@@ -62,7 +62,7 @@ class RankAdapters:
                 reading.are_all_there.set()
 
     def _agreed(self, answers: list[AdapterRead]) -> AdapterInfo:
-        """What every rank found. Where it is the same that is wrong everywhere, it is told as one process would."""
+        """What every rank found. An error that is the same on all of them is told as one process would tell it."""
         messages = {None if answer.error is None else answer.error.message for answer in answers}
         for answer in answers:
             if answer.error is not None:

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import zmq
@@ -64,25 +64,6 @@ _LOOK_MS = 100  # at whether the ranks live, while a result is waited for
 _STOP_S = 5.0
 
 T = TypeVar("T", Hello, Loaded, Ready)
-
-
-@dataclass(slots=True, frozen=True)
-class RankDevice:
-    """What stands for a device of another process."""
-
-    type: str
-
-
-@dataclass(slots=True, frozen=True)
-class RankBackend:
-    """Where and with what a split model runs, as its ranks told."""
-
-    device: RankDevice
-    weight_dtype: str
-    kv_dtype: str
-    kernels: str
-    note: str | None
-    serves_determinism: bool = False
 
 
 class Hosts(Protocol):
@@ -190,7 +171,7 @@ class RankExecutor:
     # -- start
 
     def start(self, launches: list[RankLaunch], opened: OpenedModel) -> tuple[MemoryLedger, list[Ready]]:
-        """Until every rank is ready for plans; the ledger that all of them keep."""
+        """Start the ranks and wait until all are ready for plans. Returns the ledger that all of them keep."""
         self._hosts.start(launches, self._watch)
         self.members = self._from_all(Hello)
         places = [f"{hello.host} (process {hello.pid})" for hello in self.members]
@@ -298,7 +279,7 @@ class RankExecutor:
         self._to_ranks.tell(Reset())
 
     def uses(self) -> list[RankUse]:
-        """How each rank has used its time, as the next heartbeat says: it takes a second."""
+        """How each rank has used its time, by its next heartbeat, which takes up to a second to come."""
         asked_s = time.monotonic()
         while any(use.seen_s <= asked_s for use in self._watch.uses):
             self.check()
@@ -381,6 +362,7 @@ def agreed(ledgers: list[MemoryLedger]) -> MemoryLedger:
         kv_bytes=num_blocks * largest.block_bytes,
         swap_bytes=num_host_blocks * largest.block_bytes,
         max_model_len=min(ledger.max_model_len for ledger in ledgers),
+        num_ranks=len(ledgers),
     )
 
 
@@ -426,9 +408,7 @@ def build_rank_executor(
     rates = [each.swap_bytes_per_s for each in ready if each.swap_bytes_per_s]
     return BuiltExecutor(
         executor=executor,
-        backend=RankBackend(
-            RankDevice(first.device), first.weight_dtype, first.kv_dtype, f"{first.kernels}, {shown}", first.note
-        ),
+        backend=replace(first.backend, kernels=f"{first.backend.kernels}, {shown}"),
         ledger=ledger,
         max_num_seqs=first.max_num_seqs,
         max_num_batched_tokens=first.max_num_batched_tokens,

@@ -29,7 +29,7 @@ class RankLaunch:
     results_address: str
     beats_address: str
     store: str  # where ranks find each other: file:PATH, or tcp: for one that the first of them opens
-    server_key: str | None  # of sockets that leave the machine: whoever has it may connect
+    server_key: str | None  # of sockets that leave the machine: a peer that has it may connect
     log_level: int
     parent_pid: int
     dies_with_parent_thread: bool
@@ -75,7 +75,7 @@ class ReadAdapter:
 
 @dataclass(slots=True, frozen=True)
 class KeepAdapters:
-    """Of the adapters that were read, keep these on the host and no others."""
+    """Keep these of the adapters that were read on the host, and no others."""
 
     keys: list[str]
 
@@ -111,20 +111,39 @@ class Hello:
 
 @dataclass(slots=True, frozen=True)
 class Loaded:
-    """Its weights are there; `ledger` is what it could keep."""
+    """A rank has its weights; `ledger` is what it could keep."""
 
     rank: int
     ledger: MemoryLedger
 
 
 @dataclass(slots=True, frozen=True)
-class Ready:
-    rank: int
-    device: str
+class RankDevice:
+    """What stands for a device of another process."""
+
+    type: str
+
+
+@dataclass(slots=True, frozen=True)
+class RankBackend:
+    """Where and with what a split model runs, as its ranks tell."""
+
+    device: RankDevice
     weight_dtype: str
     kv_dtype: str
     kernels: str
     note: str | None
+    serves_determinism: bool = False
+
+    @property
+    def shown_weights(self) -> str:
+        return self.weight_dtype
+
+
+@dataclass(slots=True, frozen=True)
+class Ready:
+    rank: int
+    backend: RankBackend
     max_num_seqs: int
     max_num_batched_tokens: int
     swap_bytes_per_s: float | None
@@ -154,7 +173,7 @@ class Beat:
 
 @dataclass(slots=True, frozen=True)
 class AdapterRead:
-    """What came of a ReadAdapter. Sent where heartbeats go, from the thread that has read."""
+    """The answer to a ReadAdapter. Sent where heartbeats go, by the thread that has read the adapter."""
 
     rank: int
     number: int

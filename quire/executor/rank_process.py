@@ -33,6 +33,8 @@ from quire.executor.rank_messages import (
     Loaded,
     Meet,
     PlaceAdapter,
+    RankBackend,
+    RankDevice,
     RankFailed,
     RankLaunch,
     ReadAdapter,
@@ -108,7 +110,7 @@ class _Link:
         self._results.send(from_rank.encode(message))
 
     def send_beside(self, message: FromRank) -> None:
-        """From another thread than the one that runs the steps."""
+        """Send from another thread than the one that runs the steps."""
         beside = self._socket(zmq.PUSH, self._launch.beats_address)
         beside.send(from_rank.encode(message))
         beside.close(linger=2000)
@@ -167,20 +169,10 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     """Load this rank's share, agree with the others on the number of blocks, and put the worker together."""
     import torch  # only now: the engine has heard from us
 
-    from quire.executor.build import (
-        assemble_executor,
-        has_graphs,
-        load_model,
-        make_adapters,
-        make_cache,
-        make_sampler,
-        row_constraints,
-    )
+    from quire.executor.build import build_local, load_model, row_constraints
     from quire.executor.device import device_of_rank, ranks_per_gpu
     from quire.executor.rank_steps import RankSteps
-    from quire.executor.stores import build_stores, describe_blocks
     from quire.executor.timeline import Timeline
-    from quire.executor.worker import ElsewhereSampled
     from quire.grammar import GrammarCompiler
     from quire.kernels.cpu.threads import default_num_threads
     from quire.parallel.ranks import Ranks
@@ -225,61 +217,38 @@ def _build(launch: RankLaunch, link: _Link) -> RankSteps:
     )
     link.send(Loaded(launch.rank, loaded.ledger))
     allocate = _expect(link, Allocate)
-    ledger = allocate.ledger
-    cache = make_cache(loaded, ledger)
-    sampler = make_sampler(loaded, ledger) if ranks.samples else ElsewhereSampled()
-    backend, decoder = loaded.backend, loaded.decoder
-    stores = build_stores(
-        config,
-        describe_blocks(config, opened.checkpoint, backend, decoder) if config.has_kv_stores else "",
-        cache.block_bytes,
+    local = build_local(
+        loaded,
+        opened.checkpoint,
+        allocate.ledger,
         whole_block_bytes=allocate.whole_block_bytes,
         num_ranks_on_host=launch.num_ranks_on_host,
     )
-    timeline.mark("cache")
-    local = assemble_executor(
-        decoder,
-        cache,
-        sampler,
-        backend,
-        ledger,
-        block_size=ledger.block_size,
-        max_num_seqs=loaded.max_num_seqs,
-        with_graphs=has_graphs(config, backend, pools=opened.spec.pooler is not None),
-        precompile=None,
-        stores=stores,
-    )
-    timeline.mark("graphs")
-    swap_bytes_per_s = cache.measure_swap_rate()
+    worker, backend, kv_dtype = local.worker, loaded.backend, str(loaded.backend.kv_dtype).removeprefix("torch.")
     link.send(
         Ready(
             launch.rank,
-            backend.device.type,
-            backend.weight_dtype,
-            str(backend.kv_dtype).removeprefix("torch."),
-            backend.kernels,
-            backend.note,
+            RankBackend(RankDevice(backend.device.type), backend.weight_dtype, kv_dtype, backend.kernels, backend.note),
             loaded.max_num_seqs,
             loaded.max_num_batched_tokens,
-            swap_bytes_per_s,
+            worker.cache.measure_swap_rate(),
             timeline.seconds,
         )
     )
     if ranks.samples:
         grammars = GrammarCompiler.of_model(config, opened.checkpoint, opened.spec)
-        local.worker.constraints = row_constraints(grammars, beside_gpu=local.worker.is_gpu)
+        worker.constraints = row_constraints(grammars, beside_gpu=worker.is_gpu)
     reader = None
-    if (adapters := make_adapters(loaded, opened.checkpoint)) is not None:
-        local.worker.adapters = adapters
-        begin_thread = partial(torch.cuda.set_device, device) if local.worker.is_gpu else None
-        reader = AdapterReader(launch.rank, adapters, link.send_beside, begin_thread)
+    if worker.adapters is not None:
+        begin_thread = partial(torch.cuda.set_device, device) if worker.is_gpu else None
+        reader = AdapterReader(launch.rank, worker.adapters, link.send_beside, begin_thread)
     return RankSteps(
         local,
         ranks,
         lag=num_stages,
         single_threaded_torch=backend.is_native_cpu,
         adapters=reader,
-        teller=link.tell_of(stores),
+        teller=link.tell_of(local.stores),
     )
 
 

@@ -126,7 +126,7 @@ class RankSteps:
 
     @property
     def waiting_s(self) -> float:
-        """For other ranks' hidden states and tokens."""
+        """Seconds spent waiting for other ranks' hidden states and tokens."""
         return self._ranks.waited_s
 
     def reset(self) -> None:

@@ -1,5 +1,5 @@
-"""Who of the ranks lives, and what they tell beside steps. A rank that ends, fails or is silent ends all of them, with
-an error that names it.
+"""Which ranks live, and what they tell beside steps. A rank that ends, fails or is silent ends all of them, with an
+error that names it.
 
 When one rank dies the others fail too, because they talk to it: so troubles are collected for a moment, and the one
 that explains the rest is told.
@@ -28,7 +28,7 @@ _LOOK_S = 0.2
 
 
 class Cause(IntEnum):
-    """What explains more comes first."""
+    """Why a rank is in trouble. A cause that explains others comes before them."""
 
     KILLED = 0
     SILENT = 1
@@ -61,11 +61,7 @@ class RankWatch:
     """A thread that reads what ranks say beside their steps, and ends everything when one of them has ended."""
 
     def __init__(
-        self,
-        num_ranks: int,
-        beats: zmq.Socket[bytes],
-        on_failure: Callable[[], None],
-        on_told: Callable[[Told], None],
+        self, num_ranks: int, beats: zmq.Socket[bytes], on_failure: Callable[[], None], on_told: Callable[[Told], None]
     ) -> None:
         """`beats` belongs to the thread from now on. on_failure: called once, from the thread; on_told: likewise, with
         what a rank tells of its stores."""
@@ -95,7 +91,7 @@ class RankWatch:
         self._on_adapter = on_adapter
 
     def all_are_ready(self) -> None:
-        """From now on a rank that is silent for a few seconds hangs."""
+        """Take a rank that is silent for a few seconds to hang, from now on."""
         self._is_ready = True
 
     def report(self, rank: int, cause: Cause, text: str, error: QuireError | None = None) -> None:
@@ -113,7 +109,7 @@ class RankWatch:
             raise self._failure
 
     def raise_if_over(self) -> None:
-        """For who waits for ranks beside the steps: the engine may have been closed, too."""
+        """Also raise if the engine was closed: for callers that wait for ranks beside the steps."""
         is_over = self._is_over.is_set()
         self.raise_if_failed()
         if is_over:
@@ -133,7 +129,7 @@ class RankWatch:
     def _watch(self) -> None:
         try:
             self._look_until_over()
-        except Exception as error:  # ours; but without a watch, whoever waits for a rank would wait for ever
+        except Exception as error:  # ours; but without a watch, waiting for a rank would never end
             get_logger().exception("the watch over the ranks failed")
             self._fail(RankError(f"what ranks tell cannot be heard any more: {error!r}"))
         self._beats.close(linger=0)

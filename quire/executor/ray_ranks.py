@@ -117,7 +117,7 @@ class RayRanks:
         ray.init(num_cpus=max(num_cpus, os.cpu_count() or 1), include_dashboard=False, **quiet)
 
     def _place(self) -> list[str]:
-        """By bundle, the node that it is on."""
+        """Have Ray place the bundles. Returns the node of each."""
         per_stage = self._num_stages > 1
         bundle = {kind: each * (self._tensor_size if per_stage else 1) for kind, each in self._each.items()}
         count = self._num_stages if per_stage else self._tensor_size

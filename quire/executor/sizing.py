@@ -6,15 +6,19 @@ numbers in groups, with activations in 16 bits) for matrices.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from quire.config import EngineConfig
 from quire.kernels.stored_rows import PackedLayout
 from quire.models.spec import IntegerFormat, ModelSpec
+from quire.models.tensors import TensorKind, adaptable_matrices, tensor_kinds
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
-# Of a captured decode step. A larger one computes for longer than launching it takes, and its graph would hold logits
-# for all its rows.
+# The most sequences of a captured decode step. A larger one computes for longer than launching it takes, and its graph
+# would hold logits for all its rows.
 MAX_GRAPH_SEQS = 512
-# Of a captured step that mixes decodes with prompts: likewise.
+# The padded numbers of decodes and of prompt tokens of captured steps that mix both.
 MIXED_DECODES = (0, 8, 16, 32, 64, 128, 256)
 MIXED_TOKENS = (64, 128, 192, 256, 320, 384, 512)
 MAX_MIXED_DECODES, MAX_MIXED_TOKENS = MIXED_DECODES[-1], MIXED_TOKENS[-1]
@@ -215,13 +219,8 @@ def adapter_bytes(config: EngineConfig, spec: ModelSpec, dtype: str) -> int:
     ranks themselves."""
     if not config.enable_lora:
         return 0
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = 3 * hidden + q_width + 2 * kv_width + q_width + hidden  # in and out, of what is fused and of its result
-    num_wide = 2 if spec.gated_mlp else 1
-    mlp = num_wide * (hidden + inner) + inner + hidden
+    values = adapter_rank(config) * sum(map(sum, adaptable_matrices(spec).values()))  # both sides of each
     num_mlps = sum(not layer.has_experts for layer in spec.layers)
-    values = adapter_rank(config) * (spec.num_layers * attention + num_mlps * mlp)
     ranks = 2 * (spec.num_layers + num_mlps) * -(-config.max_loras // 4) * 4
     return config.max_loras * values * DTYPE_BYTES[dtype] + ranks * 4
 
@@ -255,46 +254,27 @@ def graph_bytes(
     return tensors + logits_bytes(spec, num_graph_rows(max_num_seqs)) + kept
 
 
+def matrix_kinds(spec: ModelSpec) -> list[TensorKind]:
+    """The tensors that a model holds in matrices, biases included: all but norms, sinks and a classifier's head."""
+    beside = ("norm", "self_attn.sinks", "score.")
+    return [kind for kind in tensor_kinds(spec) if not any(one in kind.name for one in beside)]
+
+
+def _num_values(kinds: Iterable[TensorKind]) -> int:
+    return sum(kind.count * math.prod(kind.shape) for kind in kinds)
+
+
 def num_matrix_values(spec: ModelSpec) -> int:
-    """Numbers in the matrices, biases included: embedding, head, and each layer's four fused ones."""
-    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden = spec.hidden_size
-    qkv_width = q_width + 2 * kv_width
-    attention = qkv_width * hidden + hidden * q_width + spec.qkv_bias * qkv_width + spec.output_bias * hidden
-    mlps = sum(_experts_values(spec) if layer.has_experts else _mlp_values(spec) for layer in spec.layers)
-    return _vocabulary_values(spec) + spec.num_layers * attention + mlps
-
-
-def _vocabulary_values(spec: ModelSpec) -> int:
-    words = spec.vocab_size * (1 if spec.tie_embeddings else 2)
-    return (words + (spec.learned_positions or 0)) * spec.hidden_size
-
-
-def _mlp_values(spec: ModelSpec, inner: int | None = None, bias: bool = False) -> int:
-    inner = spec.intermediate_size if inner is None else inner
-    num_wide = 2 if spec.gated_mlp else 1
-    biases = num_wide * inner + spec.hidden_size if bias or spec.mlp_bias else 0
-    return (num_wide + 1) * inner * spec.hidden_size + biases
-
-
-def _experts_values(spec: ModelSpec) -> int:
-    experts = spec.experts
-    assert experts is not None
-    of_one = _mlp_values(spec, experts.intermediate_size, experts.has_bias)
-    values = experts.num_experts * (spec.hidden_size + experts.has_bias + of_one)
-    if experts.shared_intermediate_size is not None:
-        values += spec.hidden_size + _mlp_values(spec, experts.shared_intermediate_size)
-    return values
+    """Numbers in the matrices, biases included: embedding, head, and those of the layers."""
+    return _num_values(matrix_kinds(spec))
 
 
 def num_norm_values(spec: ModelSpec) -> int:
-    """Numbers in the norms, and in sinks and slopes, which stay in float32."""
-    layer = (1 if spec.shared_norm else 2) * spec.hidden_size * spec.entry_norms + 2 * spec.head_dim * spec.qk_norm
-    layer += 2 * spec.hidden_size * spec.sandwich_norms
-    layer += (spec.num_heads + spec.num_kv_heads) * spec.head_dim * spec.wide_qk_norm
-    ends = spec.hidden_size * (1 + spec.embedding_norm)
+    """Numbers in the norms, and in sinks and slopes, which stay in float32. A LayerNorm has a bias even where the
+    checkpoint has none."""
+    weights = _num_values(kind for kind in tensor_kinds(spec) if kind.name.endswith("norm.weight"))
     by_head = spec.num_heads * (spec.num_layers * spec.sinks + (spec.alibi_slopes is not None))
-    return (ends + spec.num_layers * layer) * (2 if spec.layer_norms else 1) + by_head
+    return weights * (2 if spec.layer_norms else 1) + by_head
 
 
 def rotary_table_bytes(spec: ModelSpec, max_position: int) -> int:
@@ -309,23 +289,15 @@ def rotary_table_bytes(spec: ModelSpec, max_position: int) -> int:
 def _bytes_beside_fp8(spec: ModelSpec) -> int:
     """Where matrices are in 8-bit floats: the second bytes of those that are not, and of biases, and a scale for each
     row of those that are."""
-    hidden, experts = spec.hidden_size, spec.experts
-    qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    attention = qkv_rows * hidden + hidden * spec.num_heads * spec.head_dim
-    total = _vocabulary_values(spec)
-    for layer in spec.layers:
-        total += spec.qkv_bias * qkv_rows + spec.output_bias * hidden
-        total += attention if layer.wide_attention else 4 * (qkv_rows + hidden)
-        mlps, has_bias = [spec.intermediate_size], spec.mlp_bias
-        if layer.has_experts and experts is not None:
-            mlps, shared = [experts.intermediate_size] * experts.num_experts, experts.shared_intermediate_size
-            has_bias |= experts.has_bias
-            total += (hidden + experts.has_bias) * experts.num_experts + (0 if shared is None else hidden)
-            mlps += [] if shared is None else [shared]
-        for inner in mlps:
-            rows = (2 if spec.gated_mlp else 1) * inner + hidden
-            total += _mlp_values(spec, inner, has_bias) if layer.wide_mlp else 4 * rows + has_bias * rows
-    return total
+
+    def has_two_bytes(kind: TensorKind) -> bool:
+        if kind.layer is None or not kind.name.endswith("_proj.weight"):
+            return True  # of the vocabulary, a bias, or what chooses among experts
+        return kind.layer.wide_attention if kind.name.startswith("self_attn.") else kind.layer.wide_mlp
+
+    kinds = matrix_kinds(spec)
+    wide = _num_values(kind for kind in kinds if has_two_bytes(kind))
+    return wide + sum(4 * kind.count * kind.shape[0] for kind in kinds if not has_two_bytes(kind))
 
 
 def weight_bytes(spec: ModelSpec, dtype: str, max_position: int) -> int:
@@ -336,13 +308,14 @@ def weight_bytes(spec: ModelSpec, dtype: str, max_position: int) -> int:
     """
     matrices = int(num_matrix_values(spec) * matrix_value_bytes(dtype))
     if dtype in ("w4a16", "w8a16", "gguf"):
-        # Of a GGUF file's matrices, a sixth in 8 bits and the others in 4 is what Q4_K_M has.
+        # Q4_K_M has a sixth of its matrices in 8 bits and the others in 4.
         stored = spec.integers or IntegerFormat(layout="gguf", bits=4, group=32, has_zeros=True)
-        in_layers = num_matrix_values(spec) - _vocabulary_values(spec)
+        vocabulary = _num_values(kind for kind in matrix_kinds(spec) if kind.layer is None)
+        in_layers = num_matrix_values(spec) - vocabulary
         scales = in_layers // (stored.group or spec.hidden_size) * (8 if stored.has_zeros else 4)
         # Room for the widest matrix in 16 bits, which products of many rows take.
         widest = max(2 * spec.intermediate_size, spec.num_heads * spec.head_dim) * spec.hidden_size * 2
-        matrices += int(_vocabulary_values(spec) * (2 - matrix_value_bytes(dtype))) + scales + widest
+        matrices += int(vocabulary * (2 - matrix_value_bytes(dtype))) + scales + widest
     if dtype == "fp8":
         matrices += _bytes_beside_fp8(spec)
     return matrices + num_norm_values(spec) * 4 + rotary_table_bytes(spec, max_position)

@@ -28,7 +28,7 @@ class StoreMoves(CollectedMoves):
         self._awaited = {run.last_layer for runs in self._runs for run in runs[:-1]}  # layers
         self._filled: dict[int, list[BlockSend]] = {}  # by step: of the blocks that it fills, until it is over
         self._under_way: set[int] = set()  # tickets
-        # Who hears at once, on another thread, of loads and stores that are over; None: they are kept to be taken.
+        # Called at once, on another thread, with loads and stores that are over; None: they are kept to be taken.
         self.on_over: Callable[[KeyedMove, list[int]], None] | None = None
 
     def move(self, move: KeyedMove, step: int) -> None:
@@ -56,7 +56,7 @@ class StoreMoves(CollectedMoves):
         else:
 
             def arrived(is_taken: bool) -> None:
-                """As one: the other engine has all of the blocks, or none may be relied on."""
+                """Count the blocks as one: the other engine has all of them, or none may be relied on."""
                 done([] if is_taken else list(range(len(keys))))
 
             runs = self._whole if move.filled_group is None else self._runs[move.filled_group]

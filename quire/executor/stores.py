@@ -14,18 +14,12 @@ from quire.tiers.disk import DiskStore
 from quire.tiers.peers import Peers
 from quire.tiers.sealed import SEAL_BYTES, SealedStore
 from quire.tiers.split import SplitStore
-from quire.weights import Checkpoint
-from quire.weights.fingerprint import weights_fingerprint
+from quire.weights.checkpoint import Checkpoint, weights_fingerprint
 
 _INBOX_BYTES = 2 << 30  # blocks that other engines sent and nobody has loaded yet
 
 
-def describe_blocks(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    backend: Backend,
-    decoder: Decoder,
-) -> str:
+def describe_blocks(config: EngineConfig, checkpoint: Checkpoint, backend: Backend, decoder: Decoder) -> str:
     """Everything that makes a block's bytes what they are, beside its tokens: equal text, equal bytes."""
     weights, files = weights_fingerprint(checkpoint, config.seed)
     offsets = decoder.kv_offsets
@@ -38,6 +32,8 @@ def describe_blocks(
         "quantization": config.quantization,
         "activations": str(backend.activation_dtype),
         "weight dtype": backend.weight_dtype,
+        # On a CPU, float32 by name multiplies packed weights otherwise than float32 that was left to us.
+        "exact": getattr(backend.ops, "exact", None),
         "KV": str(backend.kv_dtype),
         "KV scales": repr(decoder.kv_scales),
         "KV offsets": None if offsets is None else hashlib.sha256(offsets.cpu().numpy().tobytes()).hexdigest(),
@@ -79,12 +75,7 @@ def build_stores(
         # The same model may lie elsewhere on another machine.
         lines = [line for line in description.splitlines() if not line.startswith(("model: ", "files: "))]
         identity = hashlib.sha256("\n".join(lines).encode()).digest()[:16]
-        peers = Peers(
-            config.kv_listen,
-            description="\n".join(lines),
-            block_bytes=block_bytes,
-            max_bytes=_INBOX_BYTES,
-        )
+        peers = Peers(config.kv_listen, description="\n".join(lines), block_bytes=block_bytes, max_bytes=_INBOX_BYTES)
         stores.append(SealedStore("peers", peers, identity=identity, block_bytes=block_bytes))
     return stores
 

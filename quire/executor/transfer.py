@@ -102,7 +102,7 @@ class Transfers:
             torch.cuda.current_stream(self._device).wait_event(self._stores[-1][1])
 
     def wait_for_one(self) -> None:
-        """Until the oldest load is over; where there is none, the oldest store."""
+        """Wait until the oldest load is over; where there is none, the oldest store."""
         if oldest := [events[0][1] for events in (self._loads, self._stores) if events]:
             oldest[0].synchronize()
 

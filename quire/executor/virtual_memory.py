@@ -128,7 +128,7 @@ class SleepingMemory:
 
     @contextmanager
     def holding(self, *, is_kept: bool) -> Iterator[None]:
-        """What torch allocates meanwhile lies in here. is_kept: its content survives a sleep."""
+        """Have what torch allocates meanwhile lie in here. is_kept: its content survives a sleep."""
         pool = torch.cuda.MemPool(self._allocator)
         self._pools.append(pool)
         self._keeps = is_kept
@@ -147,7 +147,7 @@ class SleepingMemory:
         return sum(segment.num_bytes for segment in self.segments.values() if segment.handle is not None)
 
     def copy_to_host(self) -> None:
-        """What is kept, where the host has no copy of it yet. Raises a MemoryBudgetError where it has no room."""
+        """Copy what is kept, where the host has no copy yet. Raises a MemoryBudgetError where it has no room."""
         kept = [segment for segment in self.segments.values() if segment.is_kept]
         if not kept or (self._host is not None and not self._changes):
             return

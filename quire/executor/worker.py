@@ -21,8 +21,7 @@ from quire.executor.clock import StepClock
 from quire.executor.decode_graphs import DecodeGraphs
 from quire.executor.draft_model import DraftModel
 from quire.executor.kv_cache import KVCache
-from quire.executor.mixed_graphs import MixedGraphs
-from quire.executor.mixed_step import MixedShape, drafts_as_decodes
+from quire.executor.mixed_graphs import MixedGraphs, MixedShape, drafts_as_decodes
 from quire.executor.pooling import PooledBatch, RowPools, pooled_spans
 from quire.executor.store_moves import StoreMoves
 from quire.grammar.rows import ConstrainedLine, PendingMasks, RowConstraints
@@ -73,7 +72,7 @@ class StepMasks:
 
 
 class ElsewhereSampled:
-    """In a sampler's place on ranks that do not sample: they are told the tokens. And where rows are pooled."""
+    """Stands in for a sampler on ranks that do not sample, which are told the tokens, and where rows are pooled."""
 
     def admit(self, row: int, spec: SamplingSpec, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         pass
@@ -100,7 +99,6 @@ class Worker:
         constraints: RowConstraints | None = None,
         stores: Sequence[SealedStore] = (),
         draft: DraftModel | None = None,
-        adapters: DeviceAdapters | None = None,
     ) -> None:
         self.decoder = decoder
         self.pools = RowPools(decoder.classifier) if decoder.spec.pooler is not None else None
@@ -112,7 +110,7 @@ class Worker:
         self.mixed = mixed
         self.constraints = constraints
         self.draft = draft
-        self.adapters = adapters
+        self.adapters: DeviceAdapters | None = None
         # Fixes the scales of an 8-bit cache by a step's tokens, before anything is written or captured; then None.
         self.measure_scales: Callable[[Tensor], None] | None = None
         self.is_gpu = cache.device_blocks.is_cuda

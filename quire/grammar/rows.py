@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +41,11 @@ def mask_threads() -> int:
     return max(1, min(16, (os.cpu_count() or 1) - 2))
 
 
+def _fill_beside(has_begun: threading.Event, fill: Callable[[], None]) -> None:
+    has_begun.set()
+    fill()
+
+
 @dataclass(slots=True)
 class ConstrainedLine:
     """A row of a step that samples and has a constraint. It is held itself: the row may be another's by the time that
@@ -57,29 +62,23 @@ class PendingMasks:
     def __init__(self, lines: Seq[ConstrainedLine], drafts: Seq[Seq[int]], firsts: Seq[int], packed: Words) -> None:
         """firsts: the first mask of each line; packed: [masks, words], where they will be."""
         self._lines, self._drafts, self._firsts, self._packed = lines, drafts, firsts, packed
-        self._filling: Future[None] | None = None
+        self._filling: list[Future[None]] = []
         self._filled: set[int] = set()
 
-    def wait_for(self, filling: Future[None], filled: set[int]) -> None:
-        """filling: fills these of the masks."""
+    def wait_for(self, filling: list[Future[None]], filled: set[int]) -> None:
+        """filling: fill these of the masks."""
         self._filling, self._filled = filling, filled
 
     def finish(self) -> Words:
         """[masks, words], good until the next step's are begun."""
         packed, filled = self._packed, self._filled
-        if self._filling is not None:
-            self._filling.result()
-        # A forced continuation allows its own beginnings alone. Where more tokens than that are allowed, nothing is
-        # forced and nothing failed: to ask each of 64 rows for both takes longer than many masks do.
-        some = packed[:, :: max(1, packed.shape[1] // (2 * _MAX_FORCED_CHOICES))]  # a mask of text shows in any of them
-        is_wide = (np.count_nonzero(some, axis=1) > _MAX_FORCED_CHOICES).tolist() if filled else []
+        for part in self._filling:
+            part.result()
         for line, of_line, first in zip(self._lines, self._drafts, self._firsts, strict=False):
-            if first in filled and is_wide[first] and not of_line and line.constraint.is_answering:
-                continue
             if of_line:
                 line.constraint.fill_along(of_line, packed[first : first + 1 + len(of_line)], is_filled=first in filled)
-            else:
-                line.constraint.fill(packed[first], is_filled=first in filled)
+            elif first not in filled:
+                line.constraint.fill(packed[first])
         return packed
 
 
@@ -105,6 +104,8 @@ class RowConstraints:
         self._rows: dict[int, Constraint] = {}
         self._lexers: dict[int, tuple[str, int]] = {}  # of each row with a grammar: the grammar, and which it uses
         self._num_users: dict[str, list[int]] = {}  # by grammar, of each lexer
+        self._ordered_rows: list[int] = []  # what _order is about
+        self._order: list[int] = []
         self._num_words = -(-compiler.vocab_size // 32)
         self._packed: Words = _new_words(0, self._num_words)
         self._of_strings: Words = _new_words(0, 0)  # masks of matchers for strings
@@ -150,6 +151,7 @@ class RowConstraints:
     def _use(self, row: int, grammar: str, lexer: int) -> None:
         self._lexers[row] = grammar, lexer
         self._num_users.setdefault(grammar, [0] * self._num_lexers)[lexer] += 1
+        self._ordered_rows = []
 
     def forced_tokens(self, seq: Sequence) -> list[int]:
         """What must follow a running sequence's last token, where the constraint knows that one."""
@@ -187,41 +189,64 @@ class RowConstraints:
         packed = self._packed[: firsts[-1]]
         pending = PendingMasks(lines, drafts, firsts, packed)
         if self._num_threads > 1:
-            # Threads take neighbours, and those that share a lexer would wait for each other.
-            order = sorted(range(len(lines)), key=lambda i: self._lexers.get(lines[i].row, ("", 0)))
+            order = self._in_order([line.row for line in lines])
             working = [(lines[i].constraint, firsts[i]) for i in order if lines[i].constraint.matcher is not None]
             if len(working) > 1:
                 pending.wait_for(self._fill(working, packed), {first for _, first in working})
         return pending
 
-    def _fill(self, working: list[tuple[Constraint, int]], packed: Words) -> Future[None]:
-        has_begun = threading.Event()
+    def _in_order(self, rows: list[int]) -> list[int]:
+        """Places in a list of rows, by lexers. Threads take neighbours, and those that share one wait for each
+        other."""
+        if rows != self._ordered_rows:
+            self._order = sorted(range(len(rows)), key=lambda i: self._lexers.get(rows[i], ("", 0)))
+            self._ordered_rows = rows
+        return self._order
 
-        def fill() -> None:
-            has_begun.set()
-            done = self._fill_strings(working, packed)
-            whole = [(constraint.matcher, first) for constraint, first in working if first not in done]
-            self._compute([(matcher, first) for matcher, first in whole if matcher is not None], packed)
-
-        filling = self._beside.submit(fill)
+    def _fill(self, working: list[tuple[Constraint, int]], packed: Words) -> list[Future[None]]:
+        """Begin to fill masks, of rows in strings of bounded length and of others at the same time: with one after the
+        other, threads that are done with the first would wait for the last of them."""
+        in_strings: list[tuple[Constraint, int]] = []
+        others: list[tuple[Constraint, int]] = []
+        for each in working:
+            (others if (strings := each[0].strings) is None or not strings.is_in_string() else in_strings).append(each)
+        fills = [partial(self._fill_strings, in_strings, packed)] if in_strings else []
+        if others:
+            fills.append(partial(self._fill_others, others, packed))
+        have_begun = [threading.Event() for _ in fills]
+        filling = [self._beside.submit(_fill_beside, *each) for each in zip(have_begun, fills, strict=True)]
         # A thread that only wants the interpreter may have to wait 5 ms for it; who waits here gives it away.
-        has_begun.wait()
+        for has_begun in have_begun:
+            has_begun.wait()
         return filling
 
-    def _fill_strings(self, working: list[tuple[Constraint, int]], packed: Words) -> set[int]:
-        """Fill the masks of those that stand in strings of bounded length. Returns which these are."""
-        found = [(one.strings, first) for one, first in working if one.strings is not None]
-        if not found:
-            return set()
-        vocabulary = found[0][0].vocabulary
-        if len(self._of_strings) < len(found):
-            self._of_strings = _new_words(2 * len(found), vocabulary.num_words)
-        masks = self._of_strings[: len(found)]
-        self._compute([(strings.matcher, i) for i, (strings, _) in enumerate(found)], masks)
-        whole, are_in_strings = vocabulary.complete(masks)
-        firsts = np.array([first for _, first in found])[are_in_strings]
-        packed[firsts] = whole[are_in_strings]
-        return set(firsts.tolist())
+    def _fill_strings(self, working: list[tuple[Constraint, int]], packed: Words) -> None:
+        """Fill the masks of those that stand in strings of bounded length."""
+        second = [strings for c, _ in working if (strings := c.strings) is not None]
+        vocabulary = second[0].vocabulary
+        if len(self._of_strings) < len(second):
+            self._of_strings = _new_words(2 * len(second), vocabulary.num_words)
+        masks = self._of_strings[: len(second)]
+        self._compute([(strings.matcher, i) for i, strings in enumerate(second)], masks)
+        are_made = vocabulary.complete(masks, [packed[first] for _, first in working])
+        left = []
+        for (constraint, first), is_made in zip(working, are_made, strict=True):
+            if not is_made:
+                left.append((constraint, first))
+            elif not constraint.is_answering:
+                constraint.fill(packed[first], is_filled=True)
+        if left:
+            self._fill_others(left, packed)
+
+    def _fill_others(self, working: list[tuple[Constraint, int]], packed: Words) -> None:
+        self._compute([(matcher, first) for c, first in working if (matcher := c.matcher) is not None], packed)
+        # A forced continuation allows its own beginnings alone. Where more tokens than that are allowed, nothing is
+        # forced and nothing failed: to ask each of 64 rows for both takes longer than many masks do.
+        some = packed[:, :: max(1, self._num_words // (2 * _MAX_FORCED_CHOICES))]  # a mask of text shows in any of them
+        are_wide = np.count_nonzero(some[[first for _, first in working]], axis=1) > _MAX_FORCED_CHOICES
+        for (constraint, first), is_wide in zip(working, are_wide.tolist(), strict=True):
+            if not (is_wide and constraint.is_answering):
+                constraint.fill(packed[first], is_filled=True)
 
     def _compute(self, matchers: list[tuple[LLMatcher, int]], into: Words) -> None:
         """In threads of the library's own, and the interpreter is let go of once for all of them."""
@@ -230,7 +255,7 @@ class RowConstraints:
 
     @cached_property
     def _beside(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
+        return ThreadPoolExecutor(2, thread_name_prefix="quire-masks")
 
     @cached_property
     def _executor(self) -> LLExecutor:

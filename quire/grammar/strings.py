@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ class StringVocabulary:
         kept = [b"" if plain else text for text, plain in zip(tokens, self._is_plain, strict=True)]
         kept += [b""] * (32 * self._num_words - len(tokens))
         probes = [(_PROBE * length).encode() for length in range(1, _MAX_LENGTH + 1)]
-        self._first_byte = len(kept) + len(probes)
+        self.first_probe, self._first_byte = len(kept), len(kept) + len(probes)
         self.tokens = [*kept, *probes, *(bytes((byte,)) for byte in range(256))]
         self.num_words = len(self.tokens) // 32
         self.special_token_ids = special_token_ids
@@ -65,7 +65,8 @@ class StringVocabulary:
     def tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self._ends)
+        # The library would look first whether a string may take all of some sets of tokens, and has none of these here.
+        return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self._ends, slices=[])
 
     def ids_of(self, token: int) -> list[int]:
         """A token of the model's vocabulary in tokens of this one."""
@@ -73,12 +74,15 @@ class StringVocabulary:
             return [token]
         return [self._first_byte + byte for byte in self._tokens[token]]
 
-    def complete(self, masks: Words) -> tuple[Words, npt.NDArray[np.bool_]]:
-        """From the masks of second matchers ([rows, num_words]) those over the model's vocabulary ([rows, words]), and
-        which of the rows stand in a string: the masks of the others are not theirs."""
+    def complete(self, masks: Words, into: Sequence[Words]) -> list[bool]:
+        """From the masks of second matchers ([rows, num_words]) make those over the model's vocabulary (of each row
+        [words]). Returns which of the rows stand in a string: the masks of the others are not made."""
         probes = masks[:, self._num_words : self._num_words + _MAX_LENGTH // 32]
-        lengths = np.unpackbits(probes.view(np.uint8), axis=1).sum(axis=1)
-        return masks[:, : self._num_words] | self._by_length[lengths], lengths > 0
+        lengths = np.unpackbits(probes.view(np.uint8), axis=1).sum(axis=1).tolist()
+        for mask, length, whole in zip(masks, lengths, into, strict=True):
+            if length:
+                np.bitwise_or(mask[: self._num_words], self._by_length[length], out=whole)
+        return [length > 0 for length in lengths]
 
 
 def _plain_length(text: bytes) -> int:
@@ -111,6 +115,10 @@ class StringMatcher:
 
     def copy(self) -> StringMatcher:
         return StringMatcher(self.matcher.deep_copy(), self.vocabulary)
+
+    def is_in_string(self) -> bool:
+        """Whether a plain character may come next."""
+        return bool(self.matcher.validate_tokens([self.vocabulary.first_probe]))
 
     def follow(self, token: int) -> bool:
         """The text has this token now, which the grammar allows. False: the matcher ran out of its means."""

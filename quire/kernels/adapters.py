@@ -184,7 +184,9 @@ class AdapterBank:
         assert self.rows is not None
         if self._grouped is not self.rows:
             tiles = self.rows.tiles.T.tolist()
-            self._groups = [(slot, self.rows.order[start:end]) for start, end, slot in tiles if start < end]
+            self._groups = [
+                (slot, self.rows.order[start:end]) for start, end, slot in tiles if start < end and slot >= 0
+            ]
             self._grouped = self.rows
         return self._groups
 
@@ -193,13 +195,15 @@ class AdapterBank:
         return _aligned(num_tokens) + 3 * self._num_tiles(num_tokens)
 
     def pack_rows(self, slots: NDArray[Any]) -> NDArray[np.int32]:
-        """slots: [tokens], -1 for those without an adapter -> [rows_length]"""
+        """slots: [tokens], -1 for those without an adapter -> [rows_length]
+
+        A token that is alone and has none is in no tile: where one token is multiplied, a tile means an adapter."""
         num_tokens, tile = len(slots), self._tile(len(slots))
         packed = np.zeros(self.rows_length(num_tokens), dtype=np.int32)
         packed[:num_tokens] = order = np.argsort(slots, kind="stable")
         tiles = packed[_aligned(num_tokens) :].reshape(3, -1)
         ordered, at = slots[order], 0
-        cuts = np.flatnonzero(np.diff(ordered, prepend=-1, append=self.num_slots)).tolist()
+        cuts = np.flatnonzero(np.diff(ordered, prepend=-2 if num_tokens > 1 else -1, append=self.num_slots)).tolist()
         for start, end in itertools.pairwise(cuts):
             starts = np.arange(start, end, tile or end - start)
             some = tiles[:, at : at + len(starts)]
@@ -215,7 +219,7 @@ class AdapterBank:
     def _num_tiles(self, num_tokens: int) -> int:
         """The most that there may be: adapters need not fill their last ones."""
         tile = self._tile(num_tokens)
-        return (0 if tile is None else num_tokens // tile) + min(self.num_slots, num_tokens)
+        return (0 if tile is None else num_tokens // tile) + min(self.num_slots + 1, num_tokens)
 
 
 class AdaptedLinear(ComposedLinear):

@@ -86,8 +86,8 @@ class AdapterRows:
     """Which of a step's tokens have an adapter, and which slot of the bank it is in: `kernels/adapters.py`.
 
     Tokens of one adapter stand side by side in `order`, cut into tiles. Tile i is order[tiles[0, i] : tiles[1, i]], of
-    the adapter in slot tiles[2, i]; it may be empty, so that a captured step serves any tokens. A token without an
-    adapter is in no tile.
+    the adapter in slot tiles[2, i], or of none where that is -1; it may be empty, so that a captured step serves any
+    tokens.
     """
 
     order: Tensor  # [tokens] int32
@@ -112,6 +112,9 @@ class AttentionBatch:
     num_decodes: int  # leading sequences with exactly one new token
     shared: SharedPrefixes | None = None
     adapters: AdapterRows | None = None  # None: no token has one
+    # Of the pass that runs: what a backend works out once for all layers that are alike.
+    # Not handed on by dataclasses.replace, whose batch may have other sequences.
+    decode_pieces: dict[object, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,8 +1,8 @@
 """Two experiments: what a KV cache in fewer bits costs in accuracy, and what weights in fewer bits do.
 
 A fixed text is read with each format, and how well the model predicts it is compared with float32. The text runs as a
-prompt in short chunks, so that every chunk reads what the cache kept of the ones before. Of weights it is also seen how
-long greedy answers stay the same.
+prompt in short chunks, so that every chunk reads what the cache kept of the ones before. For weights, the experiment
+also counts how long greedy answers stay the same.
 """
 
 from __future__ import annotations
@@ -172,20 +172,11 @@ def tell_kv(data: Data, context: LabContext) -> Result:
     reference, others = done[0], done[1:]
     names = [each["name"] for each in others]
     bytes_each = listed([f"{size(each['kv_bytes_per_token'])} in {each['kv_dtype']}" for each in done])
+    moves, title = [each["shift"]["mean"] for each in others], "How far each token's logprob moves from"
+    note, kib = _SAYS_NOTHING if is_random else "", [each["kv_bytes_per_token"] / 1024 for each in done]
     charts = [
-        bar_chart(
-            f"How far each token's logprob moves from {reference['name']}",
-            "mean |Δ logprob|",
-            names,
-            {"mean": [each["shift"]["mean"] for each in others]},
-            note=_SAYS_NOTHING if is_random else "",
-        ),
-        bar_chart(
-            "KV cache a token",
-            "KiB",
-            [reference["name"], *names],
-            {"KiB": [each["kv_bytes_per_token"] / 1024 for each in done]},
-        ),
+        bar_chart(f"{title} {reference['name']}", "mean |Δ logprob|", names, {"mean": moves}, note=note),
+        bar_chart("KV cache a token", "KiB", [reference["name"], *names], {"KiB": kib}),
     ]
     rows: list[list[object]] = []
     for each in entries:
@@ -232,7 +223,7 @@ def _explain_kv(reference: Record, done: list[Record]) -> list[str]:
 
 
 def formats(context: LabContext, is_gguf: bool) -> dict[str, dict[str, Any]]:
-    """By name, what an engine is started with; the reference first."""
+    """The settings that an engine is started with, by the format's name; the reference comes first."""
     found: dict[str, dict[str, Any]] = {"float32": {"dtype": "float32"}}
     if not context.on_gpu and is_gguf:
         found[_PACKED] = {"dtype": "auto"}
@@ -276,21 +267,14 @@ def tell_weights(data: Data, context: LabContext) -> Result:
     is_random, entries = data["model"] == RANDOM, data["formats"]
     others = [each for each in entries[1:] if "perplexity" in each]
     names = [each["name"] for each in others]
+    changes = [each["shift"]["perplexity_percent"] for each in others]
+    medians = [statistics.median(each["same_tokens"]) for each in others]
+    doubt = _SAYS_NOTHING if is_random else ""
+    middle = f"Of {data['answer_tokens']}, in the middle of {len(_PROMPTS)} answers."
+    same_tokens = "Greedy answers: tokens before the first that differs"
     charts = [
-        bar_chart(
-            "Perplexity against float32 weights",
-            "percent more",
-            names,
-            {"change": [each["shift"]["perplexity_percent"] for each in others]},
-            note=_SAYS_NOTHING if is_random else "",
-        ),
-        bar_chart(
-            "Greedy answers: tokens before the first that differs",
-            "tokens",
-            names,
-            {"median": [statistics.median(each["same_tokens"]) for each in others]},
-            note=f"Of {data['answer_tokens']}, in the middle of {len(_PROMPTS)} answers.",
-        ),
+        bar_chart("Perplexity against float32 weights", "percent more", names, {"change": changes}, note=doubt),
+        bar_chart(same_tokens, "tokens", names, {"median": medians}, note=middle),
     ]
     rows: list[list[object]] = []
     for each in entries:

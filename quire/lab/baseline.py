@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from quire.bench.charts import bar_chart, line_chart
 from quire.bench.report import RunReport
-from quire.bench.units import duration, number, size, times
+from quire.bench.units import duration, number, size, times, times_the
 from quire.bench.workloads import Workload, even_lengths
 from quire.lab.context import LabContext, SkippedError, record, run_of
 from quire.lab.experiment import Data, Experiment, Finding, Result, curve, kv_of, run_table
@@ -110,21 +110,16 @@ def tell(data: Data, context: LabContext) -> Result:
     ordered = [theirs[0], ours[0], theirs[1], ours[1]]
     rates = {"transformers, static": [e.output_tok_s for e in theirs], "Quire": [e.output_tok_s for e in ours]}
     records = {"transformers": data["measured"][3], "Quire": data["measured"][1]}
+    slowing = "A static batch slows down towards its end, when only its longest answers still need tokens."
     over_time = {name: curve(each, "output_tokens") for name, each in records.items()}
     return Result(
         question=f"How much faster is Quire than transformers' generate() in static batches of {BATCH}, with no more "
         f"than {BATCH} sequences at once on either side, and what of it is batching and paging?",
-        headline=f"{times(mixed)} the useful tokens per second of static batches on mixed lengths, {times(equal)} on "
-        "equal ones" + (", but transformers' own pace changed between the two" if pace else ""),
+        headline=f"{times_the(mixed, 'useful tokens per second')} of static batches on mixed lengths, "
+        f"{times(equal)} on equal ones" + (", but transformers' own pace changed between the two" if pace else ""),
         charts=[
             bar_chart("Useful output tokens per second", "tokens/s", _WORKS, rates),
-            line_chart(
-                "Mixed lengths: useful tokens over time",
-                "seconds",
-                "output tokens",
-                over_time,
-                note="A static batch slows down towards its end, when only its longest answers still need tokens.",
-            ),
+            line_chart("Mixed lengths: useful tokens over time", "seconds", "output tokens", over_time, note=slowing),
         ],
         tables=[
             run_table(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quire.bench.charts import bar_chart, line_chart
 from quire.bench.report import RunReport
-from quire.bench.units import about, duration, listed, ms, number, times
+from quire.bench.units import about, duration, listed, ms, number, times, times_the
 from quire.bench.workloads import even_lengths
 from quire.lab.context import LabContext, record, run_of
 from quire.lab.experiment import Data, Experiment, Finding, Result, kv_of, num_preemptions, percentile, run_table
@@ -109,7 +109,7 @@ def tell(data: Data, context: LabContext) -> Result:
     best = max(range(len(runs)), key=lambda i: rates[i])
     free = [(width, rates[0] * width) for width in WIDTHS if rates[0] * width <= 1.6 * max(rates)]
     prompt, output = _lengths(context)
-    flag = "max_num_seqs"
+    flag, names = "max_num_seqs", list(map(str, WIDTHS))
     free_line = ([width for width, _ in free], [rate for _, rate in free])
     throughput = {"measured": (list(WIDTHS), rates), "if every sequence were free": free_line}
     waits = {
@@ -127,9 +127,7 @@ def tell(data: Data, context: LabContext) -> Result:
         charts=[
             line_chart("Throughput", flag, "output tokens/s", throughput, log="xy"),
             line_chart("What each user sees", flag, "ms between tokens", waits, log="xy"),
-            bar_chart(
-                "Blocks of the KV cache in use", "percent of blocks", list(map(str, WIDTHS)), in_use, x_label=flag
-            ),
+            bar_chart("Blocks of the KV cache in use", "percent of blocks", names, in_use, x_label=flag),
         ],
         tables=[
             run_table(
@@ -166,7 +164,7 @@ def tell(data: Data, context: LabContext) -> Result:
             Finding(
                 "Throughput is paid for in latency: the time between two tokens grows with the width.",
                 f"Median {duration(p50[0])} at 1, {duration(p50[-1])} at {WIDTHS[-1]}: {times(p50[-1] / p50[0])}, for "
-                f"{times(rates[-1] / rates[0])} the throughput.",
+                f"{times_the(rates[-1] / rates[0], 'throughput')}.",
                 p50[-1] > p50[0],
             ),
         ],

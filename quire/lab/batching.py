@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from quire.bench.charts import Chart, Span, bar_chart, line_chart
 from quire.bench.report import Percentiles
-from quire.bench.units import duration, number, times
+from quire.bench.units import duration, number, times_the
 from quire.lab.context import LabContext
 from quire.lab.experiment import Data, Experiment, Finding, Record, Result, Table
 from quire.sim import SimRequest, poisson_arrivals
@@ -37,7 +37,7 @@ def picture_lengths(seed: int) -> list[tuple[int, int]]:
 
 
 def predicted_static_utilisation(arrivals: Sequence[SimRequest], num_slots: int) -> float:
-    """For full batches in order: the sum of outputs over slots times each batch's longest one."""
+    """The useful share of full batches in order: the sum of outputs over slots times each batch's longest one."""
     outputs = [a.output_len for a in arrivals]
     batches = [outputs[i : i + num_slots] for i in range(0, len(outputs), num_slots)]
     return sum(outputs) / (num_slots * sum(max(batch) for batch in batches))
@@ -71,8 +71,7 @@ def _data(run: BatchRun) -> Record:
     latency, first = Percentiles.of(run.latencies_s), Percentiles.of(run.first_tokens_s)
     assert latency is not None and first is not None
     names = ("name", "num_slots", "num_steps", "seconds", "output_tokens", "output_tok_s", "utilisation")
-    return {name: getattr(run, name) for name in names} | {
-        "queued_utilisation": run.queued_utilisation,
+    return {name: getattr(run, name) for name in (*names, "queued_utilisation")} | {
         "latency_p50_s": latency.p50,
         "latency_p99_s": latency.p99,
         "first_token_p50_s": first.p50,
@@ -91,29 +90,20 @@ def tell(data: Data, context: LabContext) -> Result:
     outputs = [output for _, output in data["lengths"]]
     mean, batches = sum(outputs) / len(outputs), range(0, len(outputs), NUM_SLOTS)
     mean_longest = sum(max(outputs[i : i + NUM_SLOTS]) for i in batches) / len(batches)
-    useful = {
-        name: [100 * group[i]["utilisation"] for group in groups] for i, name in enumerate(("static", "continuous"))
-    }
+    kinds, cases = ("static", "continuous"), ("all at once", "arriving", "the picture")
+    useful = {kind: [100 * group[i]["utilisation"] for group in groups] for i, kind in enumerate(kinds)}
+    widths = {run["name"]: ([p[0] for p in run["width"]], [p[1] for p in run["width"]]) for run in groups[0]}
+    note = "All requests there from the start. Static batching runs down to its longest request each time."
+    over_time = "Requests in the batch that are not done, over time"
     return Result(
         question="How much of a batch's slots does useful work when the batch ends together, and when every slot is "
         "given on as soon as its request is done?",
         headline=f"{100 * static['utilisation']:.0f} % of the slots do useful work in static batches, "
-        f"{100 * continuous['utilisation']:.0f} % in continuous ones: {times(speedup)} the throughput",
+        f"{100 * continuous['utilisation']:.0f} % in continuous ones: {times_the(speedup, 'throughput')}",
         charts=[
             *(_timeline(each) for each in data["picture"]),
-            bar_chart(
-                "Slots that do useful work",
-                "percent of slots x steps",
-                ["all at once", "arriving", "the picture"],
-                useful,
-            ),
-            line_chart(
-                "Requests in the batch that are not done, over time",
-                "simulated seconds",
-                "requests",
-                {run["name"]: ([p[0] for p in run["width"]], [p[1] for p in run["width"]]) for run in groups[0]},
-                note="All requests there from the start. Static batching runs down to its longest request each time.",
-            ),
+            bar_chart("Slots that do useful work", "percent of slots x steps", cases, useful),
+            line_chart(over_time, "simulated seconds", "requests", widths, note=note),
         ],
         tables=[
             _table("All requests there from the start", groups[0], len(outputs)),

@@ -24,9 +24,8 @@ def measure(context: LabContext) -> Data:
                 context.report(f"{kind}, {width} answers to {name} prompts")
                 engine = context.engine(enable_prefix_caching=False)
                 used, named, copies = _run(engine, prompts, kind, width, answer_len, context.seed)
-                found.append(
-                    {"kind": kind, "lengths": name, "width": width, "blocks": used, "entries": named, "copies": copies}
-                )
+                counts = {"width": width, "blocks": used, "entries": named, "copies": copies}
+                found.append({"kind": kind, "lengths": name} | counts)
     return {"measured": found}
 
 
@@ -47,10 +46,10 @@ def _run(
     engine: LLMEngine, prompts: list[list[int]], kind: str, width: int, answer_len: int, seed: int
 ) -> tuple[int, int, int]:
     """Blocks in use and entries of block tables, summed over all steps, and blocks copied."""
-    params: SamplingParams | BeamSearchParams = BeamSearchParams(
-        beam_width=width, max_tokens=answer_len, ignore_eos=True
-    )
-    if kind != "beam search":
+    params: SamplingParams | BeamSearchParams
+    if kind == "beam search":
+        params = BeamSearchParams(beam_width=width, max_tokens=answer_len, ignore_eos=True)
+    else:
         params = SamplingParams(n=width, temperature=1.0, max_tokens=answer_len, ignore_eos=True, seed=seed)
     kv = engine.core.kv
     before = kv.counters.num_copies
@@ -96,9 +95,8 @@ def tell(data: Data, context: LabContext) -> Result:
         ["", "lengths", "answers", "blocks", "table entries", "saved %", "the paper %", "blocks copied"],
         [
             [
-                *(row["kind"], row["lengths"], row["width"], row["blocks"], row["entries"]),
-                f"{saved_percent(row):.1f}",
-                "{:.1f} to {:.1f}".format(*PAPER[row["kind"], row["lengths"]]),
+                *(row[name] for name in ("kind", "lengths", "width", "blocks", "entries")),
+                *(f"{saved_percent(row):.1f}", "{:.1f} to {:.1f}".format(*PAPER[row["kind"], row["lengths"]])),
                 row["copies"],
             ]
             for row in rows

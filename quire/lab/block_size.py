@@ -72,7 +72,7 @@ def cache_tokens(work: Workload, width: int) -> int:
 
 
 def predicted_waste(work: Workload, block_size: int) -> float:
-    """From the lengths alone: the empty ends of last blocks over a request's life."""
+    """Percent of slots empty, from the lengths alone: the ends of last blocks over a request's life."""
     return mix_needs([Kind(len(prompt), num_out) for prompt, num_out in work], block_size).waste_percent
 
 
@@ -151,7 +151,7 @@ def tell(data: Data, context: LabContext) -> Result:
         findings=_findings(mixes, sizes),
         explanation=[
             "What the cache does for speed are counts, which do not vary from run to run: empty memory admits nobody, "
-            "so that fewer sequences share a step, and who is preempted is computed twice. A size that is faster than "
+            "so that fewer sequences share a step, and a preempted one is computed twice. A size that is faster than "
             f"{DEFAULT} without more sequences a step owes it to the steps' own speed: do not choose by it.",
             "What small blocks cost is bookkeeping: longer tables, and more blocks to take and give back.",
         ],

@@ -73,7 +73,7 @@ class LabContext:
     """Handed to every experiment's run()."""
 
     settings: LabSettings
-    say: Callable[[str], None]
+    report: Callable[[str], None]  # takes a line of how far the experiment is
     # The data of the experiments that are done, by key.
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     quick: bool = field(init=False)
@@ -86,9 +86,6 @@ class LabContext:
     @property
     def on_gpu(self) -> bool:
         return self.settings.gpu_8b
-
-    def report(self, text: str) -> None:
-        self.say(text)
 
     def pick(self, quick: T, full: T, gpu: T) -> T:
         """How much to do: on a CPU in a hurry or not, or on a GPU, which does a hundred times as much."""
@@ -177,7 +174,7 @@ def record(report: RunReport) -> dict[str, Any]:
     kept = samples[::step]
     if samples and kept[-1] is not samples[-1]:
         kept.append(samples[-1])
-    data["samples"] = {name: [_rounded(getattr(sample, name)) for sample in kept] for name in _SAMPLE_COLUMNS}
+    data["samples"] = {name: [round(getattr(sample, name), 4) for sample in kept] for name in _SAMPLE_COLUMNS}
     return data
 
 
@@ -186,10 +183,6 @@ def run_of(data: dict[str, Any]) -> RunReport:
     from quire.bench.report import RunReport
 
     return RunReport.from_json({name: value for name, value in data.items() if name not in ("samples", "kind")})
-
-
-def _rounded(value: float) -> float:
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def run_records(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

@@ -12,17 +12,8 @@ from dataclasses import dataclass, replace
 from quire.bench import units
 from quire.config import GIB, EngineConfig
 from quire.errors import MemoryBudgetError
-from quire.executor import sizing
+from quire.executor import memory, sizing
 from quire.executor.gpu_record import GpuRecord
-from quire.executor.memory import (
-    MemoryLedger,
-    available_host_bytes,
-    cpu_kv_budget,
-    cuda_kv_budget,
-    longest_sequence,
-    plan_memory,
-    with_kv_bytes,
-)
 from quire.lab.traffic import Fit, MixNeeds, fit_mix
 from quire.models.kv_layout import KVLayout, kv_layout
 from quire.models.share import largest_share
@@ -32,7 +23,7 @@ from quire.models.spec import ModelSpec
 DRIVER_BYTES = int(0.72 * GIB)
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class DevicePlan:
     """One device's memory under one choice of KV dtype and tensor-parallel degree."""
 
@@ -48,9 +39,9 @@ class DevicePlan:
     token_bytes: int  # bytes of K and V for a token, on this device
     block_bytes: int
     layout: KVLayout
-    kv_budget_bytes: int | None  # None: nothing is left
-    ledger: MemoryLedger | None  # None: it does not fit
-    problem: str | None  # then: why
+    kv_budget_bytes: int | None = None  # None: nothing is left
+    ledger: memory.MemoryLedger | None = None  # None: it does not fit
+    problem: str | None = None  # then: why
     fit: Fit | None = None  # how many of the mix fit, where one was given
 
     @property
@@ -82,16 +73,13 @@ def plan_device(
     layout = share.layout(kv_layout(spec, config.max_model_len))
     block_bytes = layout.block_bytes(shard, config.block_size, kv_value_bytes)
     kv_size_flag = config.kv_size_flag
-    config = with_kv_bytes(config, block_bytes)
+    config = memory.with_kv_bytes(config, block_bytes)
     device_bytes = memory_bytes if device == "cuda" else None
-    max_len = longest_sequence(
+    max_len = memory.longest_sequence(
         config, spec, layout, block_bytes=block_bytes, max_span_tokens=max_tokens, device_bytes=device_bytes
     )
-    weight_bytes = sizing.weight_bytes(shard, sizing.weight_quantization(config, spec, device) or dtype, max_len)
-    adapter_bytes = sizing.adapter_bytes(config, shard, dtype)
-    held_bytes = weight_bytes + adapter_bytes
     whole_logits = replace(shard, vocab_size=spec.vocab_size)  # the rank that samples gathers them
-    graph_bytes = batch_bytes = 0
+    graph_bytes = batch_bytes = driver_bytes = 0
     if device == "cpu":
         step_bytes = sizing.cpu_step_bytes(whole_logits, max_num_seqs, max_tokens)
     else:
@@ -101,67 +89,13 @@ def plan_device(
         if not config.enforce_eager:
             graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs, *lengths, adapted=config.enable_lora)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
-    running_bytes = step_bytes + graph_bytes + batch_bytes
-    driver_bytes = 0
-    if device == "cuda":
         driver_bytes = DRIVER_BYTES if record is None else record.rest_bytes
-    budget: int | None = None
-    ledger: MemoryLedger | None = None
-    problem: str | None = None
-    fit: Fit | None = None
-    try:
-        if device == "cuda":
-            assert memory_bytes is not None
-            if config.kv_cache_memory_bytes is not None:
-                _check_cuda_room(config, memory_bytes, held_bytes + driver_bytes + running_bytes)
-            elif held_bytes + driver_bytes + running_bytes >= memory_bytes:
-                raise MemoryBudgetError(
-                    f"weights of {size(held_bytes)} and a step of {size(running_bytes)} do not fit in "
-                    f"{size(memory_bytes)}: use a larger GPU, a smaller model, or lower max_num_batched_tokens"
-                )
-            budget = cuda_kv_budget(
-                config,
-                free_bytes=memory_bytes - held_bytes - driver_bytes,
-                total_bytes=memory_bytes,
-                activation_bytes=running_bytes,
-            )
-            flag = "gpu_memory_utilization"
-        else:
-            free = memory_bytes if memory_bytes is not None else available_host_bytes()
-            if free is not None:
-                free //= config.num_ranks  # which are all on this machine
-            if free is not None and held_bytes + step_bytes >= free:
-                raise MemoryBudgetError(
-                    f"weights of {size(held_bytes)} and a step of {size(step_bytes)} do not fit in {size(free)}: use a "
-                    f"machine with more memory, a smaller model, or a smaller weight dtype"
-                )
-            budget = cpu_kv_budget(config, step_bytes, free_bytes=None if free is None else free - held_bytes)
-            flag = "kv_cache_memory_bytes"
-        ledger = plan_memory(
-            config,
-            shard,
-            device=device,
-            weight_bytes=weight_bytes,
-            adapter_bytes=adapter_bytes,
-            activation_bytes=step_bytes,
-            graph_bytes=graph_bytes,
-            batch_bytes=batch_bytes,
-            block_bytes=block_bytes,
-            layout=layout,
-            max_span_tokens=max_tokens,
-            kv_budget_bytes=budget,
-            kv_budget_flag=kv_size_flag or flag,
-        )
-        if needs is not None:
-            fit = fit_mix(needs, ledger.num_blocks, int(config.watermark * ledger.num_blocks))
-    except MemoryBudgetError as error:
-        problem = str(error)
-    return DevicePlan(
+    plan = DevicePlan(
         kv_dtype=sizing.kv_dtype(config, dtype),
         tensor_parallel=config.tensor_parallel_size,
         num_stages=config.pipeline_parallel_size,
-        weight_bytes=weight_bytes,
-        adapter_bytes=adapter_bytes,
+        weight_bytes=sizing.weight_bytes(shard, sizing.weight_quantization(config, spec, device) or dtype, max_len),
+        adapter_bytes=sizing.adapter_bytes(config, shard, dtype),
         step_bytes=step_bytes,
         graph_bytes=graph_bytes,
         batch_bytes=batch_bytes,
@@ -169,11 +103,58 @@ def plan_device(
         token_bytes=shard.kv_values_per_token * kv_value_bytes,
         block_bytes=block_bytes,
         layout=layout,
-        kv_budget_bytes=budget,
-        ledger=ledger,
-        problem=problem,
-        fit=fit,
     )
+    try:
+        plan.kv_budget_bytes, flag = _kv_budget(plan, config, device, memory_bytes)
+        plan.ledger = memory.plan_memory(
+            config,
+            shard,
+            device=device,
+            weight_bytes=plan.weight_bytes,
+            adapter_bytes=plan.adapter_bytes,
+            activation_bytes=step_bytes,
+            graph_bytes=graph_bytes,
+            batch_bytes=batch_bytes,
+            block_bytes=block_bytes,
+            layout=layout,
+            max_span_tokens=max_tokens,
+            kv_budget_bytes=plan.kv_budget_bytes,
+            kv_budget_flag=kv_size_flag or flag,
+        )
+        if needs is not None:
+            plan.fit = fit_mix(needs, plan.ledger.num_blocks, int(config.watermark * plan.ledger.num_blocks))
+    except MemoryBudgetError as error:
+        plan.problem = str(error)
+    return plan
+
+
+def _kv_budget(plan: DevicePlan, config: EngineConfig, device: str, memory_bytes: int | None) -> tuple[int, str]:
+    """The bytes that are left for the cache, and the flag that sets them."""
+    held_bytes, running_bytes = plan.weight_bytes + plan.adapter_bytes, plan.running_bytes
+    if device == "cuda":
+        assert memory_bytes is not None
+        taken_bytes = held_bytes + plan.driver_bytes
+        if config.kv_cache_memory_bytes is not None:
+            _check_cuda_room(config, memory_bytes, taken_bytes + running_bytes)
+        elif taken_bytes + running_bytes >= memory_bytes:
+            raise MemoryBudgetError(
+                f"weights of {size(held_bytes)} and a step of {size(running_bytes)} do not fit in "
+                f"{size(memory_bytes)}: {_advice(taken_bytes, memory_bytes)}"
+            )
+        free = memory_bytes - taken_bytes
+        budget = memory.cuda_kv_budget(
+            config, free_bytes=free, total_bytes=memory_bytes, activation_bytes=running_bytes
+        )
+        return budget, "gpu_memory_utilization"
+    room = memory_bytes if memory_bytes is not None else memory.available_host_bytes()
+    if room is not None:
+        room = room // config.num_ranks - held_bytes  # ranks are all on this machine
+        if plan.step_bytes >= room:
+            raise MemoryBudgetError(
+                f"weights of {size(held_bytes)} and a step of {size(plan.step_bytes)} do not fit in "
+                f"{size(room + held_bytes)}: use a machine with more memory, a smaller model, or a smaller weight dtype"
+            )
+    return memory.cpu_kv_budget(config, plan.step_bytes, free_bytes=room), "kv_cache_memory_bytes"
 
 
 def _check_cuda_room(config: EngineConfig, memory_bytes: int, taken_bytes: int) -> None:
@@ -185,6 +166,13 @@ def _check_cuda_room(config: EngineConfig, memory_bytes: int, taken_bytes: int) 
             f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} is more than the {size(max(room, 0))} that weights "
             f"and the largest step leave of {size(memory_bytes)}: lower it to {max(room, 0)} or less"
         )
+
+
+def _advice(fixed_bytes: int, memory_bytes: int) -> str:
+    """What to change where weights and a step do not fit: a smaller step is of no use where weights alone do not."""
+    if fixed_bytes >= memory_bytes:
+        return "use a larger GPU, several of them (-tp, -pp) or a smaller model"
+    return "use a larger GPU, several of them (-tp, -pp), a smaller model, or lower max_num_batched_tokens"
 
 
 def size(num_bytes: float) -> str:

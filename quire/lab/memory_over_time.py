@@ -74,11 +74,6 @@ def _cache_bytes(run: Record) -> int:
     return int(run["kv"]["num_blocks"] * run["kv"]["block_bytes"])
 
 
-def _held_at_peak_percent(run: Record) -> float:
-    """The part of the bytes that held a token, when most blocks were in use."""
-    return 100.0 - float(run["kv"]["waste_percent_at_peak"])
-
-
 def _table(runs: Runs) -> Table:
     columns = ["experiment", "run", "seconds", "cache", "most in use", "mean in use %", "of it tokens %", "fewest free"]
     columns += ["blocks in and out /s", "process", "GPU"]
@@ -87,7 +82,7 @@ def _table(runs: Runs) -> Table:
         kv = each["kv"]
         held = size(kv["peak_blocks"] * kv["block_bytes"])
         rows.append([key, each["workload"], number(each["seconds"]), size(_cache_bytes(each)), held])
-        rows[-1] += [number(100 * kv["occupancy_mean"]), number(_held_at_peak_percent(each)), kv["min_available"]]
+        rows[-1] += [number(100 * kv["occupancy_mean"]), number(100 - kv["waste_percent_at_peak"]), kv["min_available"]]
         rows[-1] += [number(kv["churn_per_s"]), size(each["peak_rss_bytes"]), size(each["peak_gpu_bytes"] or None)]
     return Table("Every run", columns, rows, "Of it tokens: when most blocks were in use.")
 

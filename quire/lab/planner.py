@@ -87,30 +87,16 @@ class Plan:
 
     def to_data(self) -> dict[str, Any]:
         """Plain data, for --json."""
-        spec = self.spec
-        names = ("architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
-        return {
-            "model": self.model,
-            "shape": {name: getattr(spec, name) for name in (*names, "max_position")},
-            "device": self.device,
-            "memory_bytes": self.memory_bytes,
-            "dtype": self.dtype,
-            "weight_dtype": self.weight_dtype,
+        shape = ("architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
+        data = asdict(self)
+        for name in ("spec", "config", "record", "file_bytes"):
+            del data[name]
+        data["mix_needs"] = data.pop("needs")
+        return data | {
+            "shape": {name: getattr(self.spec, name) for name in (*shape, "max_position")},
             "block_size": self.config.block_size,
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
             "exact": self.is_exact,
             "packed_file_bytes": self.file_bytes if self.keeps_file_packed else None,
-            "chosen": asdict(self.chosen),
-            "choices": [asdict(choice) for choice in self.choices],
-            "skipped": self.skipped,
-            "mix": [asdict(kind) for kind in self.mix],
-            "mix_needs": asdict(self.needs) if self.needs else None,
-            "concurrency": self.concurrency,
-            "wanted_kv_bytes": self.wanted_kv_bytes,
-            "wanted_memory_bytes": self.wanted_memory_bytes,
-            "flags": [asdict(flag) for flag in self.flags],
-            "advised": asdict(self.advised) if self.advised else None,
         }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quire.bench.charts import bar_chart, line_chart
 from quire.bench.report import RunReport
-from quire.bench.units import counted, duration, number, times
+from quire.bench.units import counted, duration, number, times_the
 from quire.bench.workloads import Workload, even_lengths, shared_prefix
 from quire.lab.context import LabContext, record, run_of
 from quire.lab.experiment import Data, Experiment, Finding, Result, curve, kv_of, percentile, run_table
@@ -64,25 +64,18 @@ def tell(data: Data, context: LabContext) -> Result:
     # All but the first requests find the prefix's whole blocks.
     best = (num - 1) * (prefix // kv.block_size * kv.block_size) / (num * (prefix + suffix))
     rate, waits = kv.prefix_hit_rate, [percentile(each.ttft_s, "p50") or 0.0 for each in (off, on)]
-    names = ("system prompt", f"n = {N}")
+    names, speeds = ("system prompt", f"n = {N}"), _apart_and_shared([each.output_tok_s for each in runs])
+    in_use = {each["workload"]: curve(each, "kv_usage", each["kv"]["num_blocks"]) for each in data["measured"][:2]}
     return Result(
         question="What is it worth to keep the keys and values of a system prompt that every request repeats, and of a "
         f"prompt that is answered {N} times?",
-        headline=f"the prefix cache brings {times(on.output_tok_s / off.output_tok_s)} the throughput and "
+        headline=f"the prefix cache brings {times_the(on.output_tok_s / off.output_tok_s, 'throughput')} and "
         f"{100 * (1 - peaks[1] / peaks[0]):.0f} % fewer blocks; with n = {N} there are "
         f"{100 * (1 - peaks[3] / peaks[2]):.0f} % fewer",
         charts=[
             bar_chart("Most blocks in use", "blocks", names, _apart_and_shared(peaks)),
-            line_chart(
-                "The system prompt's run: blocks in use over time",
-                "seconds",
-                "blocks",
-                {each["workload"]: curve(each, "kv_usage", each["kv"]["num_blocks"]) for each in data["measured"][:2]},
-                is_area=True,
-            ),
-            bar_chart(
-                "Output tokens per second", "tokens/s", names, _apart_and_shared([each.output_tok_s for each in runs])
-            ),
+            line_chart("The system prompt's run: blocks in use over time", "seconds", "blocks", in_use, is_area=True),
+            bar_chart("Output tokens per second", "tokens/s", names, speeds),
         ],
         tables=[
             run_table(
@@ -160,8 +153,8 @@ def _explain(runs: list[RunReport]) -> list[str]:
             else ""
         ),
         f"n = {N} runs each prompt once and forks it: {forked.prompt_tokens:,} prompt tokens instead of "
-        f"{apart.prompt_tokens:,}, {times(forked.output_tok_s / apart.output_tok_s)} the throughput. All {N} write on "
-        f"in the block in which the prompt ends: {N - 1} of them take a copy, the last keeps the original.",
+        f"{apart.prompt_tokens:,}, {times_the(forked.output_tok_s / apart.output_tok_s, 'throughput')}. All {N} write "
+        f"on in the block in which the prompt ends: {N - 1} of them take a copy, the last keeps the original.",
     ]
 
 

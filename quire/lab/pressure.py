@@ -47,6 +47,10 @@ def tell(data: Data, context: LabContext) -> Result:
     fixed = sorted([recompute.output_tok_s, swap.output_tok_s])
     chosen = kv_of(auto).preemptions
     only = [mode for mode, count in chosen.items() if count]
+    hidden = ""
+    if len(only) == 1:
+        hidden = f"Left to choose, the engine took {only[0]} every time: one line may hide the other."
+    running = {name: curve(each, "running") for name, each in zip(_NAMES, data["measured"], strict=True)}
     # Fewer blocks make nothing faster: more than all of the throughput is the machine's own variation.
     ratio = best.output_tok_s / enough.output_tok_s
     kept = f"{100 * ratio:.0f} %" if ratio < 0.995 else "all"
@@ -62,15 +66,7 @@ def tell(data: Data, context: LabContext) -> Result:
         charts=[
             bar_chart("Throughput", "output tokens/s", _NAMES, {"tok/s": [each.output_tok_s for each in runs]}),
             bar_chart("Tokens that were computed", "tokens", _NAMES, computed, is_stacked=True),
-            line_chart(
-                "Sequences running over time",
-                "seconds",
-                "sequences",
-                {name: curve(each, "running") for name, each in zip(_NAMES, data["measured"], strict=True)},
-                note=f"Left to choose, the engine took {only[0]} every time: one line may hide the other."
-                if len(only) == 1
-                else "",
-            ),
+            line_chart("Sequences running over time", "seconds", "sequences", running, note=hidden),
         ],
         tables=[
             run_table(
@@ -125,10 +121,11 @@ def tell(data: Data, context: LabContext) -> Result:
 def _explain(runs: list[RunReport], data: Data) -> list[str]:
     enough, recompute, swap, _ = runs
     rate = recompute.prefill_tok_s or enough.prefill_tok_s
+    speed, width = swap.output_tok_s / enough.output_tok_s, swap.running_mean / enough.running_mean
     paragraphs = [
         f"Half the blocks ({data['num_blocks']:,}) hold fewer sequences a step, and a narrower step shares its weights "
-        f"among fewer: with swap, which computes nothing twice, {_percent(swap, enough)} of the throughput is left at "
-        f"{100 * swap.running_mean / enough.running_mean:.0f} % of the width."
+        f"among fewer: with swap, which computes nothing twice, {100 * speed:.0f} % of the throughput is left at "
+        f"{100 * width:.0f} % of the width."
     ]
     if data["swap_bytes_per_s"] and rate:
         token_bytes = kv_of(swap).block_bytes / kv_of(swap).block_size
@@ -138,10 +135,6 @@ def _explain(runs: list[RunReport], data: Data) -> list[str]:
             "What waits behind counts too, and prompts whose blocks are cached."
         )
     return paragraphs
-
-
-def _percent(run: RunReport, enough: RunReport) -> str:
-    return f"{100 * run.output_tok_s / enough.output_tok_s:.0f} %"
 
 
 EXPERIMENT = Experiment("pressure", "Memory pressure: half the blocks", measure, tell)

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.bench.svg import figures, page
 from quire.bench.units import counted, duration, listed, number, size
-from quire.lab.experiment import Finding, Result, Table
+from quire.lab.experiment import Experiment, Finding, Result, Table
 from quire.lab.experiments import EXPERIMENTS
 from quire.lab.store import Entry, LabReport
 
@@ -21,16 +21,15 @@ _NUMBER = re.compile(r"[-+−]?[\d,]*\.?\d+( ?(%|[KMG]iB|B|ms|s|µs))?|–|")
 
 def render_report(report: LabReport) -> str:
     parts = [_header(report), _summary(report)]
-    parts += [_section(at, key, entry) for at, key, entry in _numbered(report)]
+    parts += [_section(at, experiment, entry) for at, experiment, entry in _numbered(report)]
     parts.append(_footer(report))
     return page(f"Quire lab: {report.settings.model_name}", "".join(parts))
 
 
-def _numbered(report: LabReport) -> list[tuple[int, str, Entry]]:
+def _numbered(report: LabReport) -> list[tuple[int, Experiment, Entry]]:
     """Experiments keep their numbers, whichever of them were run."""
-    return [
-        (at, each.key, report.entries[each.key]) for at, each in enumerate(EXPERIMENTS, 1) if each.key in report.entries
-    ]
+    entries = report.entries
+    return [(at, each, entries[each.key]) for at, each in enumerate(EXPERIMENTS, 1) if each.key in entries]
 
 
 # -- the top
@@ -90,15 +89,14 @@ def _quiet(report: LabReport) -> str:
 
 def _summary(report: LabReport) -> str:
     rows = []
-    for at, key, entry in _numbered(report):
-        title = next(each.title for each in EXPERIMENTS if each.key == key)
+    for at, each, entry in _numbered(report):
         if entry.result is not None:
             text = escape(_sentence(entry.result.headline))
             score = _score(entry.result.findings)
         else:
             text, score = escape(entry.error), _badge("bad" if entry.status == "failed" else "open", entry.status)
         rows.append(
-            f'<tr><td class="number">{at}</td><td class="name"><a href="#{key}">{escape(title)}</a></td>'
+            f'<tr><td class="number">{at}</td><td class="name"><a href="#{each.key}">{escape(each.title)}</a></td>'
             f'<td>{text}</td><td class="score">{score}</td></tr>'
         )
     missing = [each.key for each in EXPERIMENTS if each.key not in report.entries]
@@ -126,9 +124,8 @@ def _badge(kind: str, text: str) -> str:
 # -- an experiment
 
 
-def _section(at: int, key: str, entry: Entry) -> str:
-    title = next(each.title for each in EXPERIMENTS if each.key == key)
-    head = f'<section id="{key}"><h2>{at}. {escape(title)}</h2>'
+def _section(at: int, experiment: Experiment, entry: Entry) -> str:
+    head = f'<section id="{experiment.key}"><h2>{at}. {escape(experiment.title)}</h2>'
     if entry.result is None:
         soft = "" if entry.status == "failed" else " soft"
         details = f"<details><summary>details</summary><pre>{escape(entry.details)}</pre></details>"

@@ -1,10 +1,10 @@
 """Replicas that share this machine's cores, served for real and predicted: the `served` part of the validation.
 
 The replicas are engine processes of one thread each behind the product's router. They get requests to learn from and
-other requests to be measured with, in turn. Of the first their steps are kept, with what each took of a core; from
-those alone the simulator knows what steps cost, and how much dearer they were in each round. Simulated engines that
-have served what the measured ones had before then serve the second on as many cores, which are slower by what other
-programs took of them meanwhile: nothing, on a quiet machine.
+other requests to be measured with, in turn. The steps of the first are recorded, with the time of a core that each
+took. These alone tell the simulator what steps cost, and how much dearer they were in each round. The simulated engines
+first serve what the measured ones had served before, and then the requests to be measured with, on as many cores. Those
+cores are slower by what other programs took of them meanwhile, which is nothing on a quiet machine.
 """
 
 from __future__ import annotations
@@ -18,23 +18,30 @@ from quire.bench.machine import num_usable_cpus
 from quire.bench.profile import STEP_COLUMNS
 from quire.bench.replicas import ReplicaBench, TimedLoad, replica_bench
 from quire.bench.report import RunReport
-from quire.bench.workloads import Workload, arrival_times, even_lengths, usable_vocab
+from quire.bench.workloads import Workload, arrival_times, usable_vocab
 from quire.config import EngineConfig
 from quire.engine.api import EngineInfo
 from quire.errors import ConfigError
 from quire.lab.simulated import engine_by_profile
-from quire.lab.validation import PAUSE_S, prompts_of_all_sizes, report_of
+from quire.lab.validation import PAUSE_S, ROUNDS, SHARE_OF_CAPACITY, WARM_UP_SEED, Loads, report_of
 from quire.sim.fleet import Fleet
 from quire.sim.profile import ProfileCost, RecordedProfile, fit_steps
+from quire.sim.replica import TokenTimes
 from quire.sim.traffic import from_workload
 from quire.step_costs import StepLoad
 
-ROUNDS = 6
-_NUM_EACH = 12  # requests of a load, for each replica
-_NUM_SCATTERED = 4  # of a load that comes scattered in time, to learn from
-_WARM_UP_SEED = 99
-_NUM_DRAWS = 5  # simulations of a load
-_SHARE_OF_CAPACITY = 0.5  # of the requests/s with which a load that comes at once is served
+_NUM_DRAWS = 5  # simulations of each load
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What simulated readers saw of all loads, with one drawing of the noise."""
+
+    times: TokenTimes = field(default_factory=TokenTimes)
+    seconds: float = 0.0
+
+    def report(self) -> RunReport:
+        return report_of(self.times, self.seconds)
 
 
 @dataclass(slots=True)
@@ -44,11 +51,11 @@ class ServedRuns:
     num_cores: int
     front_s: float
     core_shares: list[float] = field(default_factory=list)  # of each load that was measured
-    at_once: list[RunReport] = field(default_factory=list)
-    timed: list[RunReport] = field(default_factory=list)
-    # Several of each load, since the noise of single steps is drawn.
-    at_once_predicted: list[RunReport] = field(default_factory=list)
-    timed_predicted: list[RunReport] = field(default_factory=list)
+    at_once: list[TimedLoad] = field(default_factory=list)
+    timed: list[TimedLoad] = field(default_factory=list)
+    # All loads together, several times, since the noise of single steps is drawn.
+    at_once_predicted: list[Drawn] = field(default_factory=lambda: [Drawn() for _ in range(_NUM_DRAWS)])
+    timed_predicted: list[Drawn] = field(default_factory=lambda: [Drawn() for _ in range(_NUM_DRAWS)])
 
 
 @dataclass(slots=True)
@@ -68,34 +75,6 @@ class _Round:
         return [self.together, *self.alone, self.scattered]
 
 
-@dataclass(slots=True, frozen=True)
-class _Loads:
-    """The requests of a round, by its seed."""
-
-    vocab: int
-    max_len: int
-    num_replicas: int
-
-    def together(self, seed: int) -> Workload:
-        return even_lengths(self.vocab, seed, 16 * self.num_replicas, (16, 200), (8, 48))
-
-    def scattered(self, seed: int) -> Workload:
-        return even_lengths(self.vocab, 2_000 + seed, _NUM_SCATTERED * self.num_replicas, (16, 200), (8, 48))
-
-    def alone(self, seed: int) -> Workload:
-        return prompts_of_all_sizes(self.vocab, seed, self.max_len)
-
-    def at_once(self, seed: int) -> Workload:
-        return even_lengths(self.vocab, 1_000 + seed, _NUM_EACH * self.num_replicas, (32, 200), (16, 48))
-
-    def timed(self, seed: int) -> Workload:
-        return self.at_once(500 + seed)
-
-    def before(self, seed: int) -> list[Workload]:
-        """What the engines have served before a round's `at_once`, of which they know what their steps cost."""
-        return [self.together(_WARM_UP_SEED), self.together(seed), *([one] for one in self.alone(seed))]
-
-
 def serve_and_predict(config: EngineConfig, num_replicas: int) -> ServedRuns:
     if config.given & {"device", "num_threads"} and (config.device, config.num_threads) != ("cpu", 1):
         raise ConfigError("--validate served is for replicas of one thread on the CPU: leave --device and threads out")
@@ -106,8 +85,8 @@ def serve_and_predict(config: EngineConfig, num_replicas: int) -> ServedRuns:
 async def _serve_and_predict(config: EngineConfig, num_replicas: int) -> ServedRuns:
     async with replica_bench(config, num_replicas) as bench:
         info = bench.info
-        loads = _Loads(usable_vocab(info.vocab_size), info.max_model_len, num_replicas)
-        await bench.run(loads.together(_WARM_UP_SEED))  # to warm up
+        loads = Loads(usable_vocab(info.vocab_size), info.max_model_len, num_replicas)
+        await bench.run(loads.together(WARM_UP_SEED))  # to warm up
         rounds: list[_Round] = []
         for seed in range(ROUNDS):
             rounds.append(await _measure(bench, loads, seed, rounds[0].at_once if rounds else None))
@@ -116,15 +95,15 @@ async def _serve_and_predict(config: EngineConfig, num_replicas: int) -> ServedR
     runs = ServedRuns(num_usable_cpus(), _front_s(bench.steps, [load for one in rounds for load in one.alone]))
 
     def predict(
-        times: float, before: Sequence[Workload], workload: Workload, arrivals: Sequence[float]
-    ) -> Iterator[RunReport]:
+        drawn: list[Drawn], times: float, before: Sequence[Workload], workload: Workload, arrivals: Sequence[float]
+    ) -> None:
         """`times`: how much longer steps take than on average of all rounds, or by what others have of the cores."""
         requests, began_s = [], 0.0
         for each in before:
             requests += from_workload(each, [began_s] * len(each))
             began_s += PAUSE_S
         requests += from_workload(workload, [began_s + at for at in arrivals])
-        for _ in range(_NUM_DRAWS):
+        for one in drawn:
             fleet = Fleet(
                 config=engine.config,
                 cost=cost.slower(times),
@@ -133,26 +112,27 @@ async def _serve_and_predict(config: EngineConfig, num_replicas: int) -> ServedR
                 num_cores=runs.num_cores,
             )
             fleet.run(requests, from_s=began_s)
-            yield report_of(fleet.times, fleet.now_s - began_s)
+            one.times.add(fleet.times)
+            one.seconds += fleet.now_s - began_s
 
     for seed, one in enumerate(rounds):
         dearer = _mean_stray(cost, _report(bench.steps, one.learned))
         shares = [_core_share(bench.steps, load, runs.num_cores) for load in (one.at_once, one.timed)]
         before, at_once = loads.before(seed), loads.at_once(seed)
         runs.core_shares += shares
-        runs.at_once.append(one.at_once.report())
-        runs.at_once_predicted += predict(dearer / shares[0], before, at_once, [0.0] * len(at_once))
-        runs.timed.append(one.timed.report())
-        runs.timed_predicted += predict(dearer / shares[1], [*before, at_once], loads.timed(seed), one.arrivals)
+        runs.at_once.append(one.at_once)
+        predict(runs.at_once_predicted, dearer / shares[0], before, at_once, [0.0] * len(at_once))
+        runs.timed.append(one.timed)
+        predict(runs.timed_predicted, dearer / shares[1], [*before, at_once], loads.timed(seed), one.arrivals)
     return runs
 
 
-async def _measure(bench: ReplicaBench, loads: _Loads, seed: int, first_at_once: TimedLoad | None) -> _Round:
+async def _measure(bench: ReplicaBench, loads: Loads, seed: int, first_at_once: TimedLoad | None) -> _Round:
     together = await bench.run(loads.together(seed))
     alone = [await bench.run([one]) for one in loads.alone(seed)]
     at_once = await bench.run(loads.at_once(seed))
     capacity = first_at_once or at_once
-    rate = _SHARE_OF_CAPACITY * len(capacity.first_s) / (capacity.ended_s - capacity.began_s)
+    rate = SHARE_OF_CAPACITY * len(capacity.first_s) / (capacity.ended_s - capacity.began_s)
     scattered = loads.scattered(seed)
     learned = await bench.run(scattered, arrival_times(len(scattered), rate, seed=100 + seed))
     arrivals = arrival_times(len(at_once.first_s), rate, seed=seed)

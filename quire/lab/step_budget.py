@@ -92,24 +92,23 @@ def tell(data: Data, context: LabContext) -> Result:
     waits = {n: ([p[0] for p in found], [1e3 * p[2] for p in found]) for n, found in lines.items()}
     rates = {n: ([p[0] for p in found], [p[1].total_tok_s for p in found]) for n, found in lines.items()}
     trade = {n: (waits[n][1], rates[n][1]) for n, found in lines.items() if found}
-    flag = "max_num_batched_tokens"
+    cost = change(last.total_tok_s / first.total_tok_s)
+    flag, both = "max_num_batched_tokens", "prompt and output tokens/s"
+    dots = f"A dot for each budget, {small:,} on the left and {large:,} on the right; up and to the left is better."
     return Result(
         question=f"{num_streams} streams decode when {num_prompts} prompts of {prompt_len:,} tokens come in. How long "
         "do the streams wait for their next token, and what does it cost to make that wait short?",
-        headline=f"a budget of {small} keeps the slowest percent of tokens within {duration(p99_small)}, {large:,} "
-        f"lets them wait {duration(p99_large)}, for {change(last.total_tok_s / first.total_tok_s)} throughput",
+        headline=(
+            f"a budget of {small} keeps the slowest percent of tokens within {duration(p99_small)}, {large:,} lets "
+            f"them wait {duration(p99_large)}, for {cost} throughput"
+            if p99_small < p99_large
+            else f"a budget of {small} shortened no wait here: the slowest percent of tokens took "
+            f"{duration(p99_small)}, with {large:,} {duration(p99_large)}, for {cost} throughput"
+        ),
         charts=[
             line_chart("The wait between two tokens, slowest percent", flag, "ms, p99", waits, log="xy"),
             line_chart("Throughput, prompt and output tokens", flag, "tokens/s", rates, log="x"),
-            line_chart(
-                "The trade: throughput against wait",
-                "ms between tokens, p99",
-                "prompt and output tokens/s",
-                trade,
-                note=f"A dot for each budget, {small:,} on the left and {large:,} on the right; up and to the left is "
-                "better.",
-                log="x",
-            ),
+            line_chart("The trade: throughput against wait", "ms between tokens, p99", both, trade, note=dots, log="x"),
         ],
         tables=[_table(points, _predicted_s(chunked, num_streams, num_prompts * prompt_len))],
         findings=_findings(points, chunked, whole, prompt_len),

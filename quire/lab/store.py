@@ -38,7 +38,7 @@ class Entry:
     seconds: float = 0.0
     result: Result | None = None
     error: str = ""
-    details: str = ""  # a traceback, for whoever looks for the reason
+    details: str = ""  # a traceback
     probe_tok_s: float | None = None  # the speed of the same short run, right after the experiment
 
 
@@ -155,7 +155,7 @@ def run_lab(report: LabReport, folder: Path, chosen: Sequence[Experiment], say: 
     for each in chosen:
         if each not in missing and not (each.is_last and missing):
             say(each.key, "done before")
-    # Whoever looks at the others' runs looks again when there are new ones.
+    # An experiment that looks at the others' runs runs again when there are new ones.
     planned = [each for each in missing if not each.is_last]
     planned += [each for each in chosen if each.is_last and missing]
     current = ""

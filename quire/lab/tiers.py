@@ -13,7 +13,7 @@ from typing import Any
 from quire import LLMEngine, SamplingParams
 from quire.bench.charts import Chart, bar_chart, line_chart
 from quire.bench.report import Percentiles
-from quire.bench.units import duration, number, times
+from quire.bench.units import duration, number, times, times_the
 from quire.lab.context import LabContext
 from quire.lab.experiment import Data, Experiment, Finding, Result, Table
 from quire.tiers.disk import DiskStore
@@ -66,7 +66,7 @@ def measure_first_tokens(context: LabContext) -> Data:
 
 
 def measure_beside(context: LabContext) -> Data:
-    """What loads cost those who decode: on a GPU, where bytes come beside steps."""
+    """How much loads slow sequences that decode, on a GPU, where blocks are loaded beside steps."""
     return {"beside": _decodes_beside_loads(context, _prepared(_engine(context)))} if context.on_gpu else {}
 
 
@@ -198,7 +198,7 @@ def _decodes_beside_loads(context: LabContext, engine: LLMEngine) -> dict[str, f
 
 
 def _decode(engine: LLMEngine, prefixes: list[list[int]]) -> float:
-    """Tokens a second of those who decode, while every few steps a request comes, unless it is empty."""
+    """Tokens a second of the sequences that decode, while a request comes every few steps; an empty prefix is none."""
     one = SamplingParams(temperature=0.0, max_tokens=1)
     num_tokens, started = 0, time.perf_counter()
     for i, prefix in enumerate(prefixes):
@@ -265,25 +265,20 @@ def tell(data: Data, context: LabContext) -> Result:
     sources = sources or {"loaded_s": f"from {level}"}
     slowest = list(sources)[-1]
     gain, tokens = below["output_tok_s"] / plain["output_tok_s"], [entry["tokens"] for entry in lengths]
+    names = {"computed_s": "computed", **{name: f"loaded, {where}" for name, where in sources.items()}}
+    waits = {shown: (tokens, [entry[name] for entry in lengths]) for name, shown in names.items()}
+    percentiles = {"p50": "first_token_p50_s", "p99": "first_token_p99_s"}
     long = [entry for entry in lengths if entry["tokens"] >= _BEATS_FROM] or lengths[-1:]
+    each = [f"{e['tokens']:,} tokens: {duration(e[slowest])} against {duration(e['computed_s'])}" for e in long]
     return Result(
         question=f"Blocks that the cache has no room for can be kept below it (here: {level}). From which length on is "
         "loading a prefix faster than computing it, and what is that worth to chats that do not fit in the cache "
         "together?",
-        headline=f"chats that outgrow the cache: {times(gain)} the throughput with a level below it ({level}), first "
-        f"token p50 {duration(below['first_token_p50_s'])} instead of {duration(plain['first_token_p50_s'])}",
+        headline=f"chats that outgrow the cache: {times_the(gain, 'throughput')} with a level below it ({level}), "
+        f"first token p50 {duration(below['first_token_p50_s'])} instead of {duration(plain['first_token_p50_s'])}",
         charts=[
-            line_chart(
-                "First token after a prefix",
-                "tokens of the prefix",
-                "seconds",
-                {"computed": (tokens, [entry["computed_s"] for entry in lengths])}
-                | {f"loaded, {where}": (tokens, [entry[name] for entry in lengths]) for name, where in sources.items()},
-                log="xy",
-            ),
-            _chat_chart(
-                "time to first token", "seconds", runs, {"p50": "first_token_p50_s", "p99": "first_token_p99_s"}
-            ),
+            line_chart("First token after a prefix", "tokens of the prefix", "seconds", waits, log="xy"),
+            _chat_chart("time to first token", "seconds", runs, percentiles),
             _chat_chart("output tokens per second", "tokens/s", runs, {"tokens/s": "output_tok_s"}),
         ],
         tables=[
@@ -292,13 +287,10 @@ def tell(data: Data, context: LabContext) -> Result:
                 ["prefix tokens", "computed", *sources.values(), "times", "tokens loaded"],
                 [
                     [
-                        f"{entry['tokens']:,}",
-                        duration(entry["computed_s"]),
-                        *(duration(entry[name]) for name in sources),
-                        times(entry["computed_s"] / entry[slowest]),
-                        f"{entry['num_loaded_tokens']:,}",
+                        *(f"{e['tokens']:,}", *(duration(e[name]) for name in names)),
+                        *(times(e["computed_s"] / e[slowest]), f"{e['num_loaded_tokens']:,}"),
                     ]
-                    for entry in lengths
+                    for e in lengths
                 ],
                 "The shortest of several, taken in turn. From a disk: what was written or read lately comes from the "
                 "system's page cache; for the next column it was dropped.",
@@ -309,10 +301,8 @@ def tell(data: Data, context: LabContext) -> Result:
                 ["level below", "output tok/s", "first token p50", "first token p99", "prompt tokens found %"],
                 [
                     [
-                        run["level"],
-                        number(run["output_tok_s"]),
-                        duration(run["first_token_p50_s"]),
-                        duration(run["first_token_p99_s"]),
+                        *(run["level"], number(run["output_tok_s"])),
+                        *(duration(run[name]) for name in percentiles.values()),
                         f"{100 * run['found_tokens'] / run['prompt_tokens']:.1f}",
                     ]
                     for run in runs
@@ -322,11 +312,7 @@ def tell(data: Data, context: LabContext) -> Result:
         findings=[
             Finding(
                 f"From {_BEATS_FROM} tokens on, loading beats computing.",
-                "; ".join(
-                    f"{entry['tokens']:,} tokens: {duration(entry[slowest])} against {duration(entry['computed_s'])}"
-                    for entry in long
-                )
-                + ".",
+                f"{'; '.join(each)}.",
                 all(entry[name] < entry["computed_s"] for entry in long for name in sources),
             ),
             Finding(
@@ -391,7 +377,7 @@ def _gpu_tables(data: Data) -> list[Table]:
                 ["blocks, as loads move them", f"{load / 1e9:.1f} GB/s", f"{100 * load / link:.0f} %"],
                 *rows,
             ],
-            "Tokens of those who decode. A request that comes costs them its own tokens' time wherever its prefix is.",
+            "Tokens of sequences that decode. A new request costs them its own tokens' time wherever its prefix is.",
         )
     ]
 

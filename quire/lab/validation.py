@@ -56,7 +56,7 @@ class Row:
 
     @property
     def spread(self) -> str:
-        """From the second lowest to the second highest of the loads: so far it is chance what a run measures."""
+        """From the second lowest to the second highest of the loads: the range in which a measurement is chance."""
         return f"{number(self.loads[1])} to {number(self.loads[-2])}" if len(self.loads) > 4 else ""
 
     @property
@@ -191,12 +191,10 @@ def _run(engine: SimulatedEngine, requests: list[SimRequest]) -> RunReport:
     return report
 
 
-def _latencies_ms(report: RunReport) -> tuple[float, float, float, float]:
+def _latencies_ms(report: RunReport) -> list[float]:
     """First token p50 and p99, inter-token p50 and p99."""
     assert report.ttft_s is not None and report.itl_s is not None
-    seconds = (report.ttft_s.p50, report.ttft_s.p99, report.itl_s.p50, report.itl_s.p99)
-    first, first_p99, between, between_p99 = (1e3 * one for one in seconds)
-    return first, first_p99, between, between_p99
+    return [1e3 * s for s in (report.ttft_s.p50, report.ttft_s.p99, report.itl_s.p50, report.itl_s.p99)]
 
 
 def _latency_rows(run: str, measured_ms: Sequence[float], predicted_ms: Sequence[Sequence[float]]) -> list[Row]:
@@ -210,17 +208,43 @@ def _latency_rows(run: str, measured_ms: Sequence[float], predicted_ms: Sequence
 
 # -- this machine, now
 
-_ROUNDS = 6
-_NUM_LIVE = 12  # requests of a batch
-_SHARE_OF_CAPACITY = 0.5  # of the requests/s that a batch is served with
+ROUNDS = 6
+WARM_UP_SEED = 99
+SHARE_OF_CAPACITY = 0.5  # of the requests/s with which a load that comes at once is served
+_NUM_EACH = 12  # requests of a load, for each replica
+_NUM_SCATTERED = 4  # of a load that comes scattered in time, to learn from
 _SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _NUM_ALONE_OUT = 12
 
 
-def prompts_of_all_sizes(vocab: int, seed: int, max_len: int) -> Workload:
-    """To be computed each alone, so that a profile has steps of every width."""
-    sizes = [size for size in _SIZES if size + _NUM_ALONE_OUT <= max_len]
-    return [even_lengths(vocab, seed + 50 + size, 1, (size, size), (4, _NUM_ALONE_OUT))[0] for size in sizes]
+@dataclass(slots=True, frozen=True)
+class Loads:
+    """The requests of a round, by its seed: some to learn costs from, and others to be measured with."""
+
+    vocab: int
+    max_len: int
+    num_replicas: int = 1
+
+    def together(self, seed: int) -> Workload:
+        return even_lengths(self.vocab, seed, 16 * self.num_replicas, (16, 200), (8, 48))
+
+    def scattered(self, seed: int) -> Workload:
+        return even_lengths(self.vocab, 2_000 + seed, _NUM_SCATTERED * self.num_replicas, (16, 200), (8, 48))
+
+    def alone(self, seed: int) -> Workload:
+        """Prompts to be computed each alone, so that a profile has steps of every width."""
+        sizes = [size for size in _SIZES if size + _NUM_ALONE_OUT <= self.max_len]
+        return [even_lengths(self.vocab, seed + 50 + size, 1, (size, size), (4, _NUM_ALONE_OUT))[0] for size in sizes]
+
+    def at_once(self, seed: int) -> Workload:
+        return even_lengths(self.vocab, 1_000 + seed, _NUM_EACH * self.num_replicas, (32, 200), (16, 48))
+
+    def timed(self, seed: int) -> Workload:
+        return self.at_once(500 + seed)
+
+    def before(self, seed: int) -> list[Workload]:
+        """What replicas have served before a round's `at_once`, of which they know what their steps cost."""
+        return [self.together(WARM_UP_SEED), self.together(seed), *([one] for one in self.alone(seed))]
 
 
 def measured_live(config: EngineConfig) -> list[Row]:
@@ -233,42 +257,40 @@ def measured_live(config: EngineConfig) -> list[Row]:
 
     clock = time.process_time if config.num_threads == 1 else time.perf_counter
     engine = LLMEngine.from_config(config)
-    vocab = usable_vocab(engine.spec.vocab_size)
+    loads = Loads(usable_vocab(engine.spec.vocab_size), engine.max_model_len)
 
     def learn(seed: int) -> list[SimRequest]:
         """Requests to learn from: some at once, and then prompts of all sizes, each alone."""
-        together = from_workload(even_lengths(vocab, seed, 16, (16, 200), (8, 48)), None)
-        alone = prompts_of_all_sizes(vocab, seed, engine.max_model_len)
-        return together + from_workload(alone, [1e6 * (i + 1) for i in range(len(alone))])
+        alone = loads.alone(seed)
+        apart = from_workload(alone, [1e6 * (i + 1) for i in range(len(alone))])
+        return from_workload(loads.together(seed), None) + apart
 
-    def batch(seed: int) -> Workload:
-        return even_lengths(vocab, 1_000 + seed, _NUM_LIVE, (32, 200), (16, 48))
-
-    _drive(engine, learn(99)[:4], clock)  # to warm up
+    _drive(engine, learn(WARM_UP_SEED)[:4], clock)
     recorded, at_once, timed, times = [], [], [], []
-    for seed in range(_ROUNDS):
+    for seed in range(ROUNDS):
         recorded.append(_drive(engine, learn(seed), clock))
-        at_once.append(_drive(engine, from_workload(batch(seed), None), clock))
-        rate = _SHARE_OF_CAPACITY * _NUM_LIVE / at_once[0].seconds
-        times.append(arrival_times(_NUM_LIVE, rate, seed=seed))
-        timed.append(_drive(engine, from_workload(batch(500 + seed), times[-1]), clock))
+        at_once.append(_drive(engine, from_workload(loads.at_once(seed), None), clock))
+        rate = SHARE_OF_CAPACITY * _NUM_EACH / at_once[0].seconds
+        times.append(arrival_times(_NUM_EACH, rate, seed=seed))
+        timed.append(_drive(engine, from_workload(loads.timed(seed), times[-1]), clock))
     profile = RecordedProfile(fit_steps(recorded), describe_engine(engine), describe_machine())
     simulated = engine_by_profile(profile, is_read_along=False)
     engine.close()
-    predicted = [_run(simulated, from_workload(batch(seed), None)) for seed in range(_ROUNDS)]
+    predicted = [_run(simulated, from_workload(loads.at_once(seed), None)) for seed in range(ROUNDS)]
     totals = [
         sum(one.output_tokens for one in runs) / sum(one.seconds for one in runs) for runs in (at_once, predicted)
     ]
-    rows = [Row(f"{_NUM_LIVE} at once", "output tokens/s", totals[0], totals[1])]
-    rows += _latency_rows(f"{_NUM_LIVE} at once", _medians(at_once), _columns(predicted))
-    predicted = [_run(simulated, from_workload(batch(500 + seed), times[seed])) for seed in range(_ROUNDS)]
-    return rows + _latency_rows(f"{_NUM_LIVE}, Poisson at half of that", _medians(timed), _columns(predicted))
+    rows = [Row(f"{_NUM_EACH} at once", "output tokens/s", totals[0], totals[1])]
+    rows += _latency_rows(f"{_NUM_EACH} at once", _medians(at_once), _columns(predicted))
+    predicted = [_run(simulated, from_workload(loads.timed(seed), times[seed])) for seed in range(ROUNDS)]
+    return rows + _latency_rows(f"{_NUM_EACH}, Poisson at half of that", _medians(timed), _columns(predicted))
 
 
 # -- replicas on this machine's cores, now
 
 
 def measured_served(config: EngineConfig, num_replicas: int) -> list[Row]:
+    from quire.bench.replicas import report_of_loads
     from quire.lab.served import serve_and_predict
 
     runs = serve_and_predict(config, num_replicas)
@@ -278,13 +300,14 @@ def measured_served(config: EngineConfig, num_replicas: int) -> list[Row]:
         f"and behind an engine"
     )
     rows = []
-    for name, measured, predicted in (
+    for name, loads, drawn in (
         ("at once", runs.at_once, runs.at_once_predicted),
         ("Poisson at half of that", runs.timed, runs.timed_predicted),
     ):
-        speeds = [statistics.median(one.output_tok_s for one in each) for each in (measured, predicted)]
-        rows.append(Row(name, "output tokens/s", speeds[0], speeds[1]))
-        rows += _latency_rows(name, _medians(measured), _columns(predicted))
+        measured, predicted = report_of_loads(loads), [one.report() for one in drawn]
+        speed = statistics.median(one.output_tok_s for one in predicted)
+        rows.append(Row(name, "output tokens/s", measured.output_tok_s, speed))
+        rows += _latency_rows(name, _latencies_ms(measured), _columns(predicted))
     return rows
 
 
@@ -340,7 +363,7 @@ def _drive(engine: LLMEngine, requests: list[SimRequest], clock: Callable[[], fl
 
 
 def _columns(runs: Sequence[RunReport]) -> list[list[float]]:
-    """By metric, of each run."""
+    """The latencies of each run, by metric."""
     return [list(column) for column in zip(*(_latencies_ms(run) for run in runs), strict=True)]
 
 

@@ -116,6 +116,8 @@ class Decoder:
         on_written: called with each layer's index when the launches that write its keys and values are submitted, which
         on a CPU is when they are written. Not for layers that run in one call, nor for the last."""
         ops, layers = self.ops, self._layers
+        for batch in batches if read is None else (*batches, read.batch):
+            batch.decode_pieces.clear()  # an earlier pass may have had other lengths
         if self.adapters is not None:
             self.adapters.rows = batches[0].adapters
         residual = self._enter(token_ids)
@@ -272,7 +274,7 @@ class Decoder:
         return {slot.name: slot for slot in slots}
 
     def _adapter_sites(self) -> Iterator[AdapterSite]:
-        """Those of `adaptable_matrices` that are here."""
+        """The matrices of `adaptable_matrices` that this rank holds."""
         for slot in self.weight_slots().values():
             matrix = slot.matrix.part if isinstance(slot.matrix, SummedLinear) else slot.matrix
             if isinstance(matrix, AdaptedLinear):
@@ -320,35 +322,23 @@ class Decoder:
             wide_norms=(self._new_norm(q_width), self._new_norm(kv_width)) if spec.wide_qk_norm else None,
             head_order=head_order,
         )
-        mlp: Mlp
-        if kind.has_experts:
-            mlp = self._new_experts(kind.wide_mlp)
-        else:
-            new_mlp = self._new_mlp if spec.gated_mlp else self._new_plain_mlp
-            mlp = new_mlp(share.columns, kind.wide_mlp)
+        is_wide = kind.wide_mlp
+        mlp: Mlp = self._new_experts(is_wide) if kind.has_experts else self._new_mlp(share.columns, is_wide)
         mlp.branch_norm = self._new_norm(hidden) if spec.sandwich_norms else None
         attention_norm = self._new_norm(hidden) if spec.entry_norms else None
         mlp_norm = self._new_norm(hidden) if spec.entry_norms and not spec.shared_norm else None
         return Layer(attention_norm, attention, mlp_norm, mlp, spec.parallel_residual)
 
-    def _new_plain_mlp(self, columns: Cut, is_wide: bool) -> PlainMlp:
-        hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
-        return PlainMlp(
-            self.spec.activation,
-            up=self._adapted(self._new_matrix(inner, hidden, bias=bias, is_sensitive=is_wide)),
-            down=self._new_summed_matrix(hidden, inner, bias=bias, is_sensitive=is_wide),
-            columns=columns,
-        )
-
     def _new_mlp(self, columns: Cut, is_wide: bool, *, is_summed: bool = True) -> DenseMlp:
         """is_summed: over ranks, by itself; else it is an expert."""
         hidden, inner, bias = self.spec.hidden_size, len(columns), self.spec.mlp_bias
+        kind = DenseMlp if self.spec.gated_mlp else PlainMlp
         new_down = self._new_summed_matrix if is_summed else self._new_matrix
-        gate_up = self._new_matrix(2 * inner, hidden, bias=bias, is_sensitive=is_wide)
+        gate_up = self._new_matrix(len(kind.modules) * inner, hidden, bias=bias, is_sensitive=is_wide)
         down = new_down(hidden, inner, bias=bias, is_sensitive=is_wide)
         if is_summed:
             gate_up = self._adapted(gate_up)
-        return DenseMlp(self.spec.activation, gate_up=gate_up, down=down, columns=columns)
+        return kind(self.spec.activation, gate_up=gate_up, down=down, columns=columns)
 
     def _new_experts(self, is_wide: bool) -> ExpertsMlp:
         spec, share = self.spec.experts, self.share

@@ -17,7 +17,7 @@ _MAX_EXPERTS = 4096
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Architecture:
-    """What one architecture does otherwise than Llama. None: the config's own key says."""
+    """How one architecture differs from Llama. None: the config's own key says."""
 
     layer_types: Callable[[ConfigReader, int], LayerTypes]
     qkv_bias: bool | None = None  # attention_bias
@@ -256,12 +256,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         qkv_bias=False,
         output_bias=False,
         partial_rotary=True,
-        names=StoredNames(
-            fused={
-                "self_attn.qkv_proj": _QKV,
-                "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-            }
-        ),
+        names=StoredNames(fused={"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}),
     ),
     "Olmo2ForCausalLM": Architecture(layer_types=_all_full, wide_qk_norm=True, entry_norms=False, sandwich_norms=True),
     "GraniteForCausalLM": Architecture(layer_types=_all_full, has_mlp_bias=True, is_granite=True),

@@ -47,7 +47,7 @@ def kv_layout(spec: ModelSpec, max_model_len: int | None) -> KVLayout:
     longest = max_model_len or spec.max_position
     windows = [None if layer.window is None or layer.window >= longest else layer.window for layer in spec.layers]
     kinds = Counter(windows)
-    # Full attention first: who shares a prefix with whom is looked up in the first group's tables.
+    # Full attention first: shared prefixes are looked up in the first group's tables.
     order = sorted(kinds, key=lambda window: (window is not None, window))
     num_slots = next(
         size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class ReadRows:
-    """The tokens whose states are read after the last layer. Of all others that layer only leaves keys and values."""
+    """The tokens whose states are read after the last layer. For all others that layer only writes keys and values."""
 
     indices: Tensor  # [rows] int64, of the step's tokens
     batch: AttentionBatch  # of these alone, in the last layer's KV group
@@ -113,19 +113,22 @@ class Mlp(Protocol):
 class DenseMlp:
     """down(activation(gate) * up), with gate and up in one matrix."""
 
+    modules: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")  # of that matrix
     activation: str
     gate_up: LinearWeight
     down: LinearWeight
     branch_norm: Norm | None = None
     columns: Cut | None = None  # which of the model's are here, where not all
 
+    def activated(self, x: Normed) -> Normed:
+        return self.gate_up.multiply_act(x, self.activation)
+
     def multiply(self, x: Normed) -> Tensor:
         """What it would add."""
-        return self.down.multiply(self.gate_up.multiply_act(x, self.activation))
+        return self.down.multiply(self.activated(x))
 
     def run(self, x: Normed, residual: Tensor, next_norm: Norm | None) -> Normed:
-        gated = self.gate_up.multiply_act(x, self.activation)
-        return self.down.multiply_add_norm(gated, residual, next_norm, self.branch_norm)
+        return self.down.multiply_add_norm(self.activated(x), residual, next_norm, self.branch_norm)
 
     def fold_norm(self, norm: Norm) -> Norm:
         return self.gate_up.fold_norm(norm)
@@ -135,34 +138,21 @@ class DenseMlp:
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         inner = self.columns or Cut.whole(self.down.in_features)
-        yield from matrix_slots(self.gate_up, {f"{prefix}.gate_proj": inner, f"{prefix}.up_proj": inner})
+        yield from matrix_slots(self.gate_up, {f"{prefix}.{module}": inner for module in self.modules})
         yield from matrix_slots(self.down, {f"{prefix}.down_proj": self.down.out_features}, inner)
 
 
 @dataclass(slots=True)
-class PlainMlp:
-    """down(activation(up)), without a gate."""
+class PlainMlp(DenseMlp):
+    """down(activation(up)): without a gate, so that up alone is in `gate_up`."""
 
-    activation: str  # silu, gelu, gelu_tanh or relu
-    up: LinearWeight
-    down: LinearWeight
-    branch_norm: Norm | None = None
-    columns: Cut | None = None
+    modules: ClassVar[tuple[str, ...]] = ("up_proj",)
 
-    def run(self, x: Normed, residual: Tensor, next_norm: Norm | None) -> Normed:
-        activated = self.up.multiply_activate(x, self.activation)
-        return self.down.multiply_add_norm(activated, residual, next_norm, self.branch_norm)
+    def activated(self, x: Normed) -> Normed:
+        return self.gate_up.multiply_activate(x, self.activation)
 
     def fold_norm(self, norm: Norm) -> Norm:
         return norm
-
-    def matrices(self) -> Iterable[tuple[LinearWeight, bool]]:
-        return (self.up, False), (self.down, True)
-
-    def slots(self, prefix: str) -> Iterator[WeightSlot]:
-        inner = self.columns or Cut.whole(self.down.in_features)
-        yield from matrix_slots(self.up, {f"{prefix}.up_proj": inner})
-        yield from matrix_slots(self.down, {f"{prefix}.down_proj": self.down.out_features}, inner)
 
 
 @dataclass(slots=True)
@@ -203,7 +193,7 @@ class Layer:
     def plain(self, next_norm: Norm | None) -> PlainLayer | None:
         """The layer without adapters, as a backend may run it together with others; None where it has other parts."""
         attention, mlp, mlp_norm = self.attention, self.mlp, self.mlp_norm
-        if not isinstance(mlp, DenseMlp) or mlp_norm is None or next_norm is None or self.is_parallel:
+        if type(mlp) is not DenseMlp or mlp_norm is None or next_norm is None or self.is_parallel:
             return None
         if attention.wide_norms is not None or attention.branch_norm is not None or mlp.branch_norm is not None:
             return None

@@ -35,7 +35,7 @@ class Cut:
         return self.stop - self.start
 
     def __mul__(self, width: int) -> Cut:
-        """The same where each of them is `width` things."""
+        """The same part where each row, column or head is `width` things."""
         return Cut(self.start * width, self.stop * width, self.total * width)
 
     @property

@@ -38,8 +38,8 @@ def matrix_slots(
     """The slots of one matrix. `parts`: the modules whose rows it holds, from the top, and which rows of each, or how
     many if it holds all; columns: which of their columns, where not all.
 
-    A backend randomizes a matrix as a whole, so the first part's slot does it for all. Of several devices that hold
-    parts of a matrix, each draws all of it and keeps its own part: the same numbers, however it is split.
+    A backend randomizes a matrix as a whole, so the first part's slot does it for all. Where several devices hold parts
+    of a matrix, each draws all of it and keeps its own part: the same numbers, however it is split.
     """
     columns = columns or Cut.whole(weight.in_features)
     cuts = {name: Cut.whole(rows) if isinstance(rows, int) else rows for name, rows in parts.items()}
@@ -85,7 +85,7 @@ def _randomize_part(weight: LinearWeight, parts: Sequence[Cut], columns: Cut, st
 
 
 def _held_rows(parts: Sequence[Cut], start: int, count: int) -> Iterator[tuple[int, slice]]:
-    """Where the rows start .. start + count of the whole fused matrix go that are held here, and which they are."""
+    """Which of the rows start .. start + count of the whole fused matrix are held here, and where they go."""
     first_row = at = 0  # in the part, in the whole
     for rows in parts:
         low, high = max(start, at + rows.start), min(start + count, at + rows.stop)

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quire.models.quantization import KV_SCALES, SCALE_SUFFIXES, UNUSED_SCALES
-from quire.models.spec import ModelSpec, PoolerSpec
+from quire.models.spec import LayerSpec, ModelSpec, PoolerSpec
+
+_EXPERTS = "mlp.experts."  # and the expert's number: in a layer's names
+
+
+@dataclass(slots=True, frozen=True)
+class TensorKind:
+    """Tensors of one shape that stand in the same place of equal layers, or of their experts."""
+
+    name: str  # without the layer, and of the first expert
+    shape: tuple[int, ...]
+    count: int
+    layer: LayerSpec | None = None  # one that they are in; None: they are in none
 
 
 def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that the decoder needs. Its slots are the same (a test compares)."""
+    shapes = _tensors_beside_layers(spec)
+    for index, layer in enumerate(spec.layers):
+        for name, shape in _layer_tensors(spec, layer, num_experts(spec)).items():
+            shapes[f"model.layers.{index}.{name}"] = shape
+    return shapes
+
+
+def tensor_kinds(spec: ModelSpec) -> list[TensorKind]:
+    """The same tensors, counted: a mixture of experts has tens of thousands, of a few kinds."""
+    kinds = [TensorKind(name, shape, 1) for name, shape in _tensors_beside_layers(spec).items()]
+    layers: dict[tuple[bool, bool, bool], list[LayerSpec]] = {}
+    for layer in spec.layers:
+        layers.setdefault((layer.has_experts, layer.wide_attention, layer.wide_mlp), []).append(layer)
+    for alike in layers.values():
+        for name, shape in _layer_tensors(spec, alike[0], 1).items():
+            count = len(alike) * (num_experts(spec) if name.startswith(_EXPERTS) else 1)
+            kinds.append(TensorKind(name, shape, count, alike[0]))
+    return kinds
+
+
+def num_experts(spec: ModelSpec) -> int:
+    return 0 if spec.experts is None else spec.experts.num_experts
+
+
+def _tensors_beside_layers(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab_size, hidden),
@@ -23,16 +62,21 @@ def checkpoint_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes["model.embed_types.weight"] = (spec.num_token_types, hidden)
     if spec.pooler is not None:
         shapes |= classifier_tensors(spec.pooler, hidden)
-    for index, layer in enumerate(spec.layers):
-        matrices = _attention_matrices(spec) | (_experts_matrices(spec) if layer.has_experts else _mlp_matrices(spec))
-        for name, (rows, columns, has_bias) in matrices.items():
-            shapes[f"model.layers.{index}.{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"model.layers.{index}.{name}.bias"] = (rows,)
-        if spec.sinks:
-            shapes[f"model.layers.{index}.self_attn.sinks"] = (spec.num_heads,)
-        for name, width in _norms(spec).items():
-            shapes |= _norm_shapes(spec, f"model.layers.{index}.{name}", width)
+    return shapes
+
+
+def _layer_tensors(spec: ModelSpec, layer: LayerSpec, num_experts: int) -> dict[str, tuple[int, ...]]:
+    """By their names in the layer. num_experts: of its first ones, where it has any."""
+    mlp = _experts_matrices(spec, num_experts) if layer.has_experts else _mlp_matrices(spec)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, has_bias) in (_attention_matrices(spec) | mlp).items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            shapes[f"{name}.bias"] = (rows,)
+    if spec.sinks:
+        shapes["self_attn.sinks"] = (spec.num_heads,)
+    for name, width in _norms(spec).items():
+        shapes |= _norm_shapes(spec, name, width)
     return shapes
 
 
@@ -87,12 +131,12 @@ def _mlp_matrices(spec: ModelSpec, module: str = "mlp", inner: int | None = None
     }
 
 
-def _experts_matrices(spec: ModelSpec) -> _Matrices:
+def _experts_matrices(spec: ModelSpec, num_experts: int) -> _Matrices:
     experts = spec.experts
     assert experts is not None
     matrices: _Matrices = {"mlp.gate": (experts.num_experts, spec.hidden_size, experts.has_bias)}
-    for number in range(experts.num_experts):
-        matrices |= _mlp_matrices(spec, f"mlp.experts.{number}", experts.intermediate_size, experts.has_bias)
+    for number in range(num_experts):
+        matrices |= _mlp_matrices(spec, f"{_EXPERTS}{number}", experts.intermediate_size, experts.has_bias)
     if experts.shared_intermediate_size is not None:
         matrices |= _mlp_matrices(spec, "mlp.shared_expert", experts.shared_intermediate_size)
         matrices["mlp.shared_expert_gate"] = (1, spec.hidden_size, False)

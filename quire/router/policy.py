@@ -49,7 +49,7 @@ _FIRST_RATE = 1_000.0  # tokens/s, until something was measured
 class ReplicaLoad:
     """What a replica reports of itself. What is None is not known."""
 
-    num_queued_tokens: int = 0  # prompt tokens it was given and has not computed, whoever sent them
+    num_queued_tokens: int = 0  # of prompts that wait there, whoever sent them, with what the cache has of them
     num_running: int = 0  # sequences that decode
     prefill_tokens_per_s: float | None = None  # tells of it until prompts were timed
     step_s: float | None = None  # a step that only decodes: about what a newcomer waits before its own begins
@@ -90,6 +90,8 @@ class Replica:
     is_open: bool = True  # takes new requests
     tokens_by_tenant: dict[str, int] = field(default_factory=dict)  # of own tickets: uncached, without a first token
     num_queued_tokens: int = 0  # the sum of these
+    num_sent_tokens: int = 0  # of the prompts of all own tickets ever, with what was cached of them
+    num_begun_tokens: int = 0  # of those that had a first token or ended without one
     waiting: dict[Ticket, None] = field(default_factory=dict)  # own tickets without a first token, in order
     num_foreign_tokens: int = 0  # queued there by others, as it told last
     told_s: float = 0.0  # when that was
@@ -158,10 +160,13 @@ class Router:
         """Whether it takes new requests. One that drains keeps its cache and its tickets."""
         self.replicas[name].is_open = is_open
 
-    def on_load(self, name: str, load: ReplicaLoad) -> None:
+    def on_load(self, name: str, load: ReplicaLoad, *, num_begun_tokens: int | None = None) -> None:
+        """num_begun_tokens: the replica's when it was asked, if it was not asked just now."""
         replica = self.replicas[name]
         replica.load, replica.told_s = load, self._clock()
-        replica.num_foreign_tokens = max(0, load.num_queued_tokens - replica.num_queued_tokens)
+        # Each own prompt that waited at some time between question and answer may be among those that it tells of.
+        begun = replica.num_begun_tokens if num_begun_tokens is None else num_begun_tokens
+        replica.num_foreign_tokens = max(0, load.num_queued_tokens - (replica.num_sent_tokens - begun))
 
     def on_cache(self, name: str, changes: CacheChanges) -> None:
         bit = self.replicas[name].bit
@@ -211,8 +216,7 @@ class Router:
     def choose(self, prompt: Prompt, *, excluding: Iterable[str] = ()) -> Ticket | None:
         """The replica with the least expected time to the first token; of those that are as good, the one that has most
         of the prompt, then the least loaded."""
-        excluded = set(excluding)
-        among = [one for one in self.replicas.values() if one.is_open and one.name not in excluded]
+        among = self._open(excluding)
         if not among:
             return None
         now_s = self._clock()
@@ -259,15 +263,22 @@ class Router:
         replica.progress_s = now_s
         self._unqueue(replica, ticket)
 
-    def on_hashes(self, ticket: Ticket, hashes: Sequence[BlockHash]) -> None:
-        """Its prompt's blocks are known only now: they will be where it runs."""
+    def on_hashes(self, ticket: Ticket, num_tokens: int, hashes: Sequence[BlockHash]) -> None:
+        """Its prompt's length and blocks are known only now: the blocks will be where it runs."""
         replica = self._replica_of(ticket)
         if ticket.is_over or replica is None:
             return
         if replica.is_exact:
             self._index.promise(replica.bit, hashes)
             self._index.withdraw(replica.bit, ticket.prompt.hashes)
-        ticket.prompt = replace(ticket.prompt, hashes=hashes)
+        is_waiting = ticket in replica.waiting
+        if is_waiting:
+            self._count_queued(replica, ticket, -1)
+            replica.num_sent_tokens += num_tokens - ticket.prompt.num_tokens
+        ticket.num_cached_tokens = min(ticket.num_cached_tokens, num_tokens - 1)
+        ticket.prompt = replace(ticket.prompt, num_tokens=num_tokens, hashes=hashes)
+        if is_waiting:
+            self._count_queued(replica, ticket, 1)
 
     def on_end(self, ticket: Ticket) -> None:
         """It has ended, or goes on elsewhere under another ticket."""
@@ -294,9 +305,15 @@ class Router:
             assert replica.num_queued_tokens == sum(replica.tokens_by_tenant.values()) >= 0
             assert all(count > 0 for count in replica.tokens_by_tenant.values())
             assert replica.num_sequences >= 0
+            num_waiting = sum(ticket.prompt.num_tokens for ticket in replica.waiting)
+            assert replica.num_sent_tokens - replica.num_begun_tokens == num_waiting
             assert self._by_bit[replica.bit] is replica
 
     # -- inside
+
+    def _open(self, excluding: Iterable[str]) -> list[Replica]:
+        excluded = set(excluding)
+        return [one for one in self.replicas.values() if one.is_open and one.name not in excluded]
 
     def _enter(self, ticket: Ticket) -> None:
         self._num_routed += 1
@@ -304,11 +321,9 @@ class Router:
         if not replica.num_queued_tokens:
             replica.progress_s = ticket.routed_s
         replica.waiting[ticket] = None
+        replica.num_sent_tokens += prompt.num_tokens
+        self._count_queued(replica, ticket, 1)
         self._recent.add(replica.bit, ticket.num_uncached_tokens, len(self.replicas))
-        if num_tokens := ticket.num_uncached_tokens:
-            queued = replica.tokens_by_tenant
-            queued[prompt.tenant] = queued.get(prompt.tenant, 0) + num_tokens
-            replica.num_queued_tokens += num_tokens
         replica.num_sequences += prompt.num_sequences
         if replica.is_exact:
             # Whoever has the same prefix and comes before it is computed will find it computed all the same.
@@ -317,13 +332,16 @@ class Router:
 
     def _unqueue(self, replica: Replica, ticket: Ticket) -> None:
         del replica.waiting[ticket]
-        if not (num_tokens := ticket.num_uncached_tokens):
-            return
-        queued, tenant = replica.tokens_by_tenant, ticket.prompt.tenant
-        queued[tenant] -= num_tokens
+        replica.num_begun_tokens += ticket.prompt.num_tokens
+        self._count_queued(replica, ticket, -1)
+
+    def _count_queued(self, replica: Replica, ticket: Ticket, sign: int) -> None:
+        """Add a ticket's uncached tokens to the queue's (1), or take them out (-1)."""
+        queued, tenant, num_tokens = replica.tokens_by_tenant, ticket.prompt.tenant, sign * ticket.num_uncached_tokens
+        queued[tenant] = queued.get(tenant, 0) + num_tokens
         if not queued[tenant]:
             del queued[tenant]
-        replica.num_queued_tokens -= num_tokens
+        replica.num_queued_tokens += num_tokens
 
     def _replica_of(self, ticket: Ticket) -> Replica | None:
         """None: it was removed meanwhile, even where another one has its name now."""

@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 from quire.errors import ConfigError
 from quire.kv.hashing import HASH_BYTES
 from quire.log import get_logger
+from quire.router.alternatives import FIRST_TOKEN, new_router
 from quire.router.hashes import CHARS_PER_TOKEN, KnownTexts, piece_ends, text_of, text_pieces
 from quire.router.http_client import HttpClient
-from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
+from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Ticket
 
 LOOK_S = 0.5  # between two looks at a server's cache and health
 _SLOW_LOOK_S = 1.0  # at one that tells nothing, or is down
@@ -62,13 +63,14 @@ class Question:
 class Servers:
     """Follows every server, and keeps the router's books about them. Belongs to one event loop."""
 
-    def __init__(self, urls: Sequence[str], *, api_key: str | None = None) -> None:
+    def __init__(self, urls: Sequence[str], *, api_key: str | None = None, policy: str = FIRST_TOKEN) -> None:
         if not urls:
             raise ConfigError("a router needs servers: quire router http://a:8000 http://b:8000")
         self.all = {url: Upstream(url) for url in map(_checked, urls)}
         if len(self.all) < len(urls):
             raise ConfigError("the same server is given twice")
-        self.router = Router(_BLOCK_SIZE)
+        self.router = new_router(policy, _BLOCK_SIZE)
+        self._follows_caches = policy == FIRST_TOKEN
         self.models: tuple[str, ...] = ()  # of the first server that answered; the others must serve the same
         self._fingerprints: dict[str, str] = {}  # by model, of servers that tell them
         self._headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
@@ -131,9 +133,9 @@ class Servers:
         ends = [int(end * tokens_per_char) for end in piece_ends(len(text))]
         prompt = Prompt(num_tokens, hashes, tenant, _num_sequences(body), pieces, ends)
         # What nobody was sent before may never come again, and where it does, the text itself says where it went. The
-        # very first text is asked about all the same: it tells how many tokens characters make.
+        # very first text is asked about all the same: it tells how many tokens characters make, which may be one each.
         is_first = self._known.tokens_per_char is None
-        num_sent = num_tokens if is_first else self.router.num_sent_tokens(prompt)
+        num_sent = len(text) if is_first else self.router.num_sent_tokens(prompt)
         num_unknown = num_sent - len(hashes) * self.router.block_size
         if (
             num_known == len(pieces)
@@ -159,7 +161,7 @@ class Servers:
         with contextlib.suppress(OSError, KeyError, ValueError):
             num_tokens, hashes = await self._ask_hashes(upstream, question)
             self._known.learn(question.pieces, question.text, num_tokens, hashes, self.router.block_size)
-            self.router.on_hashes(ticket, hashes)
+            self.router.on_hashes(ticket, num_tokens, hashes)
 
     async def _ask_hashes(self, upstream: Upstream, question: Question) -> tuple[int, list[bytes]]:
         fields = {name: question.body[name] for name in _TOKENIZED if question.body.get(name) is not None}
@@ -206,17 +208,19 @@ class Servers:
             if status == 404:
                 await self._read_models(upstream)
         else:
+            num_begun_tokens = self.router.replicas[upstream.url].num_begun_tokens
             status, found = await self._get(upstream, f"/debug/cache?since={upstream.since}")
             if status != 200:
                 raise ValueError(f"/debug/cache says {status}")
-            self._take(upstream, found)
+            self._take(upstream, found, num_begun_tokens)
 
     async def _meet(self, upstream: Upstream) -> None:
         status, _ = await self._get(upstream, "/health")
         if status not in (200, 404):
             raise ValueError(f"/health says {status}")
         await self._read_models(upstream)
-        status, found = await self._get(upstream, "/debug/cache")
+        found: Any
+        status, found = await self._get(upstream, "/debug/cache") if self._follows_caches else (404, None)
         upstream.is_exact = status == 200
         self.router.add(
             upstream.url,
@@ -234,8 +238,8 @@ class Servers:
                     )
                 self.router.block_size = int(found["block_size"])
             self._take(upstream, found)
-        kind = "with its exact cache" if upstream.is_exact else "with a guessed cache"
-        get_logger().info("server %s is up, %s", upstream.url, kind)
+        cache = f", with {'its exact' if upstream.is_exact else 'a guessed'} cache" if self._follows_caches else ""
+        get_logger().info("server %s is up%s", upstream.url, cache)
 
     async def _read_models(self, upstream: Upstream) -> None:
         status, found = await self._get(upstream, "/v1/models")
@@ -259,7 +263,7 @@ class Servers:
                 )
         self.models, self._fingerprints = upstream.models, told | known
 
-    def _take(self, upstream: Upstream, found: Mapping[str, Any]) -> None:
+    def _take(self, upstream: Upstream, found: Mapping[str, Any], num_begun_tokens: int = 0) -> None:
         changes = CacheChanges(
             filled=_split(found["filled"]), evicted=_split(found["evicted"]), is_snapshot=bool(found["is_snapshot"])
         )
@@ -273,6 +277,7 @@ class Servers:
                 prefill_tokens_per_s=found["prefill_tokens_per_s"],
                 step_s=found["step_s"],
             ),
+            num_begun_tokens=num_begun_tokens,
         )
 
     async def _get(self, upstream: Upstream, path: str) -> tuple[int, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,12 @@ from quire.kernels.cpu.masks import allowed_tokens, ban_tokens
 from quire.sampling.transfer import to_device
 
 _FEW_TOKENS = 2048  # so many are drawn from apart from the rest of the vocabulary
+
+
+@lru_cache(maxsize=8)
+def _lines_on(device: torch.device, lines: tuple[int, ...]) -> Tensor:
+    """Steps after each other mostly have masks for the same lines."""
+    return to_device(np.array(lines, dtype=np.int64), device)
 
 
 @dataclass(slots=True)
@@ -37,7 +44,7 @@ class TokenMasks:
         if logits.device.type != "cpu":
             from quire.kernels.triton import masks
 
-            lines = to_device(np.array(self.lines, dtype=np.int64), logits.device)
+            lines = _lines_on(logits.device, tuple(self.lines))
             masks.ban_tokens(logits, lines, to_device(self.packed, logits.device))
             return None
         counts = ban_tokens(logits, self.lines, self.packed)

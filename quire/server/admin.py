@@ -14,8 +14,8 @@
                                     {"action": "expire", "older_than_s": 86400}
 
 All of it is for an admin's key, or the only key. Changing something takes a key at all, unless the server listens on
-this machine alone. Nobody has to wake a model, because a request does; and nobody has to tend the levels, because what
-is not used sinks and goes by itself. `warm` computes a prompt, or loads it, before a user asks; `pin` does so and keeps
+this machine alone. A request wakes its model by itself, and blocks that are not used sink through the levels and leave
+by themselves: both need no operator. `warm` computes a prompt, or loads it, before a user asks; `pin` does so and keeps
 it on the device; `expire` forgets it in every level.
 """
 
@@ -51,7 +51,7 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
     model: str
-    name: str | None = None  # that clients ask for; None: as `model` has it
+    name: str | None = None  # under which clients ask for the model; None: as `model` has it
     memory_share: float | None = None  # None: what the other models leave
     settings: dict[str, Any] = {}  # the engine's, by the names that LLM takes, over those of the server's first model
 

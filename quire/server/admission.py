@@ -5,8 +5,8 @@ know how long his clients are willing to wait. `Retry-After` is how long what wa
 waiting requests were served of late, while there were enough of them to fill a batch: with fewer, that rate is how fast
 requests come, not how fast they go.
 
-What waits is what was admitted and has given no output yet. An answer that is not streamed gives its first output when
-it is done, though, so the engine's own count of what waits bounds ours from above.
+A request waits from its admission to its first output. An answer that is not streamed gives its first output when it
+is done, though, so the engine's own count of waiting requests bounds ours from above.
 
 With several keys a cap is shared: when it is reached, a key that has less than its equal share waiting may still
 enter, so one key's flood does not shut out another. That makes at most twice the cap.
@@ -31,10 +31,10 @@ from quire.server.settings import ServerSettings
 
 MAX_TOKENS_HEADER = "x-quire-max-tokens"
 _MAX_RETRY_AFTER_S = 120
-_RATE_MEMORY_S = 15.0  # of time in which a crowd waited
+_RATE_MEMORY_S = 15.0  # counts time in which a crowd waited
 _UNKNOWN_RETRY_AFTER_S = 5
 _REPORT_SLACK_S = 0.5  # what was admitted this long before an engine's report is surely in it
-# What waits costs about so much in this process and the engine's: a connection with its buffers, a token id twice.
+# About what a waiting request costs in this process and the engine's: a connection with its buffers, token ids twice.
 _WAITING_REQUEST_BYTES = 64 << 10
 _WAITING_TOKEN_BYTES = 128
 _SHORTER_ANSWERS = 2  # EngineLoad.brownout_level
@@ -136,8 +136,8 @@ class Admission:
         return self._caps
 
     def admit(self, prepared: Sequence[PreparedRequest], tenant: str = "") -> list[Ticket]:
-        """All of them or none: raises OverloadedError. Whoever is given the tickets has them `stop_waiting`, however
-        it ends."""
+        """Admit all of these requests, or raise OverloadedError and admit none. The caller calls `stop_waiting` of
+        every ticket, however its request ends."""
         self._tick()
         level = self._engine.load().brownout_level if self._settings.brownout else 0
         if level >= _NONE_TAKEN:
@@ -160,7 +160,7 @@ class Admission:
         return ticket
 
     def _check_caps(self, tenant: str, num_requests: int, num_tokens: int) -> None:
-        if not self.num_waiting:  # what is over a cap by itself must be served too, once nothing else waits
+        if not self.num_waiting:  # a request that is over a cap by itself must be served too, once nothing else waits
             self._unreported.clear()
             self._num_unreported_tokens = 0
             return

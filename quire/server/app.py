@@ -91,7 +91,7 @@ def make_route(op: Operation, context: ServerContext) -> Route:
 
 
 def _json_endpoint(op: Operation, context: ServerContext) -> JsonEndpoint:
-    assert op.body is not None
+    assert op.body is not None, "an endpoint takes a body"
     return JsonEndpoint(context, op.body, op.handler, op.error_body)
 
 

@@ -4,8 +4,8 @@
         │             ├─▶ cancelling ─▶ cancelled
         └─▶ failed ◀──┘
 
-One batch runs at a time. Its requests have the lowest priority among their key's own, so that whoever waits for an
-answer goes first. Everything stands on disk: after a restart a batch goes on with the lines that have no answer yet.
+One batch runs at a time. Its requests have the lowest priority among their key's own, so that requests of
+waiting clients go first. Everything is kept on disk: after a restart a batch goes on with the lines without an answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -51,7 +51,7 @@ _ENDED = ("completed", "failed", "cancelled")
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """A batch, in OpenAI's shape; and whose it is, which is told to nobody."""
+    """A batch, in OpenAI's shape, and its owner, who is not in answers."""
 
     id: str
     object: str = "batch"
@@ -176,8 +176,6 @@ class Batches:
             if running.cancelled() or batch.status == "cancelling":
                 batch.enter("cancelled")
             elif (failure := running.exception()) is not None:
-                if isinstance(failure, BaseExceptionGroup):
-                    failure = failure.exceptions[0]
                 if isinstance(failure, EngineDeadError):
                     return  # the next start goes on
                 self._fail(batch, failure)
@@ -277,7 +275,7 @@ def _batch(context: ServerContext, request: HttpRequest) -> Batch:
 async def upload_file(context: ServerContext, request: HttpRequest) -> Response:
     """Upload a file of requests as a form with `purpose` (batch) and `file`."""
     store, tenant = _batches(context).store, tenant_of(request.scope)
-    info = await read_upload(store, tenant, request.headers.get("content-type", ""), _chunks(request))
+    info = await read_upload(store, tenant, request.headers.get("content-type", ""), request.stream())
     return json_response(_told(info))
 
 
@@ -329,12 +327,6 @@ async def cancel_batch(context: ServerContext, request: HttpRequest) -> Response
     batch = _batch(context, request)
     _batches(context).cancel(batch)
     return json_response(_told(batch))
-
-
-async def _chunks(request: HttpRequest) -> AsyncIterator[bytes]:
-    async for chunk in request.stream():
-        if chunk:
-            yield chunk
 
 
 def _told(record: FileInfo | Batch) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     GET   /debug/cache?since=      hashes that the cache gained and lost since a reader's last look, with the load
     POST  /debug/cache/hashes      the body of /tokenize, with cache_salt: the hashes that such a prompt would look for
 
-The first lets its reader test guesses of what everybody sent, so it is for an admin's key, or the only key, or without
-keys for a local address. A server with several replicas routes by itself: it answers 404, and a router guesses.
+The first lets its reader test guesses of others' prompts, so it is for an admin's key, or the only key, or without keys
+for a local address. A server with several replicas routes by itself: it answers 404, and a router guesses.
 """
 
 from __future__ import annotations

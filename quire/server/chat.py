@@ -11,7 +11,7 @@ import msgspec
 from quire.agents import AnswerParser, CallDelta, ToolChoice, checked_tools
 from quire.beams import BeamSearchParams
 from quire.engine.api import ServingEngine
-from quire.engine.chat import ChatTurn, PreparedChat, prepare_chat
+from quire.engine.chat import NO_TOOLS, ChatTurn, PreparedChat, prepare_chat
 from quire.errors import BadRequestError, TemplateLimitError, TokenizerError
 from quire.log import get_logger
 from quire.outputs import CompletionOutput, RequestOutput
@@ -33,7 +33,7 @@ from quire.server.replies import (
     CompletionDetails,
     Usage,
 )
-from quire.server.sampling import chat_params, check_logprobs, check_room, param_of, priority_of
+from quire.server.sampling import by_own_name, chat_params, check_logprobs, check_room, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 from quire.server.text_work import request_deadline
 from quire.text.chat_template import NOT_SWITCHES
@@ -62,8 +62,9 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
                     engine, request_id, turn, priority=priority, tenant=exchange.tenant, adapter=asked.adapter_ref
                 )
         except BadRequestError as error:
-            error.param = "messages" if error.param == "prompt" else param_of(body, error.param)
-            raise
+            if error.param == "prompt":
+                error.param = "messages"
+            raise by_own_name(body, error) from None
 
     chat = await exchange.context.text_work.run(
         exchange, deadline, prepare, exchange.num_body_bytes, is_chat=True, compiles=turn.compiles
@@ -76,7 +77,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
         if body.stream:
             await stream_reply(exchange, generation, _Writer(head, shown))
             return
-        ((_, output),) = await generation.take()
+        (output,) = await generation.take_all()
 
         def make() -> bytes:
             return msgspec.json.encode(_whole(head, shown, output))
@@ -90,7 +91,7 @@ async def create_chat(exchange: Exchange, body: ChatBody) -> None:
 
 
 def chat_turn(body: ChatBody, params: SamplingParams | BeamSearchParams) -> ChatTurn:
-    """What a body asks of the model, checked as far as it can be without it."""
+    """The chat that a body asks for, checked as far as that needs no model."""
     tools = checked_tools(body.tools or [])
     return ChatTurn(
         messages=[msgspec.to_builtins(message) for message in body.messages],
@@ -105,7 +106,7 @@ def chat_turn(body: ChatBody, params: SamplingParams | BeamSearchParams) -> Chat
 
 
 def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """What the chat template is told beside the messages."""
+    """Options of the chat template, beside the messages."""
     switches = body.chat_template_kwargs or {}
     if taken := sorted(_NOT_SWITCHES.intersection(switches)):
         raise bad_request(f"chat_template_kwargs must not hold {', '.join(taken)}", "chat_template_kwargs")
@@ -130,7 +131,7 @@ def render(engine: ServingEngine, body: TokenizeBody) -> dict[str, Any]:
     options = template_options(body)
     if tools := checked_tools(body.tools or []):
         if not engine.dialect.shows_tools:
-            raise bad_request("this model's chat template has no place for tools", "tools")
+            raise bad_request(NO_TOOLS, "tools")
         options["tools"] = tools
     with naming_templates():
         return engine.render_chat(messages, **options)
@@ -138,7 +139,7 @@ def render(engine: ServingEngine, body: TokenizeBody) -> dict[str, Any]:
 
 @contextmanager
 def naming_templates() -> Iterator[None]:
-    """What goes wrong with a template is told without naming files."""
+    """Turn a template's errors into ones that a client may see: they name no files."""
     try:
         yield
     except TokenizerError as error:
@@ -158,7 +159,7 @@ def naming_templates() -> Iterator[None]:
 
 
 class _Shown:
-    """What a request wants to see of an output, for answers and chunks alike."""
+    """Makes the parts of an answer that a request wants to see, for whole answers and chunks alike."""
 
     def __init__(self, engine: ServingEngine, body: ChatBody, chat: PreparedChat) -> None:
         self.body = body
@@ -277,7 +278,7 @@ class _Writer(StreamWriter):
         return choice
 
     def _parse(self, parser: AnswerParser, completion: CompletionOutput) -> dict[str, Any]:
-        """What new text brings, as fields of a delta."""
+        """Parse new text into fields of a delta."""
         shown = self._shown
         was_thinking = parser.is_thinking
         found = parser.push(completion.text)

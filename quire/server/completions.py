@@ -17,7 +17,7 @@ from quire.server.generation import Generation, answer_head, engine_ids
 from quire.server.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
 from quire.server.protocol import MAX_ANSWERS, CompletionBody
 from quire.server.replies import CachedTokens, Completion, CompletionChoice, CompletionLogprobs, Usage
-from quire.server.sampling import check_logprobs, check_room, completion_params, has_grammar, param_of, priority_of
+from quire.server.sampling import by_own_name, check_logprobs, check_room, completion_params, has_grammar, priority_of
 from quire.server.sse import StreamWriter, stream_reply
 from quire.server.text_work import request_deadline
 
@@ -44,8 +44,7 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
                     engine.prepare(request_id, made, params, priority=priority, tenant=exchange.tenant, adapter=adapter)
                 )
             except BadRequestError as error:
-                error.param = param_of(body, error.param)
-                raise
+                raise by_own_name(body, error) from None
         check_room(body, prepared, engine.info.max_model_len)
         check_logprobs(prepared, engine.info.max_model_len)
         return prepared, _Shown(engine, body, prepared[0].params, prepared)
@@ -60,12 +59,8 @@ async def create_completion(exchange: Exchange, body: CompletionBody) -> None:
         if body.stream:
             await stream_reply(exchange, generation, _Writer(head, body, shown, num_prompts=len(prepared)))
             return
-        outputs: dict[int, RequestOutput] = {}
-        while len(outputs) < len(prepared):
-            outputs |= dict(await generation.take())
-        answer = await generation.write(
-            lambda: msgspec.json.encode(_whole(head, body, shown, outputs)), outputs.values()
-        )
+        outputs = await generation.take_all()
+        answer = await generation.write(lambda: msgspec.json.encode(_whole(head, body, shown, outputs)), outputs)
         await exchange.reply(answer, generation.headers)
 
 
@@ -102,7 +97,7 @@ def _engine_prompt(engine: ServingEngine, body: CompletionBody, prompt: str | li
 
 
 class _Shown:
-    """What a request wants to see of an output, for answers and chunks alike."""
+    """Makes the parts of an answer that a request wants to see, for whole answers and chunks alike."""
 
     def __init__(
         self, engine: ServingEngine, body: CompletionBody, params: SamplingParams, prepared: list[PreparedRequest]
@@ -123,7 +118,7 @@ class _Shown:
         return self._tokenizer.decode(prepared.request.prompt_token_ids, skip_special_tokens=False)
 
     def offsets(self) -> TextOffsets | None:
-        """What tells where each token of a choice begins in its text; None where no logprobs are wanted."""
+        """Finds where each token of a choice begins in its text; None if no logprobs are wanted."""
         if self.body.logprobs is None:
             return None
         stripped = self._tokenizer.num_spaces_stripped if self._tokenizer is not None and self.body.echo else 0
@@ -172,14 +167,13 @@ class _Shown:
         return completion_logprobs(token_ids, entries, num_top=self.body.logprobs, names=self._names, offsets=offsets)
 
 
-def _whole(head: dict[str, Any], body: CompletionBody, shown: _Shown, outputs: dict[int, RequestOutput]) -> Completion:
+def _whole(head: dict[str, Any], body: CompletionBody, shown: _Shown, outputs: list[RequestOutput]) -> Completion:
     choices: list[CompletionChoice] = []
     usage = Usage(0, 0, 0, CachedTokens(0))
-    for prompt in range(len(outputs)):
-        output = outputs[prompt]
+    for prompt, output in enumerate(outputs):
         usage.prompt_tokens += len(output.prompt_token_ids)
         usage.prompt_tokens_details.cached_tokens += output.num_cached_tokens
-        for completion in output.outputs[: body.n or 1]:  # of best_of beams
+        for completion in output.outputs[: body.n or 1]:  # the best n of best_of beams
             usage.completion_tokens += 0 if shown.is_echo_only else len(completion.token_ids)
             choice = shown.choice(len(choices), prompt, completion, output, shown.offsets(), is_first=True)
             if body.prompt_logprobs is not None:

@@ -1,4 +1,4 @@
-"""ServerContext: what every handler is given, with the models that are served. Made once, when the server starts."""
+"""ServerContext: the state that every handler gets, with the models that are served. Made once, at the start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request as HttpRequest
 
-from quire.engine.api import EngineState, ServingEngine, is_replicated, replicas_of
+from quire.engine.api import ServingEngine, is_replicated, replicas_of
 from quire.errors import ConfigError
 from quire.nearest import nearest
 from quire.request import AdapterRef
@@ -61,11 +61,11 @@ class ServedModel:
         """Find a replica by its name; without a name, the first. Raises a 404 for one that is not there."""
         engines = replicas_of(self.engine)
         if name is None:
-            name = next((one for one in engines if _is_up(engines[one])), next(iter(engines)))
+            name = next((one for one in engines if engines[one].health().is_up), next(iter(engines)))
         if name not in engines:
             raise ApiError(404, f"there is no engine {shown(name)}: there are {', '.join(engines)}", code="no_engine")
-        if is_replicated(self.engine) and not _is_up(engines[name]):
-            state = engines[name].health().state.value
+        if is_replicated(self.engine) and not (health := engines[name].health()).is_up:
+            state = health.state.value
             raise ApiError(503, f"engine {name} is {state}", code=state, headers=RETRY_SOON)
         return name, engines[name]
 
@@ -86,19 +86,15 @@ class ServedModel:
 
 
 class Asked(NamedTuple):
-    """What the `model` of a request stands for."""
+    """The model, and perhaps the adapter, that a request's `model` names."""
 
     served: ServedModel
     name: str  # to answer under
-    adapter: str | None = None  # of the model's adapters, the one to use
+    adapter: str | None = None  # the model's adapter to use
 
     @property
     def adapter_ref(self) -> AdapterRef | None:
         return None if self.adapter is None else self.served.adapters[self.adapter]
-
-
-def _is_up(engine: ServingEngine) -> bool:
-    return engine.health().state in (EngineState.READY, EngineState.STUCK, EngineState.SLEEPING)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,12 +107,12 @@ class ServerContext:
     batches: Batches | None = None  # None: no folder for them was given
     responses: ResponseStore = field(default_factory=ResponseStore)
     answering: dict[str, JsonEndpoint] = field(default_factory=dict)  # by path, for batches; see create_app
-    tracer: Tracer | None = None  # None: nobody wants traces
+    tracer: Tracer | None = None  # None: no traces are sent
     residents: Residents | None = None  # which models are awake; None: they neither sleep nor change
 
     @property
     def first(self) -> ServedModel:
-        """The model of requests and paths that name none. What fails before a model is known is counted here."""
+        """The model of requests and paths that name none. Failures before a model is known are counted here."""
         return self.models[0]
 
     def add(self, served: ServedModel) -> None:

@@ -7,6 +7,7 @@ the request. The operator sets a default and a ceiling.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
@@ -52,15 +53,12 @@ def timeout_s(settings: ServerSettings, *, field: Any = None, header: str | None
 
 
 def _seconds(value: Any, param: str) -> float:
-    number: float | None = None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value)
-    elif isinstance(value, str) and param != "timeout":  # a header is text, a field is a number
-        try:
+    number = math.nan
+    is_header = param == TIMEOUT_HEADER  # a header is text, a field is a number
+    if not isinstance(value, bool) and isinstance(value, str if is_header else (int, float)):
+        with contextlib.suppress(ValueError):
             number = float(value)
-        except ValueError:
-            number = None
-    if number is None or not math.isfinite(number) or not 0 < number <= _MAX_TIMEOUT_S:
+    if not 0 < number <= _MAX_TIMEOUT_S:  # also true of nan
         raise BadRequestError(f"{param} must be a number of seconds > 0, got {value!r}", param=param)
     return number
 
@@ -130,7 +128,7 @@ class Deadline:
                     except StopAsyncIteration:
                         return
                     except asyncio.CancelledError:
-                        # Ours, unless somebody else cancelled the task too: their wish goes first.
+                        # Our own cancel, unless other code cancelled the task too: that one goes first.
                         if error is None or waiting is None or waiting.uncancel() > 0:
                             raise
                         break

@@ -1,14 +1,14 @@
 """`/debug/kv`: the KV cache as JSON, for people with a question. `_PATHS` says what is where.
 
-Where keys have several names, each sees its own requests, and an admin's key all of them. Text is shown to nobody but
-the key whose running request holds it: a prompt is its sender's.
+Where keys have several names, each sees its own requests, and an admin's key all of them. Text is shown only to the key
+whose running request holds it: a prompt belongs to its sender.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from hashlib import blake2b
@@ -35,17 +35,17 @@ _PATHS = {
     "/debug/kv/levels": "the levels below the device; POST to warm, pin, unpin or expire a prompt",
     "/debug/kv/blocks/{block}": "one block: who uses it, what text it holds",
 }
-_PIECE_BLOCKS = 4_096  # of one question to the engine
-_MAX_BLOCKS = 1 << 17  # of one answer
+_PIECE_BLOCKS = 4_096  # blocks that one question to the engine covers
+_MAX_BLOCKS = 1 << 17  # blocks in one answer
 _MAX_REQUESTS = 1_024
 _MAX_NODES = 1_000
-_TEXT_BLOCKS = 4  # whose text stands for a tree's node
+_TEXT_BLOCKS = 4  # blocks whose text is shown for a tree's node
 _TEXT_CHARS = 400
 ANSWER_S = 2.0  # for the engine to answer one question, between two steps
 
 
 class KVDebug:
-    """Answers for one engine: of several replicas, the one that the parameter `engine` names."""
+    """Answers for one engine. The parameter `engine` chooses among several replicas."""
 
     def __init__(self, context: ServerContext, served: ServedModel, engine: ServingEngine) -> None:
         self._served = served
@@ -54,9 +54,9 @@ class KVDebug:
 
     async def index(self, request: HttpRequest) -> Response:
         """The KV cache in numbers, and where the rest is."""
-        asked = _numbers(request, {"full": (0, 1)})
+        asked = _numbers(request, full=(0, 0, 1))
         overview = await self._ask("kv_overview")
-        if not asked.get("full"):
+        if not asked["full"]:
             return _json({"overview": overview, "more": _PATHS})
         blocks = await self._map(0, 1_024)
         tables = await self._ask("kv_tables", offset=0, limit=32, tenant=_sees(request))
@@ -73,37 +73,28 @@ class KVDebug:
 
     async def block_map(self, request: HttpRequest) -> Response:
         """Every block: its state, users and hits."""
-        asked = _numbers(request, {"first": (0, None), "limit": (1, _MAX_BLOCKS)})
-        return _json(await self._map(asked.get("first", 0), asked.get("limit", _PIECE_BLOCKS)))
+        return _json(await self._map(**_numbers(request, first=(0, 0, None), limit=(_PIECE_BLOCKS, 1, _MAX_BLOCKS))))
 
     async def requests(self, request: HttpRequest) -> Response:
         """Block tables, and why each request hit or missed."""
-        asked = _numbers(request, {"offset": (0, None), "limit": (1, _MAX_REQUESTS)})
-        tables = await self._ask(
-            "kv_tables", offset=asked.get("offset", 0), limit=asked.get("limit", 128), tenant=_sees(request)
-        )
+        asked = _numbers(request, offset=(0, 0, None), limit=(128, 1, _MAX_REQUESTS))
+        tables = await self._ask("kv_tables", **asked, tenant=_sees(request))
         return _json(self._with_recent(request, tables))
 
     async def sharing(self, request: HttpRequest) -> Response:
         """Which blocks which requests share."""
-        asked = _numbers(request, {"limit": (1, _MAX_REQUESTS)})
-        limit = asked.get("limit", 256)
-        tables = await self._ask("kv_tables", offset=0, limit=limit, tenant=_sees(request))
+        asked = _numbers(request, limit=(256, 1, _MAX_REQUESTS))
+        tables = await self._ask("kv_tables", offset=0, **asked, tenant=_sees(request))
         return _json(_sharing(tables["sequences"]) | {"num_requests_in_all": tables["num_requests_in_all"]})
 
     async def tree(self, request: HttpRequest) -> Response:
         """Cached prefixes with their hit counts."""
-        limits = {"depth": (1, 16), "offset": (0, None), "limit": (1, _MAX_NODES)}
-        asked = _numbers(request, limits, texts=("node",))
-        node = request.query_params.get("node")
-        found = await self._tree(
-            request, node, depth=asked.get("depth", 4), offset=asked.get("offset", 0), limit=asked.get("limit", 100)
-        )
-        return _json(found)
+        asked = _numbers(request, ("node",), depth=(4, 1, 16), offset=(0, 0, None), limit=(100, 1, _MAX_NODES))
+        return _json(await self._tree(request, request.query_params.get("node"), **asked))
 
     async def block(self, request: HttpRequest) -> Response:
         """One block: who uses it, and what text it holds."""
-        _numbers(request, {})
+        _numbers(request)
         block_id = _whole_number(request.path_params["block"], "block")
         try:
             found = await self._ask("kv_block", block_id=block_id)
@@ -135,7 +126,8 @@ class KVDebug:
             ) from None
 
     def _may_read(self, request: HttpRequest, tenants: set[str]) -> bool:
-        """`tenants`: of the requests that hold it now. What only the cache holds is nobody's."""
+        """Whether the caller may read a block's text. tenants: those of the requests that hold the block now; a block
+        that only the cache holds has no owner."""
         return not self._has_tenants or request.scope["state"]["tenant"] in tenants
 
     def _decode(self, token_ids: list[int]) -> str | None:
@@ -191,7 +183,7 @@ class KVDebug:
         shown = Shown(depth, limit)
         nodes = shown.pick(under[offset:], self._engine.info.block_size)
         if self._may_read(request, set()):
-            await self._add_text(nodes, shown.picked)
+            await self._add_text(shown.picked)
         following = offset + len(nodes)
         return {
             "num_cached_blocks": tree.num_blocks,
@@ -201,26 +193,19 @@ class KVDebug:
             "next": following if following < len(under) else None,
         }
 
-    async def _add_text(self, nodes: list[dict[str, Any]], picked: list[Node]) -> None:
-        """Add the text that each node begins with."""
-        texts: dict[str, str | None] = {}
+    async def _add_text(self, picked: list[tuple[Node, dict[str, Any]]]) -> None:
+        """Add the text that each node begins with to its entry."""
         for first in range(0, len(picked), 64):
-            some = picked[first : first + 64]
-            block_ids = [block_id for node in some for block_id in node.block_ids[:_TEXT_BLOCKS]]
+            some = [(node.block_ids[:_TEXT_BLOCKS], entry) for node, entry in picked[first : first + 64]]
+            block_ids = [block_id for held, _ in some for block_id in held]
             tokens = iter(await self._ask("kv_tokens", block_ids=block_ids))
-            for node in some:
-                held = [token for _ in node.block_ids[:_TEXT_BLOCKS] for token in next(tokens)]
-                text = self._decode(held)
-                texts[node.name] = None if text is None else text[:_TEXT_CHARS]
-        todo = list(nodes)
-        while todo:
-            entry = todo.pop()
-            entry["text"] = texts[entry["node"]]
-            todo += entry.get("children", ())
+            for held, entry in some:
+                text = self._decode([token for _ in held for token in next(tokens)])
+                entry["text"] = None if text is None else text[:_TEXT_CHARS]
 
 
 def _sees(request: HttpRequest) -> str | None:
-    """The tenant whose requests whoever asks may see; None: everybody's."""
+    """The tenant whose requests the caller may see; None: every tenant."""
     sees: str | None = request.scope["state"]["sees"]
     return sees
 
@@ -258,20 +243,20 @@ def _sharing(sequences: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _numbers(
-    request: HttpRequest, limits: Mapping[str, tuple[int, int | None]], texts: tuple[str, ...] = ()
+    request: HttpRequest, texts: tuple[str, ...] = (), **numbers: tuple[int, int, int | None]
 ) -> dict[str, int]:
-    """The query's parameters, checked: an unknown one, or one given twice, is refused like a wrong one."""
-    known = [*limits, *texts, "engine", "model"]
-    found = {}
+    """The query's numbers, each given here with its default, its least and its most. An unknown parameter, or one that
+    is given twice, is refused like a wrong one. texts: other parameters that there may be."""
+    known = [*numbers, *texts, "engine", "model"]
+    found = {name: default for name, (default, _, _) in numbers.items()}
     for name, text in request.query_params.multi_items():
         if name not in known:
             hint = f"it has {', '.join(known)}"
             raise bad_request(f"{request.url.path} has no parameter {name}: {hint}", param=name, code="unknown_field")
-        if name in found or len(request.query_params.getlist(name)) > 1:
+        if len(request.query_params.getlist(name)) > 1:
             raise bad_request(f"{name} is given twice", param=name)
-        if name in limits:
-            least, most = limits[name]
-            found[name] = _whole_number(text, name, least, most)
+        if name in numbers:
+            found[name] = _whole_number(text, name, *numbers[name][1:])
     return found
 
 
@@ -305,7 +290,7 @@ _NAMING_KEY = secrets.token_bytes(16)
 
 
 def block_name(block_hash: bytes) -> str:
-    """What people see of a block's hash: the same while this process lives, and of no use to guess what was hashed."""
+    """A block's name for people: the same while this process lives, and no help in guessing the hashed tokens."""
     return blake2b(block_hash, digest_size=8, key=_NAMING_KEY).hexdigest()
 
 
@@ -393,14 +378,13 @@ class Shown:
 
     depth: int
     limit: int
-    picked: list[Node] = field(default_factory=list)
+    picked: list[tuple[Node, dict[str, Any]]] = field(default_factory=list)  # with their entries
 
     def pick(self, nodes: list[Node], block_size: int, depth: int = 1) -> list[dict[str, Any]]:
         shown = []
         for node in nodes:
             if len(self.picked) >= self.limit:
                 break
-            self.picked.append(node)
             links = node.links
             entry: dict[str, Any] = {
                 "node": node.name,
@@ -416,6 +400,7 @@ class Shown:
                 "num_children": len(node.children),
             }
             shown.append(entry)
+            self.picked.append((node, entry))
             if depth < self.depth:
                 entry["children"] = self.pick(node.children, block_size, depth + 1)
         return shown

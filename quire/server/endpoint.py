@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from quire.server.context import ServerContext
 
 REQUEST_ID_HEADER = "x-request-id"
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what is safe in a header and in a log
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # characters that are safe in a header and in a log
 
 
 class ClientGone(Exception):
-    """The client closed its connection: nobody is left to answer."""
+    """The client closed its connection: its request needs no answer."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Exchange:
     endpoint: str
     arrived_s: float = 0.0  # when the body was read, by the loop's clock: deadlines begin there
     num_body_bytes: int = 0  # bounds every text in it
-    is_abandoned: bool = False  # nobody waits for the answer: work for it stops where it can
+    is_abandoned: bool = False  # the client is gone: work for its answer stops where it can
     has_begun: bool = False  # the status is out: a later error can only be a part of the body
     is_admitted: bool = False  # the log's line is then written where the tokens were counted
 
@@ -53,18 +53,12 @@ class Exchange:
 
     async def read_body(self) -> bytes:
         check_json(self.header("content-type") or "")
-        parts: list[bytes] = []
-        while True:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                self.receive, self.send = after_body(self.scope, self.receive, self.send)
-                return b"".join(parts)
+        body = await read_body(self.receive)
+        self.receive, self.send = after_body(self.scope, self.receive, self.send)
+        return body
 
     def detached(self) -> Exchange:
-        """The same request for work that outlives its answer: what it sends goes nowhere, and it never hangs up."""
+        """The same request for work that outlives its answer: it drops all messages, and its client never hangs up."""
 
         async def send(_: Message) -> None:
             pass
@@ -154,8 +148,20 @@ class JsonEndpoint:
             await exchange.reply(self._error_body(error), error.headers, status=error.status)
 
 
+async def read_body(receive: Receive) -> bytes:
+    """A request's whole body. Raises ClientGone where the client hangs up before its end."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
 def check_json(content_type: str) -> None:
-    """A page of any other site may send a body without a type, or as a form's, and nobody asks it first."""
+    """Refuse bodies of other types: browsers let a page of any site send those without asking this server first."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         found = f"has the content type {shown(kind)}" if kind else "has no content type"

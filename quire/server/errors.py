@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Send
 
-# What OpenAI's servers say for a status.
+# Error types of OpenAI's servers, by status.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -38,11 +38,11 @@ NO_RETRY = {"x-should-retry": "false"}
 # When a client that was turned away should ask again: a replacement is up in seconds.
 RETRY_SOON = {"retry-after": "5"}
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's; the page's chat knows it too
-# What a client wrote is cut before anything looks at it, sends it back or logs it.
+# Text from a client is cut before anything reads it, sends it back or logs it.
 MAX_NAME_CHARS = 100
 _MAX_MESSAGE_CHARS = 1_000
-_MAX_PATH_CHARS = 200  # of msgspec's, which is made of our own names and of numbers
-_NEAR = 0.8  # of difflib's ratio: a typing error, not another word with letters in common
+_MAX_PATH_CHARS = 200  # msgspec's path to a field, which is made of our own names and of numbers
+_NEAR = 0.8  # difflib's ratio of a typing error; other words with letters in common have less
 _UNKNOWN, _MISSING = "Object contains unknown field `", "Object missing required field `"
 
 
@@ -103,12 +103,16 @@ class UnavailableError(ApiError):
 OnRefused = Callable[[ApiError, tuple[str, int] | None], None]  # is told what was turned away, and whom
 
 
+def unheard(*_: object) -> None:
+    """An OnRefused that counts nothing."""
+
+
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The answer to any exception. What is not ours is logged, and told without details."""
+    """The answer to any exception. Exceptions that are not ours are logged, and the client gets no details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadRequestError):

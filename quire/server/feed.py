@@ -1,9 +1,9 @@
 """The live feed: one reader of the engine for however many pages are open.
 
 It asks the engine what changed, at most five times a second, keeps a copy of the block map, and hands the same lines to
-every viewer, but for the requests in them: of those a viewer sees its own tenant's, or as an admin all. Who comes later
-gets the copy first; who reads too slowly gets it again instead of everything missed. Nothing is asked while nobody
-looks.
+every viewer, except that a viewer sees its own tenant's requests only, and an admin sees all. A viewer that comes later
+gets the copy first; one that reads too slowly gets it again instead of every line it missed. Without viewers, the
+engine is not asked.
 
 Any client may read it: curl -N -H "Authorization: Bearer KEY" "http://127.0.0.1:8000/live?model=NAME&engine=0"
 
@@ -49,10 +49,10 @@ TICK_S = 0.2
 IDLE_TICK_S = 0.5  # while nothing changes
 CHART_S = 0.5  # between two numbers of the charts
 LEVELS_S = 2.0  # between two looks at the levels below the device
-CHART_POINTS = 180  # kept for who comes later
-PIECE_BLOCKS = 2_048  # of one question to the engine
+CHART_POINTS = 180  # kept for viewers that come later
+PIECE_BLOCKS = 2_048  # blocks that one question to the engine covers
 PIECE_GAP_S = 0.01  # between two such questions, in which the engine can step
-COPY_BLOCKS = 16_384  # of one line of the copy
+COPY_BLOCKS = 16_384  # blocks in one line of the copy
 MAX_ROWS = 200
 MAX_VIEWERS = 64
 MAX_LINES_BEHIND = 32
@@ -65,7 +65,7 @@ _Status = tuple[str, str, list[str], dict[str, str]]  # the engine's state and w
 
 @dataclass(slots=True, eq=False)
 class _Viewer:
-    sees: str | None  # the tenant whose requests it is shown; None: everybody's
+    sees: str | None  # the tenant whose requests it is shown; None: every tenant
     tenant: str = ""  # its own
     lines: deque[bytes] = field(default_factory=deque)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -88,18 +88,18 @@ class LiveFeed:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
-        self._engine_names = engine_names  # of all engines of this model, for a page to choose from
-        self._models = models  # likewise: all models of the server, with their states
+        self._engine_names = engine_names  # all engines of this model, for a page to choose from
+        self._models = models  # all models of the server, with their states
         self._life = life
         self._hello = hello
         self._clock = clock
         self._metrics = metrics
         self._rolling = Rolling(metrics.first_token, metrics.inter_token)
-        self._last_ended: RequestSummary | None = None  # of those that the viewers were told of
+        self._last_ended: RequestSummary | None = None  # the last one that the viewers were told of
         self._viewers: set[_Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._watch: int | None = None
-        self._tenants: list[str] | None = None  # of whom the engine was asked last; None: of all
+        self._tenants: list[str] | None = None  # tenants that the engine was asked about last; None: all
         self._codes = bytearray()
         self._ref_counts = bytearray()
         self._seq_ids = array("I")
@@ -136,7 +136,7 @@ class LiveFeed:
                 self._task = None
 
     def check_room(self, tenant: str = "") -> None:
-        """Refuse one viewer too many. Who has less than an equal share is let in over the limit, up to twice that."""
+        """Refuse one viewer too many. A tenant with less than an equal share may exceed the limit, up to twice that."""
         viewing = [viewer.tenant for viewer in self._viewers]
         share = MAX_VIEWERS / len({*viewing, tenant})
         if len(viewing) >= 2 * MAX_VIEWERS or (len(viewing) >= MAX_VIEWERS and viewing.count(tenant) >= share):
@@ -256,10 +256,10 @@ class LiveFeed:
         return bool(num_changed or found["rows"])
 
     async def _ask(self, **arguments: Any) -> dict[str, Any]:
-        # So that of many requests each viewer gets its own: there is a limit to how many are told of.
+        # The engine reports a limited number of requests: asked by tenant, it reports those that the viewers may see.
         seen = {viewer.sees for viewer in self._viewers}
         tenants = None if None in seen else sorted(filter(None, seen))
-        if tenants != self._tenants:  # tables of those who are new were not kept: a new watch brings every one
+        if tenants != self._tenants:  # tables of new tenants were not kept: a new watch brings all of them
             self._tenants, self._watch = tenants, None
         call = asyncio.ensure_future(
             self.engine.call("kv_changes", watch=self._watch, limit=PIECE_BLOCKS, tenants=tenants, **arguments)
@@ -277,22 +277,17 @@ class LiveFeed:
         """Write changed blocks into the copy, and pass them on to the viewers."""
         first, num_scanned = blocks["first"], blocks["num_scanned"]
         codes, ref_counts = blocks["codes"], blocks["ref_counts"]
-        seq_ids = struct.unpack(f"<{len(codes)}I", blocks["seq_ids"])
+        seq_ids = array("I", struct.unpack(f"<{len(codes)}I", blocks["seq_ids"]))
         if not codes:
             return 0
-        if first + num_scanned > len(self._codes):
-            num_missing = first + num_scanned - len(self._codes)
-            self._codes.extend(bytes(num_missing))
-            self._ref_counts.extend(bytes(num_missing))
-            self._seq_ids.extend([0] * num_missing)
-        self._codes[first : first + num_scanned] = codes[:num_scanned]
-        self._ref_counts[first : first + num_scanned] = ref_counts[:num_scanned]
-        self._seq_ids[first : first + num_scanned] = array("I", seq_ids[:num_scanned])
+        end = first + num_scanned
         changed = struct.unpack(f"<{len(blocks['block_ids']) // 4}I", blocks["block_ids"])
-        for i, block_id in enumerate(changed, start=num_scanned):
-            self._codes[block_id] = codes[i]
-            self._ref_counts[block_id] = ref_counts[i]
-            self._seq_ids[block_id] = seq_ids[i]
+        copies: tuple[Any, ...] = (self._codes, self._ref_counts, self._seq_ids)
+        for known, new in zip(copies, (codes, ref_counts, seq_ids), strict=True):
+            known.extend([0] * (end - len(known)))
+            known[first:end] = new[:num_scanned]
+            for i, block_id in enumerate(changed, start=num_scanned):
+                known[block_id] = new[i]
         self._tell(_line({"type": "blocks", **blocks}))
         return len(codes)
 
@@ -345,7 +340,7 @@ def _pack(numbers: array[int]) -> bytes:
 
 
 def describe(name: str, engine: ServingEngine) -> dict[str, Any]:
-    """What a page has to know before the first line of the feed."""
+    """Facts that a page needs before the first line of the feed."""
     info = engine.info
     sampling = for_chat(engine.default_sampling)
     told = (

@@ -30,7 +30,7 @@ PURPOSES = ("batch",)
 
 
 class FileInfo(msgspec.Struct, kw_only=True):
-    """A file, in OpenAI's shape; and whose it is, which is told to nobody."""
+    """A file, in OpenAI's shape, and its owner, who is not in answers."""
 
     id: str
     object: str = "file"

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CHOICE_PARTS = 10  # what an answer without logprobs takes to write, in logprobs
+_CHOICE_PARTS = 10  # writing an answer without logprobs costs as much as writing so many logprobs
 _TOLD_AT_ONCE = 256  # ends of prompts, in some 10 ms
-_CLIENT_GONE = 499  # for the log alone: nobody reads the status
+_CLIENT_GONE = 499  # for the log alone: the client reads no status
 
 _next_number = itertools.count(1)
 
@@ -52,7 +52,7 @@ def engine_ids(exchange: Exchange, kind: str, num_prompts: int) -> list[str]:
 
 
 def answer_head(exchange: Exchange, kind: str, model: str, info: EngineInfo) -> dict[str, Any]:
-    """What every answer, and every chunk of one, begins with."""
+    """The fields that every answer, and every chunk of one, begins with."""
     return {
         "id": f"{kind}-{exchange.request_id}",
         "created": int(time.time()),
@@ -136,7 +136,7 @@ class Generation:
                 self._note(0, output)
             self._comes_known = False
         except asyncio.CancelledError:
-            # Ours, unless somebody else cancelled the task too: their wish goes first.
+            # Our own cancel, unless other code cancelled the task too: that one goes first.
             if self._mailbox.failure is None or self._reader is None or self._reader.uncancel() > 0:
                 raise
             raise self._mailbox.failure from None
@@ -146,8 +146,15 @@ class Generation:
             self._is_reading = False
         return [(0, output)]
 
+    async def take_all(self) -> list[RequestOutput]:
+        """The one output of each prompt, in their order, of a request that is not streamed."""
+        outputs: dict[int, RequestOutput] = {}
+        while len(outputs) < len(self._prepared):
+            outputs |= dict(await self.take())
+        return [outputs[i] for i in range(len(outputs))]
+
     async def write(self, make: Callable[[], T], outputs: Iterable[RequestOutput]) -> T:
-        """What `make` turns these outputs into; not on the event loop where they are many or have many logprobs."""
+        """Run `make` on these outputs: on a thread if they are many or have many logprobs, else here."""
         params = self._prepared[0].params
         of_token, of_prompt = (1 + (number or 0) for number in (params.logprobs, params.prompt_logprobs))
         num_parts = 0

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.server.admission import MAX_TOKENS_HEADER
-from quire.server.errors import ApiError, OnRefused, shown
+from quire.server.errors import ApiError, OnRefused, shown, unheard
 from quire.server.life import LifeState, ServerLife, not_serving
 from quire.server.settings import ApiKey, ServerSettings
 
@@ -57,7 +57,7 @@ def guarded(app: ASGIApp, context: ServerContext) -> ASGIApp:
         timeout_s=settings.body_timeout_s,
         max_file_bytes=settings.batch_dir_bytes if settings.batch_dir else None,
     )
-    app = Gate(app, life=context.life, on_refused=lambda reason: context.first.metrics.on_refused(reason))
+    app = Gate(app, context.life, on_refused=lambda reason: context.first.metrics.on_refused(reason))
     app = Auth(app, keys=settings.api_keys, on_refused=context.refused)
     if settings.cors_origins:
         # Before the keys: a browser asks beforehand without one, and must be able to read errors too.
@@ -86,12 +86,7 @@ def allowed_hosts(settings: ServerSettings) -> frozenset[str] | None:
 class Hosts:
     """ASGI middleware. `on_refused` hears what was turned away, and whom."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        names: frozenset[str],
-        on_refused: OnRefused | None = None,
-    ) -> None:
+    def __init__(self, app: ASGIApp, names: frozenset[str], on_refused: OnRefused = unheard) -> None:
         self._app = app
         self._names = names
         self._on_refused = on_refused
@@ -106,8 +101,7 @@ class Hosts:
                         f"--allowed-hosts {shown(host)}",
                         code="host_not_allowed",
                     )
-                    if self._on_refused is not None:
-                        self._on_refused(error, scope.get("client"))
+                    self._on_refused(error, scope.get("client"))
                     return error.respond(send)
         return self._app(scope, receive, send)
 
@@ -120,7 +114,7 @@ def _name(host: bytes) -> str:
 
 
 def is_open(path: str, method: str) -> bool:
-    """What anyone may read."""
+    """Whether anyone may read this path."""
     if path == "/ping":
         return True
     return method in ("GET", "HEAD") and (path in ("/health", "/", "/favicon.ico") or path.startswith("/static/"))
@@ -130,7 +124,7 @@ class Auth:
     """ASGI middleware: refuses what carries no known key, and notes in scope["state"] the `tenant`, and whose requests
     it `sees`: that tenant's, or everybody's (None)."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], on_refused: OnRefused | None = None) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], on_refused: OnRefused = unheard) -> None:
         self._app = app
         self._on_refused = on_refused
         # Digests have one length, so that comparing them does not tell a key's.
@@ -152,8 +146,7 @@ class Auth:
                     code="invalid_api_key",
                     headers={"www-authenticate": 'Bearer realm="quire"'},
                 )
-                if self._on_refused is not None:
-                    self._on_refused(error, scope.get("client"))
+                self._on_refused(error, scope.get("client"))
                 return error.respond(send)
             tenant = key.tenant
             sees = tenant if self._has_tenants and not key.is_admin else None
@@ -188,7 +181,7 @@ def _given_key(scope: Scope) -> bytes | None:
 class Gate:
     """ASGI middleware. `on_refused` hears the state for which a request was turned away."""
 
-    def __init__(self, app: ASGIApp, life: ServerLife, on_refused: Callable[[str], None] | None = None) -> None:
+    def __init__(self, app: ASGIApp, life: ServerLife, on_refused: Callable[[str], None] = unheard) -> None:
         self._app = app
         self._life = life
         self._on_refused = on_refused
@@ -200,8 +193,7 @@ class Gate:
         is_work = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         if state is LifeState.SERVING or (state is LifeState.DRAINING and not is_work):
             return self._counted(scope, receive, send) if is_work else self._app(scope, receive, send)
-        if self._on_refused is not None:
-            self._on_refused(state.value)
+        self._on_refused(state.value)
         error = not_serving(state)
         error.headers["connection"] = "close"  # its next request should reach another server
         return error.respond(send)
@@ -216,7 +208,7 @@ class Gate:
 _LINGER_S = 1.0
 _LINGER_BYTES = 64 << 20
 _CLOSE = {"connection": "close"}
-_AFTER_BODY = "after_body"  # of scope["state"]
+_AFTER_BODY = "after_body"  # a key of scope["state"]
 
 
 def _too_large(max_bytes: int) -> ApiError:

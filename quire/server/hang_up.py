@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-HANG_UP = "hang_up"  # of an ASGI scope's "state", where our own HTTP server runs the application
+HANG_UP = "hang_up"  # a key of an ASGI scope's "state", where our own HTTP server runs the application
 
 
 class HangUp:
@@ -17,7 +17,7 @@ class HangUp:
         self._has_happened = False
 
     def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have it called once, now if that is past; returns what ends that."""
+        """Call `callback` once when the client hangs up, now if it has. Returns a function that ends the watch."""
         if self._has_happened:
             callback()
         else:

@@ -79,50 +79,43 @@ def quantile(bounds: Sequence[float], counts: Iterable[int], share: float) -> fl
 @dataclass(slots=True, frozen=True)
 class _Sample:
     now_s: float
-    num_decode_tokens: int
-    num_prefill_tokens: int
-    num_query_tokens: int
-    num_hit_tokens: int
-    first_token: tuple[int, ...]
-    inter_token: tuple[int, ...]
+    totals: dict[str, int]
+    counts: dict[str, list[int]]  # of each histogram
+
+
+_TOTALS = ("num_decode_tokens", "num_prefill_tokens", "num_query_tokens", "num_hit_tokens")
 
 
 class Rolling:
     """Remembers readings of the last minute. A number is None while nothing happened in its window."""
 
     def __init__(self, first_token: Histogram, inter_token: Histogram) -> None:
-        self._first_token = first_token
-        self._inter_token = inter_token
+        self._histograms = {"first_token": first_token, "inter_token": inter_token}
         self._samples: deque[_Sample] = deque()
 
     def read(self, now_s: float, gauges: dict[str, Any]) -> dict[str, float | None]:
-        sample = _Sample(
-            now_s=now_s,
-            num_decode_tokens=gauges["num_decode_tokens"],
-            num_prefill_tokens=gauges["num_prefill_tokens"],
-            num_query_tokens=gauges["num_query_tokens"],
-            num_hit_tokens=gauges["num_hit_tokens"],
-            first_token=tuple(self._first_token.counts),
-            inter_token=tuple(self._inter_token.counts),
-        )
+        counts = {name: list(histogram.counts) for name, histogram in self._histograms.items()}
+        sample = _Sample(now_s, {name: gauges[name] for name in _TOTALS}, counts)
         samples = self._samples
         samples.append(sample)
         while len(samples) > 2 and now_s - samples[1].now_s >= HITS_S:
             samples.popleft()
         rate, latency, hits = self._since(RATE_S), self._since(LATENCY_S), self._since(HITS_S)
         elapsed_s = now_s - rate.now_s
-        num_decoded = sample.num_decode_tokens - rate.num_decode_tokens
-        num_prefilled = sample.num_prefill_tokens - rate.num_prefill_tokens
-        num_queried = sample.num_query_tokens - hits.num_query_tokens
+
+        def change(name: str, since: _Sample) -> int:
+            return sample.totals[name] - since.totals[name]
+
+        num_queried = change("num_query_tokens", hits)
         found: dict[str, float | None] = {
-            "tokens_per_s": num_decoded / elapsed_s if elapsed_s > 0 else 0.0,
-            "prefill_per_s": num_prefilled / elapsed_s if elapsed_s > 0 else 0.0,
-            "hit_rate": (sample.num_hit_tokens - hits.num_hit_tokens) / num_queried if num_queried else None,
+            "tokens_per_s": change("num_decode_tokens", rate) / elapsed_s if elapsed_s > 0 else 0.0,
+            "prefill_per_s": change("num_prefill_tokens", rate) / elapsed_s if elapsed_s > 0 else 0.0,
+            "hit_rate": change("num_hit_tokens", hits) / num_queried if num_queried else None,
         }
-        for name, histogram in (("first_token", self._first_token), ("inter_token", self._inter_token)):
-            counts = [new - old for new, old in zip(getattr(sample, name), getattr(latency, name), strict=True)]
-            found[f"{name}_p50_s"] = quantile(histogram.bounds, counts, 0.5)
-            found[f"{name}_p99_s"] = quantile(histogram.bounds, counts, 0.99)
+        for name, histogram in self._histograms.items():
+            of_late = [new - old for new, old in zip(sample.counts[name], latency.counts[name], strict=True)]
+            found[f"{name}_p50_s"] = quantile(histogram.bounds, of_late, 0.5)
+            found[f"{name}_p99_s"] = quantile(histogram.bounds, of_late, 0.99)
         return found
 
     def _since(self, window_s: float) -> _Sample:

@@ -29,7 +29,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from quire.server.errors import ApiError, OnRefused
+from quire.server.errors import ApiError, OnRefused, unheard
 from quire.server.hang_up import HANG_UP, HangUp
 from quire.server.settings import ServerSettings
 
@@ -52,7 +52,7 @@ class HttpServer(uvicorn.Server):
         app: ASGIApp,
         settings: ServerSettings,
         ssl_context: ssl.SSLContext | None,
-        on_refused: OnRefused | None = None,
+        on_refused: OnRefused = unheard,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -127,7 +127,7 @@ class Connection(HttpToolsProtocol):
 
     settings: ServerSettings
     max_connections: int
-    on_refused: OnRefused | None
+    on_refused: OnRefused
 
     def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(config, server_state, app_state)
@@ -146,7 +146,7 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self.max_connections:
             message = "the server has as many connections as it may open: try again, or raise its limit of open files"
             self._refuse(ApiError(503, message, code="too_many_connections"))
-            transport.close()  # at once: what is opened now must be closed before the next one comes
+            transport.close()  # at once: this one must be closed before the next one comes
         else:
             self._start_timer()
 
@@ -260,7 +260,7 @@ class Connection(HttpToolsProtocol):
         if not self._is_declining:
             super().on_message_complete()
             if not self.pipeline:
-                self.flow.resume_reading()  # after a long last piece, or nobody would see that the client hangs up
+                self.flow.resume_reading()  # after a long last piece, or a client that hangs up would not be seen
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -284,7 +284,7 @@ class Connection(HttpToolsProtocol):
         self.server_state.default_headers = _date_header(int(time.time()))
         super().on_headers_complete()
         if 0 < len(self.pipeline) <= _MAX_PIPELINED:
-            self.flow.resume_reading()  # or nobody would see that the client hangs up
+            self.flow.resume_reading()  # or a client that hangs up would not be seen
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request", code="invalid_http"))
@@ -318,8 +318,7 @@ class Connection(HttpToolsProtocol):
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
-        if self.on_refused is not None:
-            self.on_refused(error, self.client)
+        self.on_refused(error, self.client)
         body = error.encode()
         lines = [STATUS_LINE[error.status]]
         for name, value in self.server_state.default_headers:
@@ -333,7 +332,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _end_by_closing(cycle: RequestResponseCycle) -> None:
-    """HTTP/1.0 knows no chunks: an answer whose length nobody knows before ends with its connection."""
+    """HTTP/1.0 has no chunks: an answer without a known length ends with its connection."""
     send = cycle.send
     cycle.chunked_encoding = False
 

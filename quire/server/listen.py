@@ -10,6 +10,7 @@ import ssl
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.errors import ConfigError
 from quire.server.settings import ServerSettings
@@ -28,7 +29,7 @@ class SocketFile:
     made_ns: int
 
     def remove(self) -> None:
-        """Remove the file, unless it is somebody else's by now, or gone."""
+        """Remove the file, unless it is gone, or another server's by now."""
         with contextlib.suppress(OSError):
             found = Path(self.path).stat()
             if (found.st_dev, found.st_ino, found.st_mtime_ns) == (self.device, self.inode, self.made_ns):
@@ -46,20 +47,16 @@ def open_socket(settings: ServerSettings) -> socket.socket:
         raise ConfigError(f"host {host!r} is no address of this machine: {error.strerror}") from None
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
+    # A port that a stopped server's connections still hold in TIME_WAIT is free for the next one.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        # A port that a stopped server's connections still hold in TIME_WAIT is free for the next one.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
+        return _listening(listener, address)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} on {host} is in use: stop what uses it, or choose another --port") from None
         if error.errno == errno.EACCES:
             raise ConfigError(f"port {port} needs rights that this user has not: choose a --port over 1023") from None
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
-    listener.setblocking(False)
-    return listener
 
 
 def _unix_socket(path: str) -> socket.socket:
@@ -67,15 +64,13 @@ def _unix_socket(path: str) -> socket.socket:
         raise ConfigError("uds: this system has no Unix sockets; use --host and --port")
     try:
         _remove_stale(path)
-        listener = _bound(path)
+        return _listening(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), path)
     except OSError as error:
         raise ConfigError(f"uds {path}: {error.strerror or error}") from None
-    listener.setblocking(False)
-    return listener
 
 
 def _remove_stale(path: str) -> None:
-    """A socket file outlives a server that was killed; nobody listening means it may go."""
+    """Remove the socket file of a server that was killed: no process listens on it."""
     with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if not stat.S_ISSOCK(Path(path).stat().st_mode):
             return  # bind says what is wrong with it
@@ -87,14 +82,15 @@ def _remove_stale(path: str) -> None:
         raise ConfigError(f"uds {path} is in use: stop what uses it, or choose another path")
 
 
-def _bound(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _listening(listener: socket.socket, address: Any) -> socket.socket:
+    """Bind a socket and have it listen; it is closed where that fails."""
     try:
-        listener.bind(path)
+        listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError:
         listener.close()
         raise
+    listener.setblocking(False)
     return listener
 
 

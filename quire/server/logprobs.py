@@ -124,7 +124,7 @@ def prompt_logprobs(entries: Sequence[Mapping[int, Logprob] | None]) -> list[dic
 
 
 def _encoded(position: T) -> T:
-    """Encode a position as the JSON that it will be. Of a million logprobs, objects would take four times the memory,
+    """Encode a position as the JSON that it will be. Objects for a million logprobs would take four times the memory,
     and encoding them or looking for garbage among them would stop every thread for a second."""
     return cast(T, Raw(_encode(position)))
 

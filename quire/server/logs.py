@@ -5,9 +5,9 @@
 
 A line has numbers, names and reasons; never a prompt, an answer, a key, or an error's text, which may quote them.
 
-Whoever reads them may stop: a supervisor that forgot its pipe, a terminal after Ctrl-S, a disk that hangs. Requests
-must not wait for that, so lines are written by a thread of their own and wait there, as many as there is room for;
-later ones are counted and left out. A line that is far longer than any of ours quotes somebody, and is cut.
+The reader of the lines may stop: a supervisor that forgot its pipe, a terminal after Ctrl-S, a disk that hangs.
+Requests must not wait for that, so a thread of its own writes the lines, as many as there is room for; later ones are
+counted and left out. A line that is far longer than any of ours quotes a client, and is cut.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _EVENT = "quire_event"  # the attribute of a LogRecord that holds (event, fields
 ENGINE_READY = "engine_ready"
 OFTEN_S = 10.0
 _LOGGERS = ("quire", "uvicorn")  # uvicorn's own lines look like ours
-_MAX_WAITING_BYTES = 4 << 20  # of text: some ten thousand lines
+_MAX_WAITING_BYTES = 4 << 20  # some ten thousand lines
 _MAX_LINE_BYTES = 32 << 10  # a long traceback; a line that quotes what a client sent may be as long as that
-_LINE_COST_BYTES = 64  # of a line in the queue, beside its text
+_LINE_COST_BYTES = 64  # what a line in the queue costs beside its text
 _FLUSH_S = 1.0  # in which the last lines of a program that ends must be out
 
 BROWNOUT_STEPS = (
@@ -188,7 +188,7 @@ async def watch_engines(
 
 
 class _Watched:
-    """What was told last of an engine."""
+    """The state of an engine that was logged last."""
 
     def __init__(self) -> None:
         self.state = EngineState.STARTING
@@ -302,9 +302,9 @@ class LogWriter(logging.Handler):
             try:
                 data = data[os.write(self._descriptor, data) :]
             except BlockingIOError:
-                time.sleep(0.05)  # somebody set the pipe so; it is full
+                time.sleep(0.05)  # the pipe does not block, and it is full
             except OSError:
-                return  # closed: there is nobody to tell
+                return  # closed
 
 
 def _encoded(line: str) -> bytes:

@@ -10,7 +10,8 @@ servers run are refused.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,13 +19,12 @@ from msgspec import Meta
 from quire.params import MAX_STOPS
 from quire.server.endpoint import Exchange
 from quire.server.errors import ApiError, bad_request, shown
-from quire.server.protocol import BodyDecoder, StopString, TokenizeBody
-from quire.server.relay import event, relay
+from quire.server.protocol import BodyDecoder, Count, Positive, StopString, TokenizeBody
+from quire.server.relay import event, parts_of, relay, tool_call
 from quire.server.tokenize import tokens_of
 
 _ERROR_TYPES = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_INT32 = 2**31 - 1
 _decode_tokenize = BodyDecoder(TokenizeBody).decode
 
 
@@ -88,7 +88,7 @@ class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
+    budget_tokens: Positive | None = None
     display: str | None = None
 
 
@@ -119,11 +119,11 @@ class CountTokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesBody(CountTokensBody, kw_only=True, forbid_unknown_fields=True):
-    max_tokens: Annotated[int, Meta(ge=1, le=_INT32)]
+    max_tokens: Positive
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
+    top_k: Count | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     metadata: Annotated[dict[str, Any] | None, Meta(description="Without effect.")] = None
     service_tier: Annotated[
@@ -175,9 +175,7 @@ def _chat(body: MessagesBody, *, thinks: bool) -> dict[str, Any]:
             chat[name] = value
     if body.stop_sequences:
         chat["stop"] = body.stop_sequences
-    if body.stream:
-        chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    if body.tool_choice is not None and body.tools:
+    if body.tool_choice is not None and (body.tools or body.tool_choice.type in ("any", "tool")):  # else no effect
         chat |= _tool_choice(body.tool_choice)
     if body.thinking is not None and thinks:  # clients send it to every model, and one that never thinks obeys it
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
@@ -226,8 +224,7 @@ def _messages(turn: Turn, where: str) -> list[dict[str, Any]]:
             message["reasoning"] = message.get("reasoning", "") + block.thinking
         elif isinstance(block, ToolUseBlock):
             arguments = msgspec.json.encode(block.input).decode()
-            call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
-            message.setdefault("tool_calls", []).append(call)
+            message.setdefault("tool_calls", []).append(tool_call(block.id, block.name, arguments))
         elif isinstance(block, ToolResultBlock):
             text = _text(block.content or "")
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
@@ -251,10 +248,16 @@ def _text(content: str | list[TextBlock]) -> str:
 class MessageTranslation:
     """One answer: whole, or as events. A stream's blocks are open one at a time."""
 
+    names: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "max_tokens",
+        "stop": "stop_sequences",
+        "reasoning_effort": "output_config.effort",
+        "thinking_token_budget": "thinking.budget_tokens",
+    }
+
     def __init__(self) -> None:
         self._index = -1
         self._open: str | None = None  # the type of the block that is open
-        self._call = -1  # which of the chat's calls it is
         self._has_begun = False
         self._stop: tuple[str | None, str | None] = (None, None)
         self._num_output = 0
@@ -282,25 +285,23 @@ class MessageTranslation:
             error = chunk["error"]
             return [event("error", {"error": {"type": "api_error", "message": error["message"]}})]
         events: list[bytes] = []
-        if usage := chunk.get("usage"):
-            self._num_output = usage["completion_tokens"]
+        self._num_output = chunk["usage"]["completion_tokens"]
         if not self._has_begun:
             self._has_begun = True
-            message = _head(chunk["id"], chunk["model"], usage) | {"content": []}
+            message = _head(chunk["id"], chunk["model"], chunk["usage"])
             message["usage"]["output_tokens"] = 0
             events += [event("message_start", {"message": message}), event("ping", {})]
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            if thought := delta.get("reasoning"):
+        for kind, part in parts_of(chunk):
+            if kind == "reasoning":
                 events += self._in_block("thinking", {"thinking": "", "signature": ""})
-                events.append(self._delta({"type": "thinking_delta", "thinking": thought}))
-            if text := delta.get("content"):
+                events.append(self._delta({"type": "thinking_delta", "thinking": part}))
+            elif kind == "content":
                 events += self._in_block("text", {"text": ""})
-                events.append(self._delta({"type": "text_delta", "text": text}))
-            for call in delta.get("tool_calls") or ():
-                events += self._in_call(call)
-            if choice["finish_reason"] is not None:
-                self._stop = _stop(choice)
+                events.append(self._delta({"type": "text_delta", "text": part}))
+            elif kind == "call":
+                events += self._in_call(part)
+            else:
+                self._stop = _stop(part)
         return events
 
     def ending(self) -> list[bytes]:
@@ -313,12 +314,11 @@ class MessageTranslation:
 
     def _in_call(self, call: dict[str, Any]) -> list[bytes]:
         events: list[bytes] = []
-        function = call.get("function") or {}
-        if call["index"] != self._call or self._open != "tool_use":
-            self._call = call["index"]
+        function = call["function"]
+        if "id" in call:
             events += self._close()
             events += self._in_block("tool_use", {"id": call["id"], "name": function["name"], "input": {}})
-        if arguments := function.get("arguments"):
+        if arguments := function["arguments"]:
             events.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
         return events
 
@@ -341,8 +341,7 @@ class MessageTranslation:
         return [event("content_block_stop", {"index": self._index})]
 
 
-def _head(chat_id: str, model: str, usage: dict[str, Any] | None) -> dict[str, Any]:
-    usage = usage or {"prompt_tokens": 0, "completion_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0}}
+def _head(chat_id: str, model: str, usage: dict[str, Any]) -> dict[str, Any]:
     num_cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "id": f"msg_{chat_id.removeprefix('chatcmpl-')}",

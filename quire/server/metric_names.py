@@ -25,28 +25,37 @@ _DRAFTS = "speculation, once a draft was verified"
 
 VLLM: dict[str, Name] = {
     "num_requests_running": Name(_GAUGE, "Sequences that hold blocks and run."),
-    "num_requests_waiting": Name(_GAUGE, "Sequences in the engine's queue, preempted ones too."),
+    "num_requests_waiting": Name(_GAUGE, "Sequences in the engine's queue, including preempted ones."),
     "num_requests_waiting_by_reason": Name(
-        _GAUGE, "The queue by why it waits: for capacity. Nothing is ever deferred.", ("reason",)
+        _GAUGE, "The queue by reason. Requests wait for capacity only: none are deferred.", ("reason",)
     ),
-    "kv_cache_usage_perc": Name(_GAUGE, "Share of KV blocks that requests hold: 1 is all of them."),
-    "prompt_tokens_total": Name(_COUNTER, "Prompt tokens of requests that gave a first token."),
-    "prompt_tokens_cached_total": Name(_COUNTER, "Those of them that the prefix cache had."),
+    "kv_cache_usage_perc": Name(_GAUGE, "Share of KV blocks that requests hold, from 0 to 1."),
+    "prompt_tokens_total": Name(_COUNTER, "Prompt tokens of requests that have produced a first token."),
+    "prompt_tokens_cached_total": Name(
+        _COUNTER, "Prompt tokens found in the prefix cache, of the same requests as prompt_tokens_total."
+    ),
     "generation_tokens_total": Name(_COUNTER, "Tokens generated."),
-    "num_preemptions_total": Name(_COUNTER, "Times that a running sequence had to give up its blocks."),
+    "num_preemptions_total": Name(_COUNTER, "Preemptions: a running sequence lost its blocks."),
     "prefix_cache_queries_total": Name(_COUNTER, "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits_total": Name(_COUNTER, "Prompt tokens found in the prefix cache."),
     "external_prefix_cache_queries_total": Name(
-        _COUNTER, "Prompt tokens that the device did not have, looked up in the levels below.", only_with=_LEVELS
+        _COUNTER,
+        "Prompt tokens looked up in the levels below, because the device did not have them.",
+        only_with=_LEVELS,
     ),
-    "external_prefix_cache_hits_total": Name(_COUNTER, "Those of them that came from there.", only_with=_LEVELS),
-    "spec_decode_num_drafts_total": Name(_COUNTER, "Times that a sequence's drafts were verified.", only_with=_DRAFTS),
-    "spec_decode_num_draft_tokens_total": Name(_COUNTER, "Draft tokens that were verified.", only_with=_DRAFTS),
-    "spec_decode_num_accepted_tokens_total": Name(_COUNTER, "Those of them that were right.", only_with=_DRAFTS),
+    "external_prefix_cache_hits_total": Name(
+        _COUNTER, "Prompt tokens loaded from the levels below.", only_with=_LEVELS
+    ),
+    "spec_decode_num_drafts_total": Name(_COUNTER, "Verifications of a sequence's drafts.", only_with=_DRAFTS),
+    "spec_decode_num_draft_tokens_total": Name(_COUNTER, "Draft tokens verified.", only_with=_DRAFTS),
+    "spec_decode_num_accepted_tokens_total": Name(_COUNTER, "Draft tokens accepted.", only_with=_DRAFTS),
     "spec_decode_num_accepted_tokens_per_pos_total": Name(
-        _COUNTER, "The same by their place among a sequence's drafts, from 0 on.", ("position",), only_with=_DRAFTS
+        _COUNTER,
+        "Draft tokens accepted, by position among a sequence's drafts (0 is the first).",
+        ("position",),
+        only_with=_DRAFTS,
     ),
-    "request_success_total": Name(_COUNTER, "Sequences that ended, by why.", ("finished_reason",)),
+    "request_success_total": Name(_COUNTER, "Finished sequences by reason.", ("finished_reason",)),
     "cache_config_info": Name(
         _GAUGE,
         "Always 1; its labels describe the KV cache.",
@@ -55,20 +64,20 @@ VLLM: dict[str, Name] = {
             *("kv_cache_size_tokens", "kv_cache_max_concurrency"),
         ),
     ),
-    "time_to_first_token_seconds": Name(_HISTOGRAM, "From a request's arrival to its first token."),
-    "inter_token_latency_seconds": Name(_HISTOGRAM, "Between two tokens of one sequence."),
+    "time_to_first_token_seconds": Name(_HISTOGRAM, "Time from a request's arrival to its first token."),
+    "inter_token_latency_seconds": Name(_HISTOGRAM, "Time between two tokens of one sequence."),
     "request_time_per_output_token_seconds": Name(_HISTOGRAM, "A request's mean time per token after the first."),
-    "e2e_request_latency_seconds": Name(_HISTOGRAM, "From a request's arrival to its end."),
-    "request_queue_time_seconds": Name(_HISTOGRAM, "From a request's arrival until it first ran."),
-    "request_prefill_time_seconds": Name(_HISTOGRAM, "From when a request first ran to its first token."),
-    "request_decode_time_seconds": Name(_HISTOGRAM, "From a request's first token to its last."),
-    "request_inference_time_seconds": Name(_HISTOGRAM, "From when a request first ran to its last token."),
+    "e2e_request_latency_seconds": Name(_HISTOGRAM, "Time from a request's arrival to its end."),
+    "request_queue_time_seconds": Name(_HISTOGRAM, "Time from a request's arrival until it first ran."),
+    "request_prefill_time_seconds": Name(_HISTOGRAM, "Time from when a request first ran to its first token."),
+    "request_decode_time_seconds": Name(_HISTOGRAM, "Time from a request's first token to its last."),
+    "request_inference_time_seconds": Name(_HISTOGRAM, "Time from when a request first ran to its last token."),
     "request_prompt_tokens": Name(_HISTOGRAM, "Prompt tokens of a request."),
     "request_generation_tokens": Name(_HISTOGRAM, "Tokens generated by a sequence."),
     "request_max_num_generation_tokens": Name(_HISTOGRAM, "Most tokens generated by one of a request's sequences."),
     "request_params_n": Name(_HISTOGRAM, "A request's n."),
-    "request_params_max_tokens": Name(_HISTOGRAM, "A request's max_tokens, where it gave one."),
-    "iteration_tokens_total": Name(_HISTOGRAM, "Tokens computed in a step, prompts' and generated ones."),
+    "request_params_max_tokens": Name(_HISTOGRAM, "A request's max_tokens, if it set one."),
+    "iteration_tokens_total": Name(_HISTOGRAM, "Tokens computed in a step: prompt tokens and generated ones."),
 }
 
 QUIRE: dict[str, Name] = {
@@ -77,70 +86,84 @@ QUIRE: dict[str, Name] = {
     "tokens_per_second": Name(_GAUGE, "Output tokens per second over the last ten seconds."),
     "step_seconds_total": Name(
         _COUNTER,
-        "Time inside steps by part, on the device's clock. The rate of part=all is the device's use.",
+        "Time in steps by part, on the device's clock. The rate of part=all is the device's utilization.",
         ("part",),
     ),
-    "host_seconds_total": Name(_COUNTER, "The engine loop's time by part; collect waits for the device.", ("part",)),
+    "host_seconds_total": Name(
+        _COUNTER, "The engine loop's time by part. part=collect waits for the device.", ("part",)
+    ),
     "graph_captures_total": Name(
         _COUNTER, "CUDA graphs captured: at start, and later for new sizes.", only_with="a GPU"
     ),
-    "device_memory_used_bytes": Name(_GAUGE, "Device memory in use, by anyone.", only_with="a GPU"),
-    "device_memory_total_bytes": Name(_GAUGE, "Device memory there is.", only_with="a GPU"),
+    "device_memory_used_bytes": Name(_GAUGE, "Device memory in use by all processes.", only_with="a GPU"),
+    "device_memory_total_bytes": Name(_GAUGE, "Total device memory.", only_with="a GPU"),
     # KV blocks
-    "kv_blocks": Name(_GAUGE, "KV blocks there are."),
-    "kv_blocks_free": Name(_GAUGE, "Blocks that hold nothing."),
-    "kv_blocks_cached": Name(_GAUGE, "Blocks that hold a known prefix nobody uses: reused when free ones run out."),
+    "kv_blocks": Name(_GAUGE, "KV blocks in total."),
+    "kv_blocks_free": Name(_GAUGE, "Blocks without content."),
+    "kv_blocks_cached": Name(
+        _GAUGE, "Blocks with a cached prefix that no request uses; evicted when free blocks run out."
+    ),
     "kv_blocks_used": Name(_GAUGE, "Blocks that requests hold."),
     "kv_blocks_pinned": Name(_GAUGE, "Blocks kept from eviction."),
     "kv_blocks_in_transit": Name(_GAUGE, "Blocks whose bytes are moving to or from the host."),
-    "kv_blocks_available_min": Name(_GAUGE, "The fewest free or evictable blocks there ever were."),
-    "kv_waste_tokens": Name(_GAUGE, "Slots without a token in blocks that are held."),
-    "kv_waste_percent": Name(_GAUGE, "Those slots as a percentage of all slots held."),
-    "kv_blocks_allocated_total": Name(_COUNTER, "Block churn: blocks that came into use."),
-    "kv_blocks_freed_total": Name(_COUNTER, "Block churn: blocks that left use."),
-    "kv_blocks_allocated_per_second": Name(_GAUGE, "Blocks coming into use per second, of late."),
-    "kv_blocks_freed_per_second": Name(_GAUGE, "Blocks leaving use per second, of late."),
-    "kv_evictions_total": Name(_COUNTER, "Cached blocks that were reused for something else."),
-    "kv_forks_total": Name(_COUNTER, "Sequences forked from another, sharing its blocks."),
-    "kv_copies_total": Name(_COUNTER, "Blocks copied because a sharer wrote to them."),
+    "kv_blocks_available_min": Name(_GAUGE, "Lowest number of free or evictable blocks since the start."),
+    "kv_waste_tokens": Name(_GAUGE, "Empty slots in blocks that requests hold."),
+    "kv_waste_percent": Name(_GAUGE, "Empty slots as a percentage of all slots in blocks that requests hold."),
+    "kv_blocks_allocated_total": Name(_COUNTER, "Blocks allocated."),
+    "kv_blocks_freed_total": Name(_COUNTER, "Blocks freed."),
+    "kv_blocks_allocated_per_second": Name(_GAUGE, "Blocks allocated per second, recently."),
+    "kv_blocks_freed_per_second": Name(_GAUGE, "Blocks freed per second, recently."),
+    "kv_evictions_total": Name(_COUNTER, "Cached blocks evicted."),
+    "kv_forks_total": Name(_COUNTER, "Sequences forked from another, whose blocks they share."),
+    "kv_copies_total": Name(_COUNTER, "Blocks copied because a sequence wrote to a shared block."),
     "kv_swapped_out_blocks_total": Name(_COUNTER, "Blocks moved to the host."),
     "kv_swapped_in_blocks_total": Name(_COUNTER, "Blocks moved back from the host."),
-    "swap_bytes_total": Name(_COUNTER, "Bytes of the blocks that moved.", ("direction",)),
-    "kv_allocation_failures_total": Name(_COUNTER, "Block exhaustion: growths that found no block, and preempted."),
-    "preemptions_total": Name(_COUNTER, "Preemptions by what happened to the blocks.", ("kind",)),
-    "preemptions_for_tenants_total": Name(_COUNTER, "Preemptions that made way for another tenant."),
+    "swap_bytes_total": Name(_COUNTER, "Bytes of swapped blocks, by direction.", ("direction",)),
+    "kv_allocation_failures_total": Name(
+        _COUNTER, "Block exhaustion: a running sequence found no free block, and one was preempted."
+    ),
+    "preemptions_total": Name(_COUNTER, "Preemptions by kind: swap or recompute.", ("kind",)),
+    "preemptions_for_tenants_total": Name(_COUNTER, "Preemptions in favour of another tenant."),
     "recomputed_tokens_total": Name(_COUNTER, "Tokens computed again after a preemption."),
     "prefix_lookups_total": Name(_COUNTER, "Prefix cache lookups by outcome.", ("outcome",)),
     # Levels below the device
     "kv_level_blocks": Name(_GAUGE, "Blocks that a level holds.", ("level",), only_with=_LEVELS),
     "kv_level_stored_blocks_total": Name(_COUNTER, "Blocks written to a level.", ("level",), only_with=_LEVELS),
-    "kv_level_loaded_blocks_total": Name(_COUNTER, "Blocks that came back from it.", ("level",), only_with=_LEVELS),
+    "kv_level_loaded_blocks_total": Name(_COUNTER, "Blocks loaded from a level.", ("level",), only_with=_LEVELS),
     "kv_level_missing_blocks_total": Name(
-        _COUNTER, "Blocks that it was said to have, and that did not come: computed instead.", ("level",), _LEVELS
+        _COUNTER, "Blocks that a level reported but did not deliver; they were computed instead.", ("level",), _LEVELS
     ),
     "kv_level_rejected_total": Name(
-        _COUNTER, "Blocks, entries and files that were not what they should be, and were not used.", ("level",), _LEVELS
+        _COUNTER, "Blocks, entries and files that failed a check and were not used.", ("level",), _LEVELS
     ),
-    "kv_level_errors_total": Name(_COUNTER, "Calls of a store that failed.", ("level",), only_with=_LEVELS),
+    "kv_level_errors_total": Name(_COUNTER, "Failed calls of a store.", ("level",), only_with=_LEVELS),
     "kv_level_moved_bytes_total": Name(_COUNTER, "Bytes to and from a store.", ("level",), only_with=_LEVELS),
-    "kv_level_oldest_seconds": Name(_GAUGE, "Since the oldest segment was used.", ("level",), only_with=_LEVELS),
+    "kv_level_oldest_seconds": Name(
+        _GAUGE, "Time since the least recently used segment was used.", ("level",), only_with=_LEVELS
+    ),
     "kv_blocks_lost_total": Name(_COUNTER, "Blocks evicted before they were written to a level.", only_with=_LEVELS),
-    "num_requests_loading": Name(_GAUGE, "Sequences that wait for blocks to come back.", only_with=_LEVELS),
+    "num_requests_loading": Name(_GAUGE, "Sequences that wait for their blocks to be loaded.", only_with=_LEVELS),
     # Guarding
-    "brownout_level": Name(_GAUGE, "0 none, 1 smaller prefills, 2 shorter answers for new requests, 3 no new ones."),
-    "requests_started_total": Name(_COUNTER, "HTTP requests for text that came in.", ("endpoint",)),
-    "requests_refused_total": Name(_COUNTER, "Requests that got no answer, by why.", ("reason",)),
+    "brownout_level": Name(
+        _GAUGE, "0 none, 1 smaller prefills, 2 shorter answers for new requests, 3 new requests refused."
+    ),
+    "requests_started_total": Name(_COUNTER, "HTTP requests for text received.", ("endpoint",)),
+    "requests_refused_total": Name(_COUNTER, "Requests refused, by reason.", ("reason",)),
     "num_waiting_tokens": Name(_GAUGE, "Prompt tokens in the engine's queue."),
-    "tenant_requests_running": Name(_GAUGE, "What runs, by tenant.", ("tenant",), only_with="API keys"),
-    "tenant_requests_waiting": Name(_GAUGE, "The queue by tenant.", ("tenant",), only_with="API keys"),
-    "tenant_requests_total": Name(_COUNTER, "Requests that ended, by tenant.", ("tenant",)),
-    "tenant_tokens_total": Name(_COUNTER, "Tokens served by tenant: prompt or output.", ("tenant", "kind")),
+    "tenant_requests_running": Name(_GAUGE, "Running requests by tenant.", ("tenant",), only_with="API keys"),
+    "tenant_requests_waiting": Name(_GAUGE, "Waiting requests by tenant.", ("tenant",), only_with="API keys"),
+    "tenant_requests_total": Name(_COUNTER, "Finished requests by tenant.", ("tenant",)),
+    "tenant_tokens_total": Name(_COUNTER, "Tokens served, by tenant and kind: prompt or output.", ("tenant", "kind")),
     # Life
-    "engine_state": Name(_GAUGE, "1 for the state the engine is in: starting, ready, stuck or dead.", ("state",)),
-    "engine_ready_seconds": Name(_GAUGE, "How long the engine took to start."),
-    "engine_start_seconds": Name(_GAUGE, "Where the start went.", ("part",)),
-    "engine_metrics_age_seconds": Name(_GAUGE, "Age of the engine's part of this page: old when a step hangs."),
-    "build_info": Name(_GAUGE, "Always 1; which Quire this is, and what it runs on.", ("version", "device", "dtype")),
+    "engine_state": Name(
+        _GAUGE, "1 for the state of the engine: starting, ready, stuck, sleeping or dead.", ("state",)
+    ),
+    "engine_ready_seconds": Name(_GAUGE, "Time the engine took to start."),
+    "engine_start_seconds": Name(_GAUGE, "Time of each part of the start.", ("part",)),
+    "engine_metrics_age_seconds": Name(_GAUGE, "Age of the engine's numbers on this page; it grows when a step hangs."),
+    "build_info": Name(
+        _GAUGE, "Always 1; the labels have Quire's version, device and dtype.", ("version", "device", "dtype")
+    ),
 }
 
 NAMES: dict[str, Name] = {f"vllm:{k}": v for k, v in VLLM.items()} | {f"quire:{k}": v for k, v in QUIRE.items()}

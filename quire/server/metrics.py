@@ -1,5 +1,5 @@
 """What Prometheus reads. Requests are counted here, in this process; blocks and steps by the engine, which is asked
-when somebody scrapes.
+when Prometheus scrapes.
 
 Observing a token costs two look-ups and a bisection; everything that Prometheus wants as text waits for the scrape.
 Every prepared request that was given to `on_output` must be given to `on_finished` once, however it ends.
@@ -39,6 +39,22 @@ _MAX_TENANTS = 256  # further ones are summed up as "other": a label must not gr
 _NUM_RECENT = 256
 _READING_TIMEOUT_S = 5.0  # a scrape waits no longer for the engine; Prometheus gives up after 10
 _READING_FRESH_S = 0.2  # scrapes closer together share a reading: asking often must not cost steps
+# Histograms of requests, by vLLM's names, with their buckets.
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": FIRST_TOKEN_S,
+    "inter_token_latency_seconds": INTER_TOKEN_S,
+    "request_time_per_output_token_seconds": INTER_TOKEN_S,
+    "e2e_request_latency_seconds": REQUEST_S,
+    "request_queue_time_seconds": REQUEST_S,
+    "request_prefill_time_seconds": REQUEST_S,
+    "request_decode_time_seconds": REQUEST_S,
+    "request_inference_time_seconds": REQUEST_S,
+    "request_prompt_tokens": TOKENS,
+    "request_generation_tokens": TOKENS,
+    "request_max_num_generation_tokens": TOKENS,
+    "request_params_n": SEQUENCES,
+    "request_params_max_tokens": TOKENS,
+}
 
 
 @dataclass(slots=True)
@@ -96,8 +112,8 @@ class _Families:
 
 
 class ServerMetrics(_Families, Collector):
-    """Counters of one server, in the event loop's thread. Of several replicas the requests are counted together, under
-    the engine "all"; what each engine counts has the engine's own name."""
+    """Counters of one server, in the event loop's thread. Requests of several replicas are counted together, under the
+    engine "all"; numbers that an engine counts have the engine's own name."""
 
     def __init__(self, engine: ServingEngine, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(model_name, "all" if is_replicated(engine) else "0")
@@ -109,22 +125,16 @@ class ServerMetrics(_Families, Collector):
         ProcessCollector(registry=self._process)
 
         self.recent: deque[RequestSummary] = deque(maxlen=_NUM_RECENT)  # ended last, the newest at the end
-        self.first_token = Histogram(FIRST_TOKEN_S)
-        self.inter_token = Histogram(INTER_TOKEN_S)
-        self._per_token = Histogram(INTER_TOKEN_S)
-        self._total, self._queue, self._prefill = Histogram(REQUEST_S), Histogram(REQUEST_S), Histogram(REQUEST_S)
-        self._decode, self._inference = Histogram(REQUEST_S), Histogram(REQUEST_S)
-        self._prompt_tokens, self._output_tokens = Histogram(TOKENS), Histogram(TOKENS)
-        self._longest_output, self._max_tokens = Histogram(TOKENS), Histogram(TOKENS)
-        self._n = Histogram(SEQUENCES)
+        self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
+        self.first_token = self._histograms["time_to_first_token_seconds"]
+        self.inter_token = self._histograms["inter_token_latency_seconds"]
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self._started: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._tenant_requests: Counter[str] = Counter()
-        self._tenant_prompt_tokens: Counter[str] = Counter()
-        self._tenant_output_tokens: Counter[str] = Counter()
+        self._tenant_tokens: Counter[tuple[str, str]] = Counter()  # by tenant and kind
 
     # -- told by the request's way
 
@@ -186,7 +196,7 @@ class ServerMetrics(_Families, Collector):
         counts = live.num_tokens if live is not None else [0] * request.n
         num_cached_tokens = prepared.num_cached_tokens if last_output is None else last_output.num_cached_tokens
         if prepared.num_made_tokens and not (last_output is not None and last_output.finished):
-            # What was cut off has cost its tokens, even where nobody was to see any before the end.
+            # The engine made these tokens, even if none were to be shown before the end.
             counts = [max(pair) for pair in zip(counts, prepared.num_made_tokens, strict=True)]
             if live is None and any(counts):
                 self._num_prompt_tokens += prepared.num_prompt_tokens
@@ -195,14 +205,13 @@ class ServerMetrics(_Families, Collector):
         for completion in last_output.outputs if last_output is not None else ():
             reasons[completion.index] = completion.finish_reason or reasons[completion.index]
         self._finished.update(reasons)
-        self._n.observe(request.n)
-        if prepared.params.max_tokens is not None:
-            self._max_tokens.observe(prepared.params.max_tokens)
-        self._prompt_tokens.observe(prepared.num_prompt_tokens)
+        self._observe("request_params_n", request.n)
+        self._observe("request_params_max_tokens", prepared.params.max_tokens)
+        self._observe("request_prompt_tokens", prepared.num_prompt_tokens)
         for count in counts:
-            self._output_tokens.observe(count)
-        self._longest_output.observe(max(counts))
-        self._total.observe(total_s)
+            self._observe("request_generation_tokens", count)
+        self._observe("request_max_num_generation_tokens", max(counts))
+        self._observe("e2e_request_latency_seconds", total_s)
         num_output_tokens = sum(counts)
         has_begun = live is not None or num_output_tokens > 0
         self._on_tenant(request.tenant, prepared.num_prompt_tokens if has_begun else 0, num_output_tokens)
@@ -228,17 +237,19 @@ class ServerMetrics(_Families, Collector):
         self.recent.append(summary)
         return summary
 
+    def _observe(self, name: str, value: float | None) -> None:
+        if value is not None:
+            self._histograms[name].observe(value)
+
     def _on_phases(self, measured: RequestMetrics) -> None:
         queue_s, first_token_s, total_s = measured.queue_s, measured.first_token_s, measured.total_s
-        if queue_s is not None:
-            self._queue.observe(queue_s)
-        if measured.inter_token_s is not None:
-            self._per_token.observe(measured.inter_token_s)
+        self._observe("request_queue_time_seconds", queue_s)
+        self._observe("request_time_per_output_token_seconds", measured.inter_token_s)
         if queue_s is not None and first_token_s is not None:
-            self._prefill.observe(first_token_s - queue_s)
+            self._observe("request_prefill_time_seconds", first_token_s - queue_s)
             if total_s is not None:
-                self._decode.observe(total_s - first_token_s)
-                self._inference.observe(total_s - queue_s)
+                self._observe("request_decode_time_seconds", total_s - first_token_s)
+                self._observe("request_inference_time_seconds", total_s - queue_s)
 
     def _on_tenant(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         if not tenant:
@@ -246,8 +257,8 @@ class ServerMetrics(_Families, Collector):
         if tenant not in self._tenant_requests and len(self._tenant_requests) >= _MAX_TENANTS:
             tenant = "other"
         self._tenant_requests[tenant] += 1
-        self._tenant_prompt_tokens[tenant] += num_prompt_tokens
-        self._tenant_output_tokens[tenant] += num_output_tokens
+        self._tenant_tokens[tenant, "prompt"] += num_prompt_tokens
+        self._tenant_tokens[tenant, "output"] += num_output_tokens
 
     # -- asked by Prometheus
 
@@ -278,21 +289,8 @@ class ServerMetrics(_Families, Collector):
         yield from _Together(self._engines.values()).collect()
 
     def _server_families(self) -> Iterator[Family]:
-        for name, histogram in {
-            "vllm:time_to_first_token_seconds": self.first_token,
-            "vllm:inter_token_latency_seconds": self.inter_token,
-            "vllm:request_time_per_output_token_seconds": self._per_token,
-            "vllm:e2e_request_latency_seconds": self._total,
-            "vllm:request_queue_time_seconds": self._queue,
-            "vllm:request_prefill_time_seconds": self._prefill,
-            "vllm:request_decode_time_seconds": self._decode,
-            "vllm:request_inference_time_seconds": self._inference,
-            "vllm:request_prompt_tokens": self._prompt_tokens,
-            "vllm:request_generation_tokens": self._output_tokens,
-            "vllm:request_max_num_generation_tokens": self._longest_output,
-            "vllm:request_params_n": self._n,
-            "vllm:request_params_max_tokens": self._max_tokens,
-        }.items():
+        for name, histogram in self._histograms.items():
+            name = f"vllm:{name}"
             family = HistogramMetricFamily(name, NAMES[name].help, labels=("model_name", "engine"))
             histogram.add_to(family, self._labels)
             yield family
@@ -302,15 +300,11 @@ class ServerMetrics(_Families, Collector):
         yield self._family("quire:requests_started_total", *_by_label(self._started))
         yield self._family("quire:requests_refused_total", *_by_label(self._refused))
         yield self._family("quire:tenant_requests_total", *_by_label(self._tenant_requests))
-        tokens = {"prompt": self._tenant_prompt_tokens, "output": self._tenant_output_tokens}
-        yield self._family(
-            "quire:tenant_tokens_total",
-            *(((tenant, kind), n) for kind, counts in tokens.items() for tenant, n in counts.items()),
-        )
+        yield self._family("quire:tenant_tokens_total", *self._tenant_tokens.items())
 
 
 class _EngineMetrics(_Families, Collector):
-    """What one engine counts, asked for when somebody scrapes."""
+    """The numbers that one engine counts, read when Prometheus scrapes."""
 
     def __init__(self, engine: ServingEngine, model_name: str, engine_name: str, clock: Callable[[], float]) -> None:
         super().__init__(model_name, engine_name)
@@ -327,7 +321,7 @@ class _EngineMetrics(_Families, Collector):
             await asyncio.wait([self._asking], timeout=_READING_TIMEOUT_S)
 
     async def _ask(self) -> None:
-        if self.engine.health().state not in _HAS_NUMBERS:
+        if not self.engine.health().is_up:
             return
         try:
             self._reading = await self.engine.metrics()
@@ -336,9 +330,9 @@ class _EngineMetrics(_Families, Collector):
         self._read_s = self._clock()
 
     def collect(self) -> Iterator[Family]:
-        state = self.engine.health().state
-        yield self._family("quire:engine_state", *(((s.value,), float(s is state)) for s in EngineState))
-        if state not in _HAS_NUMBERS:
+        health = self.engine.health()
+        yield self._family("quire:engine_state", *(((s.value,), float(s is health.state)) for s in EngineState))
+        if not health.is_up:
             return  # what a dead engine counted last is not how things are
         yield from self._info_families(self.engine.info)
         if self._read_s is not None:
@@ -356,7 +350,7 @@ class _EngineMetrics(_Families, Collector):
         yield self._family("quire:engine_start_seconds", *(((part,), s) for part, s in info.timeline_s.items()))
 
     def _engine_families(self, info: EngineInfo) -> Iterator[Family]:
-        """What the engine counted, under its names, and what follows from it."""
+        """Families of the engine's own numbers, and of numbers that follow from them."""
         readings: dict[str, list[Metric]] = {}
         for metric in self._reading:
             readings.setdefault(metric.name, []).append(metric)
@@ -405,7 +399,6 @@ class _Together(Collector):
         return families.values()
 
 
-_HAS_NUMBERS = (EngineState.READY, EngineState.STUCK, EngineState.SLEEPING)
 # Counted here and by the engine, which sees a stop string as an abort and knows no request that came as text.
 _OWN = {"vllm:prompt_tokens_total", "vllm:prompt_tokens_cached_total", "vllm:request_success_total"}
 

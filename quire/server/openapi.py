@@ -173,12 +173,9 @@ def _operation_html(path: str, method: str, operation: Mapping[str, Any], schema
         f"<code>{escape(kind)}</code>" + (f": {_type(answer['schema'])}" if answer["schema"] else "")
         for kind, answer in answers.items()
     )
-    parts.append(f"<h3>Answer</h3><p>{said}</p><p class=soft>Errors: {_statuses(operation)}.</p></details>")
+    errors = ", ".join(status for status in operation["responses"] if status != "200")
+    parts.append(f"<h3>Answer</h3><p>{said}</p><p class=soft>Errors: {errors}.</p></details>")
     return "".join(parts)
-
-
-def _statuses(operation: Mapping[str, Any]) -> str:
-    return ", ".join(status for status in operation["responses"] if status != "200")
 
 
 def _fields(schema: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Every path that the server answers, once: `app.py` makes routes of this table, and `openapi.py` the document.
 
-What a handler's docstring says is what the document says of its path. There are three kinds of handlers:
+The document describes a path by its handler's docstring, and its body by the type in the handler's annotation.
+There are three kinds of handlers, which their parameters tell apart:
 
     (exchange, body)           takes JSON and answers by itself (`endpoint.JsonEndpoint`), with metrics and log lines
     (context, request)         gives a Response
@@ -11,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.server import admin, batches, cache_hashes, messages, pooled, responses
-from quire.server import pooled_bodies as pool
 from quire.server.chat import create_chat
 from quire.server.completions import create_completion
 from quire.server.deadline import TIMEOUT_HEADER
@@ -27,7 +28,7 @@ from quire.server.endpoint import REQUEST_ID_HEADER
 from quire.server.errors import ApiError
 from quire.server.feed import MEDIA_TYPE, show_live
 from quire.server.metrics import show_metrics
-from quire.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from quire.server.pooled_bodies import ClassesList, Embeddings, PooledList, RerankList, ScoreList
 from quire.server.replies import ChatCompletion, Completion, Model, ModelList, Text, Tokens, Version
 from quire.server.status import list_models, show_health, show_load, show_model, show_version
 from quire.server.tokenize import detokenize, tokenize
@@ -48,8 +49,6 @@ class Operation:
     handler: AnyHandler
     parameters: tuple[Parameter, ...] = ()
     _: KW_ONLY
-    is_endpoint: bool = False  # the handler takes an exchange
-    body: Body | None = None
     reply: Body | None = None
     reply_type: str = "application/json"
     errors: tuple[int, ...] = ()  # statuses, beside those that any path may have
@@ -61,6 +60,20 @@ class Operation:
     @property
     def summary(self) -> str:
         return " ".join((self.handler.__doc__ or "").split())
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether the handler takes an exchange and answers by itself."""
+        return "exchange" in _parameter_types(self.handler)
+
+    @property
+    def body(self) -> Body | None:
+        return _parameter_types(self.handler).get("body")
+
+
+@cache
+def _parameter_types(handler: AnyHandler) -> dict[str, Any]:
+    return get_type_hints(handler, localns={"ServerContext": Any})  # that name is there for type checkers alone
 
 
 _MODEL = ("model", "query", "Which of several models; without it the first.")
@@ -77,30 +90,30 @@ _SLEEP = (
     ("keep_kv", "query", "true: cached prefixes are kept, in host memory."),
 )
 _TREE = (("node", "query", "Where to begin."), ("depth", "query", "How deep."), _OFFSET, _LIMIT)
+_SINCE = (("since", "query", "As the last answer had it; without it, everything."),)
 _WITH_BODY = (400, 404, 408, 413, 415)
-_KEPT = (400, 404, 501)  # of files and batches
-_TEXT = "text/plain"
+_KEPT = (400, 404, 501)  # errors of paths of files and batches
+_TEXT, _BYTES = "text/plain", "application/octet-stream"
 
 
-def _endpoint(path: str, handler: AnyHandler, body: Body, reply: Body | None = None, **others: Any) -> Operation:
+def _endpoint(path: str, handler: AnyHandler, reply: Body | None = None, **others: Any) -> Operation:
     """An operation that takes a body and answers at once."""
     others["errors"] = (*_WITH_BODY, *others.get("errors", ()))
-    return Operation("post", path, handler, (_ID,), is_endpoint=True, body=body, reply=reply, **others)
+    return Operation("post", path, handler, (_ID,), reply=reply, **others)
 
 
-def _running(path: str, handler: AnyHandler, body: Body, reply: Body | None = None, **others: Any) -> Operation:
+def _running(path: str, handler: AnyHandler, reply: Body | None = None, **others: Any) -> Operation:
     """An operation that takes a body and needs the engine: it may have to wait, and has a timeout."""
-    made = _endpoint(path, handler, body, reply, errors=(429, 504), **others)
-    return replace(made, parameters=(_ID, _TIMEOUT))
+    return replace(_endpoint(path, handler, reply, errors=(429, 504), **others), parameters=(_ID, _TIMEOUT))
 
 
-def _change(path: str, handler: AnyHandler, body: Body, what: str, *errors: int, **others: Any) -> Operation:
+def _change(path: str, handler: AnyHandler, what: str, *errors: int, **others: Any) -> Operation:
     """An operation that takes a body and changes something of the server."""
-    return Operation("post", path, handler, body=body, changes=what, errors=(400, 404, 415, *errors), **others)
+    return Operation("post", path, handler, changes=what, errors=(400, 404, 415, *errors), **others)
 
 
-def _pooled(*paths: str, handler: AnyHandler, body: Body, reply: Body) -> tuple[Operation, ...]:
-    return tuple(_running(path, handler, body, reply) for path in paths)
+def _pooled(handler: AnyHandler, reply: Body, *paths: str) -> tuple[Operation, ...]:
+    return tuple(_running(path, handler, reply) for path in paths)
 
 
 def _debug(
@@ -113,9 +126,9 @@ def _debug(
 # By the sections of the document.
 OPERATIONS: dict[str, tuple[Operation, ...]] = {
     "OpenAI": (
-        _running("/v1/completions", create_completion, CompletionBody, Completion, generates=True),
-        _running("/v1/chat/completions", create_chat, ChatBody, ChatCompletion, generates=True),
-        _running("/v1/responses", responses.create_response, responses.ResponsesBody, generates=True),
+        _running("/v1/completions", create_completion, Completion, generates=True),
+        _running("/v1/chat/completions", create_chat, ChatCompletion, generates=True),
+        _running("/v1/responses", responses.create_response, generates=True),
         Operation("get", "/v1/responses/{id}", responses.show_response, _RESPONSE, errors=(404,)),
         Operation("delete", "/v1/responses/{id}", responses.delete_response, _RESPONSE, errors=(404,)),
         Operation("post", "/v1/responses/{id}/cancel", responses.cancel_response, _RESPONSE, errors=(404, 409)),
@@ -123,82 +136,35 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         Operation(
             "get", "/v1/models/{model:path}", show_model, (("model", "path", "Its name."),), reply=Model, errors=(404,)
         ),
-        _running("/v1/embeddings", pooled.create_embeddings, pool.EmbeddingBody, pool.Embeddings),
-        _change(
-            "/v1/load_lora_adapter",
-            admin.load_lora_adapter,
-            admin.LoadAdapterBody,
-            "adapters are loaded",
-            reply_type=_TEXT,
-        ),
-        _change(
-            "/v1/unload_lora_adapter",
-            admin.unload_lora_adapter,
-            admin.UnloadAdapterBody,
-            "adapters are loaded",
-            reply_type=_TEXT,
-        ),
+        _running("/v1/embeddings", pooled.create_embeddings, Embeddings),
+        _change("/v1/load_lora_adapter", admin.load_lora_adapter, "adapters are loaded", reply_type=_TEXT),
+        _change("/v1/unload_lora_adapter", admin.unload_lora_adapter, "adapters are loaded", reply_type=_TEXT),
     ),
     "Anthropic": (
-        _running(
-            "/v1/messages",
-            messages.create_message,
-            messages.MessagesBody,
-            generates=True,
-            error_body=messages.error_body,
-        ),
-        _endpoint(
-            "/v1/messages/count_tokens",
-            messages.count_message_tokens,
-            messages.CountTokensBody,
-            error_body=messages.error_body,
-        ),
+        _running("/v1/messages", messages.create_message, generates=True, error_body=messages.error_body),
+        _endpoint("/v1/messages/count_tokens", messages.count_message_tokens, error_body=messages.error_body),
     ),
     "Pooling": (
-        *_pooled(
-            *("/v1/rerank", "/v2/rerank", "/rerank"),
-            handler=pooled.create_ranking,
-            body=pool.RerankBody,
-            reply=pool.RerankList,
-        ),
-        *_pooled("/v1/score", "/score", handler=pooled.create_scores, body=pool.ScoreBody, reply=pool.ScoreList),
-        *_pooled(
-            *("/v1/classify", "/classify"),
-            handler=pooled.create_classes,
-            body=pool.ClassifyBody,
-            reply=pool.ClassesList,
-        ),
-        *_pooled(
-            *("/v1/pooling", "/pooling"), handler=pooled.create_pooling, body=pool.PoolingBody, reply=pool.PooledList
-        ),
+        *_pooled(pooled.create_ranking, RerankList, "/v1/rerank", "/v2/rerank", "/rerank"),
+        *_pooled(pooled.create_scores, ScoreList, "/v1/score", "/score"),
+        *_pooled(pooled.create_classes, ClassesList, "/v1/classify", "/classify"),
+        *_pooled(pooled.create_pooling, PooledList, "/v1/pooling", "/pooling"),
     ),
     "Tokens": (
-        _endpoint("/tokenize", tokenize, TokenizeBody, Tokens),
-        _endpoint("/detokenize", detokenize, DetokenizeBody, Text),
+        _endpoint("/tokenize", tokenize, Tokens),
+        _endpoint("/detokenize", detokenize, Text),
     ),
     "Batches": (
         Operation("get", "/v1/files", batches.list_files, _PAGE, errors=_KEPT),
         Operation("post", "/v1/files", batches.upload_file, errors=(*_KEPT, 408, 413, 415)),
         Operation("get", "/v1/files/{id}", batches.show_file, _FILE, errors=_KEPT),
         Operation("delete", "/v1/files/{id}", batches.delete_file, _FILE, errors=(*_KEPT, 409)),
-        Operation(
-            "get",
-            "/v1/files/{id}/content",
-            batches.show_content,
-            _FILE,
-            errors=_KEPT,
-            reply_type="application/octet-stream",
-        ),
+        Operation("get", "/v1/files/{id}/content", batches.show_content, _FILE, errors=_KEPT, reply_type=_BYTES),
         Operation("get", "/v1/batches", batches.list_batches, _PAGE, errors=_KEPT),
-        _endpoint("/v1/batches", batches.create_batch, batches.BatchBody, batches.Batch, errors=(429, 501)),
+        _endpoint("/v1/batches", batches.create_batch, batches.Batch, errors=(429, 501)),
         Operation("get", "/v1/batches/{id}", batches.show_batch, _BATCH, reply=batches.Batch, errors=_KEPT),
         Operation(
-            "post",
-            "/v1/batches/{id}/cancel",
-            batches.cancel_batch,
-            _BATCH,
-            reply=batches.Batch,
-            errors=(*_KEPT, 409),
+            "post", "/v1/batches/{id}/cancel", batches.cancel_batch, _BATCH, reply=batches.Batch, errors=(*_KEPT, 409)
         ),
     ),
     "Operation": (
@@ -210,8 +176,8 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         Operation("post", "/sleep", admin.sleep, _SLEEP, errors=(400, 404, 409), changes="models are put to sleep"),
         Operation("post", "/wake_up", admin.wake_up, (_MODEL,), errors=(400, 404), changes="models are woken"),
         Operation("get", "/is_sleeping", admin.is_sleeping, (_MODEL,), errors=(400, 404)),
-        _change("/v1/models/load", admin.load_model, admin.LoadBody, "models are loaded"),
-        _change("/v1/models/unload", admin.unload_model, admin.UnloadBody, "models are unloaded", 409),
+        _change("/v1/models/load", admin.load_model, "models are loaded"),
+        _change("/v1/models/unload", admin.unload_model, "models are unloaded", 409),
         Operation("get", "/metrics", show_metrics, reply_type=_TEXT),
     ),
     "Cache": (
@@ -223,29 +189,12 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         _debug("/tree", KVDebug.tree, *_TREE),
         _debug("/blocks/{block}", KVDebug.block, ("block", "path", "Its number.")),
         Operation("get", "/debug/kv/levels", admin.show_levels, _WHICH, errors=(404,), for_admin=True),
-        _change(
-            "/debug/kv/levels",
-            admin.change_levels,
-            admin.LevelsBody,
-            "the KV cache is changed",
-            parameters=_WHICH,
-        ),
+        _change("/debug/kv/levels", admin.change_levels, "the KV cache is changed", parameters=_WHICH),
         Operation(
-            "get",
-            "/debug/cache",
-            cache_hashes.show_changes,
-            (("since", "query", "As the last answer had it; without it, everything."),),
-            errors=(400, 404),
-            changes="hashes are told",
+            "get", "/debug/cache", cache_hashes.show_changes, _SINCE, errors=(400, 404), changes="hashes are told"
         ),
-        _endpoint(
-            "/debug/cache/hashes",
-            cache_hashes.make_hashes,
-            cache_hashes.HashesBody,
-            cache_hashes.BlockHashes,
-            errors=(429, 504),
-        ),
+        _endpoint("/debug/cache/hashes", cache_hashes.make_hashes, cache_hashes.BlockHashes, errors=(429, 504)),
         Operation("get", "/debug/replicas", admin.show_replicas, for_admin=True),
-        _change("/debug/replicas", admin.change_replicas, admin.ReplicasBody, "replicas are changed"),
+        _change("/debug/replicas", admin.change_replicas, "replicas are changed"),
     ),
 }

@@ -13,7 +13,6 @@ from quire.engine.api import PreparedRequest
 from quire.engine.pooled import checked_scorer, cosine, distinct, pair_prompt, pair_up, pooled_of
 from quire.errors import BadRequestError
 from quire.inputs import Prompt
-from quire.outputs import RequestOutput
 from quire.pooling import Pooled, PoolingParams
 from quire.server import pooled_bodies as bodies
 from quire.server.completions import read_prompts
@@ -52,7 +51,7 @@ class _Pooling:
         return {"id": self.id, "created": int(time.time()), "model": self.model, "usage": usage}
 
     async def run(self, prompts: Sequence[Prompt], param: str, **params: Any) -> list[Pooled]:
-        """What each prompt is pooled to. param: the field that they came from."""
+        """Run prompts and return the vectors that they are pooled to. param: the field that they came from."""
         exchange, body, engine = self.exchange, self.body, self.served.engine
         wanted = PoolingParams(
             truncate_prompt_tokens=body.truncate_prompt_tokens, use_activation=body.use_activation, **params
@@ -77,13 +76,11 @@ class _Pooling:
 
         num_chars = exchange.num_body_bytes + _PROMPT_CHARS * (len(prompts) - 1)
         prepared = await exchange.context.text_work.run(exchange, self._deadline, prepare, num_chars)
-        outputs: dict[int, RequestOutput] = {}
         async with Generation(exchange, body, prepared, self.served, self.model, self._deadline) as generation:
-            while len(outputs) < len(prepared):
-                outputs |= dict(await generation.take())
+            outputs = await generation.take_all()
             self._headers = generation.headers
         self.num_prompt_tokens += sum(one.num_prompt_tokens for one in prepared)
-        return [pooled_of(outputs[i]) for i in range(len(prepared))]
+        return [pooled_of(output) for output in outputs]
 
     def _salted(self, prompt: Prompt) -> Prompt:
         if self.body.cache_salt is None:

@@ -7,10 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, MIN_PRIORITY
-from quire.server.protocol import MAX_ANSWERS, TokenId
-
-_INT32 = 2**31 - 1
+from quire.server.protocol import MAX_ANSWERS, MAX_INT32, CacheSalt, Count, Positive, Priority, TokenId
 
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_ANSWERS)]
 Input = Annotated[
@@ -24,14 +21,14 @@ class PooledBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: Annotated[str | None, Meta(description="One of GET /v1/models; the first of them if left out.")] = None
     truncate_prompt_tokens: Annotated[
-        Annotated[int, Meta(ge=-1, le=_INT32)] | None,
+        Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None,
         Meta(description="Keep the first so many tokens of a text; -1: as many as the model takes."),
     ] = None
     use_activation: Annotated[
         bool | None, Meta(description="Normalize embeddings; turn a classifier's logits into probabilities.")
     ] = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
-    priority: Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
     timeout: Annotated[float, Meta(gt=0.0)] | None = None
     request_id: str | None = None
     user: str | None = None
@@ -46,7 +43,7 @@ class EmbeddingBody(PooledBody, kw_only=True, forbid_unknown_fields=True):
     input: Input
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[
-        Annotated[int, Meta(ge=1, le=_INT32)] | None,
+        Positive | None,
         Meta(description="The first so many numbers of each embedding, of a model that was trained for it."),
     ] = None
 
@@ -54,7 +51,7 @@ class EmbeddingBody(PooledBody, kw_only=True, forbid_unknown_fields=True):
 class PoolingBody(PooledBody, kw_only=True, forbid_unknown_fields=True):
     input: Input
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
+    dimensions: Positive | None = None
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
 
 
@@ -78,9 +75,7 @@ class RerankDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class RerankBody(PooledBody, kw_only=True, forbid_unknown_fields=True):
     query: str
     documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=MAX_ANSWERS)]
-    top_n: Annotated[
-        Annotated[int, Meta(ge=0, le=_INT32)] | None, Meta(description="The best so many; all if left out or 0.")
-    ] = None
+    top_n: Annotated[Count | None, Meta(description="The best so many; all if left out or 0.")] = None
     return_documents: bool | None = None
 
 

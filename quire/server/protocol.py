@@ -1,4 +1,4 @@
-"""The bodies that the API takes. What is not declared here is refused by name.
+"""The bodies that the API takes. Fields that are not declared here are refused by name.
 
 Types are strict ("3" is no number) and limits stand in the types, so that the OpenAPI document shows what the decoder
 enforces. `None` means "not given": unmodified clients write null for what they leave out.
@@ -12,11 +12,14 @@ A field is in one of three states, which the tables of docs/from-vllm.md are mad
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Meta, Raw, inspect
 
 from quire.agents.tools import MAX_TOOLS
 from quire.params import (
@@ -38,20 +41,27 @@ from quire.structured import MAX_CHOICES as MAX_GRAMMAR_CHOICES
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_ANSWERS = 2048  # to one request: prompts times n
-_INT32 = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 _LEFT_OUT: Any = None
 LONG_BODY_BYTES = 1 << 18  # decoded in 20 ms whatever it holds
-_MAX_WEIGHT = 300_000  # of a body's parts: decoded in 20 ms as well
+_MAX_WEIGHT = 300_000  # the summed weight of a body's parts: decoded in 20 ms as well
 _TEXT_WEIGHT, _HOLDER_WEIGHT = 3, 10
+_INDEX = re.compile(r"\[[^\]]*\]")  # in the path of a field, like tools[0].type
+_STEP = re.compile(r"\[\]|[^.\[\]]+")
 _MAX_NEUTRAL_BYTES = 256  # no value of `refusals.FIELDS` is as long
 
 T = TypeVar("T")
 
-Count = Annotated[int, Meta(ge=0, le=_INT32)]
-TokenId = Annotated[int, Meta(ge=0, le=_INT32)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_INT32)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Priority = Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
+Seconds = Annotated[float, Meta(gt=0.0, le=1e9)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
@@ -97,7 +107,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chats have in common."""
+    """The fields that completions and chats have in common."""
 
     model: Annotated[str | None, Meta(description="One of GET /v1/models; the first of them if left out.")] = None
     stream: bool | None = None
@@ -114,7 +124,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(description="By token id."),
     ] = None
     # As vLLM has them.
-    top_k: Annotated[int, Meta(ge=-1, le=_INT32)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
     min_p: Unit | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
     min_tokens: Count | None = None
@@ -140,22 +150,12 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    priority: Annotated[
-        Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None,
-        Meta(description="Lower runs first, among one key's own."),
-    ] = None
+    priority: Annotated[Priority | None, Meta(description="Lower runs first, among one key's own.")] = None
     cache_salt: Annotated[
-        Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None,
-        Meta(description="Requests share cached prefixes only under the same salt."),
+        CacheSalt | None, Meta(description="Requests share cached prefixes only under the same salt.")
     ] = None
-    timeout: Annotated[
-        Annotated[float, Meta(gt=0.0, le=1e9)] | None,
-        Meta(description="Seconds, after which it is ended with a 504."),
-    ] = None
-    request_id: Annotated[
-        Annotated[str, Meta(min_length=1, max_length=128)] | None,
-        Meta(description="As the header x-request-id, which goes first."),
-    ] = None
+    timeout: Annotated[Seconds | None, Meta(description="Seconds, after which it is ended with a 504.")] = None
+    request_id: Annotated[RequestId | None, Meta(description="As the header x-request-id, which goes first.")] = None
     cache_prompt: Annotated[bool | None, Meta(description="false: find nothing in the prefix cache.")] = None
     deterministic: Annotated[
         bool | None, Meta(description="true: bitwise the same logprobs whatever runs beside it (on a CPU).")
@@ -255,10 +255,8 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
 
 class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
-    max_completion_tokens: Annotated[
-        Annotated[int, Meta(ge=1, le=_INT32)] | None, Meta(description="The rest of the context if left out.")
-    ] = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Annotated[Positive | None, Meta(description="The rest of the context if left out.")] = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
@@ -274,7 +272,7 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     thinking_token_budget: Annotated[
-        Annotated[int, Meta(ge=-1, le=_INT32)] | None,
+        Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None,
         Meta(description="Tokens of thinking, after which the thought is closed."),
     ] = None
     include_reasoning: Annotated[bool | None, Meta(description="false: thinking is left out of the answer.")] = None
@@ -392,7 +390,7 @@ class BodyDecoder:
                 if bytes(getattr(decoded, _UNUSED_TOOLS.get(name, ""), None) or b"") != b'"none"':
                     _check_refused(name, getattr(decoded, name))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _with_hint(from_decode_error(error, self._fields)) from None
+            raise _with_hint(from_decode_error(error, self._fields), self.type) from None
         for name in given:
             setattr(decoded, name, _LEFT_OUT)  # it is a view of the whole body, which would live as long as this
         return decoded
@@ -406,9 +404,35 @@ def _check_refused(name: str, given: Raw) -> None:
     raise bad_request(f"{name} is not supported: {refusal.why}. Leave it out, or send {wanted}", name, "unsupported")
 
 
-def _with_hint(error: ApiError) -> ApiError:
+def _with_hint(error: ApiError, type_: type[msgspec.Struct]) -> ApiError:
+    if error.param and "enum value" in error.message and (names := _choices(type_, _INDEX.sub("[]", error.param))):
+        error.message += f": it must be {'one of ' if len(names) > 1 else ''}{', '.join(names)}"
     if error.param and error.param.startswith("messages[") and ".content[" in error.param:
         if error.param.endswith(("].type", "].image_url", "].input_audio", "].video_url", "].audio_url", "].file")):
             error.message = f"{error.param}: this model reads text only"
         error.message += '. Content is text, or a list of parts like {"type": "text", "text": "..."}'
     return error
+
+
+@lru_cache(maxsize=256)
+def _choices(type_: type[msgspec.Struct], path: str) -> list[str]:
+    """What a field that takes certain texts takes. The path is like tools[].type."""
+    found = [inspect.type_info(type_)]
+    for step in _STEP.findall(path):
+        inner: list[inspect.Type] = []
+        for one in _members(found):
+            if step == "[]" and isinstance(one, inspect.ListType | inspect.DictType):
+                inner.append(one.item_type if isinstance(one, inspect.ListType) else one.value_type)
+            elif isinstance(one, inspect.StructType):
+                inner += [field.type for field in one.fields if field.encode_name == step]
+        found = inner
+    values = [value for one in _members(found) if isinstance(one, inspect.LiteralType) for value in one.values]
+    return list(dict.fromkeys(map(str, values)))
+
+
+def _members(types: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
+    for one in types:
+        if isinstance(one, inspect.UnionType):
+            yield from _members(one.types)
+        else:
+            yield one.type if isinstance(one, inspect.Metadata) else one

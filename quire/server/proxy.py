@@ -1,8 +1,8 @@
 """`quire router`: one address in front of several servers. Each request goes where its first token comes soonest.
 
 A request whose server fails before the first byte of its answer is sent to another. After that, another Quire server
-goes on with a stream after the tokens that its client has (`resuming.py`). Of other servers nobody knows the tokens,
-and a second one would word the answer anew: their streams end with an error event that names the server.
+goes on with a stream after the tokens that its client has (`resuming.py`). Other servers do not tell the tokens, and a
+second one would word the answer anew: their streams end with an error event that names the server.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -33,7 +33,7 @@ from quire.log import get_logger
 from quire.router.http_client import Headers, Reply
 from quire.router.policy import Prompt, Ticket
 from quire.router.servers import Question, Servers
-from quire.server.endpoint import REQUEST_ID_HEADER, new_request_id, on_gone
+from quire.server.endpoint import REQUEST_ID_HEADER, ClientGone, new_request_id, on_gone, read_body
 from quire.server.errors import RETRY_SOON, ApiError, UnavailableError, any_error, bad_request, to_api_error
 from quire.server.guards import BodyLimits, Hosts, after_body, allowed_hosts
 from quire.server.http_server import HttpServer
@@ -42,14 +42,15 @@ from quire.server.settings import ServerSettings
 from quire.server.sse import DONE
 
 _ANSWER_S = 5.0  # for a GET
-_ELSEWHERE = (429, 502, 503)  # what another server may do better
+_ELSEWHERE = (429, 502, 503)  # statuses after which another server is tried
 _GONE = (b"engine_dead", b"aborted", b"model_unavailable")  # error events of a server that cannot go on
 _TOKENS = re.compile(rb": tokens ([0-9 ]*)\n\n")
 _REQUEST_ID, _RESUMABLE, _SEED = (one.encode() for one in (REQUEST_ID_HEADER, RESUMABLE_HEADER, SEED_HEADER))
-# What belongs to one connection, not to the message.
+# Headers that belong to one connection, not to the message.
 _HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailers", b"upgrade"}
 _HOP |= {b"transfer-encoding", b"host", b"content-length", b"accept-encoding", b"expect", b"date", b"server"}
 _HOP |= {_RESUMABLE, _SEED}
+_COUNTS = {"retries": "Sent to another server.", "resumed": "Went on elsewhere.", "broken": "Answers cut off midway."}
 # Kept by the server that took them: another one does not know them.
 _STATEFUL = ("/v1/files", "/v1/batches", "/v1/responses/")
 
@@ -149,20 +150,15 @@ class Proxy(Collector):
         self._servers = servers
         self._router = servers.router
         self._answers: Counter[tuple[str, str]] = Counter()  # by server and status
-        self._num_retries = 0
-        self._num_resumed = 0
-        self._num_broken = 0
-        self._num_cached_tokens = 0
-        self._num_uncached_tokens = 0
+        self._tokens: Counter[tuple[str]] = Counter({("cached",): 0, ("uncached",): 0})  # of prompts
+        self._counts: Counter[str] = Counter()  # by the names of _COUNTS
 
     async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A plain ASGI application: what a framework does around a request and each piece of its answer would cost more
+        """A plain ASGI application: a framework's work around a request and each piece of its answer would cost more
         than the rest."""
         asked = None
         try:
-            raw = await _body(receive)
-            if raw is None:
-                return  # hung up
+            raw = await read_body(receive)
             asked, question = self._asked(scope, raw)
             receive, send = after_body(scope, receive, send)
             with _WhileConnected(scope, receive):
@@ -172,6 +168,8 @@ class Proxy(Collector):
                     await send({"type": "http.response.body", "body": found.body})
                     return
                 await self._pass_on(asked, found, send)
+        except ClientGone:
+            return
         except Exception as error:
             if asked is not None and asked.has_begun:
                 raise
@@ -199,7 +197,7 @@ class Proxy(Collector):
         prompt, question = servers.prompt_of(body, None if key is None else key.decode("latin-1"))
         headers = _kept(scope["headers"])
         if _REQUEST_ID not in given:
-            headers.append((_REQUEST_ID, new_request_id().encode()))  # whoever goes on with it tells the same
+            headers.append((_REQUEST_ID, new_request_id().encode()))  # one id wherever the request goes on
         if path in RESUMABLE_PATHS:
             headers.append((_RESUMABLE, b"1"))
         return _Asked(scope["raw_path"], headers, body, raw, prompt), question
@@ -223,7 +221,7 @@ class Proxy(Collector):
             except OSError as error:
                 self._give_up(ticket, reply)
                 servers.mark_down(ticket.replica, str(error) or type(error).__name__)
-                self._num_retries += 1
+                self._counts["retries"] += 1
                 continue
             except BaseException:
                 self._give_up(ticket, reply)
@@ -231,10 +229,10 @@ class Proxy(Collector):
             if reply.status in _ELSEWHERE:
                 refused = _Refusal(reply.status, _kept(reply.headers), first)
                 self._give_up(ticket, reply)
-                self._num_retries += 1
+                self._counts["retries"] += 1
                 continue
-            self._num_cached_tokens += ticket.num_cached_tokens
-            self._num_uncached_tokens += ticket.num_uncached_tokens
+            self._tokens["cached",] += ticket.num_cached_tokens
+            self._tokens["uncached",] += ticket.num_uncached_tokens
             self._answers[ticket.replica, str(reply.status)] += 1
             # An answer in one piece comes when all of it is made.
             self._router.on_first_token(ticket, is_timed=reply.content_type == b"text/event-stream")
@@ -281,32 +279,19 @@ class Proxy(Collector):
         return Response(generate_latest(self), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
     def collect(self) -> Iterator[Family]:
-        answers = CounterMetricFamily("quire:router_requests_total", "Answers passed on.", labels=("server", "status"))
-        for labels, count in self._answers.items():
-            answers.add_metric(labels, count)
-        yield answers
-        tokens = CounterMetricFamily("quire:router_tokens_total", "Prompt tokens routed.", labels=("kind",))
-        tokens.add_metric(("cached",), self._num_cached_tokens)
-        tokens.add_metric(("uncached",), self._num_uncached_tokens)
-        yield tokens
-        yield CounterMetricFamily("quire:router_retries_total", "Sent to another server.", value=self._num_retries)
-        yield CounterMetricFamily("quire:router_resumed_total", "Went on elsewhere.", value=self._num_resumed)
-        yield CounterMetricFamily("quire:router_broken_total", "Answers cut off midway.", value=self._num_broken)
-        known = self._router.replicas
-        gauges: dict[str, tuple[str, dict[str, float]]] = {
-            "server_up": ("Whether it takes requests.", {u.url: float(u.is_up) for u in self._servers.all.values()}),
-            "server_sequences": ("Under way there.", {name: one.num_sequences for name, one in known.items()}),
-            "server_queued_tokens": (
-                "Before their first.",
-                {name: one.num_queued_tokens for name, one in known.items()},
-            ),
-            "server_cached_blocks": ("As it told.", {name: self._router.num_blocks_of(name) for name in known}),
-        }
-        for name, (words, values) in gauges.items():
-            gauge = GaugeMetricFamily(f"quire:router_{name}", words, labels=("server",))
-            for server, value in values.items():
-                gauge.add_metric((server,), value)
-            yield gauge
+        yield _family("requests_total", "Answers passed on.", ("server", "status"), self._answers)
+        yield _family("tokens_total", "Prompt tokens routed.", ("kind",), self._tokens)
+        for name, words in _COUNTS.items():
+            yield _family(f"{name}_total", words, (), {(): self._counts[name]})
+        known = self._router.replicas.items()
+        is_up = {(one.url,): float(one.is_up) for one in self._servers.all.values()}
+        sequences = {(name,): one.num_sequences for name, one in known}
+        queued = {(name,): one.num_queued_tokens for name, one in known}
+        cached = {(name,): self._router.num_blocks_of(name) for name, _ in known}
+        yield _family("server_up", "Whether it takes requests.", ("server",), is_up)
+        yield _family("server_sequences", "Under way there.", ("server",), sequences)
+        yield _family("server_queued_tokens", "Before their first.", ("server",), queued)
+        yield _family("server_cached_blocks", "As it told.", ("server",), cached)
 
     async def _pass_on(self, asked: _Asked, answer: _Answer, send: Send) -> None:
         """A piece is read when the one before it is sent: what a slow client does not take stays at the server."""
@@ -322,7 +307,7 @@ class Proxy(Collector):
                 reason = str(error) or type(error).__name__
                 self._servers.mark_down(ticket.replica, reason)
                 if answer.reply.content_type != b"text/event-stream":
-                    self._num_broken += 1
+                    self._counts["broken"] += 1
                     raise  # the connection closes before the end of the answer
             finally:
                 self._give_up(ticket, answer.reply)
@@ -330,7 +315,7 @@ class Proxy(Collector):
             if found is None:
                 break
             answer = found
-        self._num_broken += 1
+        self._counts["broken"] += 1
         get_logger().error("server %s failed in mid-answer: %s", ticket.replica, reason)
         message = f"the server {ticket.replica} failed in mid-answer: send the request again"
         problem = {"message": message, "type": "service_unavailable", "param": None, "code": "server_lost"}
@@ -354,9 +339,18 @@ class Proxy(Collector):
         if found.reply.status != 200 or found.seed is None:
             self._give_up(found.ticket, found.reply)
             return None
-        self._num_resumed += 1
+        self._counts["resumed"] += 1
         get_logger().warning("a stream of server %s goes on at %s", lost.ticket.replica, found.ticket.replica)
         return found
+
+
+def _family(name: str, words: str, labels: Sequence[str], samples: Mapping[Any, float]) -> Family:
+    """samples: by the labels' values."""
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    family: CounterMetricFamily | GaugeMetricFamily = kind(f"quire:router_{name}", words, labels=labels)
+    for values, value in samples.items():
+        family.add_metric(values, value)
+    return family
 
 
 def _none_left() -> ApiError:
@@ -365,18 +359,6 @@ def _none_left() -> ApiError:
 
 def _kept(headers: Headers) -> Headers:
     return [header for header in headers if header[0] not in _HOP]
-
-
-async def _body(receive: Receive) -> bytes | None:
-    """None: the client hung up before it was here."""
-    pieces = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(pieces)
 
 
 def create_proxy_app(servers: Servers, settings: ServerSettings) -> ASGIApp:

@@ -15,7 +15,7 @@ class CachedTokens(msgspec.Struct):
 
 
 class CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int | UnsetType = UNSET  # of models that think
+    reasoning_tokens: int | UnsetType = UNSET  # only for models that think
     # Drafts that were verified; in a stream, the rejected ones are known at its end.
     accepted_prediction_tokens: int | UnsetType = UNSET
     rejected_prediction_tokens: int | UnsetType = UNSET
@@ -29,7 +29,7 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
     def count_drafts(self, metrics: RequestMetrics | None) -> None:
-        """Tell the drafts of a request with one prompt. Where nothing was drafted, nothing is told."""
+        """Add the drafts of a request with one prompt. Without any drafts, the fields stay out."""
         if metrics is None or not (metrics.num_draft_tokens or metrics.num_accepted_tokens or self._tells_drafts):
             return
         if not isinstance(self.completion_tokens_details, CompletionDetails):
@@ -134,10 +134,10 @@ class Model(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "quire"
     root: str
-    state: str  # of the engine: ready, sleeping, starting, stuck or dead
-    parent: str | None = None  # of an adapter: the model that it belongs to
+    state: str  # the engine's: ready, sleeping, starting, stuck or dead
+    parent: str | None = None  # the model that an adapter belongs to
     max_model_len: int
-    fingerprint: str  # of its config and tensors: a router refuses servers that have others under one name
+    fingerprint: str  # hash of its config and tensors: a router refuses servers that have others under one name
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Self
@@ -115,7 +115,7 @@ async def run_lines(
 ) -> None:
     """Answer numbered lines, a bounded number of them at a time; those that `answered` has are passed over.
 
-    Raises EngineDeadError where the engine ends: what was written until then stands, and another run goes on from it.
+    Raises EngineDeadError if the engine ends. Answers that are written by then stay, and another run goes on from them.
     """
     room = asyncio.Semaphore(num_at_once)
 
@@ -130,30 +130,27 @@ async def run_lines(
         finally:
             room.release()
 
-    async with asyncio.TaskGroup() as tasks:
-        async for number, raw in _paced(lines, room):
-            line, problem = _read_line(raw, caller.endpoints, max_line_bytes)
-            custom_id = None if line is None else line.custom_id
-            if line is not None and problem is None and number not in answered:
-                tasks.create_task(answer(number, line))
-                continue
-            room.release()
-            if number not in answered:
-                counts.failed += 1
-                told = {"code": "invalid_line", "message": f"line {number}: {problem}"}
-                write(_answer_line(number, custom_id, error=told), False)
-            elif answered[number] != hash(custom_id):
-                raise ConfigError(
-                    f"the output file has the answers to another file: line {number} differs. Name another output "
-                    "file, or delete it"
-                )
-
-
-async def _paced(lines: Iterable[tuple[int, bytes]], room: asyncio.Semaphore) -> AsyncIterator[tuple[int, bytes]]:
-    """A line whenever there is room for one; whoever takes it gives the room back."""
-    for numbered in lines:
-        await room.acquire()
-        yield numbered
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for number, raw in lines:
+                await room.acquire()
+                line, problem = _read_line(raw, caller.endpoints, max_line_bytes)
+                custom_id = None if line is None else line.custom_id
+                if line is not None and problem is None and number not in answered:
+                    tasks.create_task(answer(number, line))
+                    continue
+                room.release()
+                if number not in answered:
+                    counts.failed += 1
+                    told = {"code": "invalid_line", "message": f"line {number}: {problem}"}
+                    write(_answer_line(number, custom_id, error=told), False)
+                elif answered[number] != hash(custom_id):
+                    raise ConfigError(
+                        f"the output file has the answers to another file: line {number} differs. Name another output "
+                        "file, or delete it"
+                    )
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None  # when the engine fails, every line fails with the same words
 
 
 async def _ask(caller: EndpointCaller, line: _Line) -> Answer:
@@ -188,7 +185,7 @@ def _answer_line(number: int, custom_id: str | None, *, response: Any = None, er
 
 
 def numbered_lines(file: IO[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, from 1 on. Of one that is too long only as much is read as shows that."""
+    """The lines that are not empty, with their numbers from 1 on. A line that is too long is not read to its end."""
     number = 0
     while line := file.readline(max_line_bytes + 2):
         number += 1

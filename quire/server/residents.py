@@ -1,8 +1,8 @@
-"""Several models on one device: which of them are awake, and who makes room for whom.
+"""Several models on one device: which of them are awake, and which make room for others.
 
 Each model has a share of the memory, which it takes while it is awake. The shares of all that are awake never add up
-to more than one. Where those of all models do, they take turns: a request to a model that sleeps wakes it, and the one
-that was used longest ago sleeps instead, once its requests have ended. Requests wait meanwhile; nothing is lost.
+to more than one. If the shares of all models do, models take turns: a request to a model that sleeps wakes it, and the
+least recently used one falls asleep, once its requests have ended. Requests wait meanwhile; nothing is lost.
 
     starting ──▶ ready ──sleep──▶ sleeping      level 1: the process stays, with the weights in host memory
                   ▲  │              │           level 2: the process ends, and is started again
@@ -162,7 +162,7 @@ class ResidentEngine(TextFront):
             return
         self._client = None
         if self.sleep_level is not None:
-            self.sleep_level = 2  # nobody has lost anything: it starts when it is wanted
+            self.sleep_level = 2  # no request is lost: the process starts again when a request wants it
             return
         self._death = reason
         if time.monotonic() - self._ready_s > _WELL_AFTER_S:
@@ -252,15 +252,16 @@ class ResidentEngine(TextFront):
                 self._residents.changed()
 
     async def call(self, name: str, **arguments: Any) -> Any:
-        """An inspection wakes nobody: an engine at level 1 answers out of its sleep."""
-        if self._client is None:
-            raise EngineDeadError("the engine's process does not run")
-        return await self._client.call(name, **arguments)
+        """An inspection wakes no engine: one at level 1 answers out of its sleep."""
+        return await self._running().call(name, **arguments)
 
     async def metrics(self) -> list[Metric]:
+        return await self._running().metrics()
+
+    def _running(self) -> EngineClient:
         if self._client is None:
             raise EngineDeadError("the engine's process does not run")
-        return await self._client.metrics()
+        return self._client
 
     def raise_if_dead(self) -> None:
         if self._is_closing:
@@ -291,7 +292,7 @@ class Residents:
         self._change = asyncio.Event()
 
     def changed(self) -> None:
-        """Somebody has become idle, or is gone."""
+        """Wake those that wait: an engine has become idle, or is gone."""
         self._change.set()
 
     async def divide_memory(self) -> None:
@@ -379,26 +380,30 @@ class Residents:
     async def sleep(self, engine: ResidentEngine, level: int, *, keep_kv: bool, within_s: float) -> None:
         """Put an engine to sleep because an operator asks for it."""
         engine.raise_if_dead()
-        try:
-            async with asyncio.timeout(within_s), self._lock:
-                if engine.sleep_level == 1 and level == 2:
-                    await engine.fall_asleep(2)
-                elif engine.is_awake:
-                    await self._put_to_sleep(engine, level, keep_kv=keep_kv)
-        except TimeoutError:
-            raise ApiError(409, f"its requests did not end within {within_s:g} s", code="busy") from None
+        async with self._alone_within(within_s):
+            if engine.sleep_level == 1 and level == 2:
+                await engine.fall_asleep(2)
+            elif engine.is_awake:
+                await self._put_to_sleep(engine, level, keep_kv=keep_kv)
 
     async def unload(self, engine: ResidentEngine, *, within_s: float) -> None:
         """Let its requests end, and then its process."""
         engine.is_leaving = True
         try:
-            async with asyncio.timeout(within_s), self._lock:
+            async with self._alone_within(within_s):
                 await engine.until_idle()
                 await engine.close(_CLOSE_S)
-        except TimeoutError:
-            raise ApiError(409, f"its requests did not end within {within_s:g} s", code="busy") from None
         finally:
             engine.is_leaving = False
+
+    @asynccontextmanager
+    async def _alone_within(self, seconds: float) -> AsyncIterator[None]:
+        """For an operator: while no other engine falls asleep or wakes, with a limit on the time it takes."""
+        try:
+            async with asyncio.timeout(seconds), self._lock:
+                yield
+        except TimeoutError:
+            raise ApiError(409, f"its requests did not end within {seconds:g} s", code="busy") from None
 
     def free_share(self) -> float:
         """The share of the memory that no model has been given."""

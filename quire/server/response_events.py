@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
-from quire.server.relay import event
+from quire.server.relay import event, parts_of, tool_call
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
@@ -32,8 +32,7 @@ class Items:
             elif item["type"] == "message":
                 message["content"] = item["content"][0]["text"]
             else:
-                function = {"name": item["name"], "arguments": item["arguments"]}
-                call = {"id": item["call_id"], "type": "function", "function": function}
+                call = tool_call(item["call_id"], item["name"], item["arguments"])
                 message.setdefault("tool_calls", []).append(call)
         if "tool_calls" not in message:
             message.setdefault("content", "")
@@ -43,6 +42,14 @@ class Items:
 class ResponseTranslation:
     """One response. `on_done` is told the whole of it at its end."""
 
+    names: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+
     def __init__(self, head: dict[str, Any], on_done: Callable[[dict[str, Any], Items], None]) -> None:
         self.head = head
         self._on_done = on_done
@@ -50,7 +57,6 @@ class ResponseTranslation:
         self._number = 0
         self._has_begun = False
         self._is_over = False
-        self._call = -1  # which of the chat's calls is open
         self._usage: dict[str, Any] | None = None
         self._finish_reason: str | None = None
 
@@ -80,15 +86,13 @@ class ResponseTranslation:
             self._has_begun = True
             events += [self._event(f"response.{kind}", response=self.head) for kind in ("created", "in_progress")]
         self._usage = chunk.get("usage") or self._usage
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            if thought := delta.get("reasoning"):
-                events += self._in_text("reasoning", thought)
-            if text := delta.get("content"):
-                events += self._in_text("message", text)
-            for call in delta.get("tool_calls") or ():
-                events += self._in_call(call)
-            self._finish_reason = choice["finish_reason"] or self._finish_reason
+        for kind, part in parts_of(chunk):
+            if kind == "call":
+                events += self._in_call(part)
+            elif kind == "end":
+                self._finish_reason = part["finish_reason"]
+            else:
+                events += self._in_text("reasoning" if kind == "reasoning" else "message", part)
         return events
 
     def ending(self) -> list[bytes]:
@@ -137,23 +141,20 @@ class ResponseTranslation:
             events.append(self._part_event("added", item))
         item["content"][0]["text"] += text
         if text:
-            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            events.append(self._event(f"response.{_part_name(item)}.delta", **self._place(item), delta=text, **more))
+            events.append(self._text_event("delta", item, delta=text))
         return events
 
     def _in_call(self, call: dict[str, Any]) -> list[bytes]:
         events: list[bytes] = []
-        function = call.get("function") or {}
-        item = self._open()
-        if item is None or item["type"] != "function_call" or call["index"] != self._call:
-            self._call = call["index"]
+        function = call["function"]
+        if "id" in call:
             events += self._close()
             item = self._items.add("function_call", call_id=call["id"], name=function["name"], arguments="")
             events.append(self._item_event("added", item))
-        if arguments := function.get("arguments"):
+        if arguments := function["arguments"]:
+            item = self._items.items[-1]
             item["arguments"] += arguments
-            place = {"item_id": item["id"], "output_index": len(self._items.items) - 1}
-            events.append(self._event("response.function_call_arguments.delta", **place, delta=arguments))
+            events.append(self._event("response.function_call_arguments.delta", **self._place(item), delta=arguments))
         return events
 
     def _close(self) -> list[bytes]:
@@ -162,22 +163,24 @@ class ResponseTranslation:
             return []
         item["status"] = "completed"
         if item["type"] == "function_call":
-            place = {"item_id": item["id"], "output_index": len(self._items.items) - 1, "name": item["name"]}
-            done = [self._event("response.function_call_arguments.done", **place, arguments=item["arguments"])]
+            fields = {**self._place(item), "name": item["name"], "arguments": item["arguments"]}
+            done = [self._event("response.function_call_arguments.done", **fields)]
         else:
-            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-            text = item["content"][0]["text"]
-            done = [
-                self._event(f"response.{_part_name(item)}.done", **self._place(item), text=text, **more),
-                self._part_event("done", item),
-            ]
+            done = [self._text_event("done", item, text=item["content"][0]["text"]), self._part_event("done", item)]
         return [*done, self._item_event("done", item)]
 
     def _place(self, item: dict[str, Any]) -> dict[str, Any]:
-        return {"item_id": item["id"], "output_index": len(self._items.items) - 1, "content_index": 0}
+        return {"item_id": item["id"], "output_index": len(self._items.items) - 1}
 
     def _part_event(self, what: str, item: dict[str, Any]) -> bytes:
-        return self._event(f"response.content_part.{what}", **self._place(item), part=item["content"][0])
+        place = {**self._place(item), "content_index": 0}
+        return self._event(f"response.content_part.{what}", **place, part=item["content"][0])
+
+    def _text_event(self, what: str, item: dict[str, Any], **text: str) -> bytes:
+        fields: dict[str, Any] = {**self._place(item), "content_index": 0, **text}
+        if item["type"] == "reasoning":
+            return self._event(f"response.reasoning_text.{what}", **fields)
+        return self._event(f"response.output_text.{what}", **fields, logprobs=[])
 
     def _item_event(self, what: str, item: dict[str, Any]) -> bytes:
         return self._event(f"response.output_item.{what}", output_index=len(self._items.items) - 1, item=item)
@@ -189,7 +192,3 @@ class ResponseTranslation:
 
 def _output_text(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _part_name(item: dict[str, Any]) -> str:
-    return "output_text" if item["type"] == "message" else "reasoning_text"

@@ -23,13 +23,13 @@ from starlette.responses import Response
 
 from quire.server.endpoint import Exchange, json_response, tenant_of
 from quire.server.errors import ApiError, bad_request, shown, to_api_error
-from quire.server.relay import relay
+from quire.server.protocol import Positive
+from quire.server.relay import relay, tool_call
 from quire.server.response_events import Items, ResponseTranslation
 
 if TYPE_CHECKING:
     from quire.server.context import ServerContext
 
-_INT32 = 2**31 - 1
 _MAX_KEPT_BYTES = 64 << 20
 _MAX_BACKGROUND = 256
 _BUILT_IN = "tools of the type function are here; those that OpenAI's servers run are not"
@@ -100,7 +100,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, le=_INT32)] | None = None
+    max_output_tokens: Positive | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     tools: list[FunctionTool] | None = None
@@ -242,7 +242,7 @@ async def cancel_response(context: ServerContext, request: HttpRequest) -> Respo
 
 
 def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
-    """A conversation's items as messages of a chat. What one answer said, thought and called is one message there."""
+    """A conversation's items as messages of a chat. One answer's text, thought and calls are one message there."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
@@ -256,12 +256,10 @@ def _messages(given: str | list[Item]) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output or "")})
         elif item.type == "function_call":
             _need(item, where, "call_id", "name", "arguments")
-            function = {"name": item.name, "arguments": item.arguments}
             if thought or not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant"})
-            messages[-1].setdefault("tool_calls", []).append(
-                {"id": item.call_id, "type": "function", "function": function}
-            )
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append(tool_call(item.call_id, item.name, item.arguments))
         else:
             _need(item, where, "role", "content")
             messages.append({"role": item.role, "content": _text(item.content or "")})
@@ -288,17 +286,15 @@ def _chat(body: ResponsesBody, messages: list[dict[str, Any]]) -> dict[str, Any]
             chat[name] = value
     if body.max_output_tokens is not None:
         chat["max_completion_tokens"] = body.max_output_tokens
-    if body.stream:
-        chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if body.tools:
         chat["tools"] = [
             {"type": "function", "function": {name: value for name, value in fields.items() if name != "type"}}
             for fields in (_given(tool) for tool in body.tools)
         ]
-        if isinstance(body.tool_choice, NamedTool):
-            chat["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
-        elif body.tool_choice is not None:
-            chat["tool_choice"] = body.tool_choice
+    if isinstance(body.tool_choice, NamedTool):
+        chat["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    elif body.tool_choice is not None:
+        chat["tool_choice"] = body.tool_choice
     if body.text is not None and body.text.format is not None:
         chat["response_format"] = _response_format(body.text.format)
     if body.reasoning is not None and body.reasoning.effort is not None:
@@ -320,7 +316,7 @@ def _given(struct: msgspec.Struct) -> dict[str, Any]:
 
 
 def _head(response_id: str, model: str, body: ResponsesBody) -> dict[str, Any]:
-    """What is known of a response before it is answered."""
+    """The fields of a response that are known before it is answered."""
     choice = body.tool_choice if not isinstance(body.tool_choice, NamedTool) else _given(body.tool_choice)
     text_format = _given(body.text.format) if body.text is not None and body.text.format is not None else None
     reasoning = body.reasoning or Reasoning()

@@ -1,4 +1,4 @@
-"""Streams that another server can go on with: what a server and `quire router` say to each other for that.
+"""Streams that another server can go on with: the headers and comments that a server and `quire router` exchange.
 
     router → server    x-quire-resumable: 1
     server → router    x-quire-seed: 42                  of a stream that can be resumed
@@ -24,7 +24,7 @@ _CONTINUED = "continued_token_ids"
 
 
 def why_not(body: GenerationBody, prepared: Sequence[PreparedRequest]) -> str | None:
-    """What keeps another server from going on with a request."""
+    """Why another server cannot go on with a request; None if it can."""
     params = prepared[0].params
     if not body.stream:
         return "stream is not set: its answer comes in one piece"

@@ -149,7 +149,7 @@ class _Run:
             grace_s = _CLOSE_S if code == 0 else 0.0
             return code
         finally:
-            # What is still open now (a page's live feed, a client that does not read) is closed, not waited for.
+            # Connections that are still open (a page's live feed, a client that does not read) are closed at once.
             logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
             watch.cancel()
             self._http.stop()
@@ -161,7 +161,7 @@ class _Run:
             self._log.info("stopped")
 
     async def _start(self) -> None:
-        """Wait until all engines are ready, or somebody wants to stop. Raises what kept one from starting."""
+        """Wait until all engines are ready, or a signal asks to stop. Raises the error of one that could not start."""
         self._log.info("listening at %s, loading %s", self._address, ", ".join(self._loaded))
         start = asyncio.create_task(self._start_engines())
         try:
@@ -226,7 +226,7 @@ class _Run:
         return 0
 
     async def _die(self, reason: str) -> int:
-        """Tell everybody who waits, and exit so that a supervisor can start a new server."""
+        """Answer every client that waits, and exit so that a supervisor can start a new server."""
         self._life.died(reason)
         shown = asyncio.create_task(asyncio.sleep(_DEATH_SHOWN_S))
         if not await self._life.idle(_DEATH_S):
@@ -276,12 +276,12 @@ async def _first_of(*waited: asyncio.Future[Any]) -> None:
 
 
 def loaded_model(model: str, served_names: Sequence[str]) -> str:
-    """What was loaded, and where clients ask for it under another name, that one."""
+    """The model that was loaded, with the names that clients use if they are others."""
     return model if tuple(served_names) in ((), (model,)) else f"{model} as {', '.join(served_names)}"
 
 
 def ready_line(address: str, loaded: str, info: EngineInfo) -> str:
-    """What people look for: where it is, what it serves, and where the memory went."""
+    """The line that people look for: the server's address, the model, and where the memory went."""
     kind = f"{info.architecture}, {info.dtype} on {info.device}"
     parts = [f"ready at {address} in {info.ready_s:.1f} s: {loaded} ({kind})", info.ledger_summary, info.blocks_line]
     return "; ".join(" ".join(part.split()) for part in parts if part)

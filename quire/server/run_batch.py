@@ -77,22 +77,11 @@ def run_batch(config: EngineConfig, settings: ServerSettings, input_path: Path, 
     started_s = time.monotonic()
     try:
         asyncio.run(run())
-    except* Exception as group:
-        raise _first(group) from None
     finally:
         told = f"{counts.completed} answered, {counts.failed} failed"
         before = f", {len(answered)} had been answered before" if answered else ""
         print(f"quire: {told}{before}, in {time.monotonic() - started_s:.1f} s: {output_path}", file=sys.stderr)
     return counts
-
-
-def _first(group: BaseExceptionGroup[Exception]) -> Exception:
-    """The first error of a group: when the engine fails, every line fails with the same words."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, Exception)
-    return error
 
 
 def _check_paths(input_path: Path, output_path: Path) -> None:

@@ -106,7 +106,7 @@ def check_room(body: CompletionBody | ChatBody, prepared: Sequence[PreparedReque
 
 
 def check_logprobs(prepared: Sequence[PreparedRequest], max_model_len: int) -> None:
-    """What a request's logprobs take in memory is bounded, as its prompts are."""
+    """Bound the memory that a request's logprobs take, as that of its prompts is bounded."""
     params = prepared[0].params
     num_prompt_tokens = sum(one.num_prompt_tokens for one in prepared)
     num_tokens = params.n * sum(one.request.max_tokens for one in prepared)
@@ -136,7 +136,7 @@ def priority_of(body: GenerationBody | PooledBody, info: EngineInfo) -> int:
 
 
 def check_options(body: GenerationBody) -> None:
-    """What contradicts itself, whatever is sampled."""
+    """Refuse options that contradict each other, whatever is sampled."""
     if body.stream_options is not None:
         if not body.stream:
             raise bad_request("stream_options needs stream=true", "stream_options")
@@ -233,7 +233,7 @@ def _params(
 
 
 def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
-    """What the answer must look like, whichever field says so."""
+    """The form that the answer must have, from whichever field says so."""
     given: dict[str, dict[str, Any]] = {}  # by field
     if body.structured_outputs is not None:
         given["structured_outputs"] = msgspec.to_builtins(body.structured_outputs)
@@ -252,8 +252,17 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
         try:
             return StructuredOutputsParams(**values)
         except BadRequestError as error:
-            raise bad_request(str(error), param_of(body, error.param)) from None
+            raise by_own_name(body, error) from None
     return None
+
+
+def by_own_name(body: GenerationBody, error: BadRequestError) -> BadRequestError:
+    """The error with the request's own name of the field, in its message too."""
+    name = param_of(body, error.param)
+    if error.param is None or name is None or name == error.param:
+        return error
+    text = str(error)
+    return BadRequestError(name + text.removeprefix(error.param) if text.startswith(error.param) else text, param=name)
 
 
 def param_of(body: GenerationBody, param: str | None) -> str | None:
@@ -272,7 +281,7 @@ def param_of(body: GenerationBody, param: str | None) -> str | None:
 
 
 def _of_response_format(wanted: ResponseFormat) -> dict[str, Any] | None:
-    """What it asks for, as arguments of StructuredOutputsParams; None for plain text."""
+    """The arguments of StructuredOutputsParams for a response_format; None for plain text."""
     is_schema, is_tag = wanted.type == "json_schema", wanted.type == "structural_tag"
     if (wanted.json_schema is not None) != is_schema:
         what = "needs" if is_schema else "has no"

@@ -28,7 +28,7 @@ class ApiKey:
 
     tenant: str
     key: str = field(repr=False)
-    is_admin: bool = False  # sees every tenant's requests; their text is for nobody but their sender
+    is_admin: bool = False  # sees every tenant's requests, but only its own requests' text
 
 
 def make_key(key: str, *, name: str | None = None, is_admin: bool = False, source: str) -> ApiKey:
@@ -76,7 +76,7 @@ class ModelSettings:
     """One of the models to serve."""
 
     config: EngineConfig
-    names: tuple[str, ...] = ()  # that clients ask for; empty: as the operator named it
+    names: tuple[str, ...] = ()  # under which clients ask for it; empty: as the operator named it
 
 
 @dataclass(slots=True, frozen=True)
@@ -151,7 +151,9 @@ class ServerSettings:
             raise ConfigError("host must be an address or a name: 0.0.0.0 listens on every IPv4 address")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
-        self._check_tls()
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ConfigError(f"{name} needs ssl_certfile, the server's own certificate")
         self._check_positive()
         for name in self.allowed_hosts:
             if not _HOST.fullmatch(name):
@@ -177,11 +179,6 @@ class ServerSettings:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
         if not Path(self.dump_dir).is_dir():
             raise ConfigError(f"dump_dir must be a directory that exists, got {self.dump_dir!r}")
-
-    def _check_tls(self) -> None:
-        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
-            if getattr(self, name) is not None and self.ssl_certfile is None:
-                raise ConfigError(f"{name} needs ssl_certfile, the server's own certificate")
 
     def _check_positive(self) -> None:
         for name in (
@@ -210,7 +207,7 @@ class ServerSettings:
 
     @property
     def isolated_tenants(self) -> tuple[str, ...]:
-        """The tenants that must not find each other's prefixes in the cache. One alone has nobody to hide from."""
+        """The tenants that must not find each other's prefixes in the cache; none if there is only one."""
         return () if self.share_prefixes_across_keys or len(self.tenants) < 2 else self.tenants
 
     @property

@@ -1,4 +1,4 @@
-"""Server-sent events, written as bytes. What is the same in every chunk of a stream is encoded once; a token then
+"""Server-sent events, written as bytes. The constant parts of a stream's chunks are encoded once; a token then
 costs the encoding of its text and one join."""
 
 from __future__ import annotations
@@ -35,13 +35,7 @@ class StreamWriter:
     TAIL = b""
 
     def __init__(
-        self,
-        head: dict[str, Any],
-        *,
-        num_prompts: int,
-        n: int,
-        options: StreamOptions | None,
-        is_plain: bool,
+        self, head: dict[str, Any], *, num_prompts: int, n: int, options: StreamOptions | None, is_plain: bool
     ) -> None:
         """`head` is what every chunk begins with; `is_plain`: chunks hold text and nothing else."""
         self._n = n
@@ -55,9 +49,8 @@ class StreamWriter:
         self._starts = [self._head + self.start(i, is_first=True) for i in range(num_choices)]
         self._later_starts = [self._head + self.start(i, is_first=False) for i in range(num_choices)]
         self._tail = self.TAIL + self._end
-        self._is_open = [True] * num_choices
+        self._open = set(range(num_choices))
         self._is_fresh = [True] * num_choices
-        self._num_open = num_choices
         self._is_new_prompt = [True] * num_prompts
         self.usage = Usage(0, 0, 0, CachedTokens(0))
 
@@ -71,7 +64,7 @@ class StreamWriter:
         raise AssertionError("a subclass has it")
 
     def extra(self, output: RequestOutput) -> dict[str, Any]:
-        """What a prompt's first chunk holds beside its choices."""
+        """Fields of a prompt's first chunk beside its choices."""
         return {}
 
     def num_counted(self, completion: CompletionOutput) -> int:
@@ -80,7 +73,7 @@ class StreamWriter:
 
     @property
     def is_done(self) -> bool:
-        return not self._num_open
+        return not self._open
 
     def write_all(self, outputs: list[tuple[int, RequestOutput]]) -> list[bytes]:
         pieces: list[bytes] = []
@@ -96,7 +89,7 @@ class StreamWriter:
             self.usage.prompt_tokens_details.cached_tokens += output.num_cached_tokens
         for completion in output.outputs:
             index = prompt * self._n + completion.index
-            if not self._is_open[index]:
+            if index not in self._open:
                 continue
             if completion.finish_reason is None:
                 if not completion.token_ids and not completion.text:
@@ -108,8 +101,7 @@ class StreamWriter:
                     self._is_fresh[index] = False
                     continue
             else:
-                self._is_open[index] = False
-                self._num_open -= 1
+                self._open.discard(index)
             into.append(self._whole_event(index, prompt, completion, output))
 
     def _whole_event(self, index: int, prompt: int, completion: CompletionOutput, output: RequestOutput) -> bytes:

@@ -28,12 +28,12 @@ def status_of(life: ServerLife, *engines: ServingEngine) -> tuple[str, str]:
         return life.state.value, REASONS[life.state]
     states = {engine.health().state for engine in engines}
     if len(engines) > 1 and states & {EngineState.READY, EngineState.SLEEPING}:
-        return "ok", ""  # of several models one that fails takes no other down: /v1/models tells of each
+        return "ok", ""  # one of several models that fails takes no other down: /v1/models has the state of each
     if EngineState.DEAD in states:
         return "dead", REASONS[LifeState.DEAD]
     if EngineState.STUCK in states:
         return "stuck", _STUCK
-    if EngineState.STARTING in states:  # of several replicas none is left, and the first is being started again
+    if EngineState.STARTING in states:  # no replica is left, and the first is being started again
         return "starting", REASONS[LifeState.STARTING]
     return "ok", ""
 

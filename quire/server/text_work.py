@@ -2,8 +2,8 @@
 
 A text's tokens take about 400 bytes each while they are made, and a processor that the engine may need too. So there
 are lanes: long texts go one at a time, grammars that may have to be compiled have their own, and others never queue
-behind them. Whoever waits does so under the request's deadline; when that passes or the client leaves, what has not
-begun never does.
+behind them. A request waits under its deadline; work that has not begun when the deadline passes or the client leaves
+is dropped.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class TextWork:
         is_chat: bool = False,
         compiles: bool = False,
     ) -> T:
-        """What `make` gives. Of a long `make`, parts are left out once `exchange.is_abandoned`.
+        """Run `make` and return its result. A long `make` should stop early once `exchange.is_abandoned`.
 
         A chat is never rendered on the event loop, however short: its template is a program that came with the model.
-        Where a grammar has to be compiled, nobody else waits behind it.
+        Work that compiles a grammar has a lane of its own, so that no other waits behind it.
         """
         if num_chars <= _INLINE_CHARS and not is_chat and not compiles:
             return make()
@@ -65,7 +65,7 @@ class TextWork:
             if not work.done():
                 exchange.is_abandoned = True
                 job.cancel()  # takes it out of the lane, if it has not begun
-            # What they raised leads back here by its traceback: only the garbage collector would free the request.
+            # Their exceptions refer to this frame by the traceback: only the garbage collector would free the request.
             del work, job
 
 

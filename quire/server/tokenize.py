@@ -12,7 +12,7 @@ from quire.server.text_work import request_deadline
 from quire.text import Tokenizer
 from quire.text.tokenizer import worth_of_work
 
-# Of a chat alone.
+# Fields that only a chat may have.
 _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 

@@ -63,8 +63,8 @@ class Handovers:
         return index if request.num_prompt_tokens - match.num_tokens <= SHORT_PROMPT else None
 
     def on_first_token(self, source: int, request: Request, now_s: float, begun_s: float) -> None:
-        """Its prompt is computed: all but the last piece of the last chunk may have left by now, if the link was
-        free."""
+        """The request's prompt is computed: all but the last piece of the last chunk may have left by now, if the link
+        was free."""
         [seq] = request.sequences
         target, kv = self.least_loaded(), self.replicas[source].kv
         num_bytes = len(kv.tables[seq.seq_id].hashes) * self.block_bytes

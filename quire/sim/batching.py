@@ -65,7 +65,7 @@ class BatchRun:
 
 
 def run_static(arrivals: Sequence[SimRequest], num_slots: int, cost: CostModel = COST) -> BatchRun:
-    """A batch at a time: whoever waits when the last one ends, up to `num_slots`."""
+    """A batch at a time: the requests that wait when the last batch ends, up to `num_slots`."""
     run = BatchRun("static", num_slots, 0, 0.0, sum(a.output_len for a in arrivals), 0)
     run.latencies_s, run.first_tokens_s = [0.0] * len(arrivals), [0.0] * len(arrivals)
     now_s, first = 0.0, 0

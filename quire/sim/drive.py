@@ -68,7 +68,7 @@ class SimRun:
         cost: CostModel,
         make_executor: Callable[[KVManager, SchedulerConfig, SimClock], Execute] | None = None,
     ) -> SimRun:
-        """Without an executor of somebody's own a step only takes its time, and every token is 0."""
+        """Without make_executor a step only takes its time, and every token is 0."""
         clock, loads = SimClock(), PlanLoads()
 
         def execute(plan: StepPlan) -> StepResult:

@@ -154,7 +154,7 @@ class Fleet:
         )
 
     def report(self, name: str, num_requests: int) -> RunReport:
-        """The same as of a measured run, so that the two can be compared."""
+        """A report like that of a measured run, so that the two can be compared."""
         times, seconds = self.times, max(self.now_s - self.first_arrival_s, 1e-9)
         replicas = self.replicas
         stats = [replica.scheduler.stats for replica in replicas]
@@ -223,7 +223,7 @@ def _engine_requests(requests: Sequence[SimRequest]) -> Iterator[Request]:
 
 
 def weighted_percentiles(values: Sequence[float], counts: Sequence[float]) -> Percentiles | None:
-    """As if each value stood there as often as its count says."""
+    """Percentiles of values that each count as often as their count says."""
     import numpy as np
 
     if not len(values):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from quire.bench.alternatives import ALTERNATIVES, AlternativeRouter
 from quire.request import Request
+from quire.router.alternatives import ALTERNATIVES, FIRST_TOKEN, AlternativeRouter
 from quire.router.hashes import prompt_hashes
 from quire.router.policy import CacheChanges, Prompt, ReplicaLoad, Router, Ticket
 from quire.sim.replica import Replica
@@ -37,7 +37,7 @@ class Policy:
         self._router.on_first_token(self._tickets[request.request_id])
 
     def on_end(self, request: Request) -> None:
-        """The request has ended there, or left. Of one that this policy did not choose for, nothing is known."""
+        """The request has ended there, or left. It may be one that this policy did not choose a replica for."""
         ticket = self._tickets.pop(request.request_id, None)
         if ticket is not None:
             self._router.on_end(ticket)
@@ -78,7 +78,10 @@ class FirstToken(Policy):
 
 
 def _alternative(name: str, replicas: Sequence[Replica], clock: Callable[[], float]) -> Policy:
-    return Policy(AlternativeRouter(name, _names(replicas), replicas[0].config.block_size, clock=clock), replicas)
+    router = AlternativeRouter(name, replicas[0].config.block_size, clock=clock)
+    for replica in _names(replicas):
+        router.add(replica, is_exact=False)
+    return Policy(router, replicas)
 
 
 def _names(replicas: Sequence[Replica]) -> list[str]:
@@ -86,6 +89,6 @@ def _names(replicas: Sequence[Replica]) -> list[str]:
 
 
 POLICIES: dict[str, Callable[[Sequence[Replica], Callable[[], float]], Policy]] = {
-    "first-token": FirstToken,
-    **{name.replace(" ", "-"): partial(_alternative, name) for name in ALTERNATIVES},
+    FIRST_TOKEN: FirstToken,
+    **{name: partial(_alternative, name) for name in ALTERNATIVES},
 }

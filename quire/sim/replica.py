@@ -38,7 +38,7 @@ class ReplicaConfig:
     # For an engine whose tokens are read as they come: prompt tokens beside so many decodes, or seconds of a step.
     smooth_tokens: Callable[[int], int] | None = None
     target_step_s: float | None = None
-    # A step is planned so long before it begins: who comes later is in the one after it.
+    # A step is planned so long before it begins: requests that come later are in the one after it.
     lead_s: float = 0.0
     # A first token, which is sent before the others of its step, keeps those waiting for so long on their way.
     first_token_s: float = 0.0
@@ -65,7 +65,7 @@ class TokenTimes:
         self.num_output_tokens = self.num_prompt_tokens = 0
 
     def add(self, other: TokenTimes) -> None:
-        """What the clients of another run saw, too."""
+        """Add what the clients of another run saw."""
         self.first_s += other.first_s
         self.whole_s += other.whole_s
         self.between_s += other.between_s
@@ -152,8 +152,8 @@ class Replica:
         self.busy_s = 0.0
         self.block_seconds = 0.0  # blocks in use times seconds
         self.num_events = 0  # steps that were scheduled, and leaps
-        self.on_first_token: Callable[[Request], None] | None = None
-        self.on_end: Callable[[Request], None] | None = None
+        self.on_first_token: Callable[[Request], None] = lambda request: None
+        self.on_end: Callable[[Request], None] = lambda request: None
         self.on_fetched: Callable[[FetchReport, float], None] | None = None
         self._leaving: list[tuple[Request, Leave, Callable[[], None]]] = []
         self._came_s: dict[str, float] = {}  # by request_id, of those that began elsewhere: their last token
@@ -278,7 +278,7 @@ class Replica:
                     self._last_token_s[request.sequences[0].seq_id] = self._came_s.pop(request.request_id)
             except BadRequestError as error:
                 self._times.errors[str(error)] = self._times.errors.get(str(error), 0) + 1
-                self._tell(self.on_end, request)
+                self.on_end(request)
 
     def _find_leap(self, now_s: float) -> _Leap | None:
         """Steps until just before the first sequence ends, if every one of them only decodes and has its blocks."""
@@ -320,7 +320,7 @@ class Replica:
                 self._times.first_s.append(now_s - seq.request.arrival_s)
                 self._times.num_prompt_tokens += seq.num_prompt_tokens
                 num_first += 1
-                self._tell(self.on_first_token, seq.request)
+                self.on_first_token(seq.request)
             elif before_s == begun_s:
                 num_in_step += 1
             else:  # it was preempted meanwhile
@@ -337,7 +337,7 @@ class Replica:
     def _end_request(self, seq: Sequence, now_s: float) -> None:
         self._times.whole_s.append(now_s - seq.request.arrival_s)
         self._times.num_output_tokens += seq.num_output_tokens
-        self._tell(self.on_end, seq.request)
+        self.on_end(seq.request)
         seq.request.sequences = []  # the two point at each other
 
     def _end_leap(self, leap: _Leap, now_s: float) -> None:
@@ -365,10 +365,6 @@ class Replica:
             at = (point + 0.5) * num_steps / num_points - 0.5
             self._times.between(leap.first_s + at * leap.slope_s, leap.num_seqs * num_steps / num_points)
         self._leap, self._held_up_s = None, 0.0
-
-    def _tell(self, listener: Callable[[Request], None] | None, request: Request) -> None:
-        if listener is not None:
-            listener(request)
 
 
 Leave = Callable[[list[int], float], None]  # the output tokens that it has, and when the last of them came

@@ -133,11 +133,7 @@ def reservation_policies(max_model_len: int) -> list[Policy]:
     length. The last token that is sampled needs no KV: the oracle knows that as well."""
     return [
         Policy("max", "Orca (Max)", lambda prompt, output: max_model_len),
-        Policy(
-            "pow2",
-            "Orca (Pow2)",
-            lambda prompt, output: min(max_model_len, prompt + next_power_of_two(output)),
-        ),
+        Policy("pow2", "Orca (Pow2)", lambda prompt, output: min(max_model_len, prompt + next_power_of_two(output))),
         Policy("oracle", "Orca (Oracle)", lambda prompt, output: prompt + output - 1),
     ]
 
@@ -167,7 +163,7 @@ class ReservedKV:
         self._lengths: dict[int, tuple[int, int]] = {}
 
     def expect(self, seq_id: int, prompt_len: int, output_len: int) -> None:
-        """What a sequence will turn out to be. To be told before it is scheduled."""
+        """Tell the lengths that a sequence will turn out to have, before it is scheduled."""
         self._lengths[seq_id] = (prompt_len, output_len)
 
     @property

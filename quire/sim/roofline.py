@@ -4,6 +4,8 @@ Tensor parallel divides every product, the KV cache and attention, and adds two 
 the layers into stages, through which as many parts of a step follow each other as there are stages: a full pipe takes
 the time of the whole model for one such part. With fewer sequences than stages the rest of the pipe is a bubble, which
 the same formula shows: a single sequence gains nothing.
+
+Of a mixture of experts a step reads those that its tokens choose, which is taken to be by chance.
 """
 
 from __future__ import annotations
@@ -42,20 +44,31 @@ class RooflineCost(StepCost):
         head = spec.vocab_size * spec.hidden_size
         kv_heads = -(-spec.num_kv_heads // ranks) * ranks  # all wait for the rank with the largest share
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        layer = spec.hidden_size * (2 * q_width + 2 * kv_width) + 3 * spec.hidden_size * spec.intermediate_size
+        mlp, expert, chosen, num_mixed = 3 * spec.hidden_size * spec.intermediate_size, 0, 0, 0
+        inner_size = spec.intermediate_size
+        body = spec.num_layers * spec.hidden_size * (2 * q_width + 2 * kv_width)
+        if (experts := spec.experts) is not None:
+            num_mixed = sum(layer.has_experts for layer in spec.layers)
+            shared = experts.shared_intermediate_size or 0
+            expert, chosen = 3 * spec.hidden_size * experts.intermediate_size, experts.top_k
+            body += num_mixed * spec.hidden_size * (experts.num_experts + 3 * shared)
+            inner_size = chosen * experts.intermediate_size + shared
+        body += (spec.num_layers - num_mixed) * mlp
         memory, arithmetic = device.tb_per_s * 1e12, device.tflop_per_s * 1e12
-        self._body_s = spec.num_layers * layer * self.weight_value_bytes / (memory * reached.weights * ranks)
+        self._body_s = body * self.weight_value_bytes / (memory * reached.weights * ranks)
+        self._expert_s = num_mixed * expert * self.weight_value_bytes / (memory * reached.weights * ranks)
         self._head_s = head * self.weight_value_bytes / (memory * reached.weights * ranks)
-        self._body_token_s = 2 * spec.num_layers * layer / (arithmetic * reached.products * ranks)
+        self._body_token_s = 2 * body / (arithmetic * reached.products * ranks)
+        self._experts_token_s = 2 * num_mixed * chosen * expert / (arithmetic * reached.products * ranks)
         self._head_token_s = 2 * head / (arithmetic * reached.products * ranks)
         kv_bytes = 2 * kv_heads * spec.head_dim * spec.num_layers * self.kv_value_bytes
         # Layers with a window read less; what they save is not counted.
         parts = ranks * self.pipeline_parallel  # of a step, each of which meets its part of the context
         self.kv_token_s = kv_bytes / (memory * reached.kv * parts)
         self._pair_s = 4 * q_width * spec.num_layers / (arithmetic * reached.prompt_attention * parts)
-        rows = reached.hidden_rows * spec.hidden_size + reached.inner_rows * spec.intermediate_size / ranks
+        rows = reached.hidden_rows * spec.hidden_size + reached.inner_rows * inner_size / ranks
         self._small_token_s = spec.num_layers * rows * _VALUE_BYTES / (memory * reached.kv)
-        self._fixed_s = spec.num_layers * reached.layer_s
+        self._fixed_s = spec.num_layers * reached.layer_s + num_mixed * reached.experts_layer_s
 
     def load_s(self, load: StepLoad) -> float:
         if not load.num_tokens:
@@ -64,6 +77,9 @@ class RooflineCost(StepCost):
         num_rows, num_sampled = self.padded_rows(load)
         num_rows, num_sampled = -(-num_rows // stages), -(-num_sampled // stages)
         seconds = self._fixed_s + product_s(self._body_s, self._body_token_s * num_rows)
+        if (experts := self.spec.experts) is not None:
+            num_read = experts.num_experts * (1 - (1 - experts.top_k / experts.num_experts) ** num_rows)
+            seconds += product_s(self._expert_s * num_read, self._experts_token_s * num_rows)
         if num_rows > MAX_FUSED_ROWS:
             seconds += self.spec.num_layers * self.efficiency.wide_layer_s
         if load.num_prompts:

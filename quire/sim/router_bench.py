@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quire.bench.alternatives import ALTERNATIVES, AlternativeRouter
 from quire.bench.router import BLOCK_SIZE, MAX_LEN, MAX_NUM_SEQS, NUM_BLOCKS, OURS, FrontRun, Session, make_traffic
 from quire.errors import ConfigError
 from quire.params import SamplingSpec
 from quire.request import Request
-from quire.router.hashes import prompt_hashes, text_pieces
-from quire.router.policy import Prompt, Router, Ticket
+from quire.router.alternatives import ALTERNATIVES, FIRST_TOKEN, new_router
+from quire.router.hashes import prompt_hashes
 from quire.router.servers import Question, Servers, Upstream
 from quire.scheduler import SchedulerConfig
 from quire.sim import virtual_time
@@ -72,18 +70,14 @@ def simulate(
 
     async def run_all(front: str) -> list[FrontRun]:
         machine = Machine([COST] * (num_servers - 1) + [_slower(COST, slow)], num_cores)
-        servers = _SimulatedServers(machine)
+        servers = _SimulatedServers(machine, FIRST_TOKEN if front == OURS else front)
         await servers.start()
-        clock = asyncio.get_running_loop().time
-        behind: _Front = _Ours(servers)
-        if front != OURS:
-            behind = _Alternative(AlternativeRouter(front, machine.urls, BLOCK_SIZE, clock=clock))
         found = []
         for nth, (repeat, kind) in enumerate(itertools.product(range(repeats), traffics)):
             sessions = make_traffic(kind, scale, repeat)
             for talk in sessions:
                 talk.turns[0] = f"{nth:08d}" * 2 + talk.turns[0]  # a block that no other run has
-            client = _Client(machine, behind, FrontRun(kind, front), concurrency, num_out)
+            client = _Client(machine, servers, FrontRun(kind, front), concurrency, num_out)
             found.append(await client.run(sessions))
         await servers.close()
         return found
@@ -187,9 +181,9 @@ class Machine:
 class _SimulatedServers(Servers):
     """The product's, which asks a machine instead of sockets."""
 
-    def __init__(self, machine: Machine) -> None:
-        super().__init__(machine.urls)
-        self.router = Router(BLOCK_SIZE, clock=asyncio.get_running_loop().time)
+    def __init__(self, machine: Machine, policy: str) -> None:
+        super().__init__(machine.urls, policy=policy)
+        self.router = new_router(policy, BLOCK_SIZE, clock=asyncio.get_running_loop().time)
         self._machine = machine
 
     async def start(self) -> None:
@@ -227,51 +221,14 @@ class _SimulatedServers(Servers):
         return len(tokens), prompt_hashes(tokens, BLOCK_SIZE)
 
 
-class _Front(ABC):
-    """What stands before the servers. hop_s: how long a request takes to reach it."""
-
-    hop_s = 0.0
-
-    def __init__(self, router: Router) -> None:
-        self.router = router
-
-    @abstractmethod
-    def route(self, text: str) -> Ticket: ...
-
-
-class _Ours(_Front):
-    """`quire router`."""
-
-    hop_s = _HOP_S
-
-    def __init__(self, servers: Servers) -> None:
-        super().__init__(servers.router)
-        self._servers = servers
-
-    def route(self, text: str) -> Ticket:
-        prompt, question = self._servers.prompt_of({"model": "bench", "prompt": text}, None)
-        ticket = self.router.route(prompt)
-        assert ticket is not None
-        if question is not None:
-            self._servers.learn(question, ticket)
-        return ticket
-
-
-class _Alternative(_Front):
-    """In the client, without a hop."""
-
-    def route(self, text: str) -> Ticket:
-        ticket = self.router.route(Prompt(len(text), text_pieces(text)))
-        assert ticket is not None
-        return ticket
-
-
 class _Client:
     """`bench.router.Client`, which asks a machine instead of sockets."""
 
-    def __init__(self, machine: Machine, front: _Front, run: FrontRun, concurrency: int, num_out: int) -> None:
+    def __init__(
+        self, machine: Machine, servers: _SimulatedServers, run: FrontRun, concurrency: int, num_out: int
+    ) -> None:
         self._machine = machine
-        self._front = front
+        self._servers = servers
         self._run = run
         self._places = asyncio.Semaphore(concurrency)
         self._num_out = num_out
@@ -294,15 +251,20 @@ class _Client:
 
     async def _ask(self, text: str) -> None:
         run, sent_s = self._run, self._clock()
-        await asyncio.sleep(self._front.hop_s)
-        ticket = self._front.route(text)
+        router = self._servers.router
+        await asyncio.sleep(_HOP_S)
+        prompt, question = self._servers.prompt_of({"model": "bench", "prompt": text}, None)
+        ticket = router.route(prompt)
+        assert ticket is not None
+        if question is not None:
+            self._servers.learn(question, ticket)
         await asyncio.sleep(_HTTP_S)
         answer = self._machine.ask(ticket.replica, text, self._num_out)
         await answer.first_token
-        self._front.router.on_first_token(ticket)
+        router.on_first_token(ticket)
         run.first_token_s.append(self._clock() - sent_s)
         await answer.end
-        self._front.router.on_end(ticket)
+        router.on_end(ticket)
         run.num_requests += 1
         run.prompt_tokens += len(text)
         run.cached_tokens += answer.num_cached_tokens

@@ -20,14 +20,14 @@ from quire.text.template_process import TemplateProcessDied, TemplateStopped, pr
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
-# Written at the end of the message to continue, and looked for in the rendered text. The noncharacters around it
-# cannot be in a message: they are stripped by no template and meant by nobody.
+# Written at the end of the message to continue, and looked for in the rendered text. No message contains the
+# noncharacters around it, and no template strips them.
 _CONTINUE_HERE = "\ufdd0continue-here\ufdd1"
 # Names of what `ChatTemplate.encode` takes, which are no switches of a template's.
 NOT_SWITCHES = frozenset(
     {"self", "messages", "chat_template", "content_format", "at_most", "add_special_tokens", "allow_special_tokens"}
 )
-_TRIED_TOKENS = 4_096  # of a template's own words, far more than any has
+_TRIED_TOKENS = 4_096  # far more than any template's own words have
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 
@@ -54,13 +54,8 @@ class ChatTemplate:
             raise TokenizerError(_no_template(tokenizer))
         self.source = template
         self._tokenizer = tokenizer
-        named = {
-            "bos_token": tokenizer.bos_token,
-            "eos_token": tokenizer.eos_token,
-            "pad_token": tokenizer.pad_token,
-            "unk_token": tokenizer.unk_token,
-        }
-        self._tokens = {name: token for name, token in named.items() if token is not None}
+        named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        self._tokens: dict[str, str] = {name: token for name, token in named.items() if token is not None}
         self._tried: bool | TemplateLimitError | None = None
         facts = self._run({}, None)
         self._wants_parts, self._takes_strings = facts["wants_parts"], facts["takes_strings"]

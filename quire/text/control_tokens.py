@@ -1,8 +1,8 @@
-"""Which special tokens of a rendered chat the template wrote, and which only stand in what somebody said.
+"""Which special tokens of a rendered chat the template wrote, and which are only text in a message.
 
 A tokenizer sees text alone: `<|im_end|>` in a message would end the message. So the template's own special tokens are
-written as marks (in its words and in bos_token and the like, before it runs), which nobody can guess. Contents stay as
-they are, for the template to trim, cut and compare. What is special in the result is then what has a mark.
+written as marks (in its words and in bos_token and the like, before it runs), which cannot be guessed. Contents stay
+as they are, for the template to trim, cut and compare. Exactly the marked tokens of the result are then special.
 
 Some templates build tokens from pieces (`'<|' + message.role + '|>'`), which no mark finds. With those it is the
 contents that are marked, in the middle of whatever looks like a special token; the rest of them is the template's.
@@ -31,7 +31,7 @@ class ControlTokens:
     def __init__(self, backend: tokenizers.Tokenizer, unk_token_id: int | None) -> None:
         self._backend = backend
         self._added = backend.get_added_tokens_decoder()
-        # What the vocabulary's model makes of text that it does not know controls nothing, nor do tokens of only space.
+        # The token for unknown text controls nothing, nor do tokens of only space.
         # Byte-level models know every text: a token that is called unknown there can still be one that ends texts.
         named = None if unk_token_id is None else backend.id_to_token(unk_token_id)
         unknown = getattr(backend.model, "unk_token", named)  # a Unigram model has no such attribute
@@ -58,7 +58,7 @@ class ControlTokens:
         return found == [self._ids[content] for content in contents if content]
 
     def cut_up(self, value: Any) -> Any:
-        """What a message says, with every special token in it cut in two; roles stay, for templates to build with."""
+        """A message with every special token in its text cut in two; roles stay, for templates to build with."""
         if isinstance(value, str):
             return self._replace(value, lambda token: token[0] + self._cut + token[1:])
         if isinstance(value, Mapping):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
-_MAX_UNFINISHED_BYTES = 3  # of a UTF-8 character, which has at most four
+_MAX_UNFINISHED_BYTES = 3  # a UTF-8 character has at most four
 
 
 class Detokenizer:
@@ -20,7 +20,7 @@ class Detokenizer:
     counts as output.
     """
 
-    __slots__ = ("_num_spaces_to_strip", "_pieces", "_segment_ids", "_table", "_tokenizer", "_unfinished")
+    __slots__ = ("_num_spaces_to_strip", "_segment_ids", "_table", "_tokenizer", "_unfinished")
 
     def __init__(
         self,
@@ -35,7 +35,6 @@ class Detokenizer:
         # Without spaces between special tokens, they cut the text into segments that are decoded each by itself.
         segmented = not (skip_special_tokens or spaces_between_special_tokens)
         self._segment_ids = tokenizer.special_token_ids if segmented else frozenset[int]()
-        self._pieces: list[str] = []
         self._unfinished = b""
         self._num_spaces_to_strip = tokenizer.num_spaces_stripped
         self._read_context(prompt_token_ids)
@@ -55,32 +54,19 @@ class Detokenizer:
             data = self._unfinished + data
         piece, num_bytes = utf_8_decode(data, "replace", False)
         self._unfinished = data[num_bytes:]
-        if piece:
-            self._pieces.append(piece)
         return piece
 
     def flush(self) -> str:
-        """What is left at the end: a replacement character if the last bytes never became a character."""
+        """End the text: returns a replacement character if the last bytes never became a character."""
         piece, _ = utf_8_decode(self._unfinished, "replace", True)
         self._unfinished = b""
-        if piece:
-            self._pieces.append(piece)
         return piece
-
-    @property
-    def text(self) -> str:
-        """All pieces so far."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
 
     def _push_segments(self, token_ids: Sequence[int]) -> str:
         pieces: list[str] = []
         for token_id in token_ids:
             if token_id in self._segment_ids:
-                special = self._table[token_id].decode("utf-8", "replace").removeprefix(" ")
-                pieces += self.flush(), special
-                self._pieces.append(special)
+                pieces += self.flush(), self._table[token_id].decode("utf-8", "replace").removeprefix(" ")
                 self._num_spaces_to_strip = self._tokenizer.num_spaces_stripped
             else:
                 pieces.append(self.push((token_id,)))

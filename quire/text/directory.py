@@ -21,7 +21,7 @@ class TokenizerFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tokenizer_json = path / "tokenizer.json"
-        # The older file first: what the newer one says wins.
+        # The older file first: the newer one's values win.
         self.config = {**self._json("special_tokens_map.json"), **self._json("tokenizer_config.json")}
 
     def load(self) -> tokenizers.Tokenizer:

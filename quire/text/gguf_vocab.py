@@ -147,7 +147,7 @@ class GGUFVocab:
         merges: list[tuple[str, str]] = []
         for piece in sorted(ids, key=lambda piece: -scores[ids[piece]]):
             cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece)) if piece[:i] in ids and piece[i:] in ids]
-            if len(cuts) > 1:  # of equal score: the order of the published tokenizer.json files
+            if len(cuts) > 1:  # cuts of one piece have one score: order them as published tokenizer.json files do
                 cuts.sort(key=lambda cut: (ids[cut[0]], ids[cut[1]]))
             merges += cuts
         return merges

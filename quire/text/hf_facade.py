@@ -46,7 +46,7 @@ _OF_CHATS: _Options = {
 
 
 class TokenizedText(dict[str, Any]):
-    """What calling the tokenizer gives: input_ids and attention_mask, each a list, or lists for several texts.
+    """The result of calling the tokenizer: input_ids and attention_mask, each a list, or lists for several texts.
 
     Read as a mapping (`**encoded`) or by attribute, as transformers' BatchEncoding is.
     """
@@ -128,7 +128,7 @@ class HFTokenizerFacade:
         return [self._tokenizer.token(i) or None for i in _checked(_row(ids)) if i not in hidden]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
-        """What is no token has the unknown token's id, or None where there is no such token."""
+        """Ids of tokens. Text that is no token has the unknown token's id, or None where there is no such token."""
         return self._id_of(tokens) if isinstance(tokens, str) else [self._id_of(token) for token in tokens]
 
     def _id_of(self, token: str) -> int | None:

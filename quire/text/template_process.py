@@ -1,4 +1,4 @@
-"""Processes that chat templates run in, from the side of whoever wants them rendered."""
+"""Processes that chat templates run in, from the caller's side."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TemplateProcess:
                 raise TemplateStopped(f"took more than {self._cpu_s:g} s of processor time") from None
             raise TemplateProcessDied(f"did not end: its process did, with status {status}") from None
         except BaseException:
-            self.close()  # an answer that nobody took would be the next task's
+            self.close()  # the next task would read the answer that was not read here
             raise
 
     @property
@@ -134,7 +134,7 @@ class TemplateProcesses:
                 return TemplateProcess(self._cpu_s)
             if process.is_running:
                 return process
-            process.close()  # somebody ended it meanwhile: the kernel, when memory ran out
+            process.close()  # it was ended meanwhile: by the kernel, when memory ran out
 
     def close(self) -> None:
         with self._lock:

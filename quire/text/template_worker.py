@@ -2,7 +2,7 @@
 
 A template is somebody else's program, and a loop of it cannot be interrupted in a thread. Here it can be stopped: a
 task that takes more processor time than it may ends the process (SIGPROF), memory has a hard limit, and the jinja2
-sandbox hides Python's internals. What is left to the parent is to start another one.
+sandbox hides Python's internals. The parent only has to start another one.
 
 A task is a length and marshalled data on stdin, an answer a length and JSON on stdout. Tasks:
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 HEADER = struct.Struct("<Q")
 MEMORY_BYTES = 512 << 20
 MAX_TEXT_CHARS = 16 << 20
-# What one word of a template may ask for at once: repetitions, columns of padding, steps of a range.
+# Most that one expression of a template may ask for: repetitions, columns of padding, steps of a range.
 MAX_REPEATS = 100_000
 MAX_MESSAGE_CHARS = 500
 _NUM_KEPT = 16
-# Where a number is a width or a count; in other calls it is a value.
+# Calls in which a number is a width or a count; in others it is a value.
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})
 _PADDING_FILTERS = ("batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap")
 _WIDE = re.compile(r"[0-9]{6,}|\*")  # a width in a format, or one that comes as an argument
@@ -140,7 +140,7 @@ class Templates:
         self._environment = make_environment()
 
     def run(self, task: tuple[Any, ...]) -> dict[str, Any]:
-        """The answer to a task. What goes wrong is an answer too."""
+        """The answer to a task. Failures are answers too."""
         from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
         try:
@@ -246,11 +246,7 @@ def _limit_ourselves() -> None:
     import contextlib
     import resource
 
-    for kind, limit in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-    ):
+    for kind, limit in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
         with contextlib.suppress(ValueError, OSError):  # macOS has no RLIMIT_AS
             resource.setrlimit(kind, (limit, limit))
 

@@ -1,4 +1,4 @@
-"""What bytes each token stands for.
+"""The bytes that each token stands for.
 
 Text is the UTF-8 of the tokens' bytes in a row, so a stream of tokens can be decoded without ever decoding one twice.
 That holds for every decoder that language models ship: byte-level BPE, SentencePiece pieces with byte fallback, and

@@ -35,7 +35,7 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         listed_special_tokens: Iterable[str] | None = None,
     ) -> None:
-        self._backend = backend
+        self.backend = backend  # the library's tokenizer; it is shared: do not change it
         self.source = source
         self.vocab_size = vocab_size  # the largest id + 1
         self.bos_token_id = named_token_ids.get("bos")
@@ -48,7 +48,7 @@ class Tokenizer:
         )
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        # Those that the model's files list by name; a GGUF file lists none, so there they are all.
+        # The special tokens that the model's files list by name. A GGUF file lists none: then they are all of them.
         if listed_special_tokens is None:
             listed_special_tokens = (added[token_id].content for token_id in sorted(self.special_token_ids))
         self.listed_special_tokens = tuple(listed_special_tokens)
@@ -108,10 +108,10 @@ class Tokenizer:
         if isinstance(text, str) and len(text) > _LONG_TEXT_CHARS:
             if at_most is not None:
                 self._refuse_far_too_long(text, at_most)
-            # Of the library's two ways only this one lets other threads run meanwhile.
+            # Only this one of the library's two ways lets other threads run meanwhile.
             return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             raise _not_text([text]) from None
 
@@ -143,12 +143,12 @@ class Tokenizer:
     @cached_property
     def max_token_chars(self) -> int:
         """Characters of the longest token as the vocabulary writes it, never fewer than it has in a text."""
-        return max(map(len, self._backend.get_vocab()), default=1)
+        return max(map(len, self.backend.get_vocab()), default=1)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Encode many texts in parallel."""
         try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
             raise _not_text(texts) from None
         return [encoding.ids for encoding in encodings]
@@ -156,11 +156,11 @@ class Tokenizer:
     def encode_whole(
         self, text: str, second: str | None = None, *, at_most: int, keep: int | None = None
     ) -> tuple[list[int], int | None]:
-        """Token ids of a text, or of a pair; and of a pair how many tokens are the first's, where the tokenizer tells
+        """Token ids of a text or of a pair, and how many tokens belong to a pair's first text, if the tokenizer tells
         them apart. at_most: see `encode`.
 
-        Of more than `keep` tokens the last go, of a pair the longer one's first. What stands around a text, such as
-        [CLS] and [SEP], stays.
+        More than `keep` tokens are cut at the end, in a pair the longer text first. Tokens around a text, such as [CLS]
+        and [SEP], stay.
         """
         texts = [text] if second is None else [text, second]
         try:
@@ -169,11 +169,11 @@ class Tokenizer:
                     self._refuse_far_too_long(each, at_most)
             if keep is not None:  # the rest would hardly be read
                 texts = [each[: 4 * worth_of_work(keep)] for each in texts]
-            parts = self._backend.encode_batch(texts, add_special_tokens=False)
+            parts = self.backend.encode_batch(texts, add_special_tokens=False)
         except TypeError:
             raise _not_text(texts) from None
         if keep is not None:
-            room = keep - self._backend.num_special_tokens_to_add(len(parts) == 2)
+            room = keep - self.backend.num_special_tokens_to_add(len(parts) == 2)
             if room < len(parts):
                 raise BadRequestError(
                     f"truncate_prompt_tokens={keep} leaves no room for a text", param="truncate_prompt_tokens"
@@ -182,15 +182,11 @@ class Tokenizer:
             num_first = min(len(parts[0]), max(room - num_second, room - room // 2 if num_second else room))
             for part, count in zip(parts, (num_first, room - num_first), strict=False):
                 part.truncate(count)
-        whole = self._backend.post_process(parts[0], parts[1] if len(parts) == 2 else None, True)
+        whole = self.backend.post_process(parts[0], parts[1] if len(parts) == 2 else None, True)
         return whole.ids, whole.type_ids.index(1) if second is not None and 1 in whole.type_ids else None
 
     def decode(
-        self,
-        token_ids: Iterable[int],
-        *,
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
+        self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
         """Text of token ids; ids that no token has are nothing, bytes that make no character are U+FFFD.
 
@@ -207,7 +203,7 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary writes it (`Ġthe`, `▁the`), "" if no token has this id."""
-        return (self._backend.id_to_token(token_id) or "") if 0 <= token_id < self.vocab_size else ""
+        return (self.backend.id_to_token(token_id) or "") if 0 <= token_id < self.vocab_size else ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to a text; they need not be whole characters."""
@@ -220,12 +216,7 @@ class Tokenizer:
     @cached_property
     def control_tokens(self) -> ControlTokens:
         """The special tokens and their marks, for chats, in which only the template may write them."""
-        return ControlTokens(self._backend, self.unk_token_id)
-
-    @property
-    def backend(self) -> tokenizers.Tokenizer:
-        """The library's tokenizer, for what only programs ask of it; shared, so nobody may change it."""
-        return self._backend
+        return ControlTokens(self.backend, self.unk_token_id)
 
     @property
     def chat_template(self) -> str | None:
@@ -256,7 +247,7 @@ class Tokenizer:
         Added tokens may lie beyond it: some models ship a few that they were never trained on. A prompt that holds
         one is refused where prompts are checked.
         """
-        num_tokens = self._backend.get_vocab_size(with_added_tokens=False)
+        num_tokens = self.backend.get_vocab_size(with_added_tokens=False)
         what = f"the tokenizer {self.source} has {num_tokens} tokens"
         if num_tokens <= embedding_rows:
             beyond = [i for i in (self.bos_token_id, self.eos_token_id) if i is not None and i >= embedding_rows]
@@ -270,7 +261,7 @@ class Tokenizer:
 
 
 def worth_of_work(at_most: int) -> int:
-    """How many tokens are worth making or reading for somebody who can use `at_most`, if only to say how many."""
+    """How many tokens are worth making for a caller that can use `at_most`, if only to tell how many there are."""
     return max(4 * at_most, _WINDOW_CHARS)
 
 

@@ -24,7 +24,7 @@ class CollectedMoves(ABC):
         return finished
 
     def wait_a_moment(self) -> None:
-        """Until a move is over, where there is any, but not for long."""
+        """Wait until a move is over, where there is any, but not for long."""
         with self._changed:
             if self._has_moves():
                 self._changed.wait_for(lambda: bool(self._finished), _WAIT_S)

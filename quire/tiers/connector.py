@@ -27,7 +27,7 @@ class Connector(Protocol):
     at once, and may take their time; the others may not wait. An exception counts as a miss, and is logged."""
 
     def contains(self, key: bytes) -> bool:
-        """What have you? Asked while a step is planned. A yes is no promise."""
+        """Whether the block is there. Asked while a step is planned. A yes is no promise."""
         ...
 
     def load(self, keys: Sequence[bytes]) -> Sequence[Bytes | None]:
@@ -65,8 +65,9 @@ class Expires(Protocol):
 
 @runtime_checkable
 class TellsKeys(Protocol):
-    """A store that tells of each key whether it has it. Ranks of a split model each have a store, and the engine knows
-    what all of them have by what they tell. Of a store that does not tell, it knows what went there since its start."""
+    """A store that tells for each key whether it has it. Each rank of a split model has a store, and the engine learns
+    from what they tell which blocks all of them have. For a store that does not tell, it knows what it has put there
+    since its start."""
 
     def tell_keys(self, tell: Callable[[bytes, bool], None]) -> None:
         """Call `tell` for each key that is there, and from now on for each that is gained (True) or lost (False), from

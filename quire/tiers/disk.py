@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from quire.errors import ConfigError
+from quire.sizes import show_size
 from quire.tiers.segment import SUFFIX, ForeignFileError, Segment, Shape
 
 _MAX_SEGMENT_BYTES = 256 << 20
@@ -51,7 +52,7 @@ class DiskStore:
         self._foreign: set[str] = set()
         self._active: Segment | None = None
         self._touched_s: dict[str, float] = {}
-        self._tell: TellKey | None = None  # who wants to know of each key that is gained or lost
+        self._tell: TellKey | None = None  # called with each key that is gained or lost
         self._lock = threading.RLock()  # of everything above
         self._stop = threading.Event()
         self.num_rejected = 0  # files and entries that are not right
@@ -73,15 +74,16 @@ class DiskStore:
             ) from None
         held = sum(size for _, size, _ in self._files())
         free = shutil.disk_usage(self.directory).free // num_sharers
-        size = f"kv_disk_size is {self.max_bytes:,} bytes" + (" for this rank" if num_sharers > 1 else "")
+        size = f"kv_disk_size is {show_size(self.max_bytes)}" + (" for this rank" if num_sharers > 1 else "")
         if self.max_bytes > free + held:
             raise ConfigError(
-                f"{size}, and {self.directory} has {free + held:,} for it: lower it, or give another kv_disk_path"
+                f"{size}, and {self.directory} has {show_size(free + held)} for it: lower it, or give another "
+                "kv_disk_path"
             )
         if self.shape.segment_bytes(self._capacity) > self.max_bytes:
             raise ConfigError(
                 f"{size} and holds no block: one takes "
-                f"{self.shape.segment_bytes(1):,}; raise it, to 16GiB for example: without a unit it is bytes"
+                f"{show_size(self.shape.segment_bytes(1))}; raise it, to 16GiB for example: without a unit it is bytes"
             )
         for unfinished in self.directory.glob("*.new"):  # of an engine that was ended while it began one
             if time.time() - unfinished.stat().st_mtime > 60:

@@ -8,8 +8,8 @@
 A piece is the whole of a few blocks, or a few layers of more, while a step still computes the others. Only blocks of
 which every piece has come count: the one with their last bytes comes last, and is taken if nothing lacks then.
 
-Whatever goes wrong is an error at the sender, who keeps what it has. What is taken is a level of the prefix cache: the
-engine finds it by its hash, and loads it as it loads from a disk.
+Whatever goes wrong is an error at the sender, which keeps what it has. Blocks that are taken make a level of the prefix
+cache: the engine finds them by their hash, and loads them as it loads from a disk.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Peers:
         return key in self._inbox
 
     def load(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Each is given once: it is on the device then. They were checked when they came, and were here since."""
+        """Each block is given once, and is on the device then. It was checked when it came, and was here since."""
         return self._take(keys)
 
     def store(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
@@ -121,8 +121,8 @@ class Peers:
         return [None if each is None else each[1] for each in found]
 
     def usage(self) -> dict[str, float]:
-        """In blocks. num_rejected: in pieces that were wrong, or came when others lacked. num_incomplete: of which not
-        all pieces came."""
+        """Counts of blocks. num_rejected: of pieces that were wrong, or came when others were missing. num_incomplete:
+        blocks of which not all pieces came."""
         with self._lock:
             incomplete_bytes = sum(each.num_right * len(each.keys) for each in self._incomplete.values())
             num_blocks, num_held = len(self._inbox), self._num_held
@@ -139,7 +139,7 @@ class Peers:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._server.close()
         with self._lock:
             self._is_closed = True
@@ -252,7 +252,7 @@ class Peers:
             connection.close()
 
     def _refusal(self, connection: socket.socket) -> str:
-        """Why nothing is taken from who calls; empty where it is."""
+        """Why nothing is taken from this caller; empty where its blocks are."""
         nonce = os.urandom(_NONCE_BYTES)
         connection.sendall(nonce)
         magic, version, digest, length = _HELLO.unpack(_read(connection, _HELLO.size))
@@ -311,8 +311,8 @@ class Peers:
         return blocks
 
     def _keep(self, piece: Piece, blocks: _Incomplete) -> bool:
-        """Whether a piece that is right is of use, with those before it. It has the blocks' last bytes, and one lacks:
-        nothing of them is."""
+        """Whether a piece that is right is of use, with those before it. If it has the blocks' last bytes and another
+        piece is missing, none of them is."""
         with self._lock:
             if self._incomplete.get(piece.send_id) is not blocks:
                 return False  # others needed the room, or another piece was wrong
@@ -334,7 +334,7 @@ class Peers:
         return True
 
     def _give_up(self, piece: Piece, blocks: _Incomplete) -> bool:
-        """A piece did not come as it was sent. Of no use are the others, too: False."""
+        """A piece did not come as it was sent, and the others are of no use either. Returns False: not taken."""
         with self._lock:
             if self._incomplete.get(piece.send_id) is blocks:
                 self._drop_incomplete(piece.send_id, is_counted=True)
@@ -352,7 +352,7 @@ class Peers:
         self.num_incomplete += count if is_counted else 0
 
     def _make_room(self) -> None:
-        """What came before all others goes, whole or not: who stopped halfway does not come back."""
+        """Drop the oldest blocks, whole or not: a sender that stopped halfway does not come back."""
         while self._num_held * self._block_bytes > self._max_bytes:
             block = next(iter(self._inbox.values()), None)
             send_id = next(iter(self._incomplete), None)
@@ -364,7 +364,7 @@ class Peers:
 
 
 def _seal(head: Bytes, parts: Sequence[Bytes]) -> bytes:
-    """A digest of a piece. Nobody who has the secret is kept from making one: it is against accidents."""
+    """A digest of a piece, against accidents: any engine that has the secret could make one."""
     digest = hashlib.sha256(head)
     for part in parts:
         digest.update(part)

@@ -11,8 +11,9 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +39,7 @@ def seal_of(key: bytes, payload: Bytes) -> bytes:
 
 
 def _numbers(usage: Mapping[str, Any]) -> dict[str, float]:
-    """Of what a store says of itself, which may be anything, the numbers that can travel."""
+    """The numbers that can be sent to another process, out of what a store says of itself, which may be anything."""
     return {
         name: int(value) if isinstance(value, int) else float(value)
         for name, value in usage.items()
@@ -101,19 +102,16 @@ class SealedStore:
         return self._block_s
 
     def forget(self, keys: Sequence[bytes], done: Callable[[], None] = lambda: None) -> None:
-        """Behind the stores that are queued: they are forgotten too. `done` is called on another thread."""
+        """Forget these blocks, also those whose stores are queued. `done` is called on another thread."""
         if keys:
             self._forgotten.update(keys)
             self._writer.submit(self._forget, list(keys), done)
 
     def _forget(self, keys: list[bytes], done: Callable[[], None]) -> None:
-        try:
+        with self._noting_errors("forget"):
             self.connector.forget([self._identity + key for key in keys])
-        except Exception as error:
-            self._note_error("forget", error)
-        finally:
-            self._forgotten.difference_update(keys)
-            done()
+        self._forgotten.difference_update(keys)
+        done()
 
     # -- the executor's side
 
@@ -140,7 +138,7 @@ class SealedStore:
         missing = list(range(len(keys)))
         rejected = []
         started = time.perf_counter()
-        try:
+        with self._noting_errors("load"):
             for i, (key, block) in enumerate(zip(keys, self.connector.load(keys), strict=True)):
                 if block is None:
                     continue
@@ -151,18 +149,15 @@ class SealedStore:
                 missing.remove(i)
             if rejected:
                 self.connector.forget(rejected)
-        except Exception as error:
-            self._note_error("load", error)
-        finally:
-            with self._lock:
-                self._num_queued -= len(keys)
-                self.counters.num_loaded += len(keys) - len(missing)
-                self.counters.num_missing += len(missing) - len(rejected)
-                self.counters.num_rejected += len(rejected)
-                if not missing:
-                    block_s = (time.perf_counter() - started) / len(keys)
-                    self._block_s += _SMOOTHING * (block_s - self._block_s)
-            done(missing)
+        with self._lock:
+            self._num_queued -= len(keys)
+            self.counters.num_loaded += len(keys) - len(missing)
+            self.counters.num_missing += len(missing) - len(rejected)
+            self.counters.num_rejected += len(rejected)
+            if not missing:
+                block_s = (time.perf_counter() - started) / len(keys)
+                self._block_s += _SMOOTHING * (block_s - self._block_s)
+        done(missing)
 
     def _open(self, key: bytes, block: Bytes) -> memoryview | None:
         """The payload, if the block is what was stored under this key."""
@@ -176,34 +171,39 @@ class SealedStore:
 
     def _store(self, keys: list[bytes], read: Callable[[], Sequence[memoryview]], done: Done) -> None:
         missing = list(range(len(keys)))
-        try:
+        with self._noting_errors("store"):
             blocks = read()
             for key, block in zip(keys, blocks, strict=True):
                 block[self.block_bytes :] = seal_of(key, block[: self.block_bytes])
             self.connector.store(keys, blocks)
             self.counters.num_stored += len(keys)
             missing = []
-        except Exception as error:
-            self._note_error("store", error)
-        finally:
-            done(missing)
+        done(missing)
 
     def _send(self, to: str, piece: Piece, read: Callable[[], Bytes], done: Callable[[bool], None]) -> None:
         assert isinstance(self.connector, Peers)
         is_taken = False
-        try:
+        with self._noting_errors("send"):
             keys = [self._identity + key for key in piece.keys]
             self.connector.send(to, replace(piece, keys=keys), read())
             is_taken = True
-        except Exception as error:
-            self._note_error("send", error)
-        finally:
-            with self._lock:
-                is_last = piece.end == self.block_bytes
-                self.counters.num_stored += len(piece.keys) if is_taken and is_last else 0
-            done(is_taken)
+        with self._lock:
+            is_last = piece.end == self.block_bytes
+            self.counters.num_stored += len(piece.keys) if is_taken and is_last else 0
+        done(is_taken)
 
-    def _note_error(self, call: str, error: Exception) -> None:
+    @contextmanager
+    def _noting_errors(self, call: str) -> Iterator[None]:
+        """A call of the connector may fail in any way: the engine computes what it does not get. What follows the call
+        has to happen all the same, also where it was cancelled or wanted to end the process."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._note_error(call, error)
+
+    def _note_error(self, call: str, error: BaseException) -> None:
         self.counters.num_errors += 1
         now = time.monotonic()
         if now - self._told_s >= _TELL_EVERY_S:
@@ -219,19 +219,15 @@ class SealedStore:
             if key.startswith(self._identity):
                 tell(key.removeprefix(self._identity), is_held)
 
-        try:
+        with self._noting_errors("tell_keys"):
             if isinstance(self.connector, TellsKeys):
                 self.connector.tell_keys(tell_own)
-        except Exception as error:
-            self._note_error("tell_keys", error)
 
     def usage(self) -> dict[str, float]:
         held: dict[str, float] = {}
-        try:
+        with self._noting_errors("usage"):
             if isinstance(self.connector, HasUsage):
                 held.update(_numbers(self.connector.usage()))
-        except Exception as error:
-            self._note_error("usage", error)
         counters = self.counters
         moved = (counters.num_loaded + counters.num_stored) * self.block_bytes
         if not self.takes_all:
@@ -250,13 +246,10 @@ class SealedStore:
 
     def _expire(self, older_than_s: float, done: Callable[[int], None]) -> None:
         num_dropped = 0
-        try:
+        with self._noting_errors("expire"):
             if isinstance(self.connector, Expires):
                 num_dropped = self.connector.expire(older_than_s)
-        except Exception as error:
-            self._note_error("expire", error)
-        finally:
-            done(num_dropped)
+        done(num_dropped)
 
     def close(self) -> None:
         """Finishes the stores that are under way; what goes to a peer is not waited for."""

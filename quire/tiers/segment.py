@@ -3,7 +3,7 @@
 | header, 4 KiB | table: `capacity` entries of 64 bytes | records of `record_bytes` each |
 
 A record is written before its entry, and the entry has a checksum. Nothing is synchronized: what a crash leaves is
-either right or found out, by the entry's checksum or by the record's seal, which whoever loads it checks.
+either right or found out, by the entry's checksum or by the record's seal, which is checked when it is loaded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _table_end(capacity: int) -> int:
 
 
 class Segment:
-    """An open segment. Any number of threads may read it; one may write, who holds its lock."""
+    """An open segment. Any number of threads may read it; one may write, and has to hold its lock."""
 
     __slots__ = ("_fd", "_records_at", "capacity", "next_entry", "path", "shape")
 
@@ -142,7 +142,7 @@ class Segment:
                 return
 
     def skip_unfinished(self) -> None:
-        """To go on writing where another stopped: behind an entry that it left half written."""
+        """Go on writing where another engine stopped, behind an entry that it left half written."""
         entry = os.pread(self._fd, ENTRY_BYTES, HEADER_BYTES + self.next_entry * ENTRY_BYTES)
         if not self.is_full and entry.strip(b"\0"):
             self.next_entry += 1
@@ -157,7 +157,7 @@ class Segment:
         return index
 
     def drop(self, index: int, key: bytes) -> None:
-        """Nobody shall find it again."""
+        """Mark the entry so that the record is not found again."""
         self._write_entry(index, _GONE, key)
 
     def _write_entry(self, index: int, kind: int, key: bytes) -> None:
@@ -173,7 +173,7 @@ class Segment:
         return record if len(record) == self.shape.record_bytes else None
 
     def touch(self) -> None:
-        """It was used: it is evicted after those that were not."""
+        """Mark it as used, so that it is evicted after segments that were not."""
         os.utime(self._fd)
 
     def drop_from_page_cache(self) -> None:

@@ -110,12 +110,12 @@ class SplitStore:
         return self._holders.get(key) == self._all and key not in self._forgotten
 
     def load_s(self, num_blocks: int) -> float:
-        """As long as the slowest rank takes."""
+        """Seconds that the slowest rank takes."""
         return LATENCY_S + (self.num_queued + num_blocks) * max(self._block_s)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """At once for whoever asks here. Until every rank has carried it out, what ranks tell of these keys may be of
-        before, and does not count."""
+        """`contains` says no at once. Until every rank has carried the order out, what ranks tell of these keys may be
+        older than the order, and does not count."""
         if not keys:
             return
         with self._lock:
@@ -151,7 +151,7 @@ class SplitStore:
     # -- what ranks tell
 
     def hear(self, rank: int, news: StoreNews) -> None:
-        """With the lock held."""
+        """Take in what a rank tells. Called with the lock held."""
         bit = 1 << rank
         for key in news.gained:
             before = self._holders.get(key, 0)
@@ -213,7 +213,7 @@ class SplitStores(CollectedMoves):
         self._silent = set(self._ranks) if names else set()  # ranks that have told nothing yet
 
     def begin(self, moves: Sequence[KeyedMove]) -> None:
-        """Before ranks are given the plan that has these."""
+        """Note the moves of a plan before the ranks are given it."""
         if not moves:
             return
         with self._changed:
@@ -223,7 +223,7 @@ class SplitStores(CollectedMoves):
                 self._moves[move.ticket] = _SplitMove(store, num_loading, set(self._ranks))
 
     def hear(self, told: Told) -> None:
-        """From any thread; of one rank in the order in which it told."""
+        """Take in what a rank tells. Called from any thread, for each rank in the order in which it told."""
         with self._changed:
             self._silent.discard(told.rank)
             for store, news in zip(self.stores, told.stores, strict=True):

@@ -51,8 +51,8 @@ class StoreTeller:
     # -- from any thread
 
     def move_over(self, move: KeyedMove, missing: list[int]) -> None:
-        """What stores of their own accord say of their keys is not relied on: a load that brings nothing is not to be
-        tried again and again, and a store need not keep what it is given."""
+        """A move is over. What stores tell of their keys by themselves is not relied on: a load that brings nothing is
+        not to be tried again and again, and a store need not keep what it is given."""
         keys = [key for _, key in move.pairs]
         if move.is_load:
             seen = dict.fromkeys((keys[i] for i in missing), False)
@@ -100,7 +100,7 @@ class StoreTeller:
     # -- the threads
 
     def _look(self) -> None:
-        """At what the stores hold, now and then."""
+        """Look now and then at what the stores hold."""
         while True:
             usages: list[dict[str, int | float]] = [dict(store.usage()) for store in self._stores]
             with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from quire.errors import WeightsError
 from quire.models.tensors import checkpoint_tensors, is_ignored_tensor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quire.models.slots import WeightSlot
     from quire.models.spec import ModelSpec
 
 ProgressFn = Callable[[int, int], None]  # (done_bytes, total_bytes)
+_SAMPLE_BYTES = 4096  # of a tensor's beginning and end, in a fingerprint
 
 
 @dataclass(slots=True, frozen=True)
@@ -156,6 +160,15 @@ def match_tensors(
     return list(wanted.values())
 
 
+def read_tensor(entry: TensorEntry) -> Tensor:
+    """One stored tensor out of its safetensors file. Many are read faster with their file opened once."""
+    from safetensors import safe_open
+
+    with safe_open(entry.file, framework="pt", device="cpu") as opened:
+        tensor: Tensor = opened.get_tensor(entry.stored_name)
+    return tensor
+
+
 def check_apart(entries: Iterable[TensorEntry]) -> None:
     """Check that no two tensors of a file share bytes. So what a model takes is in proportion to its file, whatever the
     header says."""
@@ -166,6 +179,32 @@ def check_apart(entries: Iterable[TensorEntry]) -> None:
                 f"{entry.file}: corrupt header: tensors {before} and {entry.stored_name} overlap: fetch it again"
             )
         end, before = entry.offset + entry.num_bytes, entry.stored_name
+
+
+def weights_fingerprint(checkpoint: Checkpoint, seed: int) -> tuple[str, str]:
+    """Which weights these are, in few bytes read, for what outlives the process that computed with them.
+
+    The first digest is of every tensor's name, shape, dtype, first and last bytes: a copy elsewhere has the same. The
+    second is of the files' sizes and times of change, which a copy does not share. A change of a tensor changes one of
+    the two.
+    """
+    digest, of_files = hashlib.sha256(), hashlib.sha256()
+    tensors = checkpoint.tensors()
+    if tensors is None:  # made up from a seed
+        return f"dummy, seed {seed}", ""
+    files: dict[Path, None] = {}
+    for entry in sorted(tensors, key=lambda entry: entry.name):
+        files.setdefault(entry.file)
+        digest.update(repr((entry.name, entry.shape, entry.dtype, entry.offset)).encode())
+        with entry.file.open("rb") as file:
+            num_sampled = min(_SAMPLE_BYTES, entry.num_bytes)
+            for at in (entry.offset, entry.offset + entry.num_bytes - num_sampled):
+                file.seek(at)
+                digest.update(file.read(num_sampled))
+    for path in sorted(files):
+        status = path.stat()
+        of_files.update(repr((path.name, status.st_size, status.st_mtime_ns)).encode())
+    return digest.hexdigest(), of_files.hexdigest()
 
 
 def _count(names: list[str]) -> str:

@@ -12,15 +12,19 @@ from typing import Any, BinaryIO
 from quire.errors import WeightsError
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; WeightsError if it is missing or holds something else."""
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; WeightsError if it is missing or holds something else."""
     with open_regular(path) as file:
         text = file.read()
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise WeightsError(f"{path}: not valid JSON ({why}): fetch it again") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    value = read_json(path)
     if not isinstance(value, dict):
         raise WeightsError(f"{path}: holds a {type(value).__name__}, expected an object: fetch it again")
     return value

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from quire.errors import WeightsError
 from quire.models.quantization import SCALE_SUFFIXES
 from quire.models.spec import CheckpointFormat
-from quire.weights.checkpoint import TensorEntry
+from quire.weights.checkpoint import TensorEntry, read_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SCALE_DTYPES = ("F32", "BF16", "F16")
 
 
-# Of compressed-tensors, of the fp8 format, and of older ones.
+# The names in compressed-tensors, in the fp8 format, and in older ones.
 _KV_SCALE = re.compile(
     r"layers\.(?P<layer>\d+)\.self_attn\."
     r"(?:(?:attn\.)?(?P<of>k|v|kv)_scale|(?P<matrix>[kv])_proj\.(?:[kv]_scale|output_scale))$"
@@ -29,8 +29,6 @@ _KV_SCALE = re.compile(
 
 def read_kv_scales(entries: Iterable[TensorEntry], num_layers: int) -> list[tuple[float, float]] | None:
     """The scales of each layer; None where the checkpoint lacks some, or has a placeholder such as -1 instead."""
-    from safetensors import safe_open
-
     found: dict[tuple[int, str], float] = {}
     for entry in entries:
         if (match := _KV_SCALE.search(entry.stored_name)) is None:
@@ -41,8 +39,7 @@ def read_kv_scales(entries: Iterable[TensorEntry], num_layers: int) -> list[tupl
                 "scale for all heads of a layer is served; set kv_cache_dtype to a wider one, or give "
                 "quantization_param_path"
             )
-        with safe_open(entry.file, framework="pt", device="cpu") as opened:
-            value = float(opened.get_tensor(entry.stored_name).float().item())
+        value = float(read_tensor(entry).float().item())
         for part in match["of"] or match["matrix"]:
             found[int(match["layer"]), part] = value
     scales = [(found.get((layer, "k"), 0.0), found.get((layer, "v"), 0.0)) for layer in range(num_layers)]
@@ -62,13 +59,11 @@ class Float8Scales:
 
     def rows_of(self, weight: TensorEntry, values: Tensor) -> Float8Rows:
         import torch
-        from safetensors import safe_open
 
         from quire.kernels.stored_rows import Float8Rows
 
         entry, shape, block = self._layout(weight)
-        with safe_open(entry.file, framework="pt", device="cpu") as opened:
-            scales = opened.get_tensor(entry.stored_name).to(torch.float32).reshape(shape)
+        scales = read_tensor(entry).to(torch.float32).reshape(shape)
         if not bool(((scales > 0) & torch.isfinite(scales)).all()):
             raise WeightsError(
                 f"{entry.file}: tensor {entry.stored_name} holds a scale that is no positive number: fetch it again"

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     from quire.models.slots import WeightSlot
     from quire.weights.dequantize import Bytes, Dequantizer
 
-_WHOLE_MODEL = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+_WHOLE_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -69,10 +65,7 @@ class GGUFCheckpoint(FilesCheckpoint):
         config = config_from_gguf(file) | dict(hf_overrides or {})
         self._arch: str = file.metadata["general.architecture"]
         super().__init__(
-            path,
-            config,
-            generation_config=generation_config_from_gguf(file.metadata),
-            gguf_metadata=file.metadata,
+            path, config, generation_config=generation_config_from_gguf(file.metadata), gguf_metadata=file.metadata
         )
 
     def tensors(self) -> list[TensorEntry]:

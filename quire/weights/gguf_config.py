@@ -44,7 +44,7 @@ _SAMPLING = {
 
 _GEMMA3_LOCAL_ROPE_THETA = 10_000.0
 _GEMMA3_WINDOW_PATTERN = 6  # every sixth layer sees everything
-_GEMMA3_27B_LAYERS, _GEMMA2_27B_LAYERS = 62, 46
+_GEMMA_27B_LAYERS = {"gemma3": 62, "gemma2": 46}
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -126,10 +126,10 @@ class _ConfigBuilder:
             "eos_token_id": self._metadata.get("tokenizer.ggml.eos_token_id"),
             "torch_dtype": self._dtype(),
         }
+        if self._arch in _GEMMA_27B_LAYERS:
+            config |= self._gemma(config)
         if self._arch == "gemma3":
-            config |= self._gemma3(config)
-        elif self._arch == "gemma2":
-            config |= self._gemma2(config)
+            config |= self._gemma3_windows(config["num_hidden_layers"])
         if self._arch in ("granite", "granitemoe"):
             config |= self._granite()
         if self._get("expert_count"):
@@ -145,9 +145,10 @@ class _ConfigBuilder:
         }  # fmt: skip
         return {name: self._get(key, 1.0) for name, key in keys.items()}
 
-    def _gemma2(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _gemma(self, config: Mapping[str, Any]) -> dict[str, Any]:
         scale_dim = config["head_dim"]
-        if config["num_hidden_layers"] == _GEMMA2_27B_LAYERS:
+        if config["num_hidden_layers"] == _GEMMA_27B_LAYERS[self._arch]:
+            # The one size that scales by the width a head, not by the head.
             scale_dim = config["hidden_size"] // config["num_attention_heads"]
         return {
             "hidden_activation": "gelu_pytorch_tanh",
@@ -156,26 +157,18 @@ class _ConfigBuilder:
             "attn_logit_softcapping": self._get("attn_logit_softcapping"),
         }
 
-    def _gemma3(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    def _gemma3_windows(self, num_layers: int) -> dict[str, Any]:
         pattern = self._get("attention.sliding_window_pattern", _GEMMA3_WINDOW_PATTERN)
         if isinstance(pattern, list):  # one flag a layer: whether it has a window
             windowed = [bool(flag) for flag in pattern]
         else:
             pattern = self._integer("attention.sliding_window_pattern", _GEMMA3_WINDOW_PATTERN)
             windowed = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
-        scale_dim = head_dim
-        if num_layers == _GEMMA3_27B_LAYERS:  # the one size that scales by the width a head, not by the head
-            scale_dim = config["hidden_size"] // config["num_attention_heads"]
         return {
-            "hidden_activation": "gelu_pytorch_tanh",
             "hidden_act": "gelu_pytorch_tanh",
             "rope_local_base_freq": self._get("rope.freq_base_swa", _GEMMA3_LOCAL_ROPE_THETA),
             "rope_theta": self._get("rope.freq_base", 1_000_000.0),
             "layer_types": ["sliding_attention" if flag else "full_attention" for flag in windowed],
-            "query_pre_attn_scalar": scale_dim,
-            "final_logit_softcapping": self._get("final_logit_softcapping"),
-            "attn_logit_softcapping": self._get("attn_logit_softcapping"),
         }
 
     def _experts(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,8 @@ _CONNECT_S = 5.0
 def fetch_from_hub(
     repo: str, *, revision: str | None = None, config_only: bool = False, cache_dir: Path | None = None
 ) -> Path:
-    """A directory with the repository's config, tokenizer and (unless `config_only`) safetensors; no pickles. Of a
-    repository of GGUF files, one file. `cache_dir` is used in place of the hub's own cache."""
+    """A directory with the repository's config, tokenizer and (unless `config_only`) safetensors; no pickles. For a
+    repository of GGUF files, the path of one file. `cache_dir` is used in place of the hub's own cache."""
     import huggingface_hub
 
     if repo.lower().endswith("-gguf"):  # a custom that saves asking twice
@@ -184,7 +184,7 @@ def _guess(name: str) -> str:
 
 
 def _root(error: BaseException) -> BaseException:
-    """What went wrong first: the library's own words for it are advice to programmers."""
+    """The first error of a chain: the library's own words for it are advice to programmers."""
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
     return error

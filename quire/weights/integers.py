@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.errors import WeightsError
 from quire.models.spec import IntegerFormat
-from quire.weights.checkpoint import TensorEntry
+from quire.weights.checkpoint import TensorEntry, read_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,14 +191,6 @@ def _unfit(entry: TensorEntry, expected: str) -> WeightsError:
         f"{entry.file}: tensor {entry.stored_name} has shape {list(entry.shape)} and type {entry.dtype}, which does "
         f"not fit its quantization_config: expected {expected}"
     )
-
-
-def read_tensor(entry: TensorEntry) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(entry.file, framework="pt", device="cpu") as opened:
-        tensor: Tensor = opened.get_tensor(entry.stored_name)
-    return tensor
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

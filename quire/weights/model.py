@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, UnsupportedModelError, WeightsError
@@ -15,6 +13,7 @@ from quire.models.poolers import choose_pooler
 from quire.models.spec import ModelSpec
 from quire.pooling import PoolingKind
 from quire.weights.checkpoint import Checkpoint
+from quire.weights.files import read_json, read_json_object
 from quire.weights.open import open_checkpoint, resolve_model
 
 
@@ -94,7 +93,7 @@ def read_sentence_files(path: Path) -> SentenceFiles | None:
     listed = path / "modules.json"
     if not path.is_dir() or not listed.is_file():
         return None
-    modules = _json(listed)
+    modules = read_json(listed)
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise WeightsError(f"{listed}: expected a list of modules: fetch it again")
     kind, normalizes = None, False
@@ -111,13 +110,15 @@ def read_sentence_files(path: Path) -> SentenceFiles | None:
             )
     if kind is None:
         return None
-    lengths = _object(path / "sentence_bert_config.json") if (path / "sentence_bert_config.json").is_file() else {}
+    lengths = (
+        read_json_object(path / "sentence_bert_config.json") if (path / "sentence_bert_config.json").is_file() else {}
+    )
     longest = lengths.get("max_seq_length")
     return SentenceFiles(kind, normalizes, longest if type(longest) is int and longest > 0 else None)
 
 
 def _kind(file: Path) -> PoolingKind:
-    config = _object(file)
+    config = read_json_object(file)
     modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if isinstance(named := config.get("pooling_mode"), str):
         modes = [named]
@@ -128,17 +129,3 @@ def _kind(file: Path) -> PoolingKind:
             "token): use another model, or set pooler_config"
         )
     return known[modes[0]]
-
-
-def _object(file: Path) -> dict[str, Any]:
-    value = _json(file)
-    if not isinstance(value, dict):
-        raise WeightsError(f"{file}: holds a {type(value).__name__}, expected an object: fetch it again")
-    return value
-
-
-def _json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{file}: not readable as JSON ({error}): fetch it again") from error

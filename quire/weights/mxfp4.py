@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import WeightsError
-from quire.weights.checkpoint import TensorEntry
+from quire.weights.checkpoint import TensorEntry, read_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,7 @@ class Mxfp4Scales:
         return QuantizedRows("Q5_0", repacked.reshape(rows, groups, -1), 32, unpack)
 
     def values_of(self, blocks: TensorEntry, stored: Tensor) -> Tensor:
-        """Likewise as a tensor in bfloat16, which holds every one of its numbers."""
+        """The expert's matrix as a tensor in bfloat16, which holds every one of its numbers."""
         import torch
 
         numbers = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)), dtype=torch.bfloat16)
@@ -70,11 +70,8 @@ class Mxfp4Scales:
 
     def _exponents(self, blocks: TensorEntry, stored: Tensor) -> Tensor:
         """[rows, groups], plus 127"""
-        from safetensors import safe_open
-
         entry = self._entry(blocks)
-        with safe_open(entry.file, framework="pt", device="cpu") as opened:
-            exponents = opened.get_tensor(entry.stored_name)
+        exponents = read_tensor(entry)
         if tuple(exponents.shape) != tuple(stored.shape[:-1]) or stored.shape[-1] != 16:
             raise WeightsError(
                 f"{entry.file}: tensor {entry.stored_name} has shape {list(exponents.shape)}, which does not fit "

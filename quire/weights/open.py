@@ -52,6 +52,10 @@ def open_checkpoint(
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
         has_safetensors = any(path.glob("*.safetensors*"))
+        if not files and not has_safetensors and not (path / "config.json").exists():
+            raise WeightsError(
+                f"{path / 'config.json'}: missing, and no .gguf file is there: give a directory that holds a model"
+            )
         if load_format == "safetensors" or (load_format == "auto" and (has_safetensors or not files)):
             return SafetensorsCheckpoint(path, hf_overrides=hf_overrides)
         if len(files) != 1:

@@ -61,10 +61,10 @@ def find_adapter(path: str) -> Path:
 
 
 def file_marks(folder: Path) -> list[tuple[int, ...]]:
-    """By which one tells that an adapter's files are not what they were."""
+    """Marks that differ once an adapter's files have changed."""
     found: list[tuple[int, ...]] = []
     for name in (CONFIG_NAME, WEIGHTS_NAME):
-        with contextlib.suppress(OSError):  # whoever reads it says what is wrong
+        with contextlib.suppress(OSError):  # read_adapter says what is wrong
             status = (folder / name).stat()
             found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
     return found

@@ -21,10 +21,10 @@ from quire.models.quantization import read_quantization
 from quire.models.spec import CheckpointFormat, IntegerFormat, ModelSpec
 from quire.models.stored_names import StoredNames
 from quire.models.tensors import checkpoint_tensors
-from quire.weights.checkpoint import FilesCheckpoint, TensorEntry, check_apart
+from quire.weights.checkpoint import FilesCheckpoint, TensorEntry, check_apart, read_tensor
 from quire.weights.files import open_regular, read_json_object
 from quire.weights.float8 import Float8Scales, read_kv_scales
-from quire.weights.integers import INTEGERS, IntegerTensors, read_tensor
+from quire.weights.integers import INTEGERS, IntegerTensors
 from quire.weights.mxfp4 import DTYPE as MXFP4_DTYPE
 from quire.weights.mxfp4 import Mxfp4Scales, is_mxfp4
 

@@ -54,14 +54,14 @@ def test_runs_become_a_table_and_charts(tmp_path: Path) -> None:
         return FrontRun(traffic, front, seconds, 10, 900, 300, 100, [0.1 * i for i in range(1, 11)])
 
     found = [
-        outcome(t, f, s) for t in ("turns", "prefix") for f, s in (("round robin", 4.0), (OURS, 2.0)) for _ in "ab"
+        outcome(t, f, s) for t in ("turns", "prefix") for f, s in (("round-robin", 4.0), (OURS, 2.0)) for _ in "ab"
     ]
     rows = summarize(found)
     assert [(row["traffic"], row["front"]) for row in rows] == [
         ("prefix", OURS),
-        ("prefix", "round robin"),
+        ("prefix", "round-robin"),
         ("turns", OURS),
-        ("turns", "round robin"),
+        ("turns", "round-robin"),
     ]
     assert (
         rows[0]["times_round_robin"] == 2.0

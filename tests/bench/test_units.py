@@ -34,6 +34,8 @@ def test_duration(value: float | None, text: str) -> None:
 def test_ratios() -> None:
     assert wording.times(2.34) == "2.3 times"
     assert wording.times(0.97) == "97 %"
+    assert wording.times_the(2.34, "throughput") == "2.3 times the throughput"
+    assert wording.times_the(0.97, "throughput") == "97 % of the throughput"
     assert (wording.change(1.12), wording.change(0.97), wording.change(1.001)) == ("12 % more", "3 % less", "the same")
 
 

@@ -46,6 +46,15 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("bench sweep --vry block-size=8 throughput", "--vry", "bench sweep", "--vary"),
         ("bench sweep --vary block-size=8 throughput --repeat 1", "--repeat", "bench throughput", "--repeats"),
         ("bench sweep --vary blok-size=8 throughput", "--blok-size", "bench throughput", "--block-size"),
+        ("generate hi --temp 0", "--temp", "generate", "--temperature"),
+        # What llama.cpp calls them.
+        ("serve -m smollm2", "-m", "serve", "--model"),
+        ("serve --ctx-size 4096", "--ctx-size", "serve", "--max-model-len"),
+        ("serve -c 4096", "-c", "serve", "--max-model-len"),
+        ("chat --threads 2", "--threads", "chat", "--num-threads"),
+        # argparse takes what begins like a flag with one dash for that flag, here -pp and -tp.
+        ("serve -p 8000", "-p", "serve", "--port"),
+        ("serve -t 2", "-t", "serve", "--num-threads"),
     ],
 )
 def test_a_mistyped_flag_is_named_with_the_nearest(
@@ -60,6 +69,11 @@ def test_a_mistyped_flag_is_named_with_the_nearest(
     [
         ("--verison", "--verison is no flag of quire: did you mean --version? (see quire --help)"),
         ("chat --n 2", "--n is no flag of quire chat (see quire chat --help)"),
+        ("serve -d 2", "-d is no flag of quire serve (see quire serve --help)"),
+        (
+            "chat qwen3-0.6b",
+            "'qwen3-0.6b' is one argument too many (a model is given as --model qwen3-0.6b) (see quire chat --help)",
+        ),
         ("serve --colour red", "--colour is no flag of quire serve (see quire serve --help)"),
         ("pull owner/name other", "'other' is one argument too many (see quire pull --help)"),
         (
@@ -74,6 +88,10 @@ def test_a_mistyped_flag_is_named_with_the_nearest(
         (
             "generate x --max-tokens many",
             "argument --max-tokens: invalid int value: 'many' (see quire generate --help)",
+        ),
+        (
+            "completion",
+            "the following arguments are required: SHELL: there are bash, zsh, fish (see quire completion --help)",
         ),
         # Its flags are those of the benchmark inside, and none of them is at fault.
         (

@@ -150,3 +150,19 @@ def test_a_stream_gets_several_tokens_at_once_and_all_of_them(tiny_model: Path) 
     pieces = asyncio.run(read())
     assert [token for piece in pieces for token in piece] == expected
     assert max(map(len, pieces)) > 1
+
+
+def test_a_model_with_a_draft_model_keeps_its_blocks_on_disk(tiny_model: Path, tmp_path: Path) -> None:
+    """The two models' blocks are allocated together, and a store has the model's own."""
+    settings: dict[str, Any] = {"kv_disk_path": str(tmp_path), "kv_disk_size": 64 << 20}
+    llm = make(tiny_model, speculative_config={"method": "draft_model", "model": str(tiny_model)}, **settings)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    prompt = [5 + i % 90 for i in range(80)]
+    [expected] = llm.generate([prompt], params, use_tqdm=False)
+    core = llm.llm_engine.core
+    core.settle(60.0)
+    llm.reset_prefix_cache()
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    [store] = llm.llm_engine.built.executor.executor.stores
+    assert store.counters.num_stored > 0 and not store.counters.num_errors  # whether they are loaded is up to rates
+    assert seen([output]) == seen([expected])

@@ -15,7 +15,7 @@ from scheduler.harness import Rig
 from sim_memory import SimStore
 
 from quire.engine import calls
-from quire.engine.calls import CALLS, INSPECTIONS, pin_prefix, reset_prefix_cache, unpin_prefix
+from quire.engine.calls import CALLS, INSPECTIONS, pin_prefix
 from quire.engine.core import EngineCore
 from quire.errors import BadRequestError
 from quire.kv import KVManager
@@ -46,12 +46,12 @@ def test_pin_and_unpin() -> None:
     assert pin_prefix(core, token_ids=prefix) == 8
     assert not core.has_work
     assert core.kv.num_pinned_blocks == 2
-    assert reset_prefix_cache(core) is True  # which spares what is pinned
+    assert CALLS["reset_prefix_cache"](core) is True  # which spares what is pinned
     core.add(request([*prefix, 99]))
     while core.has_work:
         updates = core.step()
     assert updates[0].seq.num_cached_tokens == 8
-    assert unpin_prefix(core, token_ids=prefix) == 8
+    assert CALLS["unpin_prefix"](core, token_ids=prefix) == 8
     assert core.kv.num_pinned_blocks == 0
 
 
@@ -61,7 +61,7 @@ def test_pinning_waits_for_nobody() -> None:
     with pytest.raises(BadRequestError, match="no request runs"):
         pin_prefix(core, token_ids=[1] * 8)
     core.step()
-    assert reset_prefix_cache(core) is False  # a request holds blocks
+    assert CALLS["reset_prefix_cache"](core) is False  # a request holds blocks
 
 
 PROMPT = list(range(1, 11))  # two full blocks of 4, and 2 tokens

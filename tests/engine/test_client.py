@@ -223,7 +223,7 @@ async def test_a_message_that_cannot_be_taken_ends_it(run: Run, monkeypatch: pyt
     async with run(SimSettings(step_s=0.02)) as client:
         stream = client.stream(client.prepare("a", "hello", ENDLESS))
         await anext(stream)
-        monkeypatch.setattr(client._streams, "on_step", lambda outputs: 1 / 0)
+        monkeypatch.setattr(client.streams, "on_step", lambda outputs: 1 / 0)
         with pytest.raises(EngineDeadError, match="could not be taken"):
             async for _ in stream:
                 pass
@@ -331,8 +331,8 @@ async def test_readers_that_come_and_go_leave_nothing_behind(run: Run) -> None:
         await asyncio.gather(*(reader(i) for i in range(120)))
         overview = await client.call("kv_overview")
         assert (overview["num_used"], overview["num_running"], overview["num_waiting"]) == (0, 0, 0)
-        assert len(client._streams) == 0
-        assert not client._streams._lines and not client._streams._outputs._jobs
+        assert len(client.streams) == 0
+        assert not client.streams._lines and not client.streams._outputs._jobs
 
 
 # -- ends

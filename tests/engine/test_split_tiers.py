@@ -126,7 +126,7 @@ def test_four_ranks_with_two_stores_and_what_operators_do(model: Path, disk: Pat
     before = loaded(engine)
     assert serve(engine, PROMPTS[:4]) == expected[:4] and loaded(engine) > before
     num_blocks = store_of(engine).usage()["num_blocks"]
-    assert calls.expire_prefix(engine.core, token_ids=PROMPTS[0]) > 0
+    assert calls.CALLS["expire_prefix"](engine.core, token_ids=PROMPTS[0]) > 0
     wait_for(lambda: store_of(engine).usage()["num_blocks"] < num_blocks)
     assert serve(engine, PROMPTS[:1]) == expected[:1]
     assert calls.expire_unused(engine.core, older_than_s=3600.0).result(LIMIT_S) == 0

@@ -63,6 +63,17 @@ def conversations(seed: int, count: int) -> list[list[int]]:
     return prompts
 
 
+def test_float32_by_name_loads_no_blocks_of_float32_by_default(weights: Path, tmp_path: Path) -> None:
+    """Only the first multiplies a quantized file's weights exactly, so that its blocks have other bytes."""
+    prompts = conversations(3, 2)
+    for num_identities, dtype in ((1, "auto"), (2, "float32"), (2, "auto")):
+        engine = make(weights, tmp_path, dtype=dtype)
+        assert engine.built.executor.backend.weight_dtype == "float32"
+        serve(engine, prompts, PARAMS[:1])
+        engine.close()
+        assert len(list(tmp_path.iterdir())) == num_identities
+
+
 def test_a_slow_store_keeps_no_engine_from_its_sleep(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

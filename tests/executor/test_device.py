@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import fakes
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from quire.errors import ConfigError
 from quire.executor import device
 from quire.executor.device import choose_backend, device_of_rank
 from quire.kernels import cpu as native
+from quire.kernels.stored_rows import QuantizedRows
 from quire.models.architectures import spec_from_config
 from quire.models.spec import CheckpointFormat
 
@@ -26,6 +28,31 @@ def test_a_cpu_takes_float32_unless_told() -> None:
     assert (half.weight_dtype, half.kv_dtype) == ("bfloat16", torch.bfloat16)
     mixed = choose_backend(EngineConfig(device="cpu", kv_cache_dtype="fp16"), SPEC)
     assert (mixed.weight_dtype, mixed.kv_dtype) == ("float32", torch.float16)
+
+
+def test_a_start_tells_which_types_are_held_packed_and_what_multiplies_them() -> None:
+    if native.unavailable_reason() is not None:
+        pytest.skip("plain torch holds nothing packed")
+    told = []
+    for dtype in ("auto", "float32"):
+        backend = choose_backend(EngineConfig(device="cpu", dtype=dtype), SPEC)
+        assert isinstance(backend.ops, native.CpuOps) and backend.shown_weights == "float32"
+        matrix = backend.ops.new_linear(32, 64)
+        matrix.load_rows(0, QuantizedRows("Q8_0", np.zeros((32, 2, 34), np.uint8), 32, np.zeros_like))
+        told.append(backend.shown_weights)
+    assert told == ["Q8_0 with 8-bit activations", "Q8_0 with float32 activations"]
+
+
+def test_more_threads_than_processors_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.unavailable_reason() is not None:
+        pytest.skip("the native kernels alone have threads of their own")
+    warned: list[str] = []
+    monkeypatch.setattr(device.get_logger(), "warning", warned.append)
+    monkeypatch.setattr(device, "usable_cpus", lambda: [0])
+    choose_backend(EngineConfig(device="cpu", num_threads=1), SPEC)
+    assert not warned
+    choose_backend(EngineConfig(device="cpu", num_threads=2), SPEC)
+    assert "num_threads=2 is more than the 1 processors" in warned[0] and len(warned) == 1
 
 
 def test_without_native_kernels_torch_serves_float32_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

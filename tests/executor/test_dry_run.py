@@ -92,7 +92,8 @@ def test_a_dry_run_without_torch_shows_the_kernels_that_one_with_torch_does(tmp_
     for kernel in ("prefill_kernel", "rope_kernel", "norm_kernel"):
         assert has("llama bfloat16 auto prompts", kernel), kernel
     assert has("llama float16 fp8 prompts act_mul_kernel")  # in bfloat16 the product applies the activation
-    for kernel in ("bound_kernel", "chunk_kernel", "decode_kernel", "finish_kernel", "gather_kernel"):
+    starting = ("bound_kernel", "chunk_kernel", "decode_kernel", "finish_kernel", "gather_kernel", "pieces_kernel")
+    for kernel in (*starting, "shrink_kernel", "expand_kernel", "expand_act_kernel"):
         assert has("llama bfloat16 auto start", kernel), kernel
     assert has("llama bfloat16 auto later prefix_kernel")
     for kernel in ("product_kernel", "invariant_prompt_kernel"):

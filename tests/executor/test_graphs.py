@@ -8,7 +8,7 @@ import pytest
 
 from quire.executor.captured import CAPTURE_COST, COST_WITHOUT_GRAPH, Fallbacks
 from quire.executor.decode_graphs import DecodeShape, common_sizes, other_sizes
-from quire.executor.mixed_step import MixedShape, all_shapes
+from quire.executor.mixed_graphs import MixedShape, all_shapes
 from quire.executor.sizing import MAX_GRAPH_SEQS, MAX_MIXED_DECODES, is_slow, padded_size, smooth_prompt_tokens
 
 

@@ -24,7 +24,7 @@ from quire.executor import mixed_graphs as mixed_module
 from quire.executor.captured import StepParts, is_out_of_memory
 from quire.executor.decode_graphs import DecodeGraphs, DecodeShape
 from quire.executor.local import LocalExecutor
-from quire.executor.mixed_graphs import MixedGraphs
+from quire.executor.mixed_graphs import MixedGraphs, MixedShape
 from quire.executor.sizing import num_graph_rows, padded_size
 from quire.lora.request import LoRARequest
 from quire.outputs import RequestOutput
@@ -383,3 +383,22 @@ def test_steps_with_adapters_have_graphs_of_their_own(tmp_path: Path) -> None:
     assert memory.num_played[0] > 50
     graphs = executor.worker.graphs
     assert graphs is not None and DecodeShape(8, shares=False, adapted=True) in graphs._graphs
+
+
+def test_tokens_of_a_capture_have_no_adapter_and_are_in_a_tile(tmp_path: Path) -> None:
+    """What is worked out tile by tile leaves out no token, or a trial pass would go on with whatever lay there."""
+    model = adapter_files.write_model(tmp_path / "model")
+    engine = make_engine(model, load_format="auto", enable_lora=True, max_loras=3)
+    executor, _ = with_graphs(engine)
+    bank, graphs, mixed = executor.worker.batch.bank, executor.worker.graphs, executor.worker.mixed
+    assert bank is not None and graphs is not None and mixed is not None
+    for captured, shape, num_tokens in (
+        (graphs, DecodeShape(8, shares=False, adapted=True), 8),
+        (graphs, DecodeShape(2, shares=False, adapted=True), 2),
+        (mixed, MixedShape(8, 64, adapted=True), 72),
+    ):
+        captured._fill_for_capture(shape)  # type: ignore[arg-type]
+        rows = bank.unpack_rows(captured._adapters, num_tokens)
+        tiles = [tile for tile in rows.tiles.T.tolist() if tile[0] < tile[1]]
+        tokens = [token for start, end, _ in tiles for token in rows.order[start:end].tolist()]
+        assert sorted(tokens) == [*range(num_tokens)] and {slot for _, _, slot in tiles} == {-1}

@@ -116,6 +116,13 @@ def test_cpu_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_kv_budget(EngineConfig(kv_cache_memory_bytes=3 * GIB), 0) == 3 * GIB
     with pytest.raises(MemoryBudgetError, match=f"lower it to {9 * GIB}"):
         cpu_kv_budget(EngineConfig(kv_cache_memory_bytes=20 * GIB), GIB)
+    with pytest.raises(MemoryBudgetError, match=r"\(20\.00 GiB\) is more than the 9\.00 GiB .* \(9216MiB\) or less"):
+        cpu_kv_budget(EngineConfig(kv_cache_memory_bytes=20 * GIB), GIB)
+    for config in (EngineConfig(), EngineConfig(kv_cache_memory_bytes=GIB)):
+        with pytest.raises(
+            MemoryBudgetError, match=r"a step may take 10\.00 GiB .* lower max_num_seqs or max_num_batch"
+        ):
+            cpu_kv_budget(config, 10 * GIB)  # not what the cache takes is too much
     monkeypatch.setattr(memory, "available_host_bytes", lambda: GIB)
     assert cpu_kv_budget(EngineConfig(), 0) == GIB // 2  # memory is short: less
     monkeypatch.setattr(memory, "available_host_bytes", lambda: None)

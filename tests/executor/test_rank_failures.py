@@ -214,5 +214,6 @@ def test_the_ledger_is_what_all_ranks_can_keep(model: Path) -> None:
         | {"num_blocks": 150, "num_host_blocks": 1, "max_model_len": 99, "block_bytes": 2 * ledger.block_bytes}
     )
     found = agreed([ledger, other])
+    assert found.summary().endswith("; on the largest of 2 ranks") and "ranks" not in ledger.summary()
     assert (found.num_blocks, found.num_host_blocks, found.max_model_len) == (150, 1, 99)
     assert found.block_bytes == other.block_bytes and found.kv_bytes == 150 * other.block_bytes

@@ -70,9 +70,7 @@ def walk(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: dict[str, Any]
             assert np.array_equal(told, wanted), [tokenizer.token_bytes(int(i)) for i in np.flatnonzero(told != wanted)]
             strings = line.constraint.strings
             if strings is not None:
-                one = np.zeros((1, strings.vocabulary.num_words), dtype=np.int32)
-                strings.matcher.unsafe_compute_mask_ptr(one.ctypes.data, one.nbytes)
-                num_in_strings += int(strings.vocabulary.complete(one)[1][0])
+                num_in_strings += strings.is_in_string()
             options = [int(one) for one in np.flatnonzero(wanted)]
             going_on = [one for one in options if one not in tokenizer.end_token_ids]
             token = int(rng.choice(going_on or options))

@@ -208,6 +208,8 @@ def test_what_does_not_fit_says_why_and_what_would() -> None:
     assert plan.chosen.ledger is None
     assert plan.chosen.problem is not None
     assert "do not fit in 12.00 GiB" in plan.chosen.problem
+    assert "several of them (-tp, -pp)" in plan.chosen.problem
+    assert "max_num_batched_tokens" not in plan.chosen.problem  # the weights alone are too much
     assert all(c.ledger is not None for c in plan.choices if c.tensor_parallel == 8)
     config = EngineConfig(kv_cache_memory_bytes=100 * GIB)
     problem = plan_device(config, LLAMA, device="cuda", memory_bytes=80 * GIB).problem

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from quire.bench.profile import STEP_COLUMNS
-from quire.bench.replicas import TimedLoad
+from quire.bench.replicas import TimedLoad, report_of_loads
 from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.lab import served
+from quire.lab import served, validation
 from quire.lab.served import serve_and_predict
 from quire.lab.validation import measured_served
 from quire.sim.profile import ProfileCost
@@ -48,14 +48,17 @@ def test_a_rounds_machine_is_as_much_slower_as_its_learned_steps_were() -> None:
 
 
 def test_replicas_are_served_recorded_and_predicted(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "ROUNDS", 1)
-    monkeypatch.setattr(served, "_NUM_EACH", 4)
+    monkeypatch.setattr(served, "ROUNDS", 2)
+    monkeypatch.setattr(validation, "_NUM_EACH", 4)
     config = EngineConfig(model=str(tiny_model), load_format="dummy", kv_cache_memory_bytes=8 << 20)
     runs = serve_and_predict(config, 2)
-    assert len(runs.core_shares) == 2 and all(0 < share <= 1 for share in runs.core_shares)
-    for measured, predicted in ((runs.at_once, runs.at_once_predicted), (runs.timed, runs.timed_predicted)):
-        assert measured[0].output_tokens == predicted[0].output_tokens
-        assert measured[0].ttft_s and predicted[0].ttft_s and measured[0].ttft_s.count == predicted[0].ttft_s.count == 8
+    assert len(runs.core_shares) == 4 and all(0 < share <= 1 for share in runs.core_shares)
+    for loads, drawn in ((runs.at_once, runs.at_once_predicted), (runs.timed, runs.timed_predicted)):
+        assert len(loads) == 2
+        measured = report_of_loads(loads)
+        for predicted in (one.report() for one in drawn):
+            assert measured.output_tokens == predicted.output_tokens
+            assert measured.ttft_s and predicted.ttft_s and measured.ttft_s.count == predicted.ttft_s.count == 16
     monkeypatch.setattr("quire.lab.served.serve_and_predict", lambda config, num_replicas: runs)
     rows = measured_served(config, 2)
     assert len(rows) == 10 and all(row.measured > 0 and row.predicted > 0 for row in rows)

@@ -33,8 +33,8 @@ def test_the_recorded_h200_is_met_where_steps_alone_decide(monkeypatch: pytest.M
 
 
 def test_a_live_engine_is_profiled_measured_and_predicted(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "_ROUNDS", 2)
-    monkeypatch.setattr(validation, "_NUM_LIVE", 4)
+    monkeypatch.setattr(validation, "ROUNDS", 2)
+    monkeypatch.setattr(validation, "_NUM_EACH", 4)
     config = EngineConfig(
         model=str(tiny_model), load_format="dummy", device="cpu", num_threads=1, kv_cache_memory_bytes=8 << 20
     )

@@ -13,6 +13,7 @@ import torch
 from quire.kernels.reference import ReferenceLinear, ReferenceOps
 from quire.kernels.triton import TritonOps
 from quire.models.decoder import Decoder
+from quire.models.layer import ReadRows
 
 LENGTHS = (37, 19, 1, 26)
 TOLERANCE = 1e-4
@@ -144,6 +145,19 @@ def test_a_pass_tells_of_each_layer_once_its_keys_and_values_are_written(name):
     assert told == list(range(spec.num_layers - 1))  # of the last, the end of the pass tells
     for layer, kv in enumerate(found):
         assert torch.equal(kv.nan_to_num(), run.kv[layer].nan_to_num()) and kv.isfinite().any()
+
+
+def test_a_pass_begins_with_nothing_of_an_earlier_one():
+    """Pieces of attention are cut once for all layers of a pass; a batch that runs again may have other lengths."""
+    spec, state_dict, sequences, _ = _case("gemma3")
+    run = harness.PagedRun(harness.load_decoder(spec, state_dict, _ops()), sequences, 16)
+    order = [(0, 1), (1, 1)]
+    token_ids, batches = run._token_ids(order), [run._batch(order, tables) for tables in run.tables]
+    alone = replace(batches[-1])
+    for batch in (*batches, alone):
+        batch.decode_pieces["cut before"] = token_ids
+    run.decoder.forward(token_ids, batches, run.kv, ReadRows(torch.tensor([0, 1]), alone))
+    assert len(batches) > 1 and not any(batch.decode_pieces for batch in (*batches, alone))
 
 
 def test_layers_with_the_same_rotary_share_one_table():

@@ -3,6 +3,7 @@ their logits against transformers'."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import models_harness as harness
@@ -16,7 +17,7 @@ from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
-from quire.models.tensors import checkpoint_tensors
+from quire.models.tensors import checkpoint_tensors, tensor_kinds
 from quire.weights import open_checkpoint
 from tests.models.families import EXPERTS, saved, tiny_model
 
@@ -43,6 +44,10 @@ def test_checkpoint_tensors_are_the_decoders_slots(name, tmp_path):
     decoder = Decoder(spec, ReferenceOps("cpu", torch.float32), device="cpu", dtype=torch.float32, max_position=64)
     slots = {name: slot.shape for name, slot in decoder.weight_slots().items()}
     assert checkpoint_tensors(spec) == slots
+    counted = Counter[tuple[int, ...]]()
+    for kind in tensor_kinds(spec):
+        counted[kind.shape] += kind.count
+    assert counted == Counter(slots.values())
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == slots
 
 

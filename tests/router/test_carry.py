@@ -92,19 +92,25 @@ def ends(outputs: list[Any]) -> list[Any]:
     return [(one.index, one.finish_reason) for one in last.outputs]
 
 
+def close(group: ReplicaSet, name: str) -> None:
+    """The replica takes no requests until it is undrained. The router alone would be told otherwise by its next
+    report."""
+    group._find(name).is_draining = True
+    group.router.set_open(name, False)
+
+
 async def drain_one(group: ReplicaSet) -> None:
     """A drained replica gives its requests and their blocks away."""
     numbers = dict(enumerate(KINDS.items()))
     alone = await asyncio.gather(*(read(group, f"a-{k}", prompt(i), p) for i, (k, p) in numbers.items()))
     expected = dict(zip(KINDS, alone, strict=True))
     begun = [asyncio.Event() for _ in KINDS]
-    group.undrain("1")
-    group.router.set_open("1", False)
+    close(group, "1")
     for name in group.replicas:
         await group.replicas[name].call("reset_prefix_cache", force=True)
     tasks = [asyncio.create_task(read(group, f"b-{k}", prompt(i), p, begun[i].set)) for i, (k, p) in numbers.items()]
     await asyncio.gather(*(event.wait() for event in begun))
-    group.router.set_open("1", True)
+    group.undrain("1")
     await group.drain("0")
     found = dict(zip(KINDS, await asyncio.gather(*tasks), strict=True))
     assert group.num_moved >= group.num_carried > 0  # some may have ended before their turn came
@@ -125,13 +131,13 @@ async def drain_one(group: ReplicaSet) -> None:
 
 async def even_out(group: ReplicaSet) -> None:
     """Requests leave the fuller replica, and stay where the other side is not reached."""
-    group.router.set_open("1", False)
+    close(group, "1")
     begun = [asyncio.Event() for _ in range(6)]
     # Longer than the others: on a busy machine the engine may be far ahead of those who look at how full it is.
     long = GREEDY.clone(max_tokens=4 * NUM_OUT)
     tasks = [asyncio.create_task(read(group, f"r{i}", prompt(i, 200), long, begun[i].set)) for i in range(6)]
     await asyncio.gather(*(event.wait() for event in begun))
-    group.router.set_open("1", True)
+    group.undrain("1")
     num_carried = group.num_carried
     while group.num_carried < num_carried + 2 and not all(task.done() for task in tasks):
         await asyncio.sleep(0.01)
@@ -139,7 +145,7 @@ async def even_out(group: ReplicaSet) -> None:
     assert all(len(line(outputs)) == 4 * NUM_OUT for outputs in await asyncio.gather(*tasks))
     num_moved = group.num_moved
     for client in group.replicas.values():
-        client._engine_info = replace(client.info, kv_address="/nowhere/kv")  # where nobody listens
+        client.info = replace(client.info, kv_address="/nowhere/kv")  # where nobody listens
     started = asyncio.Event()
     task = asyncio.create_task(read(group, "a", prompt(77), GREEDY, started.set))
     await started.wait()

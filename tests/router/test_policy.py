@@ -158,16 +158,47 @@ def test_blocks_that_are_told_later_count_from_then_on() -> None:
     router, clock = router_of("a", "b")
     ticket = router.route(Prompt(161))
     assert ticket is not None
-    router.on_hashes(ticket, prompt_of("x", 10).hashes)
+    router.on_hashes(ticket, 161, prompt_of("x", 10).hashes)
     router.on_first_token(ticket)
     router.check()
     again = router.choose(prompt_of("x", 10))
     assert again is not None and (again.replica, again.num_cached_tokens) == (ticket.replica, 160)
     router.on_end(ticket)
-    router.on_hashes(ticket, prompt_of("y", 10).hashes)  # too late
+    router.on_hashes(ticket, 161, prompt_of("y", 10).hashes)  # too late
     clock.now_s += 2.0
     router.check()
     assert router.choose(prompt_of("x", 10)).num_cached_tokens == 0  # type: ignore[union-attr]
+
+
+def test_a_length_that_is_told_later_counts_in_the_queue() -> None:
+    router, _ = router_of("a", "b")
+    guessed = router.route(Prompt(40))
+    assert guessed is not None
+    router.on_hashes(guessed, 161, prompt_of("x", 10).hashes)
+    router.check()
+    assert router.replicas[guessed.replica].num_queued_tokens == 161
+    router.on_first_token(guessed)
+    router.on_hashes(guessed, 300, prompt_of("x", 18).hashes)  # not in the queue any more
+    router.check()
+    assert router.replicas[guessed.replica].num_queued_tokens == 0
+
+
+def test_own_prompts_that_are_mostly_cached_are_not_taken_for_others() -> None:
+    """A server counts whole prompts in its queue, and the router what the cache does not have of them."""
+    router, _ = router_of("a", "b")
+    router.on_cache("a", CacheChanges(filled=chain("x", 20)))
+    begun = router.replicas["a"].num_begun_tokens
+    tickets = [router.route(prompt_of("x", 20)) for _ in range(4)]
+    assert all(ticket is not None and ticket.replica == "a" for ticket in tickets)
+    router.on_load("a", ReplicaLoad(prefill_tokens_per_s=1_000.0, num_queued_tokens=4 * 321))
+    assert router.replicas["a"].num_foreign_tokens == 0
+    # The answer to a question of before, that two first tokens have overtaken.
+    for ticket in tickets[:2]:
+        router.on_first_token(ticket)  # type: ignore[arg-type]
+    late = ReplicaLoad(prefill_tokens_per_s=1_000.0, num_queued_tokens=4 * 321 + 500)
+    router.on_load("a", late, num_begun_tokens=begun)
+    assert router.replicas["a"].num_foreign_tokens == 500
+    router.check()
 
 
 def test_what_was_routed_to_a_replica_that_publishes_nothing_is_there() -> None:
@@ -359,7 +390,10 @@ def test_whatever_happens_the_books_are_right_and_nothing_is_left() -> None:
                 case 3 if name in router.replicas:
                     router.on_load(name, ReplicaLoad(num_queued_tokens=rng.randrange(99), num_running=rng.randrange(9)))
                 case 4 if tickets:
-                    router.on_first_token(rng.choice(tickets))
+                    ticket = rng.choice(tickets)
+                    if rng.random() < 0.3:
+                        router.on_hashes(ticket, rng.randrange(1, 200), chain(rng.choice("xyz"), rng.randrange(12)))
+                    router.on_first_token(ticket)
                 case 5 if tickets:
                     router.on_end(tickets.pop(rng.randrange(len(tickets))))
                 case 6 if name in router.replicas:

@@ -77,6 +77,8 @@ def test_errors_have_anthropics_shape(client: anthropic.Anthropic, server: Serve
     assert wrong.value.body["type"] == "error" and "max_tokens" in wrong.value.message  # type: ignore[index]
     with pytest.raises(anthropic.BadRequestError, match="context"):
         client.messages.create(model="tiny", max_tokens=5_000, messages=[USER])  # type: ignore[list-item]
+    with pytest.raises(anthropic.BadRequestError, match="and max_tokens asks for 5000 more"):  # not as a chat has it
+        client.messages.create(model="tiny", max_tokens=5_000, messages=[USER])  # type: ignore[list-item]
     with pytest.raises(anthropic.AuthenticationError):
         anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0).messages.create(
             model="tiny",
@@ -128,6 +130,8 @@ def test_choices_of_tools_and_thinking() -> None:
     named = chat_of(tools=tools, tool_choice={"type": "tool", "name": "look"})
     assert named["tool_choice"] == {"type": "function", "function": {"name": "look"}}
     assert chat_of(tools=tools, tool_choice={"type": "none"})["tool_choice"] == "none"
+    assert chat_of(tool_choice={"type": "any"})["tool_choice"] == "required"  # so that the chat can refuse it
+    assert "tool_choice" not in chat_of(tool_choice={"type": "auto"})
     assert chat_of(thinking={"type": "disabled"})["chat_template_kwargs"] == {"enable_thinking": False}
     thinking = {"type": "enabled", "budget_tokens": 50}
     assert chat_of(thinking=thinking)["thinking_token_budget"] == 50
@@ -200,6 +204,19 @@ def test_blocks_open_and_close_one_after_another() -> None:
         "cache_creation_input_tokens": 0,
         "output_tokens": 0,
     }
+
+
+def test_a_call_ends_before_the_text_that_came_with_its_end() -> None:
+    translation = MessageTranslation()
+    events: list[bytes] = []
+    for each in (
+        chunk({"tool_calls": [call(0, '{"x"', id="t1", function={"name": "look"})]}),
+        chunk({"content": "Done", "tool_calls": [call(0, ":1}")]}, "tool_calls"),
+    ):
+        events += translation.chunk(each)
+    told = [json.loads(each.split(b"data: ", 1)[1]) for each in [*events, *translation.ending()]]
+    deltas = [(one["index"], one["delta"]["type"]) for one in told if one["type"] == "content_block_delta"]
+    assert deltas == [(0, "input_json_delta"), (0, "input_json_delta"), (1, "text_delta")]
 
 
 def test_an_error_in_a_stream_ends_it() -> None:

@@ -19,6 +19,7 @@ from quire.server.protocol import (
     field_states,
     refused_fields,
 )
+from quire.server.responses import ResponsesBody
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"prompt": "hi"}
@@ -131,6 +132,21 @@ def test_wrong_values_are_refused_by_name(type_: Any, change: dict[str, Any], pa
         decode(type_, TYPES[type_] | change)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert param.split(".")[-1] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("type_", "change", "ending"),
+    [
+        (ChatBody, {"reasoning_effort": "x"}, "'x': it must be one of high, low, max, medium, minimal, none, xhigh"),
+        (ResponsesBody, {"input": "x", "tools": [{"type": "web_search"}]}, "'web_search': it must be function"),
+        (ResponsesBody, {"input": [{"role": "x"}]}, "'x': it must be one of assistant, developer, system, user"),
+        (ResponsesBody, {"input": "x", "tool_choice": "any"}, "'any': it must be one of auto, none, required"),
+    ],
+)
+def test_what_a_field_takes_is_told(type_: Any, change: dict[str, Any], ending: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode(type_, TYPES.get(type_, {}) | change)
+    assert caught.value.message.endswith(ending), caught.value.message
 
 
 def test_null_means_not_given() -> None:

@@ -332,7 +332,7 @@ def test_servers_of_different_models_are_refused_by_name(tiny_model: Path) -> No
 def test_another_model_of_the_same_name_is_refused(tiny_model: Path) -> None:
     with sim_server(tiny_model) as a, sim_server(tiny_model) as b:
         for server, told in ((a, "aaaa"), (b, "bbbb")):
-            server.engine._engine_info = dataclasses.replace(server.engine.info, fingerprint=told)
+            server.engine.info = dataclasses.replace(server.engine.info, fingerprint=told)
         with routing(a.url, b.url) as front:
             eventually(lambda: front.servers.num_up == 1)
             eventually(lambda: "not reached" not in front.request("GET", "/health").text)

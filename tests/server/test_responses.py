@@ -140,6 +140,7 @@ def test_items_become_messages() -> None:
     schema = {"name": "n", "schema": {"type": "object"}, "strict": True}
     assert chat["response_format"] == {"type": "json_schema", "json_schema": schema}
     assert chat["reasoning_effort"] == "low"
+    assert chat_of(input="x", tool_choice="required")["tool_choice"] == "required"  # so that the chat can refuse it
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,18 @@ def test_thoughts_and_calls_are_items_of_their_own() -> None:
     assert message["reasoning"] == "hm" and [call["id"] for call in message["tool_calls"]] == ["c1", "c2"]
 
 
+def test_a_call_ends_before_the_text_that_came_with_its_end() -> None:
+    translation = ResponseTranslation({"id": "resp_1", "output": []}, lambda *both: None)
+    call = {"index": 0, "id": "c1", "function": {"name": "look", "arguments": "{"}}
+    rest = {"content": "Done", "tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
+    for delta, reason in (({"tool_calls": [call]}, None), (rest, "tool_calls")):
+        translation.chunk({"choices": [{"delta": delta, "finish_reason": reason}]})
+    told = json.loads(translation.ending()[-1].split(b"data: ", 1)[1])
+    output = told["response"]["output"]
+    assert [item["type"] for item in output] == ["function_call", "message"]
+    assert output[0]["arguments"] == "{}" and output[1]["content"][0]["text"] == "Done"
+
+
 def test_the_oldest_leave_when_the_bytes_are_used_up() -> None:
     store = ResponseStore(max_bytes=3_000)
     for number in range(10):
@@ -198,3 +211,24 @@ def test_the_oldest_leave_when_the_bytes_are_used_up() -> None:
     for number in range(10):
         store.forget(f"resp_{number}")
     assert store._num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"max_output_tokens": 10**6}, "max_output_tokens", "and max_output_tokens asks for 1000000 more"),
+        ({"input": "word " * 5000}, "input", "maximum context length"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"reasoning": {"effort": "x"}}, "reasoning.effort", "reasoning.effort"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
+            "text.format.schema.not",
+            "text.format.schema.not",
+        ),
+    ],
+)
+def test_errors_name_the_fields_of_this_api(server: Server, fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client(server).responses.create(**{"model": "tiny", "input": "Hello"} | fields)
+    assert caught.value.param == param
+    assert words in str(caught.value), caught.value

@@ -102,3 +102,15 @@ def test_a_grammar_that_runs_dry_is_the_senders_mistake(real: Server) -> None:
     reply = real.post("/v1/completions", {"prompt": "hi", "guided_regex": "a", "min_tokens": 2, "stream": False})
     assert reply.status == 400, reply.text
     assert "structured_outputs" in reply.json()["error"]["message"]
+
+
+def test_messages_have_the_requests_own_name_of_the_field(real: Server) -> None:
+    for schema, message in (
+        ({"type": "strin"}, "response_format cannot be compiled: Invalid type: strin"),
+        ({"not": {}}, "response_format.json_schema.schema.not: the keyword not is not supported: leave it out"),
+    ):
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        reply = real.post("/v1/chat/completions", {"messages": USER, "response_format": wanted})
+        assert reply.json()["error"]["message"] == message
+    reply = real.post("/v1/completions", {"prompt": "hi", "guided_regex": "("})
+    assert reply.json()["error"]["message"].startswith("guided_regex cannot be compiled: ")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.bench.alternatives import ALTERNATIVES
 from quire.bench.router import OURS, FrontRun
 from quire.errors import ConfigError
+from quire.router.alternatives import ALTERNATIVES
 from quire.sim.router_bench import simulate
 
 
@@ -54,7 +54,7 @@ def test_ours_finds_as_much_as_the_best_on_every_traffic() -> None:
     runs = runs_of(traffics)
     for traffic in traffics:
         best = max(mean(runs, traffic, front, hit_rate) for front in ALTERNATIVES)
-        blind = mean(runs, traffic, "round robin", hit_rate)
+        blind = mean(runs, traffic, "round-robin", hit_rate)
         assert mean(runs, traffic, OURS, hit_rate) > max(best - 0.01, blind + 0.1)
 
 
@@ -62,7 +62,7 @@ def test_a_slow_server_is_found_out() -> None:
     runs = runs_of(["skewed", "unshared"], slow=3.0, repeats=4)  # the first are also those in which it is found out
     for traffic in ("skewed", "unshared"):
         ours = mean(runs, traffic, OURS, slowest_s)
-        assert ours < 0.8 * min(mean(runs, traffic, front, slowest_s) for front in ("cache aware", "least loaded"))
+        assert ours < 0.8 * min(mean(runs, traffic, front, slowest_s) for front in ("cache-aware", "least-loaded"))
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:

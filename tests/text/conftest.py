@@ -116,7 +116,7 @@ def words() -> Tokenizer:
 @pytest.fixture
 def hf_directory(byte_level_gguf: dict[str, Any], tmp_path):
     """The byte-level vocabulary as a Hugging Face directory."""
-    backend = Tokenizer.from_gguf(byte_level_gguf, "x")._backend
+    backend = Tokenizer.from_gguf(byte_level_gguf, "x").backend
     backend.decoder = decoders.ByteLevel()
     backend.save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": CHATML}

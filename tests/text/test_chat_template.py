@@ -38,7 +38,7 @@ def test_missing_template_says_how_to_pass_one(sentencepiece: Tokenizer) -> None
 
 def test_named_templates_without_default_are_listed(words: Tokenizer) -> None:
     templates = {"rag": "x", "tool_use": "y"}
-    tokenizer = Tokenizer(words._backend, source="w", vocab_size=3, named_token_ids={}, chat_templates=templates)
+    tokenizer = Tokenizer(words.backend, source="w", vocab_size=3, named_token_ids={}, chat_templates=templates)
     with pytest.raises(TokenizerError, match=r"several chat templates \(rag, tool_use\) and no default"):
         ChatTemplate(None, tokenizer)
 

@@ -21,10 +21,7 @@ def chunks(ids: list[int], sizes: list[int]) -> list[list[int]]:
 
 
 def stream(detokenizer: Detokenizer, parts: list[list[int]]) -> list[str]:
-    pieces = [detokenizer.push(part) for part in parts]
-    pieces.append(detokenizer.flush())
-    assert "".join(pieces) == detokenizer.text
-    return pieces
+    return [*(detokenizer.push(part) for part in parts), detokenizer.flush()]
 
 
 SIZES = st.lists(st.integers(0, 5), max_size=8)
@@ -80,7 +77,6 @@ def test_bytes_that_never_become_a_character_are_replaced_at_the_end(tokenizer: 
     shown = "".join(detokenizer.push([t]) for t in ids)
     assert "\ufffd" not in shown
     assert detokenizer.flush() == "\ufffd"
-    assert detokenizer.text == shown + "\ufffd"
 
 
 def test_a_character_that_the_prompt_left_unfinished_counts_as_output(tokenizer: Tokenizer) -> None:

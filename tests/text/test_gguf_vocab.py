@@ -82,7 +82,7 @@ def test_cuts_of_equal_score_go_by_the_id_of_the_left_piece(sentencepiece_gguf: 
         token_type=[2, 3, 3, 1, 1, 1],
         scores=[0.0, 0.0, 0.0, -1.0, -2.0, -3.0],
     )
-    backend = Tokenizer.from_gguf(metadata, "x.gguf")._backend
+    backend = Tokenizer.from_gguf(metadata, "x.gguf").backend
     assert json.loads(backend.to_str())["model"]["merges"] == [["a", "a"], ["aa", "a"], ["a", "aa"]]
 
 

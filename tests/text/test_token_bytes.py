@@ -20,15 +20,15 @@ def with_decoder(decoder: decoders.Decoder | None) -> tokenizers.Tokenizer:
 
 @given(ids=st.lists(st.integers(0, 760), max_size=40), skip=st.booleans())
 def test_byte_level_decoding_is_exactly_tokenizers_decoding(byte_level: Tokenizer, ids: list[int], skip: bool) -> None:
-    expected = byte_level._backend.decode(ids, skip_special_tokens=skip)
+    expected = byte_level.backend.decode(ids, skip_special_tokens=skip)
     assert byte_level.decode(ids, skip_special_tokens=skip) == expected
 
 
 @given(data=st.binary(max_size=12))
 def test_any_bytes_decode_as_tokenizers_decodes_them(byte_level: Tokenizer, data: bytes) -> None:
     chars = {byte: char for char, byte in byte_of_char().items()}
-    ids = [byte_level._backend.token_to_id(chars[byte]) for byte in data]
-    assert byte_level.decode(ids) == byte_level._backend.decode(ids)
+    ids = [byte_level.backend.token_to_id(chars[byte]) for byte in data]
+    assert byte_level.decode(ids) == byte_level.backend.decode(ids)
 
 
 @given(text=st.text(max_size=40), skip=st.booleans())
@@ -36,12 +36,12 @@ def test_sentencepiece_decoding_is_tokenizers_decoding_of_any_text(
     sentencepiece: Tokenizer, text: str, skip: bool
 ) -> None:
     ids = sentencepiece.encode(text)
-    expected = sentencepiece._backend.decode(ids, skip_special_tokens=skip)
+    expected = sentencepiece.backend.decode(ids, skip_special_tokens=skip)
     assert sentencepiece.decode(ids, skip_special_tokens=skip) == expected
 
 
 def test_a_broken_byte_does_not_take_the_characters_before_it_along(sentencepiece: Tokenizer) -> None:
-    ids = [sentencepiece._backend.token_to_id(f"<0x{b:02X}>") for b in ("你".encode() + b"\xff")]
+    ids = [sentencepiece.backend.token_to_id(f"<0x{b:02X}>") for b in ("你".encode() + b"\xff")]
     assert sentencepiece.decode(ids) == "你\ufffd"
 
 
@@ -58,7 +58,7 @@ def test_added_tokens_of_other_scripts_are_themselves() -> None:
 
 
 def test_words_are_joined_by_spaces(words: Tokenizer) -> None:
-    assert words.decode([0, 1, 1, 2, 0]) == "a b b a" == words._backend.decode([0, 1, 1, 2, 0])
+    assert words.decode([0, 1, 1, 2, 0]) == "a b b a" == words.backend.decode([0, 1, 1, 2, 0])
     assert words.decode([2, 0, 2], skip_special_tokens=False) == "<end> a <end>"
     assert words.decode([2, 0, 2], skip_special_tokens=False, spaces_between_special_tokens=False) == "<end>a<end>"
 

@@ -66,7 +66,7 @@ def test_fit_with_the_embedding(byte_level: Tokenizer) -> None:
 
 
 def test_added_tokens_may_lie_beyond_the_embedding_but_not_eos(words: Tokenizer) -> None:
-    backend = words._backend
+    backend = words.backend
     backend.add_tokens(["<image>"])
     tokenizer = Tokenizer(backend, source="words", vocab_size=4, named_token_ids={"eos": 2})
     tokenizer.check_fits(3, "model")

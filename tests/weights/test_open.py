@@ -49,6 +49,8 @@ def test_refusals(tmp_path, write_gguf, write_safetensors, small_tensors):
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightsError, match=r"config.json: missing"):
         open_checkpoint(tmp_path / "empty")
+    with pytest.raises(WeightsError, match=r"no .gguf file is there: give a directory that holds a model"):
+        open_checkpoint(tmp_path / "empty")
     directory = write_safetensors(small_tensors)
     with pytest.raises(WeightsError, match="give the directory"):
         open_checkpoint(directory / "model.safetensors")

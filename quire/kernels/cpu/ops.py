@@ -75,6 +75,7 @@ class CpuOps(ComposedOps):
         self.isa = self.functions.isa
         self.weight_dtype = weight_dtype
         self.exact = exact
+        self.packed_kinds: set[str] = set()  # GGUF's types of the matrices that are held in them
         self.num_threads = num_threads or default_num_threads()
         self._threads = ThreadPool(library, self.num_threads)
         self.pool = self._threads.address

@@ -129,6 +129,7 @@ class CpuLinear(ComposedLinear):
             columns = self._functions.panel_columns
             panel_bytes = self._functions.packed_panel_bytes(where[0], self.in_features)
             number = self._add_part(*where, -(-len(blocks) // columns) * panel_bytes)
+        self.ops.packed_kinds.add(kind)
         self._functions.pack_gguf(self._pool, self.address, number, blocks.ctypes.data, blocks.strides[0])
         return True
 

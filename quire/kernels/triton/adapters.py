@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 """What adapters add to a product: x is shrunk to an adapter's rank (A x), and expanded again (B s), in two launches.
+In captured steps of few tokens the first runs beside the product itself, which needs the memory's time and not the
+chip's; where an activation follows, that applies what the second would add.
 
 A program takes a tile of tokens that have one adapter, and looks up on the device which one: a captured step serves any
 adapters, and ranks below the largest cost less. How long a slot is, is no constant of the kernels: it depends on how
@@ -12,6 +14,9 @@ shrinks and expands: see one_adapter.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 import triton
 import triton.language as tl
@@ -19,16 +24,37 @@ from torch import Tensor
 
 from quire.kernels.adapters import RANK_UNIT, AdaptedLinear, LowRank
 from quire.kernels.interface import AdapterRows, AttentionBatch, AttentionSpec, Norm, Normed, Rotary, Unscaled
-from quire.kernels.triton.activation import act_mul
+from quire.kernels.triton.activation import ACTIVATIONS, gated
 from quire.kernels.triton.configs import MAX_SKINNY_ROWS, SkinnyConfig
 from quire.kernels.triton.linear import TritonLinear
+from quire.kernels.triton.norm import row_factors
 from quire.kernels.triton.one_adapter import UNIT, OneAdapter, OneAdapterShape, load_tile
+from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.rope import rope_and_write
 from quire.kernels.triton.skinny import can_rope, skinny_act, skinny_linear, skinny_rope_write
 
 _TILE_K = 128
+_TILE_N = 128
 _SPLIT = 8
+_SPLIT_K = 256  # what is left of a row of x is to be worth a program
+_SPLIT_K_BESIDE = 1024  # the same where nobody waits for the programs: who expands has fewer parts to add up
 _FEW_TOKENS = 1024
+# Reading a matrix of so many numbers takes 2 us. A shorter product would not hide what another branch of a graph costs.
+_MIN_BESIDE = 1 << 22
+
+
+@triton.jit
+def _rank(ranks_ptr, slot):
+    return tl.load(ranks_ptr + slot, mask=slot >= 0, other=0)
+
+
+@triton.jit
+def _shrunk(ptrs, mask, part_size, SPLIT: tl.constexpr):
+    """A x of some tokens, whose parts are added up in a fixed order."""
+    s = tl.load(ptrs, mask=mask, other=0.0)
+    for i in tl.static_range(1, SPLIT):
+        s += tl.load(ptrs + i * part_size, mask=mask, other=0.0)
+    return s
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -38,7 +64,7 @@ def shrink_kernel(x_ptr, a_ptr, shrunk_ptr, order_ptr, tiles_ptr, ranks_ptr, slo
     """shrunk[part, place] is a part of the sum that A x is, of the token at this place of the order."""
     start, end, slot = load_tile(tiles_ptr, tl.program_id(0), tl.num_programs(0))
     first_row = tl.program_id(1) * UNIT  # of A
-    if (start < end) & (first_row % MAX_RANK < tl.load(ranks_ptr + slot)):
+    if (start < end) & (first_row % MAX_RANK < _rank(ranks_ptr, slot)):
         place = start + tl.arange(0, TILE)
         token = tl.load(order_ptr + place, mask=place < end, other=0).to(tl.int64)
         row = first_row + tl.arange(0, UNIT)
@@ -61,7 +87,7 @@ def expand_kernel(out_ptr, shrunk_ptr, b_ptr, order_ptr, tiles_ptr, ranks_ptr, s
                   TILE: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
     """out += B s. N0 and N1: rows of the first two parts; a third has the others."""
     start, end, slot = load_tile(tiles_ptr, tl.program_id(0), tl.num_programs(0))
-    rank = tl.load(ranks_ptr + slot)
+    rank = _rank(ranks_ptr, slot)
     if (start < end) & (rank > 0):
         TILES0: tl.constexpr = (N0 + TILE_N - 1) // TILE_N
         TILES1: tl.constexpr = (N1 + TILE_N - 1) // TILE_N
@@ -72,22 +98,58 @@ def expand_kernel(out_ptr, shrunk_ptr, b_ptr, order_ptr, tiles_ptr, ranks_ptr, s
         tile -= tl.where(part == 0, 0, tl.where(part == 1, TILES0, TILES0 + TILES1))
         col = first + tile * TILE_N + tl.arange(0, TILE_N)
         place = start + tl.arange(0, TILE)
+        exists = (place < end)[:, None]
         token = tl.load(order_ptr + place, mask=place < end, other=0).to(tl.int64)
-        acc = tl.zeros([TILE, TILE_N], tl.float32)
+        mask = exists & (col < last)[None, :]
+        out = out_ptr + token[:, None] * N + col[None, :]
+        acc = tl.load(out, mask=mask, other=0.0).to(tl.float32)
         for first_rank in tl.range(0, rank, UNIT):
             r = first_rank + tl.arange(0, UNIT)
-            s = tl.zeros([TILE, UNIT], tl.float32)
             source = shrunk_ptr + place[:, None] * WIDTH + (part * MAX_RANK + r)[None, :]
-            for i in tl.static_range(SPLIT):
-                s += tl.load(source + i * num_tokens * WIDTH, mask=(place < end)[:, None], other=0.0)
+            s = _shrunk(source, exists, num_tokens * WIDTH, SPLIT)
             b = tl.load(
                 b_ptr + slot * slot_values + r[:, None] * N + col[None, :], mask=(col < last)[None, :], other=0.0
             )
             acc = tl.dot(s.to(b.dtype), b, acc, input_precision="ieee")
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def expand_act_kernel(product_ptr, out_ptr, bias_ptr, factors_ptr, shrunk_ptr, b_ptr, order_ptr, tiles_ptr, ranks_ptr,
+                      slot_values, num_tokens, N: tl.constexpr, WIDTH: tl.constexpr, MAX_RANK: tl.constexpr,
+                      TILE: tl.constexpr, TILE_N: tl.constexpr, SPLIT: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
+    """activation(gate) * up, of a product whose rows are gate (N numbers) and up, with B s added to both. Where a
+    checkpoint has gate and up as one matrix, they have one s, and else each its own."""
+    start, end, slot = load_tile(tiles_ptr, tl.program_id(0), tl.num_programs(0))
+    if start < end:
+        rank = _rank(ranks_ptr, slot)
+        col = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+        place = start + tl.arange(0, TILE)
+        exists = (place < end)[:, None]
+        token = tl.load(order_ptr + place, mask=place < end, other=0).to(tl.int64)
+        in_row = (col < N)[None, :]
+        source = product_ptr + token[:, None] * (2 * N) + col[None, :]
+        gate = tl.load(source, mask=exists & in_row, other=0.0).to(tl.float32)
+        up = tl.load(source + N, mask=exists & in_row, other=0.0).to(tl.float32)
+        for first_rank in tl.range(0, rank, UNIT):
+            r = first_rank + tl.arange(0, UNIT)
+            s_ptrs = shrunk_ptr + place[:, None] * WIDTH + r[None, :]
+            b_ptrs = b_ptr + slot * slot_values + r[:, None] * (2 * N) + col[None, :]
+            s = _shrunk(s_ptrs, exists, num_tokens * WIDTH, SPLIT)
+            b = tl.load(b_ptrs, mask=in_row, other=0.0)
+            gate = tl.dot(s.to(b.dtype), b, gate, input_precision="ieee")
+            if WIDTH > MAX_RANK:
+                s = _shrunk(s_ptrs + MAX_RANK, exists, num_tokens * WIDTH, SPLIT)
+            b = tl.load(b_ptrs + N, mask=in_row, other=0.0)
+            up = tl.dot(s.to(b.dtype), b, up, input_precision="ieee")
+        factor = tl.load(factors_ptr + token, mask=place < end, other=0.0)[:, None]
+        gate *= factor
+        up *= factor
+        if bias_ptr is not None:
+            gate += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias_ptr + N + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
         out = out_ptr + token[:, None] * N + col[None, :]
-        mask = (place < end)[:, None] & (col < last)[None, :]
-        total = tl.load(out, mask=mask, other=0.0).to(tl.float32) + acc
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out, gated(gate, up, SILU).to(out_ptr.dtype.element_ty), mask=exists & in_row)
 
 
 def adapter_tile(num_tokens: int) -> int:
@@ -95,28 +157,81 @@ def adapter_tile(num_tokens: int) -> int:
     return 16 if num_tokens <= _FEW_TOKENS else 64
 
 
-def add_adapters(out: Tensor, x: Tensor, place: LowRank, rows: AdapterRows) -> None:
-    """out: [tokens, out] += B (A x), for the tokens that have an adapter."""
-    num_tokens, k = x.shape
-    n, bank = out.shape[1], place.bank
-    assert out.is_contiguous() and x.is_contiguous() and len(place.part_rows) <= 3
-    num_tiles, width, tile = rows.tiles.shape[1], place.shrunk_width, adapter_tile(num_tokens)
-    # Few tokens are cut along k, so that there are programs for every multiprocessor.
-    split = min(_SPLIT, max(1, k // 256)) if num_tokens <= _FEW_TOKENS else 1
-    shrunk = torch.empty((split, num_tokens, width), dtype=torch.float32, device=x.device)
-    a, b, ranks = _pointers(place)
-    constants = {"WIDTH": width, "MAX_RANK": bank.max_rank, "TILE": tile, "SPLIT": split}
-    shrink_kernel[(num_tiles, width // RANK_UNIT, split)](
-        x, a, shrunk, rows.order, rows.tiles, ranks, bank.slot_values, num_tokens, K=k, TILE_K=_TILE_K, num_warps=4,
-        **constants,
-    )  # fmt: skip
-    tile_n = 128
-    num_columns = sum(-(-count // tile_n) for count in place.part_rows)
-    n0, n1 = (*place.part_rows, 0)[:2]
-    expand_kernel[(num_tiles, num_columns)](
-        out, shrunk, b, rows.order, rows.tiles, ranks, bank.slot_values, num_tokens, N=n, N0=n0, N1=n1, TILE_N=tile_n,
-        num_warps=4, **constants,
-    )  # fmt: skip
+def _expand_warps(num_tokens: int) -> int:
+    """Tiles of many tokens take more registers than four warps should have."""
+    return 4 if adapter_tile(num_tokens) == 16 else 8
+
+
+class _Shrinking:
+    """A x of a step's tokens, for one matrix."""
+
+    def __init__(self, x: Tensor, place: LowRank, rows: AdapterRows, *, is_beside: bool) -> None:
+        num_tokens, k = x.shape
+        assert x.is_contiguous() and len(place.part_rows) <= 3
+        self._x, self._place, self._rows = x, place, rows
+        # Few tokens are cut along k, so that there are programs for every multiprocessor.
+        split_k = _SPLIT_K_BESIDE if is_beside else _SPLIT_K
+        self._split = min(_SPLIT, max(1, k // split_k)) if num_tokens <= _FEW_TOKENS else 1
+        shape = (self._split, num_tokens, place.shrunk_width)
+        self._shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    def run(self) -> None:
+        x, place = self._x, self._place
+        a, _, ranks = _pointers(place)
+        num_tokens, k = x.shape
+        shrink_kernel[(self._rows.tiles.shape[1], place.shrunk_width // RANK_UNIT, self._split)](
+            x, a, self._shrunk, self._rows.order, self._rows.tiles, ranks, place.bank.slot_values, num_tokens, K=k,
+            WIDTH=place.shrunk_width, MAX_RANK=place.bank.max_rank, TILE=adapter_tile(num_tokens), TILE_K=_TILE_K,
+            SPLIT=self._split, num_warps=4,
+        )  # fmt: skip
+
+    def add_to(self, out: Tensor) -> None:
+        """out: [tokens, out] += B (A x), for the tokens that have an adapter."""
+        place, num_tokens = self._place, len(out)
+        assert out.is_contiguous()
+        _, b, ranks = _pointers(place)
+        tile_n = 2 * _TILE_N if num_tokens <= _FEW_TOKENS else _TILE_N
+        num_columns = sum(-(-count // tile_n) for count in place.part_rows)
+        n0, n1 = (*place.part_rows, 0)[:2]
+        expand_kernel[(self._rows.tiles.shape[1], num_columns)](
+            out, self._shrunk, b, self._rows.order, self._rows.tiles, ranks, place.bank.slot_values, num_tokens,
+            N=out.shape[1], N0=n0, N1=n1, WIDTH=place.shrunk_width, MAX_RANK=place.bank.max_rank,
+            TILE=adapter_tile(num_tokens), TILE_N=tile_n, SPLIT=self._split, num_warps=_expand_warps(num_tokens),
+        )  # fmt: skip
+
+    def activate(self, product: Tensor, factors: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """activation(gate) * up, of the product with what adapters add to it; each row is multiplied by its factor."""
+        place, num_tokens, width = self._place, len(product), product.shape[1] // 2
+        assert product.is_contiguous() and activation in ACTIVATIONS
+        assert place.part_rows in ((width, width), (2 * width,))
+        _, b, ranks = _pointers(place)
+        out = torch.empty((num_tokens, width), dtype=product.dtype, device=product.device)
+        expand_act_kernel[(self._rows.tiles.shape[1], -(-width // _TILE_N))](
+            product, out, bias, factors, self._shrunk, b, self._rows.order, self._rows.tiles, ranks,
+            place.bank.slot_values, num_tokens, N=width, WIDTH=place.shrunk_width, MAX_RANK=place.bank.max_rank,
+            TILE=adapter_tile(num_tokens), TILE_N=_TILE_N, SPLIT=self._split, SILU=activation == "silu",
+            num_warps=_expand_warps(num_tokens),
+        )  # fmt: skip
+        return out
+
+
+def _runs_beside(x: Tensor, place: LowRank) -> bool:
+    """Whether a captured step shrinks x beside the product. Of shapes alone: kernels are compiled for it before."""
+    return len(x) <= _FEW_TOKENS and place.in_features * sum(place.part_rows) >= _MIN_BESIDE
+
+
+@contextmanager
+def _beside(side: torch.cuda.Stream, device: torch.device, launch: Callable[[], None]) -> Iterator[None]:
+    """What is launched inside runs beside `launch`, and what follows behind both. Neither may allocate what the other
+    uses, since memory is handed out again in the order of one stream."""
+    main = torch.cuda.current_stream(device)
+    side.wait_stream(main)
+    try:
+        with torch.cuda.stream(side):
+            launch()
+        yield
+    finally:  # also where the product fails: a capture ends with every stream that it reached joined
+        main.wait_stream(side)
 
 
 def _pointers(place: LowRank) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,10 +247,18 @@ class TritonAdaptedLinear(AdaptedLinear):
     __slots__ = ()
 
     base: TritonLinear
+    ops: TritonOps
 
     def multiply(self, x: Normed) -> Tensor:
-        one = self._one_adapter(x)
-        return super().multiply(x) if one is None else self._multiply_one(x, one)
+        if (one := self._one_adapter(x)) is not None:
+            return self._multiply_one(x, one)
+        if self.bank.rows is None:
+            return self.base.multiply(x)
+        assert isinstance(x, Tensor)
+        with self._shrinking(x) as shrinking:
+            product = self.base.multiply(x)
+        shrinking.add_to(product)
+        return product
 
     def multiply_add_norm(
         self, x: Normed, residual: Tensor, norm: Norm | None, branch_norm: Norm | None = None
@@ -143,17 +266,19 @@ class TritonAdaptedLinear(AdaptedLinear):
         if self.bank.rows is not None and branch_norm is None:
             assert isinstance(x, Tensor)
             if len(x) > MAX_SKINNY_ROWS and (norm is None or norm.is_folded):
-                self.base._multiply_add_many(x, residual)
-                self._add_adapters(residual, x)
+                with self._shrinking(x) as shrinking:
+                    self.base._multiply_add_many(x, residual)
+                shrinking.add_to(residual)
                 return residual if norm is None else Unscaled(residual, None, norm.eps)
         return super().multiply_add_norm(x, residual, norm, branch_norm)
 
     def multiply_act(self, x: Normed, activation: str) -> Normed:
         if self.bank.rows is not None:
             if isinstance(x, Unscaled):
-                product = self.base._multiply_many(x.x, None)
-                self._add_adapters(product, x.x)
-                return act_mul(product, activation, factors_of=x, bias=self.base.bias)
+                factors = torch.empty(len(x.x), dtype=torch.float32, device=x.x.device)
+                with self._shrinking(x.x, factors, x) as shrinking:
+                    product = self.base._multiply_many(x.x, None)
+                return shrinking.activate(product, factors, self.base.bias, activation)
             if (one := self._one_adapter(x)) is not None:
                 base, (config, adapter) = self.base, one
                 assert isinstance(x, Tensor)
@@ -168,8 +293,9 @@ class TritonAdaptedLinear(AdaptedLinear):
     ) -> Tensor:
         if self.bank.rows is not None:
             if isinstance(x, Unscaled):
-                product = self.base._multiply_many(x.x, None)
-                self._add_adapters(product, x.x)
+                with self._shrinking(x.x) as shrinking:
+                    product = self.base._multiply_many(x.x, None)
+                shrinking.add_to(product)
                 return rope_and_write(product, rotary, kv, batch, spec, factors_of=x, bias=self.base.bias)
             one = self._one_adapter(x)
             has_norms = rotary.q_norm is not None or rotary.k_norm is not None
@@ -209,10 +335,30 @@ class TritonAdaptedLinear(AdaptedLinear):
             x, base.weight, base.bias, config, base._scratch, weight_scales=base.scales, adapter=adapter
         )
 
-    def _add_adapters(self, product: Tensor, x: Tensor) -> None:
+    @contextmanager
+    def _shrinking(
+        self, x: Tensor, factors: Tensor | None = None, factors_of: Unscaled | None = None
+    ) -> Iterator[_Shrinking]:
+        """While the product is multiplied, A x is worked out, and in `factors` those of the rows."""
         rows, place = self.bank.rows, self.low_rank
         assert rows is not None and place is not None
-        add_adapters(product, x, place, rows)
+        is_beside = _runs_beside(x, place)
+        shrinking = _Shrinking(x, place, rows, is_beside=is_beside)
+
+        def launch() -> None:
+            shrinking.run()
+            if factors_of is not None:
+                row_factors(factors_of, out=factors)
+
+        # The trial pass before a capture makes the stream. A step that is launched kernel by kernel may wait for the
+        # host, which two events for each matrix would keep longer.
+        side = self.ops.side_stream if is_beside and x.is_cuda else None
+        if side is not None and torch.cuda.is_current_stream_capturing():
+            with _beside(side, x.device, launch):
+                yield shrinking
+        else:
+            launch()
+            yield shrinking
 
     def _copied(self, weight: Tensor) -> Tensor:
         return weight if weight.is_meta else super()._copied(weight)

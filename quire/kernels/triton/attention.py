@@ -49,14 +49,11 @@ def attention(
                 q, kv, batch.block_tables, batch.shared, spec,
                 prefix or prefix_config(spec.head_dim, group, kv.element_size()), num_seqs=batch.num_decodes,
             )  # fmt: skip
-        decode_attention(
-            q, kv, batch.block_tables, batch.kv_lens, out, spec,
-            decode or decode_config(spec.head_dim, group, kv.element_size()), scratch,
-            num_seqs=batch.num_decodes, max_kv_len=batch.max_kv_len, prefix=found,
-        )  # fmt: skip
+        config = decode or decode_config(spec.head_dim, group, kv.element_size())
+        decode_attention(q, kv, batch, out, spec, config, scratch, prefix=found)
     if num_seqs > batch.num_decodes:
         first_seq, num_prompts = batch.num_decodes, num_seqs - batch.num_decodes
-        config = prefill or prompt_config(q, kv, spec, batch.max_query_len, num_prompts)
+        prompts = prefill or prompt_config(q, kv, spec, batch.max_query_len, num_prompts)
         num_tokens = q.shape[0] - batch.num_decodes
         tables = batch.block_tables
         if prefill is None and widens_prompts(q, kv, batch, spec):
@@ -64,17 +61,17 @@ def attention(
                 kv, tables, batch.kv_lens, spec, q.dtype, first_seq=first_seq, num_seqs=num_prompts,
                 max_kv_len=batch.max_kv_len,
             )  # fmt: skip
-            config = HopperPrefillConfig()
-        if isinstance(config, HopperPrefillConfig):
+            prompts = HopperPrefillConfig()
+        if isinstance(prompts, HopperPrefillConfig):
             from quire.kernels.triton.prefill_hopper import prefill_attention_hopper
 
             prefill_attention_hopper(
-                q, kv, tables, batch.query_starts, batch.kv_lens, out, spec, config, scratch,
+                q, kv, tables, batch.query_starts, batch.kv_lens, out, spec, prompts, scratch,
                 first_seq=first_seq, num_seqs=num_prompts, num_tokens=num_tokens,
             )  # fmt: skip
         else:
             prefill_attention(
-                q, kv, tables, batch.query_starts, batch.kv_lens, out, spec, config,
+                q, kv, tables, batch.query_starts, batch.kv_lens, out, spec, prompts,
                 first_seq=first_seq, num_seqs=num_prompts, num_tokens=num_tokens,
             )  # fmt: skip
     return out

@@ -4,9 +4,9 @@
 One program takes one KV head of one piece of one sequence. The query heads that share the KV head are the rows of one
 tensor-core tile, so K and V are read once. Pieces are cut on the device, from the lengths that stand there: the tokens
 of all sequences, divided by the number of programs that fill the chip, give the length of a piece. So the grid depends
-on the batch size only (a CUDA graph may capture it) and work is balanced by tokens, not by sequences. Programs without
-a piece leave at once. A sequence in one piece is written directly; the others' pieces are merged by their log-sum-exp,
-by the program that finishes last.
+on the batch size only (a CUDA graph may capture it) and work is balanced by tokens, not by sequences. They are cut once
+a step, for all layers alike (`pieces_kernel`). Programs without a piece leave at once. A sequence in one piece is
+written directly; the others' pieces are merged by their log-sum-exp, by the program that finishes last.
 
 Where sequences share a prefix, `prefix.py` has attended to it before: a sequence's first piece starts from what it
 found, and the pieces cover only the tokens after it.
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.interface import AttentionSpec
+from quire.kernels.interface import AttentionBatch, AttentionSpec
 from quire.kernels.triton.common import (
     LOG2E,
     add_sink,
@@ -48,24 +48,54 @@ class PrefixResults(NamedTuple):
     lse: Tensor  # [parts, kv_heads, tile_rows] float32, in units of log 2
 
 
-@triton.jit
-def _pieces(kv_lens_ptr, prefix, num_seqs, wanted_items, long_items, MIN_TILES: tl.constexpr,
-            LONG_TILES: tl.constexpr, WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr,
-            SEQS_PAD: tl.constexpr):  # fmt: skip
-    """How many pieces each sequence is cut into; every program comes to the same answer."""
+_PIECE_INTS = tl.constexpr(8)
+_PIECES_EACH = 16  # that a program writes, of up to 1,024 sequences: it compares all of these with all of those
+
+
+@triton.jit(do_not_specialize=["num_seqs", "wanted_pieces", "long_pieces", "most_pieces"])
+def pieces_kernel(pieces_ptr, kv_lens_ptr, prefix_lens_ptr, num_seqs, wanted_pieces, long_pieces, most_pieces,
+                  MIN_TILES: tl.constexpr, LONG_TILES: tl.constexpr, WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr,
+                  SEQS_PAD: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
+    """Cut the sequences into pieces. Each program comes to the same answer, and writes some of them."""
     index = tl.arange(0, SEQS_PAD)
-    lens = tl.load(kv_lens_ptr + index, mask=index < num_seqs, other=0)
+    is_seq = index < num_seqs
+    lens = tl.load(kv_lens_ptr + index, mask=is_seq, other=0)
     tiles = (lens + TILE_TOKENS - 1) // TILE_TOKENS
     if WINDOW > 0:
         tiles -= tl.maximum(lens - WINDOW, 0) // TILE_TOKENS
-    if prefix is not None:
-        tiles -= tl.load(prefix.seq_lens + index, mask=index < num_seqs, other=0) // TILE_TOKENS
+    if prefix_lens_ptr is not None:
+        tiles -= tl.load(prefix_lens_ptr + index, mask=is_seq, other=0) // TILE_TOKENS
     total = tl.sum(tiles, axis=0)
     # Long pieces are worth more programs: one on a multiprocessor does not ask for memory as fast as that delivers.
-    wanted_items = tl.where(total > LONG_TILES * wanted_items, long_items, wanted_items)
-    tiles_per_piece = tl.maximum((total + wanted_items - 1) // wanted_items, MIN_TILES)
-    pieces = tl.maximum((tiles + tiles_per_piece - 1) // tiles_per_piece, 1)
-    return index, tl.where(index < num_seqs, pieces, 0)
+    wanted_pieces = tl.where(total > LONG_TILES * wanted_pieces, long_pieces, wanted_pieces)
+    tiles_per_piece = tl.maximum((total + wanted_pieces - 1) // wanted_pieces, MIN_TILES)
+    counts = tl.where(is_seq, tl.maximum((tiles + tiles_per_piece - 1) // tiles_per_piece, 1), 0)
+    ends = tl.cumsum(counts, axis=0)
+
+    piece = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    is_before = (ends[None, :] <= piece[:, None]) & is_seq[None, :]
+    seq = tl.sum(is_before.to(tl.int32), axis=1)
+    first = tl.max(tl.where(is_before, ends[None, :], 0), axis=1)
+    count = tl.sum(tl.where(index[None, :] == seq[:, None], counts[None, :], 0), axis=1)
+    exists = seq < num_seqs
+    count = tl.where(exists, count, 1)
+    kv_len = tl.load(kv_lens_ptr + seq, mask=exists, other=0)
+    low = tl.zeros([EACH], tl.int32)
+    if WINDOW > 0:
+        low = tl.maximum(kv_len - WINDOW, 0)
+    if prefix_lens_ptr is not None:
+        low = tl.load(prefix_lens_ptr + seq, mask=exists, other=0)  # a multiple of TILE_TOKENS
+    first_tile = low // TILE_TOKENS
+    num_tiles = (kv_len + TILE_TOKENS - 1) // TILE_TOKENS - first_tile
+    out = pieces_ptr + piece * _PIECE_INTS
+    is_place = piece < most_pieces
+    tl.store(out, tl.where(exists, seq, -1), mask=is_place)
+    tl.store(out + 1, kv_len, mask=is_place)
+    tl.store(out + 2, low, mask=is_place)
+    tl.store(out + 3, first_tile + (piece - first) * num_tiles // count, mask=is_place)
+    tl.store(out + 4, first_tile + (piece - first + 1) * num_tiles // count, mask=is_place)
+    tl.store(out + 5, first, mask=is_place)
+    tl.store(out + 6, count, mask=is_place)
 
 
 @triton.jit
@@ -139,37 +169,28 @@ def _merge(partial_ptr, lse_ptr, out_ptr, first_item, num_pieces, kv_head, out_r
     store_narrowed(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], acc, mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "wanted_items", "long_items"])
-def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, tables_ptr, kv_lens_ptr, prefix,
-                  slopes_ptr, sinks_ptr, num_seqs, table_stride, wanted_items, long_items, qk_scale, softcap, v_scale,
+@triton.jit(do_not_specialize=["table_stride"])
+def decode_kernel(q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr, tables_ptr, pieces_ptr, prefix,
+                  slopes_ptr, sinks_ptr, table_stride, qk_scale, softcap, v_scale,
                   KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_LOW: tl.constexpr, GROUP_PAD: tl.constexpr,
                   HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr,
-                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, SEQS_PAD: tl.constexpr,
-                  MIN_TILES: tl.constexpr, LONG_TILES: tl.constexpr, PREFIX_ROWS: tl.constexpr,
+                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, PREFIX_ROWS: tl.constexpr,
                   STAGES: tl.constexpr):  # fmt: skip
     """prefix: a PrefixResults, or None."""
     PAIRED: tl.constexpr = kv_ptr.dtype.element_ty == tl.float8e4nv and DIM_PAD >= 32  # see widened_pairs
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
-    index, pieces = _pieces(kv_lens_ptr, prefix, num_seqs, wanted_items, long_items, MIN_TILES, LONG_TILES, WINDOW,
-                            TILE_TOKENS, SEQS_PAD)  # fmt: skip
-    ends = tl.cumsum(pieces, axis=0)
-    seq = tl.sum(((ends <= item) & (index < num_seqs)).to(tl.int32), axis=0)
-    if seq >= num_seqs:
+    pieces_ptr += item * _PIECE_INTS
+    seq = tl.load(pieces_ptr)
+    kv_len = tl.load(pieces_ptr + 1)
+    low = tl.load(pieces_ptr + 2)
+    tile_begin = tl.load(pieces_ptr + 3)
+    tile_end = tl.load(pieces_ptr + 4)
+    first_item = tl.load(pieces_ptr + 5)
+    num_pieces = tl.load(pieces_ptr + 6)
+    if seq < 0:
         return
-    first_item = tl.sum(tl.where(index < seq, pieces, 0), axis=0)
-    num_pieces = tl.sum(tl.where(index == seq, pieces, 0), axis=0)
     piece = item - first_item
-    kv_len = tl.load(kv_lens_ptr + seq)
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(kv_len - WINDOW, 0)
-    if prefix is not None:
-        low = tl.load(prefix.seq_lens + seq)  # a multiple of TILE_TOKENS
-    first_tile = low // TILE_TOKENS
-    num_tiles = (kv_len + TILE_TOKENS - 1) // TILE_TOKENS - first_tile
-    tile_begin = first_tile + piece * num_tiles // num_pieces
-    tile_end = first_tile + (piece + 1) * num_tiles // num_pieces
 
     heads = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
@@ -272,18 +293,16 @@ class AttentionScratch:
 def decode_attention(
     q: Tensor,  # [seqs, heads * head_dim]: the first rows of a step
     kv: Tensor,  # [num_blocks, 2, kv_heads, block_size, head_dim]
-    block_tables: Tensor,
-    kv_lens: Tensor,
+    batch: AttentionBatch,
     out: Tensor,  # like q
     spec: AttentionSpec,
     config: DecodeConfig,
     scratch: AttentionScratch,
     *,
-    num_seqs: int,
-    max_kv_len: int,
     prefix: PrefixResults | None = None,
 ) -> None:
-    """Attention of row i of q over sequence i's blocks, for i < num_seqs; a prefix's blocks are those of `prefix`."""
+    """Attention of row i of q over sequence i's blocks, for each decode; a prefix's blocks are those of `prefix`."""
+    num_seqs, max_kv_len = batch.num_decodes, batch.max_kv_len
     group = spec.num_heads // spec.num_kv_heads
     group_low = next_power_of_2(group)
     group_pad = max(16, group_low)
@@ -302,19 +321,45 @@ def decode_attention(
         few = many = max(many, int(config.busy_pieces_per_seq * num_seqs))
     # Cutting at whole pieces leaves at most one short one for each sequence beside the wanted whole ones.
     max_items = min(num_seqs + max(few, many), num_seqs * max(1, -(-max_tiles // config.min_tiles_per_split)))
+    pieces = _cut(batch, spec, config, few, many, max_items, prefix)
     entries = max_items * spec.num_kv_heads * group_low
     partial = torch.empty(entries * dim_pad, dtype=torch.float32, device=q.device)
     lse = torch.empty(entries, dtype=torch.float32, device=q.device)
     assert scratch.arrivals.numel() >= num_seqs * spec.num_kv_heads
     decode_kernel[(spec.num_kv_heads, max_items)](
-        q, kv, out, partial, lse, scratch.arrivals, block_tables, kv_lens, prefix, spec.slopes, spec.sinks,
-        num_seqs, block_tables.stride(0), few, many, qk_scale(spec), spec.softcap or 0.0, spec.v_scale,
+        q, kv, out, partial, lse, scratch.arrivals, batch.block_tables, pieces, prefix, spec.slopes, spec.sinks,
+        batch.block_tables.stride(0), qk_scale(spec), spec.softcap or 0.0, spec.v_scale,
         KV_HEADS=spec.num_kv_heads, GROUP=group, GROUP_LOW=group_low, GROUP_PAD=group_pad, HEAD_DIM=spec.head_dim,
         DIM_PAD=dim_pad, BLOCK_SIZE=kv.shape[3], TILE_TOKENS=config.tile_tokens, WINDOW=spec.window or 0,
-        SOFTCAP=spec.softcap is not None, COMPUTE=compute_dtype(q.dtype, kv.dtype), SEQS_PAD=padded_seqs(num_seqs),
-        MIN_TILES=config.min_tiles_per_split, LONG_TILES=config.long_tiles,
+        SOFTCAP=spec.softcap is not None, COMPUTE=compute_dtype(q.dtype, kv.dtype),
         PREFIX_ROWS=0 if prefix is None else prefix.lse.shape[2], STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
+
+
+def _cut(
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    config: DecodeConfig,
+    few: int,
+    many: int,
+    max_items: int,
+    prefix: PrefixResults | None,
+) -> Tensor:
+    """[items, 8] int32. Layers that are alike share them: to cut sequences takes a program longer than to read
+    what it is to do."""
+    key = (config, spec.num_kv_heads, spec.window, prefix is not None, max_items)
+    pieces = batch.decode_pieces.get(key)
+    if pieces is None:
+        pieces = torch.empty((max_items, _PIECE_INTS.value), dtype=torch.int32, device=batch.kv_lens.device)
+        seqs_pad = padded_seqs(batch.num_decodes)
+        each = max(1, min(_PIECES_EACH, _PIECES_EACH * 1024 // seqs_pad))  # within the registers
+        pieces_kernel[(-(-max_items // each),)](
+            pieces, batch.kv_lens, None if prefix is None else prefix.seq_lens, batch.num_decodes, few, many, max_items,
+            MIN_TILES=config.min_tiles_per_split, LONG_TILES=config.long_tiles, WINDOW=spec.window or 0,
+            TILE_TOKENS=config.tile_tokens, SEQS_PAD=seqs_pad, EACH=each, num_warps=4,
+        )  # fmt: skip
+        batch.decode_pieces[key] = pieces
+    return pieces
 
 
 def can_share(spec: AttentionSpec) -> bool:

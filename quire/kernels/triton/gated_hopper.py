@@ -11,8 +11,6 @@ tile is multiplied.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,19 +26,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from quire.kernels.interface import Unscaled
 from quire.kernels.triton.configs import NUM_SMS
 from quire.kernels.triton.invariant_hopper import TILE_K, locate, preceding
-from quire.kernels.triton.norm import row_factor, stream_arguments
+from quire.kernels.triton.norm import row_factors
 from quire.kernels.triton.prefill_hopper import following, new_barriers, thread_barrier
 
 _TILE_N = 128  # of gate, and of up
 _TILE_ROWS = 128
 _GROUP = 8
 _STAGES = 4
-
-
-@triton.jit
-def row_factors_kernel(stream_ptr, factors_ptr, eps, STREAM: tl.constexpr, STREAM_PAD: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    tl.store(factors_ptr + row, row_factor(stream_ptr + row * STREAM, eps, STREAM, STREAM_PAD))
 
 
 @gluon.jit
@@ -138,14 +130,10 @@ def gated_hopper_kernel(w_desc, x_desc, out_desc, factors_ptr, bias_ptr, num_ite
 
 def gated_hopper(x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """weight: [2 * n, k], gate above up. -> activation(x @ gate.T) * (x @ up.T): [rows, n]"""
-    stream, eps, stream_width, stream_pad = stream_arguments(x if isinstance(x, Unscaled) else None)
     rows_of_x = x.x if isinstance(x, Unscaled) else x
     (rows, k), n = rows_of_x.shape, weight.shape[0] // 2
     assert rows_of_x.is_contiguous() and weight.is_contiguous() and k % 8 == 0 and n % 8 == 0
-    factors = None
-    if stream is not None:
-        factors = torch.empty(rows, dtype=torch.float32, device=weight.device)
-        row_factors_kernel[(rows,)](stream, factors, eps, STREAM=stream_width, STREAM_PAD=stream_pad, num_warps=4)
+    factors = row_factors(x) if isinstance(x, Unscaled) else None
     out = torch.empty((rows, n), dtype=weight.dtype, device=weight.device)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     w_desc = TensorDescriptor(weight, [2 * n, k], [k, 1], [_TILE_N, TILE_K], layout)

@@ -56,6 +56,22 @@ def stream_arguments(rows: Unscaled | None) -> tuple[Tensor | None, float, int, 
     return rows.x, rows.eps, width, next_power_of_2(width)
 
 
+@triton.jit
+def row_factors_kernel(stream_ptr, factors_ptr, eps, STREAM: tl.constexpr, STREAM_PAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(factors_ptr + row, row_factor(stream_ptr + row * STREAM, eps, STREAM, STREAM_PAD))
+
+
+def row_factors(rows: Unscaled, out: Tensor | None = None) -> Tensor:
+    """[rows] float32: what each row of a product of them is to be multiplied by."""
+    stream, eps, width, width_pad = stream_arguments(rows)
+    assert stream is not None
+    if out is None:
+        out = torch.empty(len(stream), dtype=torch.float32, device=stream.device)
+    row_factors_kernel[(len(stream),)](stream, out, eps, STREAM=width, STREAM_PAD=width_pad, num_warps=4)
+    return out
+
+
 def norm_rows(
     x: Tensor,
     norm: Norm,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,6 +82,12 @@ class TritonOps(ComposedOps):
         self.skinny_scratch = SkinnyScratch.allocate(1 << 14, self.device)
         self._routing_scratches: dict[int, RoutingScratch] = {}
         self._bank: AdapterBank | None = None
+
+    @cached_property
+    def side_stream(self) -> torch.cuda.Stream:
+        """For what captured steps run beside their kernels. Not one for a device: a step of another engine in this
+        process may be captured at the same time."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]:
         return (4, 8, 16, 32, 64, 128)

@@ -35,12 +35,15 @@ if not torch.cuda.is_available():
 
     interpreter.InterpreterBuilder.create_si_to_fp = _integer_to_float
 
-    # It keeps bfloat16 as 16-bit integers and multiplies those in dot: widen them first, which is exact.
+    # It keeps bfloat16 as 16-bit integers and multiplies those in dot. And it has a BLAS add in 32 bits, whose order
+    # depends on the processor and on the tiles' sizes, where a tensor core's does not: in 64 bits no order shows.
     _create_dot = interpreter.InterpreterBuilder.create_dot
 
-    def _create_wide_dot(self, a, b, *rest):
-        widened = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
-        return _create_dot(self, *widened, *rest)
+    def _create_wide_dot(self, a, b, d, *rest):
+        if not (a.dtype.is_floating() and b.dtype.is_floating()):
+            return _create_dot(self, a, b, d, *rest)
+        left, right = (self.cast_impl(x, tl.float32).data.astype(np.float64) for x in (a, b))
+        return interpreter.TensorHandle((left @ right).astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = _create_wide_dot
 

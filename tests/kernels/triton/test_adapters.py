@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 
 import numpy as np
 import pytest
 import torch
 
-from quire.kernels.adapters import AdapterBank, AdapterSite, LowRankPair
+from quire.kernels.adapters import AdapterBank, AdapterSite, LowRank, LowRankPair
 from quire.kernels.interface import AttentionBatch, AttentionSpec, Norm, Rotary, Unscaled
 from quire.kernels.triton import TritonOps, adapters
 from quire.kernels.triton.one_adapter import OneAdapter
@@ -19,18 +20,23 @@ PARTS = {
     "qkv": (HIDDEN, (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)),
     "gate_up": (HIDDEN, (INNER, INNER)),
     "down": (INNER, (HIDDEN,)),
+    "gate_up in one": (HIDDEN, (2 * INNER,)),
+    "wide gate_up": (HIDDEN, (152, 152)),  # several tiles of columns, the last of them not full
 }
 RANKS = (5, 16, 20)
 
 
-def adapted(name, device, *, fold=None, held=slice(None)):
+def adapted(name, device, *, fold=None, held=slice(None), bias=None):
     """A matrix with adapters of three ranks, or some columns of it; -> it, and the dense matrix that each adapter makes
     of all of it."""
     torch.manual_seed(3)
     columns, parts = PARTS[name]
     ops = TritonOps(device, torch.bfloat16)
     bank = AdapterBank(4, 20, device=device, dtype=torch.bfloat16, tile=ops.adapter_tile)
-    matrix = ops.new_adapted(ops.new_linear(sum(parts), len(range(columns)[held])), bank)
+    base = ops.new_linear(sum(parts), len(range(columns)[held]), bias=bias is not None)
+    matrix = ops.new_adapted(base, bank)
+    if bias is not None:
+        matrix.load_bias(0, bias)
     weight = torch.randn(sum(parts), columns) / columns**0.5
     matrix.load_rows(0, weight, columns=held)
     if fold is not None:
@@ -92,11 +98,12 @@ def test_what_follows_products(num_tokens, device):
     normed = normed * torch.rsqrt(normed.square().mean(1, keepdim=True) + 1e-5)
     x = Unscaled(residual, None, 1e-5) if num_tokens > 32 else normed.to(device, torch.bfloat16)
 
-    gate_up, merged = adapted("gate_up", device, fold=fold.to(device))
-    which = placed(gate_up.bank, num_tokens, device)
-    gate, up = products(normed * fold.double(), merged, which).chunk(2, dim=1)
-    gated = torch.nn.functional.silu(gate) * up
-    assert close(gate_up.multiply_act(x, "silu"), gated)
+    for name in ("gate_up in one", "gate_up"):
+        gate_up, merged = adapted(name, device, fold=fold.to(device))
+        which = placed(gate_up.bank, num_tokens, device)
+        gate, up = products(normed * fold.double(), merged, which).chunk(2, dim=1)
+        gated = torch.nn.functional.silu(gate) * up
+        assert close(gate_up.multiply_act(x, "silu"), gated)
 
     down, merged = adapted("down", device)
     which = placed(down.bank, num_tokens, device)
@@ -130,6 +137,108 @@ def test_what_follows_products(num_tokens, device):
     q = qkv.multiply_rope_write(x, Rotary(angles), kv, batch, AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, 1.0))
     expected = products(normed * fold.double(), merged, which)
     assert close(torch.cat([q, kv[:, 0, 0, 0], kv[:, 1, 0, 0]], dim=1), expected)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("num_tokens", "few"), [(33, 1024), (140, 1024), (140, 64)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_activation_of_many_rows(has_bias, num_tokens, few, activation, device, monkeypatch):
+    """In tiles of 16 tokens and of 64, several of them of one adapter; a row without one is gated all the same."""
+    monkeypatch.setattr(adapters, "_FEW_TOKENS", few)
+    torch.manual_seed(5)
+    bias = torch.randn(304) if has_bias else None
+    fold = torch.rand(HIDDEN) + 0.5
+    gate_up, merged = adapted("wide gate_up", device, fold=fold.to(device), bias=bias)
+    residual = torch.randn(num_tokens, HIDDEN, device=device).bfloat16()
+    normed = residual.double().cpu() * fold.double()
+    normed = normed * torch.rsqrt(residual.double().cpu().square().mean(1, keepdim=True) + 1e-5)
+    for kind in ("mixed", "none"):
+        which = placed(gate_up.bank, num_tokens, device)
+        if kind == "none":
+            slots = np.full(num_tokens, -1)
+            packed = torch.from_numpy(gate_up.bank.pack_rows(slots)).to(device)
+            gate_up.bank.rows = gate_up.bank.unpack_rows(packed, num_tokens)
+            which = which * 0
+        product = products(normed, merged, which)
+        gate, up = (product if bias is None else product + bias.bfloat16().double()).chunk(2, dim=1)
+        gated = torch.nn.functional.silu(gate) if activation == "silu" else gelu_tanh(gate)
+        assert close(gate_up.multiply_act(Unscaled(residual, None, 1e-5), activation), gated * up)
+
+
+def gelu_tanh(x):
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("num_tokens", [3, 37])
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_sums_over_long_rows_are_cut(num_tokens, is_beside, device, monkeypatch):
+    """A x in several parts, by programs of their own."""
+    launched = []
+    kernel = adapters.shrink_kernel
+
+    class Recorded:
+        def __getitem__(self, grid):
+            launched.append(grid[2])
+            return kernel[grid]
+
+    for name, value in {"shrink_kernel": Recorded(), "_TILE_K": 16, "_SPLIT_K": 32, "_SPLIT_K_BESIDE": 48}.items():
+        monkeypatch.setattr(adapters, name, value)
+    monkeypatch.setattr(adapters, "_MIN_BESIDE", 0 if is_beside else 1 << 22)
+    for name in ("qkv", "gate_up", "gate_up in one"):
+        matrix, merged = adapted(name, device)
+        which = placed(matrix.bank, num_tokens, device)
+        x = torch.randn(num_tokens, matrix.in_features, device=device).bfloat16()
+        assert close(matrix.multiply(x), products(x, merged, which))
+        if num_tokens > 32 and name != "qkv":
+            normed = x.double().cpu() * torch.rsqrt(x.double().cpu().square().mean(1, keepdim=True) + 1e-5)
+            gate, up = products(normed, merged, which).chunk(2, dim=1)
+            gated = torch.nn.functional.silu(gate) * up
+            assert close(matrix.multiply_act(Unscaled(x, None, 1e-5), "silu"), gated)
+    assert set(launched) == {2 if is_beside else 3}
+
+
+class Streams:
+    """Stands in for CUDA's streams, and keeps the order of what happens."""
+
+    def __init__(self, happened, name):
+        self.happened, self.name = happened, name
+
+    def wait_stream(self, other):
+        self.happened.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_beside_a_product_x_is_shrunk_between_a_fork_and_a_join(fails, monkeypatch):
+    """Also where the product fails: a capture that a stream never left cannot be ended."""
+    happened = []
+    main, side = Streams(happened, "main"), Streams(happened, "side")
+
+    @contextlib.contextmanager
+    def stream(one):
+        happened.append(f"on {one.name}")
+        yield
+        happened.append("on main")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    with contextlib.suppress(torch.OutOfMemoryError), adapters._beside(side, "cuda", lambda: happened.append("A x")):
+        happened.append("W x")
+        if fails:
+            raise torch.OutOfMemoryError
+    assert happened == ["side waits for main", "on side", "A x", "on main", "W x", "main waits for side"]
+
+
+def test_x_is_shrunk_beside_large_products_of_few_tokens():
+    """By shapes alone: what is compiled beforehand must be what is launched."""
+    bank = AdapterBank(1, 16, device="meta", dtype=torch.bfloat16, tile=lambda _: 16)
+
+    def is_beside(num_tokens, k, *parts):
+        return adapters._runs_beside(torch.empty(num_tokens, k, device="meta"), LowRank(bank, 0, 0, 0, parts, k))
+
+    for parts, k in (((4096, 1024, 1024), 4096), ((4096,), 4096), ((14336, 14336), 4096), ((4096,), 14336)):
+        assert is_beside(2, k, *parts) and is_beside(1024, k, *parts) and not is_beside(1025, k, *parts)
+    for parts, k in (((576, 192, 192), 576), ((576,), 576), ((1536, 1536), 576), ((576,), 1536)):
+        assert not is_beside(2, k, *parts)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 37])
@@ -166,6 +275,6 @@ def test_an_empty_tile_changes_nothing(device):
 def test_kernels_do_not_depend_on_the_length_of_a_slot():
     """It grows with the layers, and kernels are compiled beforehand for a model with fewer of them."""
     assert "slot_values" in OneAdapter._fields
-    for kernel in (adapters.shrink_kernel, adapters.expand_kernel):
+    for kernel in (adapters.shrink_kernel, adapters.expand_kernel, adapters.expand_act_kernel):
         assert "slot_values" in inspect.signature(kernel.fn).parameters
         assert "slot_values" not in inspect.get_annotations(kernel.fn)  # as a constant has one

@@ -321,11 +321,13 @@ def test_what_follows_a_product_is_in_its_launch(rows, ops, device, monkeypatch)
     residual, kv = torch.randn(rows, 96).bfloat16(), torch.zeros(rows, 2, 1, 4, 64).bfloat16()
     attention = SelfAttention(LAYER_SPEC, 0, Rotary(torch.randn(50, 64)), layer["qkv"], layer["output"])
     whole = Layer(norms[0], attention, norms[1], DenseMlp("silu", layer["gate_up"], layer["down"]))
-    x = ops.norm(residual, norms[0])
-    for _ in range(2):  # the second time as in the middle of a model: the norm before was left by the product before
+    x, batch = ops.norm(residual, norms[0]), decode_batch(rows, device)
+    # The second time as in the middle of a model: the norm before was left by the product before, and the first layer
+    # has cut the sequences into pieces.
+    for _ in range(2):
         monkeypatch.setattr(GridExecutor, "__call__", record)
         launched.clear()
-        x, residual = whole.attend(ops, x, residual, kv, [decode_batch(rows, device)])
+        x, residual = whole.attend(ops, x, residual, kv, [batch])
         x = whole.mlp.run(x, residual, norms[0])
         monkeypatch.setattr(GridExecutor, "__call__", call)
     assert launched == LAUNCHES[rows]

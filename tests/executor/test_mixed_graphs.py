@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.executor import mixed_step
+from quire.executor import mixed_graphs
 from quire.executor.batch import PersistentBatch
-from quire.executor.mixed_step import MixedInputs, MixedShape, all_shapes, run_mixed_step
+from quire.executor.mixed_graphs import MixedInputs, MixedShape, all_shapes, run_mixed_step
 from quire.executor.sizing import MAX_MIXED_PROMPTS
 from quire.kernels.reference import ReferenceOps
 from quire.plan import StepPlan
@@ -21,7 +21,7 @@ BLOCK_SIZE = 4
 
 
 def shape_of(plan: StepPlan, most_seqs: int = 1_000) -> MixedShape | None:
-    return mixed_step.shape_of(plan, most_seqs)
+    return mixed_graphs.shape_of(plan, most_seqs)
 
 
 def plan_of(spans: list[tuple[int, int, bool]]) -> StepPlan:
