@@ -32,8 +32,10 @@ from quire.server.file_store import FileInfo, FileStore, read_upload
 from quire.server.request_files import (
     AnswerFile,
     EndpointCaller,
+    FileError,
     RequestCounts,
     count_lines,
+    errors_of_file,
     numbered_lines,
     read_answered,
     run_lines,
@@ -79,6 +81,10 @@ class Batch(msgspec.Struct, kw_only=True):
         self.status = status
         if status != "validating":
             setattr(self, f"{status}_at", int(time.time()))
+
+    def fail(self, errors: list[FileError]) -> None:
+        self.errors = {"object": "list", "data": msgspec.to_builtins(errors)}
+        self.enter("failed")
 
 
 class BatchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -184,6 +190,10 @@ class Batches:
     async def _run(self, batch: Batch, context: ServerContext) -> None:
         store, max_bytes = self.store, context.settings.max_body_bytes
         source = store.path(store.get(batch.input_file_id, batch.tenant))
+        endpoints = {batch.endpoint: context.answering[batch.endpoint]}
+        if wrong := await asyncio.to_thread(errors_of_file, source, endpoints, max_bytes):
+            batch.fail(wrong)
+            return
         output = self._answer_file(batch, batch.output_file_id, "output")
         errors = self._answer_file(batch, batch.error_file_id, "errors")
         batch.output_file_id, batch.error_file_id = output.id, errors.id
@@ -193,9 +203,7 @@ class Batches:
         batch.request_counts = RequestCounts(num_lines, len(answered), len(failed))
         batch.enter("in_progress")
         self._save(batch)
-        defaults = {"priority": MAX_PRIORITY}
-        endpoints = {batch.endpoint: context.answering[batch.endpoint]}
-        caller = EndpointCaller(endpoints, tenant=batch.tenant, defaults=defaults)
+        caller = EndpointCaller(endpoints, tenant=batch.tenant, defaults={"priority": MAX_PRIORITY})
         saved_s = time.monotonic()
         try:
             with (
@@ -244,8 +252,7 @@ class Batches:
         if not isinstance(failure, (ApiError, ConfigError)):
             get_logger().error("batch %s failed", batch.id, exc_info=failure)
         told = str(failure) if isinstance(failure, (ApiError, ConfigError)) else "the server failed; its log says why"
-        batch.errors = {"object": "list", "data": [{"code": "failed", "message": told, "line": None, "param": None}]}
-        batch.enter("failed")
+        batch.fail([FileError("failed", told)])
 
     def _save(self, batch: Batch) -> None:
         self.store.save_record(batch.id, batch)

@@ -37,6 +37,7 @@ _TYPES = {
 NO_RETRY = {"x-should-retry": "false"}
 # When a client that was turned away should ask again: a replacement is up in seconds.
 RETRY_SOON = {"retry-after": "5"}
+INVALID_JSON = "invalid_json"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's; the page's chat knows it too
 # Text from a client is cut before anything reads it, sends it back or logs it.
 MAX_NAME_CHARS = 100
@@ -133,7 +134,7 @@ def from_decode_error(error: Exception, known_fields: Sequence[str] = ()) -> Api
     if isinstance(error, RecursionError):
         return bad_request("the body is nested too deeply")
     if not isinstance(error, msgspec.ValidationError):
-        return bad_request(f"the body is not valid JSON: {error}", code="invalid_json")
+        return bad_request(f"the body is not valid JSON: {error}", code=INVALID_JSON)
     text, where = _message_and_path(str(error))
     for start in (_UNKNOWN, _MISSING):
         if text.startswith(start):

@@ -25,9 +25,10 @@ from starlette.types import Message, Scope
 
 from quire.errors import ConfigError, EngineDeadError
 from quire.server.endpoint import REQUEST_ID_HEADER, JsonEndpoint
-from quire.server.errors import from_decode_error, shown
+from quire.server.errors import INVALID_JSON, ApiError, bad_request, from_decode_error, shown
 
 _MAX_RETRY_S = 5.0
+_MAX_ERRORS = 100  # of a file without a request; a client wants the first ones
 _ID = "batch_req_"
 
 
@@ -51,6 +52,15 @@ class Answer:
     request_id: str
     retry_after_s: float
     body: bytes
+
+
+class FileError(msgspec.Struct):
+    """Why a file cannot be answered, in the shape and with the codes of OpenAI's batches."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
 
 
 class RequestCounts(msgspec.Struct):
@@ -140,9 +150,9 @@ async def run_lines(
                     tasks.create_task(answer(number, line))
                     continue
                 room.release()
-                if number not in answered:
+                if problem is not None and number not in answered:
                     counts.failed += 1
-                    told = {"code": "invalid_line", "message": f"line {number}: {problem}"}
+                    told = {"code": "invalid_line", "message": f"line {number}: {problem.message}"}
                     write(_answer_line(number, custom_id, error=told), False)
                 elif answered[number] != hash(custom_id):
                     raise ConfigError(
@@ -164,19 +174,34 @@ async def _ask(caller: EndpointCaller, line: _Line) -> Answer:
             return reply
 
 
-def _read_line(raw: bytes, endpoints: Mapping[str, Any], max_line_bytes: int) -> tuple[_Line | None, str | None]:
-    """The line's request, and what is wrong with it."""
+def _read_line(raw: bytes, endpoints: Mapping[str, Any], max_line_bytes: int) -> tuple[_Line | None, ApiError | None]:
+    """The line's request, and what is wrong with it; at least one of them."""
     if len(raw) > max_line_bytes:
-        return None, f"longer than {max_line_bytes} bytes"
+        return None, bad_request(f"longer than {max_line_bytes} bytes")
     try:
         line = msgspec.json.decode(raw, type=_Line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return None, from_decode_error(error, _Line.__struct_fields__).message
+        return None, from_decode_error(error, _Line.__struct_fields__)
     if line.url not in endpoints:
-        return line, f"url must be one of {', '.join(sorted(endpoints))}, got {shown(line.url)!r}"
+        wanted = ", ".join(sorted(endpoints))
+        return line, bad_request(f"url must be one of {wanted}, got {shown(line.url)!r}", "url", "invalid_url")
     if line.body.get("stream"):
-        return line, "body.stream must be false: an answer in a file is whole"
+        return line, bad_request("body.stream must be false: an answer in a file is whole", "body.stream")
     return line, None
+
+
+def errors_of_file(path: Path, endpoints: Mapping[str, Any], max_line_bytes: int) -> list[FileError]:
+    """Why no line of a file is a request; nothing where one is. Reads no further than that line."""
+    found: list[FileError] = []
+    with path.open("rb") as file:
+        for number, raw in numbered_lines(file, max_line_bytes):
+            _, problem = _read_line(raw, endpoints, max_line_bytes)
+            if problem is None:
+                return []
+            if len(found) < _MAX_ERRORS:
+                code = "invalid_json_line" if problem.code == INVALID_JSON else problem.code or "invalid_line"
+                found.append(FileError(code, problem.message, number, problem.param))
+    return found or [FileError("empty_file", "the file has no line: it must be JSONL, a request a line")]
 
 
 def _answer_line(number: int, custom_id: str | None, *, response: Any = None, error: Any = None) -> bytes:

@@ -77,6 +77,31 @@ def test_a_batch_is_answered_and_what_is_wrong_is_told_apart(server: Server) -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (b"", [("empty_file", None, None)]),
+        (b"\n  \n", [("empty_file", None, None)]),
+        (b"no json\n\n[1]\n", [("invalid_json_line", 1, None), ("invalid_value", 3, None)]),
+        (
+            b'{"custom_id": "a"}\n' + line("b", "/v1/chat/completions"),
+            [("missing_field", 1, "url"), ("invalid_url", 2, "url")],
+        ),
+        (b"x\n" * 101, [("invalid_json_line", i + 1, None) for i in range(100)]),
+    ],
+)
+def test_a_file_without_a_request_fails_its_batch(
+    server: Server, content: bytes, wrong: list[tuple[str, int | None, str | None]]
+) -> None:
+    ann = client(server)
+    batch = ended(ann, make(ann, content).id)
+    assert batch.status == "failed" and batch.failed_at and batch.completed_at is None
+    assert batch.output_file_id is None and batch.error_file_id is None and batch.request_counts.total == 0
+    assert batch.errors.object == "list" and all(error.message for error in batch.errors.data)
+    assert [(error.code, error.line, error.param) for error in batch.errors.data] == wrong
+    assert [file.id for file in ann.files.list()] == [batch.input_file_id]
+
+
 def test_requests_of_a_batch_give_way_to_others(server: Server, engine: ScriptedEngine) -> None:
     ann = client(server)
     ended(ann, make(ann, line("a") + line("b", priority=3)).id)
