@@ -197,7 +197,7 @@ class EngineConfig:
     swap_space_gb: float = 0.0
     kv_offloading_size: float = 0.0  # GiB of host memory for cached blocks, of all ranks together; on a GPU
     kv_disk_path: str | None = None  # a directory for cached blocks
-    kv_disk_size: int | None = None  # bytes that they may take there, or text such as 50GiB
+    kv_disk_size: int | None = None  # bytes that they may take there, or text such as 50GiB; None: by its free space
     kv_transfer_config: Mapping[str, Any] | None = None  # a store of the user's own: docs/tiers.md
     kv_listen: str | None = None  # host:port or a Unix socket's path, where other engines of the model send blocks
     pinned_prefixes: tuple[str | tuple[int, ...], ...] = ()
@@ -337,8 +337,8 @@ class EngineConfig:
             self._set("kv_transfer_config", _mapping(self.kv_transfer_config, "kv_transfer_config"))
         if self.kv_disk_path is not None and (not isinstance(self.kv_disk_path, str) or not self.kv_disk_path):
             raise ConfigError(f"kv_disk_path must be a directory, got {self.kv_disk_path!r}")
-        if (self.kv_disk_path is None) != (self.kv_disk_size is None):
-            raise ConfigError("kv_disk_path and kv_disk_size go together: where blocks are kept, and how much of it")
+        if self.kv_disk_size is not None and self.kv_disk_path is None:
+            raise ConfigError("kv_disk_size has no effect without kv_disk_path: name a directory, or leave it out")
         if (self.kv_offloading_size or self.has_kv_stores) and not self.enable_prefix_caching:
             raise ConfigError(
                 "kv_offloading_size, kv_disk_path, kv_transfer_config and kv_listen are about the prefix cache's "

@@ -54,7 +54,7 @@ RUNTIME_FLAGS: dict[str, tuple[Any, str]] = {
     "swap_space_gb": (str, "host memory for swapped-out blocks, GiB (default 0)"),
     "kv_offloading_size": (str, "host memory for cached blocks, GiB, on a GPU (default 0)"),
     "kv_disk_path": (str, "directory for cached KV blocks, kept over restarts"),
-    "kv_disk_size": (str, "disk space for cached KV blocks, such as 50GiB"),
+    "kv_disk_size": (str, "disk space for them, such as 50GiB (default: 1/5 of what is free, up to 100GiB)"),
     "kv_transfer_config": (str, "a store of your own for cached blocks, as JSON (docs/tiers.md)"),
     "watermark": (float, "share of blocks that new requests leave free for running ones (default 0.01)"),
     "max_num_seqs": (int, "sequences that run at once"),

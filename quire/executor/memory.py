@@ -113,7 +113,7 @@ def plan_memory(
     if config.kv_offloading_size and device == "cpu":
         raise ConfigError(
             "kv_offloading_size: on a CPU host memory is the KV cache's own memory: raise kv_cache_memory_bytes "
-            "instead, or keep blocks on disk with kv_disk_path and kv_disk_size"
+            "instead, or keep blocks on disk with kv_disk_path"
         )
     host_gib = config.swap_space_gb + config.kv_offloading_size / config.num_ranks  # as vLLM counts both
     num_host_blocks = int(host_gib * GIB) // block_bytes

@@ -58,10 +58,10 @@ def build_stores(
     identity = hashlib.sha256(description.encode()).digest()[:16]
     stores: list[SealedStore] = []
     if config.kv_disk_path is not None:
-        assert config.kv_disk_size is not None
+        size = config.kv_disk_size
         disk = DiskStore(
             config.kv_disk_path,
-            max_bytes=int(config.kv_disk_size) * block_bytes // (whole_block_bytes or block_bytes),
+            max_bytes=None if size is None else size * block_bytes // (whole_block_bytes or block_bytes),
             record_bytes=block_bytes + SEAL_BYTES,
             identity=identity,
             description=description,

@@ -17,11 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from quire.errors import ConfigError
+from quire.log import get_logger
 from quire.sizes import show_size
 from quire.tiers.segment import SUFFIX, ForeignFileError, Segment, Shape
 
 _MAX_SEGMENT_BYTES = 256 << 20
 _MIN_SEGMENTS = 16  # that the size is cut into, so that evicting one costs little
+_DEFAULT_DIVISOR = 5  # of free space: a few models on one disk, each with its own directory, leave most of it free
+_MAX_DEFAULT_BYTES = 100 << 30
 _LOOK_EVERY_S = 1.0
 _TOUCH_EVERY_S = 5.0
 
@@ -35,17 +38,16 @@ class DiskStore:
         self,
         path: str | Path,
         *,
-        max_bytes: int,
+        max_bytes: int | None,
         record_bytes: int,
         identity: bytes,
         description: str = "",
         num_sharers: int = 1,
     ) -> None:
-        """num_sharers: ranks on this machine, each with such a store, that divide what is free."""
+        """max_bytes: None for a share of what is free. num_sharers: ranks on this machine, each with such a store, that
+        divide what is free."""
         self.directory = Path(path).expanduser() / identity.hex()
         self.shape = Shape(identity, record_bytes)
-        self.max_bytes = max_bytes
-        self._capacity = max(1, min(_MAX_SEGMENT_BYTES, max_bytes // _MIN_SEGMENTS) // record_bytes)
         self._segments: dict[str, Segment] = {}  # by file name
         self._index: dict[bytes, tuple[Segment, int]] = {}
         self._keys: dict[str, set[bytes]] = {}  # by file name
@@ -58,12 +60,13 @@ class DiskStore:
         self.num_rejected = 0  # files and entries that are not right
         self.num_refused = 0  # blocks for which there was no room
         self.num_evicted_segments = 0
-        self._prepare_directory(description, num_sharers)
+        self._prepare_directory(description)
+        self.max_bytes, self._capacity = self._sizes(max_bytes, num_sharers)
         self.look()
         self._looker = threading.Thread(target=self._keep_looking, name="kv-disk-look", daemon=True)
         self._looker.start()
 
-    def _prepare_directory(self, description: str, num_sharers: int) -> None:
+    def _prepare_directory(self, description: str) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             (self.directory / "identity.txt").write_text(description + "\n", encoding="utf-8")
@@ -72,22 +75,31 @@ class DiskStore:
             raise ConfigError(
                 f"kv_disk_path: {self.directory} cannot be written ({error.strerror}): give a directory that can"
             ) from None
-        held = sum(size for _, size, _ in self._files())
-        free = shutil.disk_usage(self.directory).free // num_sharers
-        size = f"kv_disk_size is {show_size(self.max_bytes)}" + (" for this rank" if num_sharers > 1 else "")
-        if self.max_bytes > free + held:
-            raise ConfigError(
-                f"{size}, and {self.directory} has {show_size(free + held)} for it: lower it, or give another "
-                "kv_disk_path"
-            )
-        if self.shape.segment_bytes(self._capacity) > self.max_bytes:
-            raise ConfigError(
-                f"{size} and holds no block: one takes "
-                f"{show_size(self.shape.segment_bytes(1))}; raise it, to 16GiB for example: without a unit it is bytes"
-            )
         for unfinished in self.directory.glob("*.new"):  # of an engine that was ended while it began one
             if time.time() - unfinished.stat().st_mtime > 60:
                 unfinished.unlink(missing_ok=True)
+
+    def _sizes(self, max_bytes: int | None, num_sharers: int) -> tuple[int, int]:
+        """The most bytes of all files, and the records of a segment. Files that are there already may be replaced, so
+        that they count as free, and the default stays the same from one start to the next."""
+        rank = " for this rank" if num_sharers > 1 else ""
+        room = shutil.disk_usage(self.directory).free // num_sharers + sum(size for _, size, _ in self._files())
+        has_room = f"{self.directory} has {show_size(room)} for it"
+        if max_bytes is None:
+            max_bytes = min(room // _DEFAULT_DIVISOR, _MAX_DEFAULT_BYTES // num_sharers)
+            told = f"kv_disk_size is not given: {show_size(max_bytes)}{rank} are taken, as {has_room}"
+            advice = "free space there, give another kv_disk_path, or set kv_disk_size"
+            get_logger().info(told)
+        else:
+            told = f"kv_disk_size is {show_size(max_bytes)}{rank}"
+            advice = "raise it, to 16GiB for example: without a unit it is bytes"
+            if max_bytes > room:
+                raise ConfigError(f"{told}, and {has_room}: lower it, or give another kv_disk_path")
+        capacity = max(1, min(_MAX_SEGMENT_BYTES, max_bytes // _MIN_SEGMENTS) // self.shape.record_bytes)
+        if self.shape.segment_bytes(capacity) > max_bytes:
+            one = show_size(self.shape.segment_bytes(1))
+            raise ConfigError(f"{told}, which holds no block: one takes {one}; {advice}")
+        return max_bytes, capacity
 
     @property
     def _lock_path(self) -> Path:

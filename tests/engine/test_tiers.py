@@ -259,11 +259,19 @@ def test_what_makes_other_bytes_has_other_blocks(weights: Path, tmp_path: Path) 
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_without_a_size_the_disk_level_takes_one_by_itself(weights: Path, tmp_path: Path) -> None:
+    engine = make(weights, kv_disk_path=str(tmp_path))
+    assert engine.core.kv.tiers is not None
+    usage = engine.core.kv.tiers.levels[0].store.usage()  # type: ignore[attr-defined]
+    assert 0 < usage["max_bytes"] <= 100 << 30
+    engine.close()
+
+
 def test_what_cannot_be_is_refused(weights: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
         make(weights, kv_offloading_size=1)
-    with pytest.raises(ConfigError, match="go together"):
-        make(weights, kv_disk_path=str(tmp_path))
+    with pytest.raises(ConfigError, match="without kv_disk_path"):
+        make(weights, kv_disk_size=1 << 20)
     with pytest.raises(ConfigError, match="enable_prefix_caching"):
         make(weights, tmp_path, enable_prefix_caching=False)
     (tmp_path / "file").write_text("")

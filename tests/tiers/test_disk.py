@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,8 +21,22 @@ RECORD = 1000
 IDENTITY = b"i" * 16
 
 
-def open_store(path: Path, *, max_bytes: int = 1 << 20, identity: bytes = IDENTITY, record: int = RECORD) -> DiskStore:
-    return DiskStore(path, max_bytes=max_bytes, record_bytes=record, identity=identity, description="a test")
+def open_store(
+    path: Path,
+    *,
+    max_bytes: int | None = 1 << 20,
+    identity: bytes = IDENTITY,
+    record: int = RECORD,
+    num_sharers: int = 1,
+) -> DiskStore:
+    return DiskStore(
+        path,
+        max_bytes=max_bytes,
+        record_bytes=record,
+        identity=identity,
+        description="a test",
+        num_sharers=num_sharers,
+    )
 
 
 def key(number: int) -> bytes:
@@ -242,6 +258,48 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         open_store(tmp_path, max_bytes=1 << 60)
     with pytest.raises(ConfigError, match="for this rank"):  # each of two could have it, and not both
         free = shutil.disk_usage(tmp_path).free
-        DiskStore(tmp_path, max_bytes=free * 2 // 3, record_bytes=RECORD, identity=IDENTITY, num_sharers=2)
+        open_store(tmp_path, max_bytes=free * 2 // 3, num_sharers=2)
     with pytest.raises(ConfigError, match="no block"):
         open_store(tmp_path, max_bytes=1000)
+
+
+def free_space(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=num_bytes))
+
+
+def test_without_a_size_it_takes_a_share_of_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free_space(monkeypatch, 1 << 20)
+    with caplog.at_level(logging.INFO, logger="quire"):
+        store = open_store(tmp_path, max_bytes=None)
+    assert store.max_bytes == (1 << 20) // 5
+    assert "kv_disk_size" in caplog.text and "204.80 KiB" in caplog.text and str(tmp_path) in caplog.text
+    for number in range(400):  # more than it may keep
+        put(store, number)
+    held = sum(path.stat().st_blocks * 512 for path in files(store))
+    assert 0 < held <= store.max_bytes and store.num_evicted_segments
+    store.close()
+    free_space(monkeypatch, (1 << 20) - held)
+    again = open_store(tmp_path, max_bytes=None)
+    assert again.max_bytes == (1 << 20) // 5  # what it has filled itself counts as free
+    again.close()
+
+
+@pytest.mark.parametrize(("num_sharers", "expected"), [(1, 100 << 30), (4, 25 << 30)])
+def test_the_share_has_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_sharers: int, expected: int
+) -> None:
+    free_space(monkeypatch, 8 << 40)
+    store = open_store(tmp_path, max_bytes=None, num_sharers=num_sharers)
+    assert store.max_bytes == expected
+    store.close()
+
+
+@pytest.mark.parametrize("free", [0, 4 * RECORD])
+def test_a_disk_without_room_for_a_block_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    free_space(monkeypatch, free)
+    with pytest.raises(ConfigError, match=r"no block.* free space there, give another kv_disk_path, or set"):
+        open_store(tmp_path, max_bytes=None)
