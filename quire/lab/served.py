@@ -23,25 +23,11 @@ from quire.config import EngineConfig
 from quire.engine.api import EngineInfo
 from quire.errors import ConfigError
 from quire.lab.simulated import engine_by_profile
-from quire.lab.validation import PAUSE_S, ROUNDS, SHARE_OF_CAPACITY, WARM_UP_SEED, Loads, report_of
+from quire.lab.validation import NUM_DRAWS, PAUSE_S, ROUNDS, SHARE_OF_CAPACITY, WARM_UP_SEED, Loads, Seen
 from quire.sim.fleet import Fleet
 from quire.sim.profile import ProfileCost, RecordedProfile, fit_steps
-from quire.sim.replica import TokenTimes
 from quire.sim.traffic import from_workload
 from quire.step_costs import StepLoad
-
-_NUM_DRAWS = 5  # simulations of each load
-
-
-@dataclass(slots=True)
-class Drawn:
-    """What simulated readers saw of all loads, with one drawing of the noise."""
-
-    times: TokenTimes = field(default_factory=TokenTimes)
-    seconds: float = 0.0
-
-    def report(self) -> RunReport:
-        return report_of(self.times, self.seconds)
 
 
 @dataclass(slots=True)
@@ -53,9 +39,9 @@ class ServedRuns:
     core_shares: list[float] = field(default_factory=list)  # of each load that was measured
     at_once: list[TimedLoad] = field(default_factory=list)
     timed: list[TimedLoad] = field(default_factory=list)
-    # All loads together, several times, since the noise of single steps is drawn.
-    at_once_predicted: list[Drawn] = field(default_factory=lambda: [Drawn() for _ in range(_NUM_DRAWS)])
-    timed_predicted: list[Drawn] = field(default_factory=lambda: [Drawn() for _ in range(_NUM_DRAWS)])
+    # All loads together, by each drawing of the noise.
+    at_once_predicted: list[Seen] = field(default_factory=lambda: [Seen() for _ in range(NUM_DRAWS)])
+    timed_predicted: list[Seen] = field(default_factory=lambda: [Seen() for _ in range(NUM_DRAWS)])
 
 
 @dataclass(slots=True)
@@ -95,7 +81,7 @@ async def _serve_and_predict(config: EngineConfig, num_replicas: int) -> ServedR
     runs = ServedRuns(num_usable_cpus(), _front_s(bench.steps, [load for one in rounds for load in one.alone]))
 
     def predict(
-        drawn: list[Drawn], times: float, before: Sequence[Workload], workload: Workload, arrivals: Sequence[float]
+        drawn: list[Seen], times: float, before: Sequence[Workload], workload: Workload, arrivals: Sequence[float]
     ) -> None:
         """`times`: how much longer steps take than on average of all rounds, or by what others have of the cores."""
         requests, began_s = [], 0.0
@@ -111,9 +97,7 @@ async def _serve_and_predict(config: EngineConfig, num_replicas: int) -> ServedR
                 front_s=runs.front_s,
                 num_cores=runs.num_cores,
             )
-            fleet.run(requests, from_s=began_s)
-            one.times.add(fleet.times)
-            one.seconds += fleet.now_s - began_s
+            one.add(fleet, requests, began_s)
 
     for seed, one in enumerate(rounds):
         dearer = _mean_stray(cost, _report(bench.steps, one.learned))

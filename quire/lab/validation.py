@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,8 +41,8 @@ WANTED_PERCENT = 10.0
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """One metric of one run. `loads`: what is predicted of each of several loads of the same kind, rising, where the
-    prediction is their median."""
+    """One metric of one run. `loads`: what is predicted of each of several loads of the same kind, or with several
+    drawings of the noise, rising, where the prediction is their median."""
 
     run: str
     metric: str
@@ -62,6 +62,30 @@ class Row:
     @property
     def is_met(self) -> bool:
         return abs(self.error_percent) <= WANTED_PERCENT
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the readers of several loads saw, together: percentiles of one load are those of a few requests."""
+
+    times: TokenTimes = field(default_factory=TokenTimes)
+    seconds: float = 0.0
+
+    def add(self, fleet: Fleet, requests: list[SimRequest], from_s: float = 0.0) -> None:
+        """Simulate a load, of which what comes before `from_s` is not seen."""
+        fleet.run(requests, from_s=from_s)
+        self.times.add(fleet.times)
+        self.seconds += fleet.now_s - from_s
+
+    def report(self) -> RunReport:
+        return RunReport(
+            workload="",
+            seconds=self.seconds,
+            output_tokens=self.times.num_output_tokens,
+            output_tok_s=self.times.num_output_tokens / self.seconds,
+            ttft_s=Percentiles.of(self.times.first_s),
+            itl_s=weighted_percentiles(self.times.between_s, self.times.between_counts),
+        )
 
 
 def validate(what: str, config: EngineConfig, num_replicas: int, output_json: str | None) -> int:
@@ -156,7 +180,7 @@ def _poisson(rate: float, num: int, seed: int) -> list[SimRequest]:
 def _at_engine(engine: SimulatedEngine, rate: int) -> RunReport:
     """The very loads that were measured, together, with nothing before or behind the engine."""
     config = replace(engine.config, first_token_s=0.0)
-    times, seconds = TokenTimes(), 0.0
+    seen = Seen()
     for seed in _ENGINE_SEEDS:
         fleet, requests, began_s = Fleet(config=config, cost=engine.cost), list[SimRequest](), 0.0
         for each, (num, _) in _SERVING.items():
@@ -165,30 +189,21 @@ def _at_engine(engine: SimulatedEngine, rate: int) -> RunReport:
             requests += from_workload(sharegpt(128_000, seed=seed, num=num), arrivals)
             if each == rate:
                 break
-        fleet.run(requests, from_s=began_s)
-        times.add(fleet.times)
-        seconds += fleet.now_s - began_s
-    return report_of(times, seconds)
-
-
-def report_of(times: TokenTimes, seconds: float) -> RunReport:
-    return RunReport(
-        workload="",
-        seconds=seconds,
-        output_tokens=times.num_output_tokens,
-        output_tok_s=times.num_output_tokens / seconds,
-        ttft_s=Percentiles.of(times.first_s),
-        itl_s=weighted_percentiles(times.between_s, times.between_counts),
-    )
+        seen.add(fleet, requests, began_s)
+    return seen.report()
 
 
 def _run(engine: SimulatedEngine, requests: list[SimRequest]) -> RunReport:
-    fleet = Fleet(config=engine.config, cost=engine.cost, front_s=engine.front_s)
+    fleet = _fleet(engine)
     fleet.run(requests)
     report = fleet.report("", len(requests))
     first_s = sorted(fleet.times.first_s)
     report.values["client_ttft_p99_s"] = first_s[min(len(first_s) - 1, int(0.99 * len(first_s)))]
     return report
+
+
+def _fleet(engine: SimulatedEngine) -> Fleet:
+    return Fleet(config=engine.config, cost=engine.cost, front_s=engine.front_s)
 
 
 def _latencies_ms(report: RunReport) -> list[float]:
@@ -209,6 +224,7 @@ def _latency_rows(run: str, measured_ms: Sequence[float], predicted_ms: Sequence
 # -- this machine, now
 
 ROUNDS = 6
+NUM_DRAWS = 5  # simulations of all rounds, since the noise of single steps is drawn
 WARM_UP_SEED = 99
 SHARE_OF_CAPACITY = 0.5  # of the requests/s with which a load that comes at once is served
 _NUM_EACH = 12  # requests of a load, for each replica
@@ -265,25 +281,34 @@ def measured_live(config: EngineConfig) -> list[Row]:
         apart = from_workload(alone, [1e6 * (i + 1) for i in range(len(alone))])
         return from_workload(loads.together(seed), None) + apart
 
-    _drive(engine, learn(WARM_UP_SEED)[:4], clock)
-    recorded, at_once, timed, times = [], [], [], []
+    _drive(engine, learn(WARM_UP_SEED)[:4], clock, Seen())
+    recorded: list[RunReport] = []
+    at_once, timed, arrivals = Seen(), Seen(), list[list[float]]()
     for seed in range(ROUNDS):
-        recorded.append(_drive(engine, learn(seed), clock))
-        at_once.append(_drive(engine, from_workload(loads.at_once(seed), None), clock))
-        rate = SHARE_OF_CAPACITY * _NUM_EACH / at_once[0].seconds
-        times.append(arrival_times(_NUM_EACH, rate, seed=seed))
-        timed.append(_drive(engine, from_workload(loads.timed(seed), times[-1]), clock))
+        recorded.append(_drive(engine, learn(seed), clock, Seen()))
+        _drive(engine, from_workload(loads.at_once(seed), None), clock, at_once)
+        if not seed:
+            rate = SHARE_OF_CAPACITY * _NUM_EACH / at_once.seconds
+        arrivals.append(arrival_times(_NUM_EACH, rate, seed=seed))
+        _drive(engine, from_workload(loads.timed(seed), arrivals[seed]), clock, timed)
     profile = RecordedProfile(fit_steps(recorded), describe_engine(engine), describe_machine())
     simulated = engine_by_profile(profile, is_read_along=False)
     engine.close()
-    predicted = [_run(simulated, from_workload(loads.at_once(seed), None)) for seed in range(ROUNDS)]
-    totals = [
-        sum(one.output_tokens for one in runs) / sum(one.seconds for one in runs) for runs in (at_once, predicted)
-    ]
-    rows = [Row(f"{_NUM_EACH} at once", "output tokens/s", totals[0], totals[1])]
-    rows += _latency_rows(f"{_NUM_EACH} at once", _medians(at_once), _columns(predicted))
-    predicted = [_run(simulated, from_workload(loads.timed(seed), times[seed])) for seed in range(ROUNDS)]
-    return rows + _latency_rows(f"{_NUM_EACH}, Poisson at half of that", _medians(timed), _columns(predicted))
+    drawn = [(Seen(), Seen()) for _ in range(NUM_DRAWS)]
+    for seed in range(ROUNDS):
+        for one_at_once, one_timed in drawn:
+            one_at_once.add(_fleet(simulated), from_workload(loads.at_once(seed), None))
+            one_timed.add(_fleet(simulated), from_workload(loads.timed(seed), arrivals[seed]))
+    rows = rows_of_all(f"{_NUM_EACH} at once", at_once.report(), [one for one, _ in drawn])
+    return rows + rows_of_all(f"{_NUM_EACH}, Poisson at half of that", timed.report(), [one for _, one in drawn])
+
+
+def rows_of_all(run: str, measured: RunReport, drawn: Sequence[Seen]) -> list[Row]:
+    """Of all rounds' requests together. `drawn`: with each drawing of the noise."""
+    predicted = [one.report() for one in drawn]
+    speed = statistics.median(one.output_tok_s for one in predicted)
+    rows = [Row(run, "output tokens/s", measured.output_tok_s, speed)]
+    return rows + _latency_rows(run, _latencies_ms(measured), _columns(predicted))
 
 
 # -- replicas on this machine's cores, now
@@ -299,27 +324,18 @@ def measured_served(config: EngineConfig, num_replicas: int) -> list[Row]:
         f"{100 * min(runs.core_shares):.0f} to {100 * max(runs.core_shares):.0f} %; {1e3 * runs.front_s:.1f} ms before "
         f"and behind an engine"
     )
-    rows = []
-    for name, loads, drawn in (
-        ("at once", runs.at_once, runs.at_once_predicted),
-        ("Poisson at half of that", runs.timed, runs.timed_predicted),
-    ):
-        measured, predicted = report_of_loads(loads), [one.report() for one in drawn]
-        speed = statistics.median(one.output_tok_s for one in predicted)
-        rows.append(Row(name, "output tokens/s", measured.output_tok_s, speed))
-        rows += _latency_rows(name, _latencies_ms(measured), _columns(predicted))
-    return rows
+    rows = rows_of_all("at once", report_of_loads(runs.at_once), runs.at_once_predicted)
+    return rows + rows_of_all("Poisson at half of that", report_of_loads(runs.timed), runs.timed_predicted)
 
 
-def _drive(engine: LLMEngine, requests: list[SimRequest], clock: Callable[[], float]) -> RunReport:
-    """Serve them by a clock of its own, in which an engine that waits for the next arrival need not wait for it."""
+def _drive(engine: LLMEngine, requests: list[SimRequest], clock: Callable[[], float], seen: Seen) -> RunReport:
+    """Serve them by a clock of its own, in which an engine that waits for the next arrival need not wait for it.
+    Returns the steps."""
     from quire.bench.engines import forced_length
     from quire.bench.steps import watch_steps
 
     engine.reset_prefix_cache()
     steps: dict[str, list[float]] = {column: [] for column in ("seconds", *STEP_COLUMNS)}
-    first_s: list[float] = []
-    between_s: list[float] = []
     last_s: dict[int, tuple[int, float]] = {}  # by request: its tokens so far, and when the last came
     lines: dict[int, TokenSequence] = {}
     num_added, skipped_s = 0, -clock()
@@ -346,26 +362,17 @@ def _drive(engine: LLMEngine, requests: list[SimRequest], clock: Callable[[], fl
                 before = last_s.get(index)
                 if line.num_output_tokens > (before[0] if before else 0):
                     if before is None:
-                        first_s.append(now_s - requests[index].arrival_s)
+                        seen.times.first_s.append(now_s - requests[index].arrival_s)
                     else:
-                        between_s.append(now_s - before[1])
+                        seen.times.between(now_s - before[1], 1.0)
                     last_s[index] = (line.num_output_tokens, now_s)
                 if line.finish_reason is not None:
                     del lines[index]
-    return RunReport(
-        workload="live",
-        steps=steps,
-        seconds=clock() + skipped_s,
-        output_tokens=sum(request.output_len for request in requests),
-        ttft_s=Percentiles.of(first_s),
-        itl_s=Percentiles.of(between_s),
-    )
+    seen.seconds += clock() + skipped_s
+    seen.times.num_output_tokens += sum(request.output_len for request in requests)
+    return RunReport(workload="live", steps=steps)
 
 
 def _columns(runs: Sequence[RunReport]) -> list[list[float]]:
     """The latencies of each run, by metric."""
     return [list(column) for column in zip(*(_latencies_ms(run) for run in runs), strict=True)]
-
-
-def _medians(runs: Sequence[RunReport]) -> list[float]:
-    return [statistics.median(column) for column in _columns(runs)]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from quire.bench.report import RunReport
 from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.lab import validation
-from quire.lab.validation import Row, as_text, measured_live, recorded_h200
+from quire.lab.validation import Row, Seen, as_text, measured_live, recorded_h200
 
 
 def test_a_row_says_how_far_off_it_is() -> None:
@@ -38,8 +40,21 @@ def test_a_live_engine_is_profiled_measured_and_predicted(tiny_model: Path, monk
     config = EngineConfig(
         model=str(tiny_model), load_format="dummy", device="cpu", num_threads=1, kv_cache_memory_bytes=8 << 20
     )
+    runs: dict[str, list[RunReport]] = {}
+
+    def rows_of_all(run: str, measured: RunReport, drawn: Sequence[Seen]) -> list[Row]:
+        runs[run] = [measured, *(one.report() for one in drawn)]
+        return original(run, measured, drawn)
+
+    original = validation.rows_of_all
+    monkeypatch.setattr(validation, "rows_of_all", rows_of_all)
     rows = measured_live(config)
-    assert len(rows) == 9 and all(row.measured > 0 and row.predicted > 0 for row in rows)
+    assert len(rows) == 10 and all(row.measured > 0 and row.predicted > 0 for row in rows)
+    for reports in runs.values():  # percentiles are those of both rounds' requests together
+        assert len(reports) == 1 + validation.NUM_DRAWS
+        assert {report.ttft_s.count for report in reports if report.ttft_s} == {2 * 4}
+        assert len({report.output_tokens for report in reports}) == 1
+        assert len({report.itl_s.count for report in reports if report.itl_s}) == 1
 
 
 def test_what_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
