@@ -11,11 +11,13 @@ Shares need not be equal. Ranks with fewer KV heads than there are ranks keep co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from quire.errors import ConfigError
 from quire.models.kv_layout import KVLayout
 from quire.models.spec import ExpertsSpec, ModelSpec
+from quire.models.tensors import tensor_kinds
 
 # Columns of the MLP are divided in units of a quantized file's blocks: of 256, where shares are nearly equal then (even
 # shares of many are whole blocks anyway), or of 32. Words are divided in units of a kernel's panels.
@@ -177,9 +179,14 @@ def max_tensor_size(spec: ModelSpec) -> int:
 
 
 def largest_share(spec: ModelSpec, tensor_size: int = 1, num_stages: int = 1) -> ModelShare:
-    """The share of the rank that needs most memory, as shapes tell it."""
+    """The share of the rank that needs most memory: as an engine counts it, by its KV and then by its weights."""
     shares = [share_of(spec, rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
-    return max(shares, key=lambda share: (len(share.kv_heads) * len(share.layers), len(share.heads), share.is_last))
+
+    def needs(share: ModelShare) -> tuple[int, int, bool]:
+        num_weights = sum(kind.count * math.prod(kind.shape) for kind in tensor_kinds(share.spec(spec)))
+        return len(share.kv_heads) * len(share.layers), num_weights, share.is_last
+
+    return max(shares, key=needs)
 
 
 def _layers_cut(spec: ModelSpec, stage: int, num_stages: int) -> Cut:

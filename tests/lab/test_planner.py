@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from quire import LLM
 from quire.config import GIB, EngineConfig
 from quire.errors import ConfigError, DownloadError
 from quire.executor.memory import cuda_kv_budget
-from quire.executor.sizing import weight_bytes
+from quire.executor.sizing import adapter_bytes, weight_bytes
 from quire.kernels.reference import ReferenceOps
 from quire.lab import shapes
 from quire.lab.device_plan import DRIVER_BYTES, DevicePlan, plan_device
@@ -23,6 +24,7 @@ from quire.lab.shapes import SHAPES, read_model_spec
 from quire.lab.traffic import Kind
 from quire.models.architectures import spec_from_config
 from quire.models.decoder import Decoder
+from quire.models.share import share_of
 from quire.models.spec import ModelSpec
 from quire.weights import open_checkpoint
 
@@ -158,6 +160,20 @@ def test_a_plan_of_a_split_model_is_that_of_its_largest_rank() -> None:
     assert plan.chosen.token_bytes == values * 2  # the formula that is printed
     with pytest.raises(ConfigError, match="use 1 to 9"):
         make_plan(EngineConfig(tensor_parallel_size=10), smol, device="cpu")
+
+
+@pytest.mark.parametrize(("heads", "columns", "degrees"), [((28, 4), 18944, (4, 1)), ((2, 2), 8960, (2, 3))])
+def test_a_split_models_plan_is_of_the_rank_with_the_most(
+    heads: tuple[int, int], columns: int, degrees: tuple[int, int]
+) -> None:
+    """All have as many KV heads, but not as many columns of the MLP."""
+    config = EngineConfig(enable_lora=True, tensor_parallel_size=degrees[0], pipeline_parallel_size=degrees[1])
+    spec = replace(LLAMA, num_heads=heads[0], num_kv_heads=heads[1], intermediate_size=columns)
+    found = plan_device(config, spec, device="cuda", memory_bytes=80 * GIB)
+    shares = [share_of(spec, rank, *degrees).spec(spec) for rank in range(config.num_ranks)]
+    slots = [adapter_bytes(config, share, "bfloat16") for share in shares]
+    assert found.adapter_bytes == max(slots) > min(slots)
+    assert found.weight_bytes == max(weight_bytes(share, "bfloat16", LLAMA.max_position) for share in shares)
 
 
 def with_flags(plan: Plan) -> EngineConfig:
