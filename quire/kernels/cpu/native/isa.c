@@ -1,5 +1,17 @@
-/* Which of the builds of the kernels this processor can run. */
+/* Which of the builds of the kernels this processor can run, and what of its caches they depend on. */
 #include <string.h>
+#include <unistd.h>
+
+/* Whether what a core reads in the next 8 KB may wait in its L1. Zen 5, which has 48 KB, reads packed weights a fifth faster
+ * so; with Zen 4's 32 KB it is a quarter slower. Not known of other makers' processors of that size. */
+int quire_has_large_l1;
+
+static __attribute__((constructor)) void look_at_caches(void) {
+#if defined(__x86_64__) && defined(_SC_LEVEL1_DCACHE_SIZE)
+    __builtin_cpu_init();
+    quire_has_large_l1 = __builtin_cpu_is("amd") && sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
+#endif
+}
 
 int quire_isa_runs(const char *name) {
     if (strcmp(name, "generic") == 0) return 1;

@@ -123,32 +123,38 @@ INLINE void store_with_bias(float *to, vf sum, const float *bias) {
     store(to, sum);
 }
 
-/* How far ahead of the reads of few rows memory is called into L2. 0: the processor's own prefetching is better left alone,
- * which follows blocks of 32 inputs where little is computed between two reads. Measured on Zen 4. */
-INLINE long bytes_ahead(int kind, int rows) {
+/* How far ahead of the reads of few rows memory is called into the cache: into L1 where that is large, and else into L2.
+ * 0: the processor's own prefetching is better left alone, which follows blocks of 32 inputs where little is computed
+ * between two reads. Measured on Zen 4 and, with a large L1, on Zen 5. */
+INLINE long bytes_ahead(int kind, int rows, int large_l1) {
+    if (large_l1) return 8192;
     if (kind_block(kind) == 256) return rows <= 2 ? 4 * block_bytes(kind) : 8192;
     if (rows == 1) return kind == Q8_0 ? 4096 : 0;
     return rows == 2 && kind_bits(kind) != 5 ? 0 : 8192;
 }
 
 /* `rows` (a constant) over one panel, straight from its packed blocks: nearly all of the work is reading and unpacking them,
- * once for all rows. What lies ahead is called into L2, a share with each run, since a burst out of memory would fill all
- * buffers. One or two rows of large blocks wait for memory alone: there the next block is called on into L1, in a burst.
+ * once for all rows. What lies ahead is called into the cache, a share with each run, since a burst out of memory would fill
+ * all buffers. One or two rows of large blocks wait for memory alone: with a small L1 the next block is called on into it
+ * from L2, in a burst. `large_l1` is a constant, too: tested in the loop it would cost a tenth.
  * The vectors of a run are worked through together, as they lie in memory, but for a single row of large blocks. */
-INLINE void few_rows_quantized(int kind, int rows, const char *block, const quantized_row *x, long k, const float *bias, float *out,
-                               long out_stride) {
+INLINE void few_rows_quantized(int kind, int rows, int large_l1, const char *block, const quantized_row *x, long k,
+                               const float *bias, float *out, long out_stride) {
     const int groups = kind_sub(kind) / GROUP, is_large = kind_block(kind) == 256, together = is_large && rows == 1 ? 1 : NV;
-    const long ahead = bytes_ahead(kind, rows);
+    const long ahead = bytes_ahead(kind, rows, large_l1);
     vf acc[QUANTIZED_ROWS][NV];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < NV; j++) acc[r][j] = (vf){0};
     for (long at = 0; at < k; at += kind_block(kind), block += block_bytes(kind)) {
-        for (long line = 0; line < block_bytes(kind) && is_large && rows <= 2; line += 64)
+        for (long line = 0; line < block_bytes(kind) && is_large && rows <= 2 && !large_l1; line += 64)
             __builtin_prefetch(block + block_bytes(kind) + line);
         for (long run = 0; run < kind_block(kind) / RUN; run++) {
             const long share = block_bytes(kind) / (kind_block(kind) / RUN);
-            for (long line = 0; line < share && ahead; line += 64) __builtin_prefetch(block + ahead + run * share + line, 0, 2);
+            const char *next = block + ahead + run * share;
+            for (long line = 0; line < share && ahead; line += 64)
+                if (large_l1) __builtin_prefetch(next + line, 0, 3);
+                else __builtin_prefetch(next + line, 0, 2);
             const uint32_t *codes = block_codes(kind, block, run);
 #pragma GCC unroll 2
             for (int part = 0; part < RUN / kind_sub(kind); part++) {
