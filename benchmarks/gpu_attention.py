@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_inputs import LLAMA, Shape, attention_error, attention_inputs, decodes, spread
 from benchmarks.gpu_measure import COLD_BYTES, Report, error, poison, short, time_us
-from quire.kernels.interface import AttentionSpec
+from quire.kernels.interface import AttentionBatch, AttentionSpec
 from quire.kernels.reference import ReferenceOps
 from quire.kernels.triton import TritonOps
 from quire.kernels.triton.configs import (
@@ -163,7 +164,7 @@ def _run(report: Report, section: str, shapes: dict[str, Shape], configs: Sequen
             poison()
             q, kv, batch = sets[-1]
             off = attention_error(attention(q, kv, batch, LLAMA, scratch, **options), q, kv, batch, LLAMA)
-            return off, [partial(attention, q, kv, batch, LLAMA, scratch, **options) for q, kv, batch in sets]
+            return off, [partial(_attention, q, kv, batch, scratch, **options) for q, kv, batch in sets]
 
         best = report.sweep(section, name, configs, build)
         if best is None:
@@ -174,8 +175,11 @@ def _run(report: Report, section: str, shapes: dict[str, Shape], configs: Sequen
             note = f"{4 * pairs * LLAMA.num_heads * LLAMA.head_dim / us / 1e6:.0f} TFLOP/s"
         else:
             note = f"{shape.kv_bytes / us / 1e6:.2f} TB/s"
+        if section != "prefill":
+            calls = [partial(_attention, q, kv, b, scratch, **{section: config}, cuts=False) for q, kv, b in sets]
+            note += f"  cut before {time_us(calls):.1f} us"
         if section == "prefix":
-            calls = [partial(attention, q, kv, replace(b, shared=None), LLAMA, scratch) for q, kv, b in sets]
+            calls = [partial(_attention, q, kv, replace(b, shared=None), scratch) for q, kv, b in sets]
             alone_us = time_us(calls)
             note += f"  read by each {alone_us:.1f} us: x{alone_us / us:.2f}"
         if not math.isnan(shape.anchor_us):
@@ -184,6 +188,17 @@ def _run(report: Report, section: str, shapes: dict[str, Shape], configs: Sequen
         del sets, build
         torch.cuda.empty_cache()
     report.print_sweep(section)
+
+
+def _attention(
+    q: Tensor, kv: Tensor, batch: AttentionBatch, scratch: Any, *, cuts: bool = True, **options: Any
+) -> Tensor:
+    """As a step's first layer calls it, which cuts the sequences into pieces; the others find them cut."""
+    from quire.kernels.triton.attention import attention
+
+    if cuts:
+        batch.decode_pieces.clear()
+    return attention(q, kv, batch, LLAMA, scratch, **options)
 
 
 def compile_tasks(sections: Sequence[str]) -> list[Callable[[], object]]:

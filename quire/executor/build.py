@@ -448,19 +448,21 @@ def _plan(
         )
         dtype = sizing.activation_dtype(config, spec, device)
         lengths = (decoder.max_position, config.block_size, len(layout.windows))
+        largest = (max_num_seqs, max_tokens, *lengths)
         if has_graphs(config, backend, pools=spec.pooler is not None):
             graph_bytes = sizing.graph_bytes(spec, dtype, max_num_seqs, *lengths, adapted=config.enable_lora)
             if draft is not None:
                 graph_bytes += sizing.graph_bytes(draft.spec, dtype, max_num_seqs, *lengths)
-        activation_bytes += sizing.adapter_step_bytes(config, max_tokens)
+        activation_bytes = sizing.adapted_step_bytes(config, spec, dtype, activation_bytes, *largest)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)
         if ranks is not None:
             ranks.barrier()  # they may share a GPU, and all have measured now
         free, total = torch.cuda.mem_get_info(backend.device)
         if ranks is None and config.memory_share is None:
             reckoned = sizing.weight_bytes(spec, backend.weight_dtype, decoder.max_position)
-            reckoned += sizing.adapter_bytes(config, spec, dtype) + sizing.adapter_step_bytes(config, max_tokens)
-            reckoned += sizing.cuda_step_bytes(spec, dtype, max_num_seqs, max_tokens, *lengths)
+            reckoned += sizing.adapter_bytes(config, spec, dtype)
+            step_bytes = sizing.cuda_step_bytes(spec, dtype, *largest)
+            reckoned += sizing.adapted_step_bytes(config, spec, dtype, step_bytes, *largest)
             rest = total - free + activation_bytes - reckoned
             remember_gpu(torch.cuda.get_device_name(backend.device), GpuRecord(total, rest, record_key(config, spec)))
         num_sharers = ranks_per_gpu() if ranks is not None and config.kv_cache_memory_bytes is None else 1

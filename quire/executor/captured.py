@@ -50,7 +50,7 @@ class GraphMemory:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # That steps are captured on; nothing runs there.
+        # That steps are captured on; this engine runs nothing there. It is shared as TritonOps.side_stream is.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # One place for all graphs' logits. If each kept its own, every batch size would take half a gigabyte more.
         self.logits = torch.empty((num_graph_rows(max_num_seqs), vocab_size), dtype=torch.float32, device=device)

@@ -37,6 +37,7 @@ def record_key(config: EngineConfig, spec: ModelSpec) -> str:
         config.kv_cache_dtype,
         config.enforce_eager,
         config.quantization,
+        config.enable_lora,  # a step without adapters may take less than is reckoned, and one with them as much
         config.batch_invariant,
     )
     return hashlib.sha256(repr((spec, settings)).encode()).hexdigest()[:16]

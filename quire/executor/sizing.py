@@ -230,9 +230,32 @@ def adapter_rank(config: EngineConfig) -> int:
     return -(-config.max_lora_rank // 16) * 16
 
 
-def adapter_step_bytes(config: EngineConfig, max_tokens: int) -> int:
-    """What a GPU's step holds beside the rest: rows of x at the rank of three adapters, in float32."""
-    return 3 * adapter_rank(config) * 4 * max_tokens if config.enable_lora else 0
+def adapted_step_bytes(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: str,
+    step_bytes: int,
+    max_num_seqs: int,
+    max_tokens: int,
+    max_seq_len: int,
+    block_size: int,
+    num_groups: int,
+) -> int:
+    """An upper bound of what a GPU's step takes where its tokens may have adapters. step_bytes: what it takes without.
+
+    Adapters are added to a whole product, also where the kernel that multiplies W alone activates it and holds no
+    product. Matrices in 8-bit floats then take rows in 16 bits, and hold their product before and after its scaling."""
+    if not config.enable_lora:
+        return step_bytes
+    layers = layers_bytes(spec, dtype, max_tokens)
+    if weight_quantization(config, spec, "cuda") == "fp8":
+        qkv_width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        rows_and_product = spec.hidden_size + max(qkv_width, 2 * spec.intermediate_size)
+        layers += max_tokens * rows_and_product * DTYPE_BYTES[dtype]
+    # Rows of x at the rank of three adapters, in float32; of few tokens in up to eight parts, which are added up later.
+    shrunk = 3 * adapter_rank(config) * 4 * max(max_tokens, 8 * min(max_tokens, 1024))
+    slack = step_slack_bytes(max_num_seqs, max_seq_len, block_size, num_groups)
+    return max(step_bytes, layers + slack) + shrunk
 
 
 def graph_bytes(

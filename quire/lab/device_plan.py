@@ -84,8 +84,9 @@ def plan_device(
         step_bytes = sizing.cpu_step_bytes(whole_logits, max_num_seqs, max_tokens)
     else:
         lengths = (max_len, config.block_size, len(layout.windows))
-        step_bytes = sizing.cuda_step_bytes(whole_logits, dtype, max_num_seqs, max_tokens, *lengths)
-        step_bytes += sizing.adapter_step_bytes(config, max_tokens)
+        largest = (max_num_seqs, max_tokens, *lengths)
+        step_bytes = sizing.cuda_step_bytes(whole_logits, dtype, *largest)
+        step_bytes = sizing.adapted_step_bytes(config, whole_logits, dtype, step_bytes, *largest)
         if not config.enforce_eager:
             graph_bytes = sizing.graph_bytes(whole_logits, dtype, max_num_seqs, *lengths, adapted=config.enable_lora)
         batch_bytes = sizing.batch_bytes(max_num_seqs, *lengths)

@@ -15,17 +15,18 @@ from quire.executor.batch import PersistentBatch
 # In a process of its own: kernels imported under Triton's interpreter, as other tests want them, cannot be run dry.
 SCRIPT = textwrap.dedent(
     """
-    import contextlib, json, sys, weakref
+    import contextlib, dataclasses, json, sys, weakref
     import torch
     from triton.backends.compiler import GPUTarget
     import models_harness as harness
     from quire.config import EngineConfig
     from quire.executor import dry_run, sizing
+    from quire.kernels.triton import adapters
+    from quire.kernels.triton.fp8_linear import Fp8Linear
     from quire.kernels.triton.precompile import collecting
 
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    length = 64
     live = peak = 0
 
     class Counting(TorchDispatchMode):  # the bytes of tensors that are alive, as they come and go
@@ -44,40 +45,74 @@ SCRIPT = textwrap.dedent(
         global live
         live -= nbytes
 
+    def peak_of(steps, num_tokens, adapted):
+        global live, peak
+        batch = steps._batch(num_tokens, 8, num_tokens // 8)
+        if adapted:
+            packed = torch.empty(steps.bank.rows_length(num_tokens), dtype=torch.int32, device="meta")
+            batch.adapters = steps.bank.unpack_rows(packed, num_tokens)
+        tokens = torch.empty(num_tokens, dtype=torch.int64, device="meta")
+        batches = [batch] * len(steps.decoder.layout.windows)
+        for mode in (contextlib.nullcontext(), Counting()):  # the first makes scratch memory that stays
+            live = peak = 0
+            with mode:
+                steps.decoder.forward(tokens, batches, [steps.cache] * steps.spec.num_layers)
+        return peak
+
+    def narrow_product(matrix, x, row_scales):  # on no device it would be multiplied in float32
+        return torch.empty((len(x), matrix.out_features), dtype=torch.bfloat16, device="meta")
+
+    Fp8Linear._multiply_narrow = narrow_product
+    adapters._SPLIT_K = 8  # as many parts of A x as large models have
     for case in sys.argv[1:]:
-        name, dtype = case.split("/")
+        name, dtype, length, rank, quantization = case.split("/")
         spec = harness.spec_of(harness.tiny_model(name))
+        if rank:
+            spec = dataclasses.replace(spec, intermediate_size=512)  # so that the MLP's rows are the widest
+        num_tokens, lora = 8 * int(length), {"enable_lora": True, "max_lora_rank": int(rank)} if rank else {}
         config = EngineConfig(
-            model="tiny", dtype=dtype, max_model_len=length, max_num_batched_tokens=8 * length, max_num_seqs=8
+            model="tiny", dtype=dtype, max_model_len=int(length), max_num_batched_tokens=num_tokens, max_num_seqs=8,
+            quantization=quantization or None, **lora,
         )
         with collecting(GPUTarget("cuda", 90, 32)):
             steps = dry_run.DryRun(config, spec)
-            batch = steps._batch(8 * length, 8, length)
-            tokens = torch.empty(8 * length, dtype=torch.int64, device="meta")
-            batches = [batch] * len(steps.decoder.layout.windows)
-            for mode in (contextlib.nullcontext(), Counting()):  # the first makes scratch memory that stays
-                live = peak = 0
-                with mode:
-                    steps.decoder.forward(tokens, batches, [steps.cache] * steps.spec.num_layers)
-        print(json.dumps([case, peak, sizing.layers_bytes(spec, dtype, 8 * length)]))
+            plain, adapted = (peak_of(steps, num_tokens, each) for each in (False, bool(rank)))
+        sizes = (8, num_tokens, int(length), 16, 1)
+        slack = sizing.step_slack_bytes(8, int(length), 16, 1)
+        bound = sizing.adapted_step_bytes(config, spec, dtype, plain + slack, *sizes) - slack
+        print(json.dumps([plain, sizing.layers_bytes(spec, dtype, num_tokens), adapted, bound]))
     """
 )
-CASES = ["llama/bfloat16", "llama/float32", "qwen2/float16", "gemma3/bfloat16"]
 
 
-def test_layers_hold_what_the_planner_says() -> None:
+def run_dry(*cases: str) -> list[list[int]]:
+    """A case: model/dtype/length of each of 8 prompts/rank of adapters or nothing/quantization or nothing."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *CASES],
+        [sys.executable, "-c", SCRIPT, *cases],
         capture_output=True,
         text=True,
         check=False,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [case for case, *_ in found] == CASES
-    for case, peak, foretold in found:
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_layers_hold_what_the_planner_says() -> None:
+    cases = ["llama/bfloat16/64//", "llama/float32/64//", "qwen2/float16/64//", "gemma3/bfloat16/64//"]
+    for case, (peak, foretold, *_) in zip(cases, run_dry(*cases), strict=True):
         assert peak == foretold, case
+
+
+def test_a_step_with_adapters_holds_no_more_than_is_reckoned() -> None:
+    """Of many rows, and of few, whose parts of A x are added up later."""
+    cases = ["llama/bfloat16/256/64/", "llama/bfloat16/128/64/", "llama/float32/256/16/", "qwen2/float16/256/16/"]
+    cases += ["gemma3/bfloat16/256/16/", "llama/bfloat16/256/16/fp8", "llama/bfloat16/32/64/fp8"]
+    found = run_dry(*cases)
+    for case, (_, _, peak, bound) in zip(cases, found, strict=True):
+        assert peak <= bound, case
+    without, with_product, *_ = found[0]
+    assert without < with_product  # the kernel that activates what it multiplies is what an engine measures
 
 
 def test_the_persistent_batch_holds_what_the_planner_says() -> None:

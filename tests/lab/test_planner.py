@@ -15,7 +15,7 @@ from quire import LLM
 from quire.config import GIB, EngineConfig
 from quire.errors import ConfigError, DownloadError
 from quire.executor.memory import cuda_kv_budget
-from quire.executor.sizing import adapter_bytes, weight_bytes
+from quire.executor.sizing import adapted_step_bytes, adapter_bytes, layers_bytes, weight_bytes
 from quire.kernels.reference import ReferenceOps
 from quire.lab import shapes
 from quire.lab.device_plan import DRIVER_BYTES, DevicePlan, plan_device
@@ -122,6 +122,18 @@ def test_a_gpus_budget_is_the_engines_function_of_the_same_parts() -> None:
     assert device.token_bytes == 2 * 32 * 8 * 128 * 2
     assert device.ledger is not None
     assert device.ledger.num_blocks == budget // (16 * device.token_bytes)
+
+
+def test_a_gpus_step_with_adapters_is_planned_as_the_engine_counts_what_it_measured() -> None:
+    """Measured without adapters on a Hopper GPU, where a kernel activates what it multiplies."""
+    config = EngineConfig(enable_lora=True, max_lora_rank=16, max_model_len=4096)
+    largest = (1024, 8192, 4096, 16, 1)
+    planned = plan_device(config, LLAMA, device="cuda", memory_bytes=80 * GIB).step_bytes
+    measured = layers_bytes(LLAMA, "bfloat16", 8192) - 8192 * 2 * 14336 * 2
+    without = plan_device(EngineConfig(max_model_len=4096), LLAMA, device="cuda", memory_bytes=80 * GIB).step_bytes
+    assert planned == adapted_step_bytes(config, LLAMA, "bfloat16", without, *largest)
+    assert adapted_step_bytes(config, LLAMA, "bfloat16", measured, *largest) == planned
+    assert planned - without == 3 * 16 * 4 * 8192
 
 
 def test_blocks_that_are_asked_for_are_planned_on_a_gpu_too() -> None:

@@ -85,8 +85,11 @@ class TritonOps(ComposedOps):
 
     @cached_property
     def side_stream(self) -> torch.cuda.Stream:
-        """For what captured steps run beside their kernels. Not one for a device: a step of another engine in this
-        process may be captured at the same time."""
+        """For what captured steps run beside their kernels. Each engine asks for one, since another in this process may
+        capture a step at the same time; but torch hands out 32 streams of a device in turn, so somebody else may have
+        the same one. What they launch on it during a capture becomes part of the graph, and the capture fails if they
+        wait for it. Streams of another priority have a pool of their own, but captured kernels keep the priority of
+        their stream: those on this one would be placed before the product's."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def supported_block_sizes(self, head_dim: int) -> tuple[int, ...]:
