@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import logging
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fakes
 import hypothesis  # before an engine freezes what the collector looks at: hypothesis counts references
+import numpy as np
 import pytest
 import torch
 
@@ -54,6 +56,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
     return True
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_each_time() -> None:
+    """What a test draws by chance does not depend on which tests ran before it in its process."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

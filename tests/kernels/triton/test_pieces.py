@@ -56,7 +56,7 @@ def expected_pieces(lens, prefix_lens, window, few, many, min_tiles, long_tiles)
     return pieces
 
 
-@pytest.mark.parametrize("num_seqs", [1, 15, 16, 17, 128, 130, 2100])
+@pytest.mark.parametrize("num_seqs", [1, 15, 16, 17, 128, 130, 1030])
 @pytest.mark.parametrize("kind", ["plain", "window", "prefix"])
 def test_every_sequence_is_cut_and_every_row_is_written(num_seqs, kind, device):
     """Rows that only pad are sequences of one token, or of none; rows past the last piece say that there is none."""
