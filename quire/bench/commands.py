@@ -186,9 +186,11 @@ def speculate(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf
 
 def profile(args: argparse.Namespace, config: EngineConfig, shelf: EngineShelf) -> Runs:
     from quire.bench.profile import profile_workload
+    from quire.bench.steps import take_cache_pages
 
     check_workload_flags(args)
     engine = shelf.engine(config)
+    take_cache_pages(engine.core)
     for job in _jobs(args, engine):
         with run_progress(job.name) as progress:
             begin = _stages(progress)

@@ -126,6 +126,15 @@ class StepWatch:
         self._reading_s += time.perf_counter() - now
 
 
+def take_cache_pages(core: EngineCore) -> None:
+    """Before steps are recorded to learn from. On a CPU the system gives the cache's memory when it is first written,
+    and a new engine takes blocks that were never used before others: until each was used once, prompts take longer, as
+    they never will again. Ranks keep their caches in processes of their own, which are left as they are."""
+    worker = getattr(core.executor, "worker", None)
+    if worker is not None:
+        worker.cache.take_pages()
+
+
 @contextmanager
 def watch_steps(core: EngineCore, *, every_step: bool) -> Iterator[StepWatch]:
     """Watch the steps of a run. Nothing may be in flight when it starts."""

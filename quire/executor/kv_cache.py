@@ -55,6 +55,11 @@ def release_pages(tensor: Tensor) -> None:
         tensor.zero_()
 
 
+def take_pages(tensor: Tensor) -> None:
+    """Have the system give all of its memory now, and not at the first writes. The content stays."""
+    tensor.flatten().view(torch.uint8)[:: mmap.PAGESIZE].bitwise_or_(0)
+
+
 _BLOCKS_AT_ONCE = 256  # of those that outlive a sleep
 
 
@@ -116,6 +121,11 @@ class KVCache:
         num_staged = min(len(self.host_blocks), max(1, _PIECE_BYTES // self.block_bytes))
         shape = (transfers.NUM_LANES + 1, num_staged, *self._host_words.shape[1:])
         self._staging = torch.empty(shape, dtype=_WORD, device=self.device_blocks.device)
+
+    def take_pages(self) -> None:
+        """Make steps that write a block for the first time take no longer than later ones. A GPU has its memory."""
+        if not self.device_blocks.is_cuda:
+            take_pages(self.device_blocks)
 
     # -- sleep: on a GPU, `virtual_memory.py` takes the device's memory after the one and brings it before the other
 

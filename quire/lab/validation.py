@@ -270,9 +270,11 @@ def measured_live(config: EngineConfig) -> list[Row]:
     """
     from quire import LLMEngine
     from quire.bench.machine import describe_engine, describe_machine
+    from quire.bench.steps import take_cache_pages
 
     clock = time.process_time if config.num_threads == 1 else time.perf_counter
     engine = LLMEngine.from_config(config)
+    take_cache_pages(engine.core)
     loads = Loads(usable_vocab(engine.spec.vocab_size), engine.max_model_len)
 
     def learn(seed: int) -> list[SimRequest]:

@@ -14,6 +14,7 @@ from bench_server import FakeServer, serving_in_a_thread
 
 from quire.bench.report import BenchFile
 from quire.cli.main import main
+from quire.executor.kv_cache import KVCache
 
 
 @pytest.fixture
@@ -94,11 +95,16 @@ def test_startup_in_a_fresh_process(tiny: list[str], tmp_path: Path, capsys: pyt
     assert "to first token" in capsys.readouterr().out
 
 
-def test_profile(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[KVCache] = []
+    monkeypatch.setattr(KVCache, "take_pages", lambda self: taken.append(self))
     chart = tmp_path / "a.svg"
     flags = ["--input-len", "6", "--output-len", "4", "--num-prompts", "3", "--plot", str(chart)]
     assert main(["bench", "profile", *tiny, *flags]) == 0
     assert "attention" in capsys.readouterr().out and "<svg" in chart.read_text()
+    assert len(taken) == 1  # no step that was recorded waited for memory
 
 
 def test_sweep_over_two_flags_goes_on_past_a_bad_value(

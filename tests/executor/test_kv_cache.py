@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fakes
@@ -40,6 +43,23 @@ def test_a_layer_is_a_view() -> None:
     cache.layers[1][3, 1, 0, 2, 5] = 77.0
     assert cache.device_blocks[1, 3, 1, 0, 2, 5] == 77.0
     assert cache.block_bytes == kv_layout(SPEC, None).block_bytes(SPEC, 4, 4) == cache.device_blocks[:, 0].nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what the process holds from /proc")
+def test_pages_that_are_taken_hold_what_they_held() -> None:
+    zeros = kv_cache._untouched_zeros((64 << 20,), torch.uint8)
+    zeros[::4099] = 5
+    before = zeros[: 1 << 20].clone()
+    untouched = kv_cache._untouched_zeros((64 << 20,), torch.uint8)
+    held = resident_bytes()
+    kv_cache.take_pages(zeros)
+    assert resident_bytes() - held < 8 << 20 and torch.equal(zeros[: 1 << 20], before)
+    kv_cache.take_pages(untouched)
+    assert resident_bytes() - held > 60 << 20 and not untouched.any()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_copies_read_before_any_is_written() -> None:

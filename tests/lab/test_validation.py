@@ -10,6 +10,7 @@ import pytest
 from quire.bench.report import RunReport
 from quire.cli.main import main
 from quire.config import EngineConfig
+from quire.executor.kv_cache import KVCache
 from quire.lab import validation
 from quire.lab.validation import Row, Seen, as_text, measured_live, recorded_h200
 
@@ -46,10 +47,13 @@ def test_a_live_engine_is_profiled_measured_and_predicted(tiny_model: Path, monk
         runs[run] = [measured, *(one.report() for one in drawn)]
         return original(run, measured, drawn)
 
+    taken: list[KVCache] = []
+    monkeypatch.setattr(KVCache, "take_pages", lambda self: taken.append(self))
     original = validation.rows_of_all
     monkeypatch.setattr(validation, "rows_of_all", rows_of_all)
     rows = measured_live(config)
     assert len(rows) == 10 and all(row.measured > 0 and row.predicted > 0 for row in rows)
+    assert len(taken) == 1  # no step that was recorded waited for memory
     for reports in runs.values():  # percentiles are those of both rounds' requests together
         assert len(reports) == 1 + validation.NUM_DRAWS
         assert {report.ttft_s.count for report in reports if report.ttft_s} == {2 * 4}
