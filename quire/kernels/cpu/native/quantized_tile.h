@@ -40,17 +40,17 @@ static void quantize_row(const float *x, const quantized_row *to, long k) {
         vf most = (vf){0};
         for (int i = 0; i < RUN; i += VL) most = vmax(most, vmax(load(x + i), -load(x + i)));
         const float largest = max_lanes(most), scale = largest / 127.0f, inverse = largest > 0 ? 127.0f / largest : 0;
-        int8_t *codes = (int8_t *)to->codes + run * RUN;
-        int32_t half[2] = {0, 0};
-        for (int i = 0; i < RUN; i++) {
-            /* 1.5 * 2^23: the sum's low bits are the rounded integer. */
-            const float shifted = x[i] * inverse + 12582912.0f;
-            int32_t bits;
-            memcpy(&bits, &shifted, 4);
-            codes[i] = (int8_t)(bits - 0x4b400000);
+        int32_t half[2];
+        for (int h = 0; h < 2; h++) {
+            vi sum = (vi){0};
+            for (int i = h * RUN / 2; i < (h + 1) * RUN / 2; i += VL) {
+                /* 1.5 * 2^23: the sum's low bits are the rounded integer. */
+                const vi codes = (vi)(load(x + i) * inverse + 12582912.0f) - 0x4b400000;
+                *(vb *)((int8_t *)to->codes + run * RUN + i) = __builtin_convertvector(codes, vb);
+                sum += codes;
+            }
+            half[h] = sum_whole_lanes(sum);
         }
-        for (int i = 0; i < RUN / 2; i++) half[0] += codes[i];
-        for (int i = RUN / 2; i < RUN; i++) half[1] += codes[i];
         ((float *)to->scales)[run] = scale;
         for (int h = 0; h < 2; h++) {
             ((float *)to->sums16)[2 * run + h] = (float)half[h] * scale;

@@ -140,6 +140,24 @@ INLINE uint16_t float_to_half(float x) {
 #endif
 }
 
+/* The lanes of a vector as one: the upper half's with the lower half's, until one is left. On every ISA in the same order. */
+#if defined(__AVX2__)
+#define DEFINE_LANES(name, with)                                                                                       \
+    INLINE float name(vf x) {                                                                                          \
+        const __m256 eight = EIGHT_OF(x, with);                                                                        \
+        const __m128 four = _mm_##with##_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));           \
+        const __m128 two = _mm_##with##_ps(four, _mm_movehl_ps(four, four));                                           \
+        return _mm_cvtss_f32(_mm_##with##_ss(two, _mm_movehdup_ps(two)));                                              \
+    }
+#if defined(__AVX512F__)
+#define UPPER(x) _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)(x)), 1))
+#define EIGHT_OF(x, with) _mm256_##with##_ps(_mm512_castps512_ps256((__m512)(x)), UPPER(x))
+#else
+#define EIGHT_OF(x, with) ((__m256)(x))
+#endif
+DEFINE_LANES(sum_lanes, add)
+DEFINE_LANES(max_lanes, max)
+#else
 INLINE float sum_lanes(vf x) {
     float s[VL];
     store(s, x);
@@ -154,6 +172,17 @@ INLINE float max_lanes(vf x) {
     for (int width = VL / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) s[i] = MAX(s[i], s[i + width]);
     return s[0];
+}
+#endif
+
+INLINE int32_t sum_whole_lanes(vi x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < VL; i++) sum += x[i];
+    return sum;
+#endif
 }
 
 /* exp to 2 units in the last place: 2^n times a polynomial on [-ln2/2, ln2/2]. Arguments below -87.3 give 1e-38, above
