@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import socket
 from collections import Counter
@@ -24,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -34,9 +34,10 @@ from quire.router.http_client import Headers, Reply
 from quire.router.policy import Prompt, Ticket
 from quire.router.servers import Question, Servers
 from quire.server.endpoint import REQUEST_ID_HEADER, ClientGone, new_request_id, on_gone, read_body
-from quire.server.errors import RETRY_SOON, ApiError, UnavailableError, any_error, bad_request, to_api_error
+from quire.server.errors import RETRY_SOON, ApiError, UnavailableError, any_error, bad_request, shown, to_api_error
 from quire.server.guards import BodyLimits, Hosts, after_body, allowed_hosts
 from quire.server.http_server import HttpServer
+from quire.server.messages import error_body as messages_error_body
 from quire.server.resuming import RESUMABLE_HEADER, RESUMABLE_PATHS, SEED_HEADER
 from quire.server.settings import ServerSettings
 from quire.server.sse import DONE
@@ -53,6 +54,9 @@ _HOP |= {_RESUMABLE, _SEED}
 _COUNTS = {"retries": "Sent to another server.", "resumed": "Went on elsewhere.", "broken": "Answers cut off midway."}
 # Kept by the server that took them: another one does not know them.
 _STATEFUL = ("/v1/files", "/v1/batches", "/v1/responses/")
+# By path, the handler: a method of Proxy.
+_GETS = {"/health": "health", "/metrics": "metrics", "/v1/models": "get", "/version": "get"}
+_MESSAGES = "/v1/messages"  # Anthropic's clients read errors in a shape of their own
 
 
 @dataclass(slots=True)
@@ -173,12 +177,13 @@ class Proxy(Collector):
         except Exception as error:
             if asked is not None and asked.has_begun:
                 raise
-            await to_api_error(error).respond(send)
+            problem = to_api_error(error)
+            await problem.respond(send, _error_body(scope["path"], problem))
 
     def _asked(self, scope: Scope, raw: bytes) -> tuple[_Asked, Question | None]:
         path = scope["path"]
         if path.startswith(_STATEFUL):
-            raise ApiError(404, f"{path} is kept by one server: ask that one itself", code="not_routed")
+            raise _kept_by_one(path)
         try:
             body = msgspec.json.decode(raw or b"{}")
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -318,9 +323,10 @@ class Proxy(Collector):
         self._counts["broken"] += 1
         get_logger().error("server %s failed in mid-answer: %s", ticket.replica, reason)
         message = f"the server {ticket.replica} failed in mid-answer: send the request again"
-        problem = {"message": message, "type": "service_unavailable", "param": None, "code": "server_lost"}
-        body = b"\n\ndata: " + json.dumps({"error": problem}).encode() + b"\n\n"
-        await send({"type": "http.response.body", "body": body})
+        path = asked.path.decode("latin-1")
+        event = b"event: error\n" if path.startswith(_MESSAGES) else b""  # without its name their clients skip it
+        body = _error_body(path, UnavailableError(message, "server_lost"))
+        await send({"type": "http.response.body", "body": b"\n\n%bdata: %b\n\n" % (event, body)})
 
     async def _resume(self, asked: _Asked, lost: _Answer) -> _Answer | None:
         """Another server that goes on with a stream; None where none can."""
@@ -357,6 +363,25 @@ def _none_left() -> ApiError:
     return UnavailableError("no server is up: /health says why", "no_server")
 
 
+def _kept_by_one(path: str) -> ApiError:
+    return ApiError(404, f"{shown(path)} is kept by one server: ask that one itself", code="not_routed")
+
+
+def _error_body(path: str, error: ApiError) -> bytes:
+    """An error as the path's clients read it."""
+    return msgspec.json.encode(messages_error_body(error)) if path.startswith(_MESSAGES) else error.encode()
+
+
+async def _no_route(request: HttpRequest, error: Exception) -> Response:
+    """For Starlette's own errors: no such path, no such method."""
+    assert isinstance(error, HTTPException)
+    path, gets = shown(request.url.path), ", ".join(_GETS)
+    if path.startswith(_STATEFUL):
+        return _kept_by_one(path).response()
+    message = f"the router has no {request.method} {path}: it passes POST requests on, and answers GET {gets}"
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
 def _kept(headers: Headers) -> Headers:
     return [header for header in headers if header[0] not in _HOP]
 
@@ -364,13 +389,8 @@ def _kept(headers: Headers) -> Headers:
 def create_proxy_app(servers: Servers, settings: ServerSettings) -> ASGIApp:
     proxy = Proxy(servers)
     rest = Starlette(
-        routes=[
-            Route("/health", proxy.health, methods=["GET"]),
-            Route("/metrics", proxy.metrics, methods=["GET"]),
-            Route("/v1/models", proxy.get, methods=["GET"]),
-            Route("/version", proxy.get, methods=["GET"]),
-        ],
-        exception_handlers={ApiError: any_error, Exception: any_error},
+        routes=[Route(path, getattr(proxy, name), methods=["GET"]) for path, name in _GETS.items()],
+        exception_handlers={HTTPException: _no_route, ApiError: any_error, Exception: any_error},
     )
 
     def app(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:

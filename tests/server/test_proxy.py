@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 from observing_fakes import eventually
 from server_harness import Address, Server, running
@@ -175,6 +176,20 @@ def test_a_stream_that_breaks_midway_ends_with_an_error_event() -> None:
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["code"] == "server_lost" and bad in error["message"]  # nothing is said again
         assert front.metric("broken_total") == 1
+
+
+def test_a_stream_of_messages_that_breaks_midway_ends_as_its_clients_read_errors() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    piece = b'event: ping\ndata: {"type": "ping"}\n\n'
+    body = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}], "stream": True}
+    with misbehaving(head + b"%x\r\n%b\r\n" % (len(piece), piece)) as bad, routing(bad) as front:
+        eventually(lambda: front.servers.num_up == 1)
+        client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{front.port}", api_key="none", max_retries=0)
+        with client, pytest.raises(anthropic.APIStatusError, match="failed in mid-answer"):
+            list(client.messages.create(**body))
+        eventually(lambda: not front.servers.num_up)
+        refused = front.post("/v1/messages", body)
+        assert refused.status == 503 and refused.json()["type"] == "error"
 
 
 class Wire:
@@ -381,6 +396,19 @@ def test_a_server_whose_cache_is_not_told_is_guessed(tiny_model: Path) -> None:
 def test_bad_requests(tiny_model: Path, path: str, body: bytes, status: int, shared_front: Front) -> None:
     reply = shared_front.request("POST", path, body, content_type="application/json")
     assert reply.status == status and reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("GET", "/", "the router has no GET /: it passes POST requests on, and answers GET /health, /metrics"),
+        ("DELETE", "/v1/models", "the router has no DELETE /v1/models"),
+        ("GET", "/v1/files", "kept by one server"),
+    ],
+)
+def test_what_is_not_routed_is_said_as_an_error(method: str, path: str, words: str, shared_front: Front) -> None:
+    reply = shared_front.request(method, path)
+    assert reply.status in (404, 405) and words in reply.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")
