@@ -67,6 +67,15 @@ def test_it_says_when_there_is_nothing_to_do(
     assert "out.jsonl has all 1 answers" in capfd.readouterr().err
 
 
+def test_errors_of_lines_have_their_names(tiny_model: Path, tmp_path: Path) -> None:
+    lines = ('{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}', '{"custom_id": "b"}', "[]")
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    assert run(tmp_path, tiny_model) == 1
+    told = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {(one["custom_id"], one["id"][-1]) for one in told} == {("a", "1"), ("b", "2"), (None, "3")}
+    assert told[0]["error"]["message"] == "line 1: method must be POST, got 'GET'"
+
+
 def test_a_second_interrupt_ends_it_without_a_traceback() -> None:
     program = """
 import asyncio, sys
