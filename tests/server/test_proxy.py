@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ from quire.config import EngineConfig
 from quire.engine.client import EngineClient
 from quire.errors import ConfigError
 from quire.router.servers import Servers
-from quire.server.http_server import HttpServer
 from quire.server.listen import open_socket
-from quire.server.proxy import create_proxy_app, run_proxy
+from quire.server.proxy import run_proxy
 from quire.server.settings import ServerSettings
 
 
@@ -37,6 +36,8 @@ class Front(Address):
     def __init__(self, port: int, servers: Servers) -> None:
         super().__init__(port)
         self.servers = servers
+        self.stop: Callable[[], Any]
+        self.stop_at_once: Callable[[], Any]
 
     def metric(self, name: str) -> float:
         page = self.request("GET", "/metrics").text.splitlines()
@@ -51,17 +52,19 @@ def routing(*urls: str, **options: Any) -> Iterator[Front]:
     made: list[Any] = []
 
     async def serve() -> None:
-        servers, stop = Servers(urls, **options), asyncio.Event()
-        made.extend((asyncio.get_running_loop(), servers, stop))
+        servers, stop, at_once = Servers(urls, **options), asyncio.Event(), asyncio.Event()
+        made.extend((asyncio.get_running_loop(), servers, stop, at_once))
         started.set()
-        await run_proxy(servers, listener, HttpServer(create_proxy_app(servers, settings), settings, None), stop)
+        await run_proxy(servers, listener, settings, stop, at_once)
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     assert started.wait(60)
-    loop, servers, stop = made
+    loop, servers, stop, _ = made
+    front = Front(listener.getsockname()[1], servers)
+    front.stop, front.stop_at_once = (lambda event=event: loop.call_soon_threadsafe(event.set) for event in made[2:])
     try:
-        yield Front(listener.getsockname()[1], servers)
+        yield front
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(60)
@@ -190,6 +193,21 @@ def test_a_stream_of_messages_that_breaks_midway_ends_as_its_clients_read_errors
         eventually(lambda: not front.servers.num_up)
         refused = front.post("/v1/messages", body)
         assert refused.status == 503 and refused.json()["type"] == "error"
+
+
+@pytest.mark.parametrize("is_hurried", [False, True])
+def test_a_router_that_is_stopped_lets_its_requests_finish_or_tells_them(is_hurried: bool, tiny_model: Path) -> None:
+    with sim_server(tiny_model, step_s=0.02) as server, routing(server.url) as front:
+        eventually(lambda: front.servers.num_up == 1)
+        threading.Timer(0.4, front.stop).start()
+        if is_hurried:
+            threading.Timer(0.6, front.stop_at_once).start()
+        reply = front.post("/v1/completions", body_of("hello", stream=True, max_tokens=100, ignore_eos=True))
+        assert reply.status == 200
+        if is_hurried:
+            assert events_of(reply.text)[-1]["error"]["code"] == "stopped"
+        else:
+            assert reply.text.endswith("data: [DONE]\n\n") and "error" not in reply.text
 
 
 class Wire:
