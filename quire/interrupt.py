@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
 
 
 class StopFlag:
@@ -33,3 +37,30 @@ def stop_on_interrupt() -> Iterator[StopFlag]:
         yield flag
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def run_until_interrupted(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """asyncio.run whose work is cancelled by the first Ctrl-C and left to end by any further one: asyncio itself would
+    raise the second in whichever task runs, and print that task's traceback at exit."""
+    is_interrupted = False
+
+    async def watched() -> _Result:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_interrupt() -> None:
+            nonlocal is_interrupted
+            if not is_interrupted:
+                is_interrupted = True
+                task.cancel()
+
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, on_interrupt)
+        return await work
+
+    try:
+        return asyncio.run(watched())
+    except asyncio.CancelledError:
+        if is_interrupted:
+            raise KeyboardInterrupt from None
+        raise

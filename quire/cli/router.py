@@ -50,10 +50,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     with needs_server("quire router"):
         from quire.router.servers import Servers
-        from quire.server.http_server import HttpServer
         from quire.server.listen import address_of, open_socket
         from quire.server.logs import set_up_logs
-        from quire.server.proxy import create_proxy_app, run_proxy
+        from quire.server.proxy import run_proxy
         from quire.server.run import loop_factory
         from quire.server.settings import ServerSettings
     key = args.api_key or os.environ.get("QUIRE_ROUTER_API_KEY")
@@ -63,21 +62,31 @@ def run(args: argparse.Namespace) -> int:
     set_up_logs(settings.log_format, settings.log_level)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its lines about itself say nothing that ours do not
 
-    async def serve() -> None:
+    async def serve() -> int:
         from quire.log import get_logger
 
-        app = create_proxy_app(servers, settings)
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        stop, at_once = asyncio.Event(), asyncio.Event()
+
+        def on_interrupt() -> None:
+            if stop.is_set():
+                get_logger().info("interrupted again: stopping at once")
+                at_once.set()
+            else:
+                get_logger().info("interrupted: running requests may finish; Ctrl+C again stops at once")
+                stop.set()
+
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        loop.add_signal_handler(signal.SIGINT, on_interrupt)
         address = address_of(listener, settings)
         num = len(servers.all)
         get_logger().info("routing at %s to %d server%s", address, num, "s" * (num != 1))
-        await run_proxy(servers, listener, HttpServer(app, settings, None), stop)
+        await run_proxy(servers, listener, settings, stop, at_once)
+        get_logger().info("stopped")
+        return 130 if at_once.is_set() else 0
 
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve())
+            return runner.run(serve())
     finally:
         listener.close()
-    return 0

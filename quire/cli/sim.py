@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
 
     reports: list[RunReport] = list(_simulate(args))
     print(show("sim", reports))
+    if reports:
+        print("\npredicted for {model} on {where}".format_map(reports[0].settings))
     for report in reports:
         speed, wall_s = report.values["events_per_s"], report.values["simulation_wall_s"]
         num = report.values["replicas"]

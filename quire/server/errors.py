@@ -80,9 +80,10 @@ class ApiError(Exception):
     def encode(self) -> bytes:
         return msgspec.json.encode(self.body())
 
-    async def respond(self, send: Send) -> None:
-        """Send it as a whole response, straight to an ASGI server."""
-        body = self.encode()
+    async def respond(self, send: Send, body: bytes | None = None) -> None:
+        """Send it as a whole response, straight to an ASGI server; with `body` where a path's clients read errors in
+        another shape."""
+        body = self.encode() if body is None else body
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         headers += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})

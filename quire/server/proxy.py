@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import socket
 from collections import Counter
@@ -24,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -34,9 +34,10 @@ from quire.router.http_client import Headers, Reply
 from quire.router.policy import Prompt, Ticket
 from quire.router.servers import Question, Servers
 from quire.server.endpoint import REQUEST_ID_HEADER, ClientGone, new_request_id, on_gone, read_body
-from quire.server.errors import RETRY_SOON, ApiError, UnavailableError, any_error, bad_request, to_api_error
+from quire.server.errors import RETRY_SOON, ApiError, UnavailableError, any_error, bad_request, shown, to_api_error
 from quire.server.guards import BodyLimits, Hosts, after_body, allowed_hosts
 from quire.server.http_server import HttpServer
+from quire.server.messages import error_body as messages_error_body
 from quire.server.resuming import RESUMABLE_HEADER, RESUMABLE_PATHS, SEED_HEADER
 from quire.server.settings import ServerSettings
 from quire.server.sse import DONE
@@ -53,6 +54,9 @@ _HOP |= {_RESUMABLE, _SEED}
 _COUNTS = {"retries": "Sent to another server.", "resumed": "Went on elsewhere.", "broken": "Answers cut off midway."}
 # Kept by the server that took them: another one does not know them.
 _STATEFUL = ("/v1/files", "/v1/batches", "/v1/responses/")
+# By path, the handler: a method of Proxy.
+_GETS = {"/health": "health", "/metrics": "metrics", "/v1/models": "get", "/version": "get"}
+_MESSAGES = "/v1/messages"  # Anthropic's clients read errors in a shape of their own
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class _Asked:
     lost: set[str] = field(default_factory=set)
     token_ids: list[int] = field(default_factory=list)
     has_begun: bool = False
+    is_stream: bool = False
 
 
 @dataclass(slots=True)
@@ -143,11 +148,49 @@ class _WhileConnected:
         return kind is asyncio.CancelledError
 
 
+class UnderWay:
+    """The requests that a router has in hand, for its end: they may finish, or are told that they did not."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.is_draining = False
+        self.is_stopped = False
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+    async def drain(self, timeout_s: float, at_once: asyncio.Event) -> None:
+        """Wait for them, then end what is left. New requests are refused from now on."""
+        self.is_draining = True
+        if self._tasks:
+            get_logger().info("draining: %d requests under way, at most %g s", len(self._tasks), timeout_s)
+            hurried = asyncio.create_task(at_once.wait())
+            ended = asyncio.create_task(self._ended())
+            await asyncio.wait((hurried, ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            hurried.cancel()
+            ended.cancel()
+        self.is_stopped = True
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def _ended(self) -> None:
+        while self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+
 class Proxy(Collector):
     """The application's handlers, and what they count."""
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: Servers, under_way: UnderWay) -> None:
         self._servers = servers
+        self._under_way = under_way
         self._router = servers.router
         self._answers: Counter[tuple[str, str]] = Counter()  # by server and status
         self._tokens: Counter[tuple[str]] = Counter({("cached",): 0, ("uncached",): 0})  # of prompts
@@ -156,8 +199,14 @@ class Proxy(Collector):
     async def post(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A plain ASGI application: a framework's work around a request and each piece of its answer would cost more
         than the rest."""
+        with self._under_way.counted():
+            await self._post(scope, receive, send)
+
+    async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = None
         try:
+            if self._under_way.is_draining:
+                raise UnavailableError("the router is shutting down", "draining")
             raw = await read_body(receive)
             asked, question = self._asked(scope, raw)
             receive, send = after_body(scope, receive, send)
@@ -170,15 +219,24 @@ class Proxy(Collector):
                 await self._pass_on(asked, found, send)
         except ClientGone:
             return
+        except asyncio.CancelledError:
+            if not self._under_way.is_stopped:
+                raise
+            problem = UnavailableError("the router was stopped before this request finished: send it again", "stopped")
+            if asked is None or not asked.has_begun:
+                await problem.respond(send, _error_body(scope["path"], problem))
+            elif asked.is_stream:
+                await _end_stream(asked, problem, send)
         except Exception as error:
             if asked is not None and asked.has_begun:
                 raise
-            await to_api_error(error).respond(send)
+            failure = to_api_error(error)
+            await failure.respond(send, _error_body(scope["path"], failure))
 
     def _asked(self, scope: Scope, raw: bytes) -> tuple[_Asked, Question | None]:
         path = scope["path"]
         if path.startswith(_STATEFUL):
-            raise ApiError(404, f"{path} is kept by one server: ask that one itself", code="not_routed")
+            raise _kept_by_one(path)
         try:
             body = msgspec.json.decode(raw or b"{}")
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -270,9 +328,10 @@ class Proxy(Collector):
             {"server": one.url, "up": one.is_up, "exact_cache": one.is_exact, "reason": one.reason}
             for one in self._servers.all.values()
         ]
-        num_up = self._servers.num_up
+        num_up = 0 if self._under_way.is_draining else self._servers.num_up
+        status = "draining" if self._under_way.is_draining else "ok" if num_up else "no server is up"
         headers = {"cache-control": "no-store"} | ({} if num_up else RETRY_SOON)
-        body = {"status": "ok" if num_up else "no server is up", "servers": found}
+        body = {"status": status, "servers": found}
         return JSONResponse(body, 200 if num_up else 503, headers)
 
     async def metrics(self, _: HttpRequest) -> Response:
@@ -297,6 +356,7 @@ class Proxy(Collector):
         """A piece is read when the one before it is sent: what a slow client does not take stays at the server."""
         headers = _kept(answer.reply.headers)
         asked.has_begun = True
+        asked.is_stream = answer.reply.content_type == b"text/event-stream"
         await send({"type": "http.response.start", "status": answer.reply.status, "headers": headers})
         while True:
             ticket = answer.ticket
@@ -318,9 +378,7 @@ class Proxy(Collector):
         self._counts["broken"] += 1
         get_logger().error("server %s failed in mid-answer: %s", ticket.replica, reason)
         message = f"the server {ticket.replica} failed in mid-answer: send the request again"
-        problem = {"message": message, "type": "service_unavailable", "param": None, "code": "server_lost"}
-        body = b"\n\ndata: " + json.dumps({"error": problem}).encode() + b"\n\n"
-        await send({"type": "http.response.body", "body": body})
+        await _end_stream(asked, UnavailableError(message, "server_lost"), send)
 
     async def _resume(self, asked: _Asked, lost: _Answer) -> _Answer | None:
         """Another server that goes on with a stream; None where none can."""
@@ -357,20 +415,41 @@ def _none_left() -> ApiError:
     return UnavailableError("no server is up: /health says why", "no_server")
 
 
+def _kept_by_one(path: str) -> ApiError:
+    return ApiError(404, f"{shown(path)} is kept by one server: ask that one itself", code="not_routed")
+
+
+def _error_body(path: str, error: ApiError) -> bytes:
+    """An error as the path's clients read it."""
+    return msgspec.json.encode(messages_error_body(error)) if path.startswith(_MESSAGES) else error.encode()
+
+
+async def _end_stream(asked: _Asked, problem: ApiError, send: Send) -> None:
+    path = asked.path.decode("latin-1")
+    event = b"event: error\n" if path.startswith(_MESSAGES) else b""  # without its name their clients skip it
+    body = _error_body(path, problem)
+    await send({"type": "http.response.body", "body": b"\n\n%bdata: %b\n\n" % (event, body)})
+
+
+async def _no_route(request: HttpRequest, error: Exception) -> Response:
+    """For Starlette's own errors: no such path, no such method."""
+    assert isinstance(error, HTTPException)
+    path, gets = shown(request.url.path), ", ".join(_GETS)
+    if path.startswith(_STATEFUL):
+        return _kept_by_one(path).response()
+    message = f"the router has no {request.method} {path}: it passes POST requests on, and answers GET {gets}"
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
 def _kept(headers: Headers) -> Headers:
     return [header for header in headers if header[0] not in _HOP]
 
 
-def create_proxy_app(servers: Servers, settings: ServerSettings) -> ASGIApp:
-    proxy = Proxy(servers)
+def create_proxy_app(servers: Servers, settings: ServerSettings, under_way: UnderWay) -> ASGIApp:
+    proxy = Proxy(servers, under_way)
     rest = Starlette(
-        routes=[
-            Route("/health", proxy.health, methods=["GET"]),
-            Route("/metrics", proxy.metrics, methods=["GET"]),
-            Route("/v1/models", proxy.get, methods=["GET"]),
-            Route("/version", proxy.get, methods=["GET"]),
-        ],
-        exception_handlers={ApiError: any_error, Exception: any_error},
+        routes=[Route(path, getattr(proxy, name), methods=["GET"]) for path, name in _GETS.items()],
+        exception_handlers={HTTPException: _no_route, ApiError: any_error, Exception: any_error},
     )
 
     def app(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -382,11 +461,20 @@ def create_proxy_app(servers: Servers, settings: ServerSettings) -> ASGIApp:
     return limited if names is None else Hosts(limited, names)
 
 
-async def run_proxy(servers: Servers, listener: socket.socket, server: HttpServer, stop: asyncio.Event) -> None:
-    """Serve until `stop`; what is under way then ends with its connections."""
+async def run_proxy(
+    servers: Servers,
+    listener: socket.socket,
+    settings: ServerSettings,
+    stop: asyncio.Event,
+    at_once: asyncio.Event,
+) -> None:
+    """Serve until `stop`. What is under way then may finish, until `at_once` or the settings' time to drain."""
+    under_way = UnderWay()
+    server = HttpServer(create_proxy_app(servers, settings, under_way), settings, None)
     await servers.start()
     serving = asyncio.create_task(server.run_on(listener))
     await stop.wait()
+    await under_way.drain(settings.drain_timeout_s, at_once)
     server.stop()
     await serving
     await servers.close()

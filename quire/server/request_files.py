@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Self
 
 import msgspec
 from starlette.types import Message, Scope
@@ -32,9 +32,13 @@ _MAX_ERRORS = 100  # of a file without a request; a client wants the first ones
 _ID = "batch_req_"
 
 
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
 class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     custom_id: str
-    method: Literal["POST"] = "POST"
+    method: str = "POST"
     url: str
     body: dict[str, Any]
 
@@ -145,7 +149,7 @@ async def run_lines(
             for number, raw in lines:
                 await room.acquire()
                 line, problem = _read_line(raw, caller.endpoints, max_line_bytes)
-                custom_id = None if line is None else line.custom_id
+                custom_id = _name_of(raw) if line is None else line.custom_id
                 if line is not None and problem is None and number not in answered:
                     tasks.create_task(answer(number, line))
                     continue
@@ -182,12 +186,22 @@ def _read_line(raw: bytes, endpoints: Mapping[str, Any], max_line_bytes: int) ->
         line = msgspec.json.decode(raw, type=_Line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return None, from_decode_error(error, _Line.__struct_fields__)
+    if line.method != "POST":
+        return line, bad_request(f"method must be POST, got {shown(line.method)!r}", "method", "invalid_method")
     if line.url not in endpoints:
         wanted = ", ".join(sorted(endpoints))
         return line, bad_request(f"url must be one of {wanted}, got {shown(line.url)!r}", "url", "invalid_url")
     if line.body.get("stream"):
         return line, bad_request("body.stream must be false: an answer in a file is whole", "body.stream")
     return line, None
+
+
+def _name_of(raw: bytes) -> str | None:
+    """What the answer to a line that is no request is called, if the line tells."""
+    try:
+        return msgspec.json.decode(raw, type=_Named).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def errors_of_file(path: Path, endpoints: Mapping[str, Any], max_line_bytes: int) -> list[FileError]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from tqdm import tqdm
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.interrupt import run_until_interrupted
 from quire.server.app import answering
 from quire.server.context import ServedModel, ServerContext
 from quire.server.life import ServerLife
@@ -38,6 +38,8 @@ def run_batch(config: EngineConfig, settings: ServerSettings, input_path: Path, 
     answered = read_answered(output_path)
     counts = RequestCounts(total=count_lines(input_path, settings.max_body_bytes))
     if counts.total <= len(answered):
+        why = f"{output_path} has all {len(answered)} answers" if answered else f"{input_path} has no line"
+        print(f"quire: nothing to do: {why}", file=sys.stderr)
         return counts
     logs = set_up_logs(settings.log_format, settings.log_level)
 
@@ -76,7 +78,7 @@ def run_batch(config: EngineConfig, settings: ServerSettings, input_path: Path, 
 
     started_s = time.monotonic()
     try:
-        asyncio.run(run())
+        run_until_interrupted(run())
     finally:
         told = f"{counts.completed} answered, {counts.failed} failed"
         before = f", {len(answered)} had been answered before" if answered else ""

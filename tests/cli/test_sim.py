@@ -20,7 +20,9 @@ def test_a_workload_at_a_rate_on_ranks_and_replicas(tmp_path: Path, capsys: pyte
     (report,) = BenchFile.read(path).runs
     assert (report.engine, report.requests, report.completed, report.values["replicas"]) == ("sim", 30, 30, 3)
     assert report.ttft_s and report.itl_s and report.kv and report.kv.occupancy_mean > 0
-    assert "sharegpt" in capsys.readouterr().out and chart.read_text().startswith("<svg")
+    told = capsys.readouterr().out
+    assert "sharegpt" in told and "predicted for llama-3.1-8b on 3 × 4 h200" in told
+    assert chart.read_text().startswith("<svg")
 
 
 def test_a_trace_and_its_prefixes(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 from observing_fakes import eventually
 from server_harness import Address, Server, running
@@ -24,9 +25,8 @@ from quire.config import EngineConfig
 from quire.engine.client import EngineClient
 from quire.errors import ConfigError
 from quire.router.servers import Servers
-from quire.server.http_server import HttpServer
 from quire.server.listen import open_socket
-from quire.server.proxy import create_proxy_app, run_proxy
+from quire.server.proxy import run_proxy
 from quire.server.settings import ServerSettings
 
 
@@ -36,6 +36,8 @@ class Front(Address):
     def __init__(self, port: int, servers: Servers) -> None:
         super().__init__(port)
         self.servers = servers
+        self.stop: Callable[[], Any]
+        self.stop_at_once: Callable[[], Any]
 
     def metric(self, name: str) -> float:
         page = self.request("GET", "/metrics").text.splitlines()
@@ -50,17 +52,19 @@ def routing(*urls: str, **options: Any) -> Iterator[Front]:
     made: list[Any] = []
 
     async def serve() -> None:
-        servers, stop = Servers(urls, **options), asyncio.Event()
-        made.extend((asyncio.get_running_loop(), servers, stop))
+        servers, stop, at_once = Servers(urls, **options), asyncio.Event(), asyncio.Event()
+        made.extend((asyncio.get_running_loop(), servers, stop, at_once))
         started.set()
-        await run_proxy(servers, listener, HttpServer(create_proxy_app(servers, settings), settings, None), stop)
+        await run_proxy(servers, listener, settings, stop, at_once)
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     assert started.wait(60)
-    loop, servers, stop = made
+    loop, servers, stop, _ = made
+    front = Front(listener.getsockname()[1], servers)
+    front.stop, front.stop_at_once = (lambda event=event: loop.call_soon_threadsafe(event.set) for event in made[2:])
     try:
-        yield Front(listener.getsockname()[1], servers)
+        yield front
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(60)
@@ -175,6 +179,35 @@ def test_a_stream_that_breaks_midway_ends_with_an_error_event() -> None:
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["code"] == "server_lost" and bad in error["message"]  # nothing is said again
         assert front.metric("broken_total") == 1
+
+
+def test_a_stream_of_messages_that_breaks_midway_ends_as_its_clients_read_errors() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    piece = b'event: ping\ndata: {"type": "ping"}\n\n'
+    body = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}], "stream": True}
+    with misbehaving(head + b"%x\r\n%b\r\n" % (len(piece), piece)) as bad, routing(bad) as front:
+        eventually(lambda: front.servers.num_up == 1)
+        client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{front.port}", api_key="none", max_retries=0)
+        with client, pytest.raises(anthropic.APIStatusError, match="failed in mid-answer"):
+            list(client.messages.create(**body))
+        eventually(lambda: not front.servers.num_up)
+        refused = front.post("/v1/messages", body)
+        assert refused.status == 503 and refused.json()["type"] == "error"
+
+
+@pytest.mark.parametrize("is_hurried", [False, True])
+def test_a_router_that_is_stopped_lets_its_requests_finish_or_tells_them(is_hurried: bool, tiny_model: Path) -> None:
+    with sim_server(tiny_model, step_s=0.02) as server, routing(server.url) as front:
+        eventually(lambda: front.servers.num_up == 1)
+        threading.Timer(0.4, front.stop).start()
+        if is_hurried:
+            threading.Timer(0.6, front.stop_at_once).start()
+        reply = front.post("/v1/completions", body_of("hello", stream=True, max_tokens=100, ignore_eos=True))
+        assert reply.status == 200
+        if is_hurried:
+            assert events_of(reply.text)[-1]["error"]["code"] == "stopped"
+        else:
+            assert reply.text.endswith("data: [DONE]\n\n") and "error" not in reply.text
 
 
 class Wire:
@@ -381,6 +414,19 @@ def test_a_server_whose_cache_is_not_told_is_guessed(tiny_model: Path) -> None:
 def test_bad_requests(tiny_model: Path, path: str, body: bytes, status: int, shared_front: Front) -> None:
     reply = shared_front.request("POST", path, body, content_type="application/json")
     assert reply.status == status and reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("GET", "/", "the router has no GET /: it passes POST requests on, and answers GET /health, /metrics"),
+        ("DELETE", "/v1/models", "the router has no DELETE /v1/models"),
+        ("GET", "/v1/files", "kept by one server"),
+    ],
+)
+def test_what_is_not_routed_is_said_as_an_error(method: str, path: str, words: str, shared_front: Front) -> None:
+    reply = shared_front.request(method, path)
+    assert reply.status in (404, 405) and words in reply.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")
