@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from quire.bench.profile import STEP_COLUMNS
-from quire.bench.steps import StepWatch, take_cache_pages
+from quire.bench.steps import StepWatch
 from quire.engine import process
 from quire.engine.api import EngineInfo
 from quire.engine.core import EngineCore
@@ -60,7 +60,6 @@ class _StepRecorder(StepWatch):
 def _build(launch: Launch) -> tuple[EngineCore, EngineInfo]:
     core, info = process.build_core(launch)
     assert core.executor.depth == 1, "a step that is planned beside another has no time of its own"
-    take_cache_pages(core)
     core.executor = _StepRecorder(core, Path(sys.argv[1]) / f"{os.getpid()}.json")
     return core, info
 
