@@ -169,7 +169,7 @@ INLINE tile_function tile_of(int kind) {
 }
 
 /* Up to QUANTIZED_ROWS rows straight from the packed blocks. Each number of rows is a function of its own: in one function the
- * loops would spill each other's addresses, at a sixth of the speed. Processors with a large L1 have VNNI. */
+ * loops would spill each other's addresses, which costs a sixth of the speed. Processors with a large L1 have VNNI. */
 typedef void (*few_rows_function)(const char *, const quantized_row *, long, const float *, float *, long);
 #define FEW(KIND, ROWS, L1)                                                                                            \
     static __attribute__((noinline)) void few_##KIND##_##ROWS##_##L1(const char *panel, const quantized_row *x,        \
@@ -193,7 +193,7 @@ typedef void (*few_rows_function)(const char *, const quantized_row *, long, con
 #endif
 extern int quire_has_large_l1;
 
-/* The same for packed weights and activations in 8 bits. */
+/* What panel_rows does, for packed weights and activations in 8 bits. */
 INLINE void quantized_rows(int kind, const few_rows_function *few, const linear_job *job, const char *panel, const float *bias,
                            long row0, long row1, float *out, long out_stride) {
     const long k_end = job->w->k;
